@@ -1,0 +1,31 @@
+# Every target works first on a fresh clone: it makes .venv and installs the pinned set into it.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: setup demo test check format bench
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,bench,quant]'
+	touch $@
+
+demo: setup
+	$(BIN)/secondguess generate "def quicksort(items):" --max-tokens 200
+	$(BIN)/secondguess verify
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+check: setup
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format src tests examples benchmarks
+	$(BIN)/ruff check --fix src tests examples benchmarks
+
+bench: setup
+	$(BIN)/secondguess bench --against transformers

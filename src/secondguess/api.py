@@ -1,0 +1,249 @@
+"""What the README shows: `load()` once, then `generate()` or `stream()`.
+
+Everything here is preparation and bookkeeping around `decode.decode`; no token is decided in this file.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from secondguess.controllers import make_controller
+from secondguess.controllers.base import Controller
+from secondguess.core import Commit, Row, TokenLogprob
+from secondguess.decode import Team, decode
+from secondguess.drafters import make_drafter
+from secondguess.drafters.base import Drafter
+from secondguess.errors import BadInputError
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.loading import LoadedModel, check_vocabularies, load_runtime
+from secondguess.sampling import SamplingParams
+from secondguess.stats import Ledger, Stats
+from secondguess.text import Piece, TextStream
+from secondguess.verifiers import make_verifier
+from secondguess.verifiers.base import Exactness, Verifier
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one prompt gave.
+
+    Args:
+        text: the generated text, cut before a stop string; the prompt is not part of it.
+        token_ids: the generated tokens, up to and including the one that ended the row.
+        drafted: per token, whether the drafter wrote it.
+        finish_reason: `stop` (an end token or a stop string) or `length`; None when the caller interrupted.
+        exactness: what the text promises: `lossless`, `drafter-invariant` or `lossy`.
+        stats: what it took.
+        logprobs: per token, when the request asked for them.
+    """
+
+    text: str
+    token_ids: list[int]
+    drafted: list[bool]
+    finish_reason: str | None
+    exactness: Exactness
+    stats: Stats
+    logprobs: list[TokenLogprob]
+
+
+class LLM:
+    """A target with a drafter, ready to generate. Made by `load`."""
+
+    def __init__(
+        self, target: LoadedModel, drafter: Drafter, verifier: Verifier, controller: Controller
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.verifier = verifier
+        self.controller = controller
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **settings: object
+    ) -> Output | list[Output]:
+        """Generate for one prompt (an `Output`) or for several (a list, decoded as one batch).
+
+        Args:
+            prompts: text, or token ids; a list of them makes a batch.
+            params: sampling settings of every prompt; `settings` (`max_tokens=128, temperature=0.7, ...`, see
+                `SamplingParams`) make or change them.
+
+        Raises:
+            BadInputError: an empty prompt, one that fills the context, or a setting that makes no sense.
+        """
+        if is_single(prompts):
+            return self.generate_batch([prompts], [self.sampling(params, **settings)])[0]  # type: ignore[list-item]
+        batch: Sequence[Prompt] = prompts  # type: ignore[assignment]
+        return self.generate_batch(batch, [self.sampling(params, **settings)] * len(batch))
+
+    def generate_batch(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Output]:
+        """Generate for prompts that each have their own settings, decoded as one batch."""
+        generation = Generation(self, prompts, params)
+        for _ in generation:
+            pass
+        return generation.outputs()
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **settings: object
+    ) -> Iterator[Piece]:
+        """Yield text as it is decided; each piece knows which of its tokens were drafted."""
+        for _, piece in Generation(self, [prompt], [self.sampling(params, **settings)]):
+            yield piece
+
+    @staticmethod
+    def sampling(params: SamplingParams | None = None, **settings: object) -> SamplingParams:
+        """Sampling settings from a base and changes to it; unknown names are refused."""
+        known = SamplingParams.__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise BadInputError(f"unknown setting {name!r}; expected one of {', '.join(known)}")
+        return replace(params or SamplingParams(), **settings)  # type: ignore[arg-type]
+
+
+class Generation:
+    """Prompts on their way to outputs: iterate for `(prompt index, piece)`, then ask for `outputs()`.
+
+    The one consumer of the loop: `generate`, `stream` and the command line all drain this. After an
+    interruption `outputs()` holds what was decided so far.
+    """
+
+    def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        self._llm = llm
+        self._ledger = Ledger()
+        self._texts: list[TextStream] = []
+        self._rows: list[Row] = []
+        self._commits: dict[Row, list[Commit]] = {}
+        self._text: dict[Row, list[str]] = {}
+        for prompt, settings in zip(prompts, params, strict=True):
+            ids = encode(llm.target, prompt)
+            watcher = TextStream(llm.target.tokenizer, ids, stop=settings.stop)
+            row = make_row(llm.target, llm.verifier, ids, settings, watcher)
+            self._rows.append(row)
+            self._texts.append(watcher)
+            self._commits[row] = []
+            self._text[row] = []
+
+    def __iter__(self) -> Iterator[tuple[int, Piece]]:
+        llm = self._llm
+        team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._ledger)
+        index_of = {row: index for index, row in enumerate(self._rows)}
+        for commits in decode(team, self._rows):
+            for commit in commits:
+                self._commits[commit.row].append(commit)
+                index = index_of[commit.row]
+                piece = self._texts[index].take(commit)
+                if piece.text or piece.tokens:
+                    self._text[commit.row].append(piece.text)
+                    yield index, piece
+
+    def outputs(self) -> list[Output]:
+        """One output per prompt, in order."""
+        return [self._output(row) for row in self._rows]
+
+    def _output(self, row: Row) -> Output:
+        commits = self._commits[row]
+        return Output(
+            text="".join(self._text[row]),
+            token_ids=row.output,
+            drafted=[drafted for commit in commits for drafted in commit.drafted],
+            finish_reason=row.finish_reason,
+            exactness=self._llm.verifier.promise(row),
+            stats=self._ledger.of(row),
+            logprobs=[logprob for commit in commits for logprob in commit.logprobs],
+        )
+
+
+def load(
+    model: str = "builtin",
+    drafter: str | None = None,
+    *,
+    verifier: str = "auto",
+    controller: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantize: str | None = None,
+    drafter_quantize: str | None = None,
+) -> LLM:
+    """Load a target and its drafter.
+
+    Args:
+        model: a directory or a cached model's name; `builtin` is the target in the box.
+        drafter: `none`, `model:PATH`, `ngram`, `suffix`, each with `,key=value` options. Without it, the built-in
+            target gets its own drafter and any other model gets `suffix`, which needs nothing.
+        verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block` or `coupled`.
+        controller: `fixed:K` or `confidence:K[,threshold=T]`; by default what suits the drafter.
+        dtype: `auto` picks bfloat16 where the processor has it; or float64, float32, bfloat16, float16.
+        device: `auto`, `cpu` or `cuda[:N]`.
+        quantize: `int8` stores the target's weights in 8 bits (needs `pip install secondguess[quant]`).
+        drafter_quantize: the same for a draft model.
+
+    Raises:
+        CheckpointError: a model that is missing, broken or cannot be decoded speculatively.
+        BadInputError: a name or a value that does not exist.
+        OutOfMemoryError: both models and their caches would not fit.
+    """
+    target = load_runtime(model, dtype=dtype, device=device, quantize=quantize)
+
+    def load_draft_model(path: str) -> Runtime:
+        loaded = load_runtime(path, dtype=dtype, device=device, quantize=drafter_quantize)
+        check_vocabularies(target, loaded)
+        return loaded.runtime
+
+    made = make_drafter(
+        drafter or default_drafter(model),
+        target_vocab_size=target.runtime.vocab_size,
+        load_draft_model=load_draft_model,
+    )
+    return LLM(
+        target, made, make_verifier(verifier), make_controller(controller or made.default_controller)
+    )
+
+
+def default_drafter(model: str) -> str:
+    """The drafter of a target for which none was named."""
+    return "model:builtin-draft" if model == "builtin" else "suffix"
+
+
+def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt (text or token ids) and not a list of them."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt, refused when there is nothing to continue or no place left to do so."""
+    ids = target.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not prompt or not ids:
+        raise BadInputError("expected a prompt with at least one token, got an empty one")
+    vocab_size = target.runtime.vocab_size
+    if any(not 0 <= token < vocab_size for token in ids):
+        raise BadInputError(f"expected token ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
+    context = target.runtime.context_length
+    if len(ids) >= context:
+        raise BadInputError(
+            f"expected a prompt of at most {context - 1} tokens (the model's context is {context} and one "
+            f"place must stay free), got {len(ids)}; shorten it"
+        )
+    return ids
+
+
+def make_row(
+    target: LoadedModel,
+    verifier: Verifier,
+    ids: list[int],
+    params: SamplingParams,
+    watcher: TextStream | None = None,
+) -> Row:
+    """A row for one prompt; without a seed its noise is keyed by fresh entropy."""
+    seeded = params.seed is not None
+    return Row(
+        tokens=list(ids),
+        params=params,
+        seed=params.seed if params.seed is not None else secrets.randbits(64),
+        coupled=verifier.couples(seeded),
+        end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
+        context_length=target.runtime.context_length,
+        watcher=watcher,
+    )

@@ -1,0 +1,272 @@
+"""The nouns that every other module shares.
+
+Glossary (one word per thing, in code, documentation, command line and metrics):
+
+target      the model whose law we keep           drafter     whoever guesses what it will say
+row         one sequence in flight                pending     a row's last committed token, which the target
+                                                              has not cached yet; it opens the next forward
+draft       guessed nodes, a tree hanging from pending; a chain is the tree with one path
+round       draft, score, judge, keep, commit     path        the accepted nodes, root to leaf
+correction  the token drawn after a rejection     bonus       the token drawn after full acceptance
+commit      tokens that became part of a row      room        how many tokens a row may still gain
+
+Index conventions. Node `i` of a draft is followed by the law `target_probs[row, i + 1]`; `target_probs[row, 0]`
+is the law that follows `pending`. These `num_nodes + 1` places are called *queries*. A node at depth `d`
+(children of pending have depth 0) proposes the token at absolute position `len(row.tokens) + d`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from secondguess.sampling import SamplingParams
+
+
+class StopWatcher(Protocol):
+    """Sees every committed token and says when the text has met a stop string."""
+
+    def push(self, token: int) -> bool:
+        """Take the next output token; True when the row's text now contains a stop string."""
+        ...
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence in flight: its prompt, what was committed to it, and when it ends.
+
+    Args:
+        tokens: prompt token ids, at least one; committed tokens are appended.
+        params: the request's sampling settings.
+        seed: key of this row's noise (the request's seed, or entropy drawn once when it gave none).
+        stream: which of several samples of one request this is; the second part of the noise key.
+        coupled: draw drafts and verdicts from one race, so that the text depends on the seed alone.
+        end_tokens: tokens that end the row (the model's end tokens and the request's stop tokens).
+        context_length: positions that the target can hold.
+        watcher: looks for stop strings, where the request has any.
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    seed: int = 0
+    stream: int = 0
+    coupled: bool = False
+    end_tokens: frozenset[int] = frozenset()
+    context_length: int = 2**31
+    watcher: StopWatcher | None = None
+    finish_reason: str | None = None
+    num_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        return self.tokens[-1]
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def room(self) -> int:
+        """How many more tokens this row may gain."""
+        return min(self.params.max_tokens - self.num_output, self.context_length - len(self.tokens))
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def commit(self, accepted: Sequence[int], next_token: int) -> Commit:
+        """Append the accepted tokens and the one that follows them, up to wherever the row ends.
+
+        What lies behind an end token, a stop string or the last place is dropped: it is not returned,
+        streamed or counted. A cut always finishes the row, so no live row disagrees with its cache.
+        """
+        tokens = [*accepted, next_token]
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            self.finish_reason = self._reason_to_end(token)
+            if self.finished:
+                tokens = tokens[:count]
+                break
+        return Commit(self, tokens, num_accepted=min(len(accepted), len(tokens)))
+
+    def _reason_to_end(self, token: int) -> str | None:
+        met_stop_string = self.watcher is not None and self.watcher.push(token)
+        if self.num_output >= self.params.min_tokens and (met_stop_string or token in self.end_tokens):
+            return "stop"
+        return "length" if self.room <= 0 else None
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What one row gained in one round: first the accepted tokens, then (unless cut) the target's own.
+
+    `logprobs` holds, per token, the log-probability under the target's unmodified law and the
+    alternatives that were asked for; it is empty unless the request wanted them.
+    """
+
+    row: Row
+    tokens: list[int]
+    num_accepted: int
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def drafted(self) -> list[bool]:
+        """Per token, whether a drafter wrote it."""
+        return [index < self.num_accepted for index in range(len(self.tokens))]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural-log probability of a token under the target's law before any sampling setting."""
+
+    token: int
+    logprob: float
+    alternatives: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Guessed nodes for a batch of rows, padded to the same number of nodes.
+
+    Args:
+        tokens: `[row, node]` int64.
+        parents: `[row, node]` int64, index of the parent node, -1 for a child of pending; a parent stands
+            before its children, and padding nodes have parent -1.
+        lengths: `[row]` int64, how many of a row's nodes are real.
+        probs: `[row, node, vocab]`, the law each node was drawn from; None when the drafter was certain
+            (its law is one-hot on the token it named).
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    lengths: Tensor
+    probs: Tensor | None = None
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device | str = "cpu") -> Draft:
+        """No guess for any row: the round becomes plain decoding."""
+        nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
+        return cls(nothing, nothing, torch.zeros(num_rows, dtype=torch.long, device=device))
+
+    @classmethod
+    def chains(
+        cls,
+        chains: Sequence[Sequence[int]],
+        probs: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Draft:
+        """One path per row, from lists of token ids of any lengths.
+
+        >>> Draft.chains([[5, 6], [7]]).parents.tolist()
+        [[-1, 0], [-1, -1]]
+        """
+        width = max((len(chain) for chain in chains), default=0)
+        tokens = [[*chain, *([0] * (width - len(chain)))] for chain in chains]
+        parents = [[*range(-1, len(chain) - 1), *([-1] * (width - len(chain)))] for chain in chains]
+        as_tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
+        shape = (len(chains), width)
+        return cls(
+            as_tensor(tokens).reshape(shape),
+            as_tensor(parents).reshape(shape),
+            as_tensor([len(chain) for chain in chains]),
+            probs,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Width of the padded draft."""
+        return self.tokens.shape[1]
+
+    @property
+    def mask(self) -> Tensor:
+        """`[row, node]` bool, True where a node is real."""
+        return torch.arange(self.num_nodes, device=self.tokens.device) < self.lengths[:, None]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every row's draft is a single path."""
+        chain = torch.arange(-1, self.num_nodes - 1, device=self.tokens.device)
+        return bool(((self.parents == chain) | ~self.mask).all())
+
+    def select(self, rows: Tensor) -> Draft:
+        """The drafts of some rows, in the order given (`[n]` int64 indices)."""
+        probs = None if self.probs is None else self.probs[rows]
+        return Draft(self.tokens[rows], self.parents[rows], self.lengths[rows], probs)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which nodes were accepted and which token follows them.
+
+    Args:
+        paths: `[row, depth]` int64, accepted node indices root to leaf, padded with -1.
+        lengths: `[row]` int64, how many nodes each path has.
+        next_tokens: `[row]` int64, the correction or the bonus.
+    """
+
+    paths: Tensor
+    lengths: Tensor
+    next_tokens: Tensor
+
+    @classmethod
+    def of_chain(cls, lengths: Tensor, next_tokens: Tensor) -> Verdict:
+        """A chain's path is its first `lengths` nodes."""
+        depth = int(lengths.max()) if lengths.numel() else 0
+        index = torch.arange(depth, device=lengths.device).expand(lengths.shape[0], depth)
+        return cls(torch.where(index < lengths[:, None], index, -1), lengths, next_tokens)
+
+    @classmethod
+    def merged(cls, parts: Iterable[tuple[Tensor, Verdict]], num_rows: int) -> Verdict:
+        """One verdict from verdicts about disjoint groups of rows, each with its `[n]` row indices."""
+        parts = list(parts)
+        depth = max((verdict.paths.shape[1] for _, verdict in parts), default=0)
+        device = parts[0][1].lengths.device if parts else torch.device("cpu")
+        paths = torch.full((num_rows, depth), -1, dtype=torch.long, device=device)
+        lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
+        next_tokens = torch.zeros(num_rows, dtype=torch.long, device=device)
+        for rows, verdict in parts:
+            paths[rows, : verdict.paths.shape[1]] = verdict.paths
+            lengths[rows] = verdict.lengths
+            next_tokens[rows] = verdict.next_tokens
+        return cls(paths, lengths, next_tokens)
+
+    def path_lists(self) -> list[list[int]]:
+        """The paths as plain lists, one transfer for the whole batch."""
+        lengths = self.lengths.tolist()
+        return [path[:length] for path, length in zip(self.paths.tolist(), lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """How far a drafter may go this round, decided without seeing any token it will draw.
+
+    Args:
+        lengths: per row, the largest number of nodes.
+        go_on: given the laws `[row, vocab]` that the nodes just drawn came from and the depth of those
+            nodes, says per row (`[row]` bool) whether to draw another node *after* them. It is never
+            shown the drawn tokens: that is the non-anticipation rule (algorithms page, 3.0).
+    """
+
+    lengths: list[int]
+    go_on: Callable[[Tensor, int], Tensor]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)

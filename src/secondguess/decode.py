@@ -1,0 +1,109 @@
+"""Speculative decoding, whole: draft, score, judge, keep, commit; repeat. Read this first.
+
+Between rounds the target has cached every committed token of a row except the last, its `pending` token, which
+opens the next forward. So prefill samples nothing, the first output token is judged like any other, and plain
+decoding is a round whose draft is empty. There is no other loop: `generate`, `stream`, the command line, the server and
+the benchmarks all run this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from secondguess.controllers.base import Controller
+from secondguess.core import Budgets, Commit, Draft, Row, Verdict
+from secondguess.drafters.base import Drafter
+from secondguess.noise import KeyedNoise, Noise
+from secondguess.runtime.base import Runtime, Scores
+from secondguess.sampling import commit_logprobs, target_laws
+from secondguess.stats import Ledger
+from secondguess.verifiers.base import Verifier
+
+
+@dataclass(frozen=True)
+class Team:
+    """Who takes part: the target, and the three that may vary without changing the law of the text."""
+
+    target: Runtime
+    drafter: Drafter
+    verifier: Verifier
+    controller: Controller
+    ledger: Ledger = field(default_factory=Ledger)
+    make_noise: Callable[[Sequence[Row]], Noise] | None = None
+
+    def noise(self, rows: Sequence[Row]) -> Noise:
+        """This round's noise; tests hand in one that enumerates."""
+        return self.make_noise(rows) if self.make_noise else KeyedNoise.of_rows(rows, self.target.device)
+
+
+def decode(team: Team, rows: Sequence[Row]) -> Iterator[list[Commit]]:
+    """Decode rows to their ends, yielding after each round what every live row gained.
+
+    Closing the iterator early (a break, Ctrl-C) releases what the rows hold; the rows keep their tokens.
+    """
+    held = list(rows)
+    try:
+        begin(team, held)
+        while held:
+            yield play_round(team, held)
+            for row in [row for row in held if row.finished]:
+                release(team, row)
+                held.remove(row)
+    finally:
+        for row in held:
+            release(team, row)
+
+
+def begin(team: Team, rows: Sequence[Row]) -> None:
+    """Prefill: cache all of each prompt but its last token."""
+    with team.ledger.round(rows), team.ledger.phase("prefill"):
+        team.target.begin(rows)
+        team.drafter.begin(rows)
+
+
+def release(team: Team, row: Row) -> None:
+    """Forget what target and drafter hold for a row."""
+    team.target.end(row)
+    team.drafter.end(row)
+
+
+def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
+    """One draft and one target forward; every row gains at least one token."""
+    ledger = team.ledger
+    with ledger.round(rows):
+        noise = team.noise(rows)
+        with ledger.phase("draft"):
+            draft = team.drafter.propose(rows, _budgets(team.controller, rows), noise)
+        with ledger.phase("score"):
+            scores = team.target.score(rows, draft)
+        with ledger.phase("judge"):
+            verdict = team.verifier.judge(draft, target_laws(scores.logits, rows, draft), noise)
+            paths = verdict.path_lists()
+        team.target.keep(rows, paths)
+        commits = _commit(rows, draft, scores, verdict, paths)
+        with ledger.phase("draft"):
+            team.drafter.observe(rows, verdict, scores.hidden)
+        team.controller.learn(rows, draft, verdict)
+    ledger.record(rows, draft, commits)
+    return commits
+
+
+def _budgets(controller: Controller, rows: Sequence[Row]) -> Budgets:
+    """How far to draft; a row's last place belongs to the verdict's own token."""
+    lengths = [max(0, min(controller.budget(row), row.room - 1)) for row in rows]
+    return Budgets(lengths, partial(controller.go_on, rows))
+
+
+def _commit(
+    rows: Sequence[Row], draft: Draft, scores: Scores, verdict: Verdict, paths: Sequence[Sequence[int]]
+) -> list[Commit]:
+    """Append each row's accepted path and next token; the row ends where its settings say."""
+    node_tokens = draft.tokens.tolist()
+    next_tokens = verdict.next_tokens.tolist()
+    commits = []
+    for index, (row, path) in enumerate(zip(rows, paths, strict=True)):
+        commit = row.commit([node_tokens[index][node] for node in path], next_tokens[index])
+        commits.append(commit_logprobs(commit, scores.logits[index], path))
+    return commits

@@ -1,0 +1,46 @@
+"""The contract of whoever guesses.
+
+A drafter owns its state per row and can always rejoin the truth: `observe` is called after each commit, when
+`row.tokens` already holds what was decided.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.noise import Noise
+
+
+class Drafter(ABC):
+    """Guesses nodes that continue each row's pending token.
+
+    Attributes:
+        name: as given to `--drafter`, with the options that were used.
+        certain: True when drafts carry no law (`Draft.probs` is None): look-ups and argmax heads.
+        hidden_layers: target layers whose hidden states `observe` wants; empty for most drafters.
+    """
+
+    name: str
+    certain: bool
+    hidden_layers: tuple[int, ...] = ()
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Admit rows; they hold their whole prompt."""
+
+    @abstractmethod
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        """Guess at most `budgets.lengths[i]` nodes for row i.
+
+        A sampled node is drawn with `noise.draft` from the law that is reported in `Draft.probs`, after the
+        row's own sampling settings; after each node `budgets.go_on` decides, from its law, whether to go on.
+        """
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+        """See what was committed (`row.tokens` is already extended) and roll back what was not."""
+
+    def end(self, row: Row) -> None:
+        """Release what is held for a row."""

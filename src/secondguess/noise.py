@@ -1,0 +1,161 @@
+"""Keyed randomness: every random decision is a pure function of (seed, stream, position, purpose).
+
+There is no generator and no state, so a row's noise depends neither on its neighbours in a batch nor on which drafter
+runs nor on how far it drafts. Verifiers and drafters never see raw uniforms: they ask `Noise` for *decisions* (accept with
+this probability, draw from this law), and a test can answer them exhaustively and so enumerate the law of the outcome.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from secondguess.core import Row
+
+
+class Purpose(IntEnum):
+    """What a number is used for; streams with different purposes are independent."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    DRAW = 3
+    RACE = 4
+
+
+class Noise(ABC):
+    """Answers the random questions of one round for a batch of rows.
+
+    Attributes:
+        coupled: `[row]` bool, rows whose drafts are drawn with the very race that decides their text.
+        greedy: `[row]` bool, rows at temperature 0: their laws are one-hot.
+    """
+
+    coupled: Tensor
+    greedy: Tensor
+
+    @abstractmethod
+    def draft(self, laws: Tensor, depth: int) -> Tensor:
+        """Draw node tokens `[row]` at this depth from `laws` `[row, vocab]`."""
+
+    @abstractmethod
+    def accept(self, probabilities: Tensor) -> Tensor:
+        """`[row, node]` bool: True with the given probability, independently."""
+
+    @abstractmethod
+    def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
+        """Draw the token `[row]` that follows a path of `depths` nodes from `laws` `[row, vocab]`."""
+
+    @abstractmethod
+    def race(self, laws: Tensor, depths: Tensor) -> Tensor:
+        """Draw `[row, query]` tokens from `laws` `[row, query, vocab]` by exponential races.
+
+        `depths` `[row, query]` is how many nodes lie before each query. Queries of one depth share one race, and
+        a coupled row's drafts at that depth were drawn by it too (arXiv 2408.07978).
+        """
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> Noise:
+        """The same noise for some of the rows (`[n]` int64 indices)."""
+
+
+class KeyedNoise(Noise):
+    """Noise as a hash of each row's seed and stream, the token's absolute position, and the purpose."""
+
+    def __init__(self, keys: Tensor, positions: Tensor, coupled: Tensor, greedy: Tensor) -> None:
+        self.keys = keys
+        self.positions = positions
+        self.coupled = coupled
+        self.greedy = greedy
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
+        """Noise for the round in which these rows continue from their current length."""
+        seeds = torch.tensor([_signed(row.seed) for row in rows], dtype=torch.long, device=device)
+        streams = torch.tensor([row.stream for row in rows], dtype=torch.long, device=device)
+        return cls(
+            keys=_mix(_mix(seeds) ^ streams),
+            positions=torch.tensor([len(row.tokens) for row in rows], device=device),
+            coupled=torch.tensor([row.coupled for row in rows], device=device),
+            greedy=torch.tensor([row.params.temperature == 0 for row in rows], device=device),
+        )
+
+    def draft(self, laws: Tensor, depth: int) -> Tensor:
+        if bool(self.greedy.all()):
+            return laws.argmax(-1)
+        positions = self.positions + depth
+        if bool(self.coupled.all()):
+            return self._race(laws, positions)
+        independent = draw_by_inversion(laws, self._uniforms(positions, Purpose.DRAFT))
+        if not bool(self.coupled.any()):
+            return independent
+        return torch.where(self.coupled, self._race(laws, positions), independent)
+
+    def accept(self, probabilities: Tensor) -> Tensor:
+        nodes = torch.arange(probabilities.shape[1], device=probabilities.device)
+        # A tree's siblings share a position, so a node's key is its index behind the round's first position.
+        return self._uniforms(self.positions[:, None] + nodes, Purpose.ACCEPT) < probabilities
+
+    def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
+        if bool(self.greedy.all()):
+            return laws.argmax(-1)
+        return draw_by_inversion(laws, self._uniforms(self.positions + depths, Purpose.DRAW))
+
+    def race(self, laws: Tensor, depths: Tensor) -> Tensor:
+        if bool(self.greedy.all()):
+            return laws.argmax(-1)
+        return self._race(laws, self.positions[:, None] + depths)
+
+    def select(self, rows: Tensor) -> KeyedNoise:
+        return KeyedNoise(self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows])
+
+    def _hash(self, positions: Tensor, purpose: Purpose) -> Tensor:
+        keys = self.keys.reshape(-1, *([1] * (positions.dim() - 1)))
+        return _mix(keys ^ _mix(positions * len(Purpose) + purpose))
+
+    def _uniforms(self, positions: Tensor, purpose: Purpose) -> Tensor:
+        return _to_uniform(self._hash(positions, purpose))
+
+    def _race(self, laws: Tensor, positions: Tensor) -> Tensor:
+        """The first arrival when token v waits an exponential time of rate laws[v]; P(v first) = laws[v]."""
+        tokens = torch.arange(laws.shape[-1], device=laws.device)
+        uniforms = _to_uniform(_mix(self._hash(positions, Purpose.RACE)[..., None] + tokens * _GOLDEN))
+        return (-uniforms.log() / laws).argmin(-1)
+
+
+def draw_by_inversion(laws: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw from `laws` `[row, vocab]` (any positive total) with one uniform per row, by inverting the sum."""
+    totals = laws.double().cumsum(-1)
+    total = totals[:, -1:]
+    index = (totals <= uniforms[:, None] * total).sum(-1)
+    # Rounding may carry u * total up to the total itself; the last token with mass is then meant.
+    return torch.minimum(index, (totals < total).sum(-1))
+
+
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio as a signed integer: the step of SplitMix64
+
+
+def _shift_right(values: Tensor, bits: int) -> Tensor:
+    """Logical shift; torch's own keeps the sign."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(values: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit flips every output bit half the time."""
+    values = values + _GOLDEN
+    values = (values ^ _shift_right(values, 30)) * -4658895280553007687
+    values = (values ^ _shift_right(values, 27)) * -7723592293110705685
+    return values ^ _shift_right(values, 31)
+
+
+def _to_uniform(hashes: Tensor) -> Tensor:
+    """The top 53 bits as a float64 strictly between 0 and 1."""
+    return (_shift_right(hashes, 11).double() + 0.5) * 2.0**-53
+
+
+def _signed(seed: int) -> int:
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >= 1 << 63 else seed

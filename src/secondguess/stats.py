@@ -1,0 +1,121 @@
+"""What happened: counts per round and position, seconds per phase. Only counters are kept; ratios are derived on reading."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from secondguess.core import Commit, Draft, Row
+
+PHASES = ("prefill", "draft", "score", "judge", "other")
+
+
+@dataclass
+class Stats:
+    """Counters of one row, or of many added together.
+
+    `seconds` are wall-clock seconds of the rounds a row took part in, per phase; rows of one batch share them.
+    """
+
+    num_rounds: int = 0
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted nodes; 0 when nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per target pass, correction or bonus included (tau); plain decoding has 1."""
+        return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over all seconds, prefill included."""
+        total = sum(self.seconds.values())
+        return self.num_tokens / total if total else 0.0
+
+    def count(self, num_drafted: int, commit: Commit) -> None:
+        """Add one round of one row. The depth of a node in a chain is its position."""
+        self.num_rounds += 1
+        self.num_tokens += len(commit.tokens)
+        self.num_drafted += num_drafted
+        self.num_accepted += commit.num_accepted
+        _count_positions(self.drafted_per_position, num_drafted)
+        _count_positions(self.accepted_per_position, num_drafted, up_to=commit.num_accepted)
+
+    def as_dict(self) -> dict[str, object]:
+        """Counters and ratios under their public names."""
+        return {
+            "num_rounds": self.num_rounds,
+            "num_tokens": self.num_tokens,
+            "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_length": self.acceptance_length,
+            "accepted_per_position": self.accepted_per_position,
+            "drafted_per_position": self.drafted_per_position,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_second:.1f} tokens/s, acceptance {self.acceptance_rate:.0%}, "
+            f"{self.acceptance_length:.2f} tokens per target pass"
+        )
+
+
+def _count_positions(counters: list[int], width: int, up_to: int | None = None) -> None:
+    counters.extend([0] * (width - len(counters)))
+    for position in range(width if up_to is None else up_to):
+        counters[position] += 1
+
+
+class Ledger:
+    """The statistics of the rows that decode together."""
+
+    def __init__(self) -> None:
+        self._stats: dict[Row, Stats] = {}
+        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
+
+    def of(self, row: Row) -> Stats:
+        """The counters of one row."""
+        return self._stats.setdefault(row, Stats())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the current round."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phase_seconds[name] += time.perf_counter() - start
+
+    @contextmanager
+    def round(self, rows: Sequence[Row]) -> Iterator[None]:
+        """Charge what happens inside to these rows; what no phase claims is `other`."""
+        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self._phase_seconds["other"] += elapsed - sum(self._phase_seconds.values())
+            for row in rows:
+                seconds = self.of(row).seconds
+                for name, spent in self._phase_seconds.items():
+                    seconds[name] += spent
+
+    def record(self, rows: Sequence[Row], draft: Draft, commits: Sequence[Commit]) -> None:
+        """Count one round of every row."""
+        for row, num_drafted, commit in zip(rows, draft.lengths.tolist(), commits, strict=True):
+            self.of(row).count(num_drafted, commit)

@@ -1,0 +1,211 @@
+"""The decoder that is trained: Llama's arithmetic in one lean module.
+
+Parameter names are those of ``transformers.LlamaForCausalLM``, so a state dict moves between the two unchanged
+(``tests/train`` asserts equal logits). It exists beside the Transformers module because a training step on a CPU is
+dominated by everything that is not a matrix product: this one casts each weight once, projects queries, keys and
+values in one product, has no cache, no mask and no branches, and therefore compiles into few kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from secondguess.errors import BadInputError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The shape of a Llama decoder with tied embeddings."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    mlp_size: int
+    vocab_size: int
+    max_positions: int = 2048
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size", "vocab_size", "max_positions"):
+            if getattr(self, name) < 1:
+                raise BadInputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden_size % (2 * self.num_heads):
+            raise BadInputError(
+                f"hidden_size must be an even multiple of num_heads, got {self.hidden_size} and {self.num_heads}; "
+                "choose a hidden size such as num_heads * 32 or num_heads * 64"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise BadInputError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
+        return self.num_layers * layer + self.vocab_size * self.hidden_size + self.hidden_size
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm, computed in fp32 and returned in the dtype of its input."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        wide = states.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(states.dtype)
+
+
+class Linear(nn.Module):
+    """A bias-free projection that keeps fp32 weights and multiplies in the dtype of its input."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, states: Tensor) -> Tensor:
+        return functional.linear(states, self.weight.to(states.dtype))
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in Llama's half-split layout; ``states`` is [row, position, head, size]."""
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class _Softmax(torch.autograd.Function):
+    """Masked softmax that keeps only its result in the training dtype: half the memory traffic of the built-in."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, mask: Tensor, scale: float) -> Tensor:
+        weights = torch.softmax(scores.float() * scale + mask, dim=-1).to(scores.dtype)
+        ctx.save_for_backward(weights)
+        ctx.scale = scale
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (weights,) = ctx.saved_tensors
+        wide, slope_wide = weights.float(), slope.float()
+        inner = (wide * slope_wide).sum(-1, keepdim=True)
+        return (wide * (slope_wide - inner) * ctx.scale).to(slope.dtype), None, None
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        query_size, kv_size = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+        self.q_proj = Linear(shape.hidden_size, query_size)
+        self.k_proj = Linear(shape.hidden_size, kv_size)
+        self.v_proj = Linear(shape.hidden_size, kv_size)
+        self.o_proj = Linear(query_size, shape.hidden_size)
+
+    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        rows, length, _ = states.shape
+        heads, kv_heads, size = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size
+        weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)).to(states.dtype)
+        joint = functional.linear(states, weight).view(rows, length, heads + 2 * kv_heads, size)
+        turned = _rotate(joint[:, :, : heads + kv_heads], cos, sin)
+        # The query heads that share a key head are rows of one product. At training lengths two plain products and
+        # a softmax that the compiler fuses beat the processor's flash kernel, whose backward pass is slow.
+        group = heads // kv_heads
+        queries = turned[:, :, :heads].view(rows, length, kv_heads, group, size).permute(0, 2, 3, 1, 4)
+        queries = queries.reshape(rows * kv_heads, group * length, size)
+        keys = turned[:, :, heads:].transpose(1, 2).reshape(rows * kv_heads, length, size)
+        values = joint[:, :, heads + kv_heads :].transpose(1, 2).reshape(rows * kv_heads, length, size)
+        scores = torch.bmm(queries, keys.transpose(1, 2)).view(rows * kv_heads, group, length, length)
+        weights = _Softmax.apply(scores, mask, size**-0.5).view(rows * kv_heads, group * length, length)
+        mixed = torch.bmm(weights, values).view(rows, heads, length, size)
+        return self.o_proj(mixed.transpose(1, 2).reshape(rows, length, heads * size))
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.hidden_size, shape.mlp_size)
+        self.up_proj = Linear(shape.hidden_size, shape.mlp_size)
+        self.down_proj = Linear(shape.mlp_size, shape.hidden_size)
+
+    def forward(self, states: Tensor) -> Tensor:
+        weight = torch.cat((self.gate_proj.weight, self.up_proj.weight)).to(states.dtype)
+        gate, up = functional.linear(states, weight).chunk(2, dim=-1)
+        return self.down_proj(functional.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden_size, shape.norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.norm_eps)
+        self.mlp = Mlp(shape)
+
+    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        states = states + self.self_attn(self.input_layernorm(states), cos, sin, mask)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Backbone(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList([Layer(shape) for _ in range(shape.num_layers)])
+        self.norm = Norm(shape.hidden_size, shape.norm_eps)
+
+
+class Decoder(nn.Module):
+    """A Llama decoder whose state dict is that of ``LlamaForCausalLM`` with tied embeddings."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Backbone(shape)
+
+    def hidden(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Final hidden states [row, position, hidden] of ``tokens`` [row, position]."""
+        shape = self.shape
+        positions = torch.arange(tokens.shape[1], dtype=torch.float32)
+        frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size)
+        angles = torch.outer(positions, frequencies)[None, :, None, :]
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        mask = torch.full((tokens.shape[1], tokens.shape[1]), -1e30).triu(1)
+        states = functional.embedding(tokens, self.model.embed_tokens.weight).to(dtype)
+        for layer in self.model.layers:
+            states = layer(states, cos, sin, mask)
+        normed: Tensor = self.model.norm(states)
+        return normed
+
+    def forward(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Logits [row, position, vocab] in ``dtype``."""
+        return functional.linear(self.hidden(tokens, dtype), self.model.embed_tokens.weight.to(dtype))
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Random weights; what writes into the residual stream starts at zero, so a fresh layer is the identity."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+            elif name.endswith("embed_tokens.weight"):
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.normal_(0.0, 1.0 / math.sqrt(parameter.shape[1]), generator=generator)

@@ -1,0 +1,69 @@
+"""A byte-level BPE for Python source, shared by target and drafter.
+
+The pieces are cut so that a prompt may end anywhere a person ends one. A line end is a piece of its own, never glued
+to the punctuation before it or to the indentation after it: a prompt that ends with ``:`` or with a line end is then
+tokenised as the same text is in the middle of a file. Indentation is one token; words take one leading character
+(a space, a dot, an underscore) with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from secondguess.errors import BadInputError
+
+END_TOKEN = "<|endoftext|>"
+PIECES = (
+    r" ?__\p{L}+__"  # a dunder name
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"  # a word with the character before it
+    r"| ?\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+"  # punctuation
+    r"|\n+"
+    r"|[ \t]+"
+    r"|\s+"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn the merges; the same texts in the same order give the same tokenizer."""
+    if vocab_size < 300:
+        raise BadInputError(f"vocab_size must be at least 300 (256 bytes and some merges), got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=24,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def as_transformers(tokenizer: Tokenizer, max_positions: int) -> Any:
+    """The same tokenizer as a ``PreTrainedTokenizerFast``, which is what lies in a model directory."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_TOKEN,
+        bos_token=END_TOKEN,
+        pad_token=END_TOKEN,
+        clean_up_tokenization_spaces=False,
+        model_max_length=max_positions,
+    )
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path))
