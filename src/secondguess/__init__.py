@@ -1,0 +1,54 @@
+"""Speculative decoding for any Hugging Face causal language model, with exactly the model's own output distribution.
+
+The public surface; each name is imported when it is first used, so that `import secondguess` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from secondguess.api import LLM, Output, load
+    from secondguess.custom_generate import custom_generate
+    from secondguess.errors import (
+        BadInputError,
+        CheckpointError,
+        OutOfMemoryError,
+        SecondGuessError,
+        UnsupportedModelError,
+    )
+    from secondguess.sampling import SamplingParams
+    from secondguess.stats import Stats
+    from secondguess.text import Piece
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "BadInputError",
+    "CheckpointError",
+    "OutOfMemoryError",
+    "Output",
+    "Piece",
+    "SamplingParams",
+    "SecondGuessError",
+    "Stats",
+    "UnsupportedModelError",
+    "custom_generate",
+    "load",
+]
+
+_HOMES = {
+    "LLM": "api",
+    "Output": "api",
+    "load": "api",
+    "custom_generate": "custom_generate",
+    "SamplingParams": "sampling",
+    "Stats": "stats",
+    "Piece": "text",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"secondguess.{_HOMES.get(name, 'errors')}"), name)

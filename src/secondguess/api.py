@@ -13,7 +13,7 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Commit, Row, TokenLogprob
 from secondguess.decode import Team, decode
-from secondguess.drafters import make_drafter
+from secondguess.drafters import make_drafter, parse_drafter_name
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
@@ -115,38 +115,52 @@ class Generation:
         self._ledger = Ledger()
         self._texts: list[TextStream] = []
         self._rows: list[Row] = []
-        self._commits: dict[Row, list[Commit]] = {}
-        self._text: dict[Row, list[str]] = {}
+        self._commits: list[list[Commit]] = []
+        self._pieces: list[list[Piece]] = []
         for prompt, settings in zip(prompts, params, strict=True):
             ids = encode(llm.target, prompt)
             watcher = TextStream(llm.target.tokenizer, ids, stop=settings.stop)
-            row = make_row(llm.target, llm.verifier, ids, settings, watcher)
-            self._rows.append(row)
+            self._rows.append(make_row(llm.target, llm.verifier, ids, settings, watcher))
             self._texts.append(watcher)
-            self._commits[row] = []
-            self._text[row] = []
+            self._commits.append([])
+            self._pieces.append([])
 
     def __iter__(self) -> Iterator[tuple[int, Piece]]:
+        for pieces in self.rounds():
+            yield from pieces
+
+    def rounds(self) -> Iterator[list[tuple[int, Piece]]]:
+        """What each round gave; between rounds everything agrees, so that is where to stop early."""
         llm = self._llm
         team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._ledger)
         index_of = {row: index for index, row in enumerate(self._rows)}
         for commits in decode(team, self._rows):
-            for commit in commits:
-                self._commits[commit.row].append(commit)
-                index = index_of[commit.row]
-                piece = self._texts[index].take(commit)
-                if piece.text or piece.tokens:
-                    self._text[commit.row].append(piece.text)
-                    yield index, piece
+            yield [self._take(index_of[commit.row], commit) for commit in commits]
+
+    def _take(self, index: int, commit: Commit) -> tuple[int, Piece]:
+        self._commits[index].append(commit)
+        piece = self._texts[index].take(commit)
+        self._pieces[index].append(piece)
+        return index, piece
+
+    def flush(self) -> list[tuple[int, Piece]]:
+        """After an interruption: the text that unfinished rows still held back, told once."""
+        held = [
+            (index, self._texts[index].flush()) for index, row in enumerate(self._rows) if not row.finished
+        ]
+        for index, piece in held:
+            self._pieces[index].append(piece)
+        return held
 
     def outputs(self) -> list[Output]:
         """One output per prompt, in order."""
-        return [self._output(row) for row in self._rows]
+        self.flush()
+        return [self._output(index) for index in range(len(self._rows))]
 
-    def _output(self, row: Row) -> Output:
-        commits = self._commits[row]
+    def _output(self, index: int) -> Output:
+        row, commits = self._rows[index], self._commits[index]
         return Output(
-            text="".join(self._text[row]),
+            text="".join(piece.text for piece in self._pieces[index]),
             token_ids=row.output,
             drafted=[drafted for commit in commits for drafted in commit.drafted],
             finish_reason=row.finish_reason,
@@ -185,21 +199,28 @@ def load(
         BadInputError: a name or a value that does not exist.
         OutOfMemoryError: both models and their caches would not fit.
     """
+    name = drafter or default_drafter(model)
+    # Names are cheap to check, weights are not to load.
+    parse_drafter_name(name)
+    chosen_verifier = make_verifier(verifier)
+    chosen_controller = make_controller(controller) if controller else None
     target = load_runtime(model, dtype=dtype, device=device, quantize=quantize)
+    draft_models: list[LoadedModel] = []
 
     def load_draft_model(path: str) -> Runtime:
         loaded = load_runtime(path, dtype=dtype, device=device, quantize=drafter_quantize)
         check_vocabularies(target, loaded)
+        draft_models.append(loaded)
         return loaded.runtime
 
     made = make_drafter(
-        drafter or default_drafter(model),
-        target_vocab_size=target.runtime.vocab_size,
-        load_draft_model=load_draft_model,
+        name, target_vocab_size=target.runtime.vocab_size, load_draft_model=load_draft_model
     )
-    return LLM(
-        target, made, make_verifier(verifier), make_controller(controller or made.default_controller)
-    )
+    if drafter_quantize and not draft_models:
+        raise BadInputError(
+            f"expected a drafter with a model for drafter_quantize={drafter_quantize}, got {made.name}; leave it out"
+        )
+    return LLM(target, made, chosen_verifier, chosen_controller or make_controller(made.default_controller))
 
 
 def default_drafter(model: str) -> str:

@@ -205,6 +205,15 @@ class Draft:
         chain = torch.arange(-1, self.num_nodes - 1, device=self.tokens.device)
         return bool(((self.parents == chain) | ~self.mask).all())
 
+    def ancestors(self) -> Tensor:
+        """`[row, node, node]` bool: True where the second node is the first one or an ancestor of it."""
+        nodes = torch.arange(self.num_nodes, device=self.tokens.device)
+        reach = (self.parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
+        # Squaring a reachability doubles the generations that it spans.
+        for _ in range(max(self.num_nodes - 1, 0).bit_length()):
+            reach = (reach.float() @ reach.float()) > 0
+        return reach
+
     def select(self, rows: Tensor) -> Draft:
         """The drafts of some rows, in the order given (`[n]` int64 indices)."""
         probs = None if self.probs is None else self.probs[rows]
@@ -259,13 +268,16 @@ class Budgets:
 
     Args:
         lengths: per row, the largest number of nodes.
-        go_on: given the laws `[row, vocab]` that the nodes just drawn came from and the depth of those
-            nodes, says per row (`[row]` bool) whether to draw another node *after* them. It is never
-            shown the drawn tokens: that is the non-anticipation rule (algorithms page, 3.0).
+        go_on: given the drafter's laws `[row, vocab]` of the nodes just drawn, before sampling settings, and
+            the depth of those nodes, says per row (`[row]` bool) whether to draw another node *after* them. It
+            is never shown the drawn tokens: that is the non-anticipation rule (algorithms page, 3.0). Rows
+            that drew no node at this depth have a line too; it means nothing.
+        reads_laws: False when `go_on` always says yes, so that nobody makes a law just to ask it.
     """
 
     lengths: list[int]
     go_on: Callable[[Tensor, int], Tensor]
+    reads_laws: bool = True
 
     @property
     def longest(self) -> int:

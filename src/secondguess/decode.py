@@ -93,7 +93,7 @@ def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
 def _budgets(controller: Controller, rows: Sequence[Row]) -> Budgets:
     """How far to draft; a row's last place belongs to the verdict's own token."""
     lengths = [max(0, min(controller.budget(row), row.room - 1)) for row in rows]
-    return Budgets(lengths, partial(controller.go_on, rows))
+    return Budgets(lengths, partial(controller.go_on, rows), controller.reads_laws)
 
 
 def _commit(

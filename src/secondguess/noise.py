@@ -1,8 +1,14 @@
 """Keyed randomness: every random decision is a pure function of (seed, stream, position, purpose).
 
-There is no generator and no state, so a row's noise depends neither on its neighbours in a batch nor on which drafter
-runs nor on how far it drafts. Verifiers and drafters never see raw uniforms: they ask `Noise` for *decisions* (accept with
-this probability, draw from this law), and a test can answer them exhaustively and so enumerate the law of the outcome.
+There is no generator and no state, so a row's noise does not depend on its neighbours in a batch. Verifiers
+and drafters never see raw uniforms: they ask `Noise` for *decisions* (accept with this probability, draw from
+this law), and a test can answer them exhaustively and so enumerate the law of the outcome.
+
+Races are keyed by absolute position alone: whichever rounds meet a position see the same race there, and that
+makes a text independent of the drafter. Everything else is also keyed by the position at which the round
+begins, because a round says something about numbers beyond the tokens that it commits. (Block verification,
+for one, looks at the whole draft: that the prefixes behind the accepted one failed is news about their
+numbers, and to meet these again in the next round would bend the law of the text.)
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ class Purpose(IntEnum):
     ACCEPT = 2
     DRAW = 3
     RACE = 4
+    ROUND = 5
 
 
 class Noise(ABC):
@@ -53,8 +60,8 @@ class Noise(ABC):
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
         """Draw `[row, query]` tokens from `laws` `[row, query, vocab]` by exponential races.
 
-        `depths` `[row, query]` is how many nodes lie before each query. Queries of one depth share one race, and
-        a coupled row's drafts at that depth were drawn by it too (arXiv 2408.07978).
+        `depths` `[row, query]` is how many nodes lie before each query. Queries of one depth share one race,
+        and a coupled row's drafts at that depth were drawn by it too (arXiv 2408.07978).
         """
 
     @abstractmethod
@@ -70,6 +77,7 @@ class KeyedNoise(Noise):
         self.positions = positions
         self.coupled = coupled
         self.greedy = greedy
+        self._round_keys = _hash(keys, positions, Purpose.ROUND)
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
@@ -86,43 +94,41 @@ class KeyedNoise(Noise):
     def draft(self, laws: Tensor, depth: int) -> Tensor:
         if bool(self.greedy.all()):
             return laws.argmax(-1)
-        positions = self.positions + depth
+        depths = torch.full_like(self.positions, depth)
         if bool(self.coupled.all()):
-            return self._race(laws, positions)
-        independent = draw_by_inversion(laws, self._uniforms(positions, Purpose.DRAFT))
+            return self._race(laws, depths)
+        independent = draw_by_inversion(laws, self._uniforms(depths, Purpose.DRAFT))
         if not bool(self.coupled.any()):
             return independent
-        return torch.where(self.coupled, self._race(laws, positions), independent)
+        return torch.where(self.coupled, self._race(laws, depths), independent)
 
     def accept(self, probabilities: Tensor) -> Tensor:
         nodes = torch.arange(probabilities.shape[1], device=probabilities.device)
-        # A tree's siblings share a position, so a node's key is its index behind the round's first position.
-        return self._uniforms(self.positions[:, None] + nodes, Purpose.ACCEPT) < probabilities
+        return self._uniforms(nodes.expand(probabilities.shape), Purpose.ACCEPT) < probabilities
 
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
         if bool(self.greedy.all()):
             return laws.argmax(-1)
-        return draw_by_inversion(laws, self._uniforms(self.positions + depths, Purpose.DRAW))
+        return draw_by_inversion(laws, self._uniforms(depths, Purpose.DRAW))
 
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
         if bool(self.greedy.all()):
             return laws.argmax(-1)
-        return self._race(laws, self.positions[:, None] + depths)
+        return self._race(laws, depths)
 
     def select(self, rows: Tensor) -> KeyedNoise:
         return KeyedNoise(self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows])
 
-    def _hash(self, positions: Tensor, purpose: Purpose) -> Tensor:
-        keys = self.keys.reshape(-1, *([1] * (positions.dim() - 1)))
-        return _mix(keys ^ _mix(positions * len(Purpose) + purpose))
+    def _uniforms(self, places: Tensor, purpose: Purpose) -> Tensor:
+        """One number for each place (`[row]` depths or `[row, node]` indices) of this round."""
+        return _to_uniform(_hash(_beside(self._round_keys, places), places, purpose))
 
-    def _uniforms(self, positions: Tensor, purpose: Purpose) -> Tensor:
-        return _to_uniform(self._hash(positions, purpose))
-
-    def _race(self, laws: Tensor, positions: Tensor) -> Tensor:
+    def _race(self, laws: Tensor, depths: Tensor) -> Tensor:
         """The first arrival when token v waits an exponential time of rate laws[v]; P(v first) = laws[v]."""
         tokens = torch.arange(laws.shape[-1], device=laws.device)
-        uniforms = _to_uniform(_mix(self._hash(positions, Purpose.RACE)[..., None] + tokens * _GOLDEN))
+        positions = _beside(self.positions, depths) + depths
+        hashes = _hash(_beside(self.keys, depths), positions, Purpose.RACE)
+        uniforms = _to_uniform(_mix(hashes[..., None] + tokens * _GOLDEN))
         return (-uniforms.log() / laws).argmin(-1)
 
 
@@ -144,16 +150,25 @@ def _shift_right(values: Tensor, bits: int) -> Tensor:
 
 
 def _mix(values: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit flips every output bit half the time."""
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): each input bit flips half of the output bits."""
     values = values + _GOLDEN
     values = (values ^ _shift_right(values, 30)) * -4658895280553007687
     values = (values ^ _shift_right(values, 27)) * -7723592293110705685
     return values ^ _shift_right(values, 31)
 
 
+def _hash(keys: Tensor, places: Tensor, purpose: Purpose) -> Tensor:
+    return _mix(keys ^ _mix(places * len(Purpose) + purpose))
+
+
+def _beside(per_row: Tensor, places: Tensor) -> Tensor:
+    """`[row]` values shaped to broadcast over `[row, ...]` places."""
+    return per_row.reshape(-1, *([1] * (places.dim() - 1)))
+
+
 def _to_uniform(hashes: Tensor) -> Tensor:
-    """The top 53 bits as a float64 strictly between 0 and 1."""
-    return (_shift_right(hashes, 11).double() + 0.5) * 2.0**-53
+    """The top 52 bits as a float64 strictly between 0 and 1 (with 53 the half added would round up to 1)."""
+    return (_shift_right(hashes, 12).double() + 0.5) * 2.0**-52
 
 
 def _signed(seed: int) -> int:

@@ -7,12 +7,28 @@ A drafter owns its state per row and can always rejoin the truth: `observe` is c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.names import Name, refuse_argument, refuse_options
 from secondguess.noise import Noise
+from secondguess.runtime.base import Runtime
+
+
+@dataclass(frozen=True)
+class Supplies:
+    """What a drafter may need from outside when it is made from its name.
+
+    Args:
+        target_vocab_size: width of the target's logits.
+        load_draft_model: gives the runtime of the model at a path.
+    """
+
+    target_vocab_size: int
+    load_draft_model: Callable[[str], Runtime]
 
 
 class Drafter(ABC):
@@ -20,13 +36,26 @@ class Drafter(ABC):
 
     Attributes:
         name: as given to `--drafter`, with the options that were used.
-        certain: True when drafts carry no law (`Draft.probs` is None): look-ups and argmax heads.
+        certain: True when drafts never carry a law (`Draft.probs` is None): look-ups and argmax heads.
         hidden_layers: target layers whose hidden states `observe` wants; empty for most drafters.
+        default_controller: name of the controller that suits it when the user names none.
     """
 
     name: str
     certain: bool
     hidden_layers: tuple[int, ...] = ()
+    default_controller: str = "fixed"
+
+    @classmethod
+    def build(cls, name: Name, supplies: Supplies) -> Drafter:
+        """Make the drafter that a user's name asks for; override it to take an argument or options.
+
+        Raises:
+            BadInputError: an argument or an option that this drafter does not take.
+        """
+        refuse_argument(name, "drafter")
+        refuse_options(name, "drafter")
+        return cls()
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Admit rows; they hold their whole prompt."""

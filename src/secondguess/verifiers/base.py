@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from enum import StrEnum
 
+import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
+from secondguess.errors import BadInputError
 from secondguess.noise import Noise
 
 
@@ -33,7 +35,7 @@ class Verifier(ABC):
     supports_tree: bool = False
 
     def couples(self, seeded: bool) -> bool:
-        """Whether a row's drafts should be drawn by the race that decides its text (`Row.coupled`)."""
+        """Whether a row's drafts are to be drawn by the race that decides its text (`Row.coupled`)."""
         return False
 
     def promise(self, row: Row) -> Exactness:
@@ -48,4 +50,110 @@ class Verifier(ABC):
             draft: nodes with the laws they were drawn from.
             target_probs: `[row, node + 1, vocab]`, after the row's sampling settings; rows sum to one.
             noise: answers this round's random questions.
+
+        Raises:
+            BadInputError: a draft or rows that this rule cannot judge exactly.
         """
+
+
+def require_independent_chains(name: str, draft: Draft, noise: Noise) -> None:
+    """Refuse what a rule that accepts by chance would judge inexactly.
+
+    Such a rule takes its noise to be independent of the draft. A coupled row's nodes come from races that
+    later rounds meet again, so a rejection here would say something about them.
+    """
+    if not draft.is_chain:
+        raise BadInputError(
+            f"verifier '{name}' expects a chain, got a draft that branches; "
+            "use a drafter that proposes chains, or verifier 'coupled'"
+        )
+    if bool(noise.coupled.any()):
+        raise BadInputError(
+            f"verifier '{name}' expects drafts drawn independently of the text, got coupled rows; "
+            "use verifier 'auto' or 'coupled' with them"
+        )
+
+
+def likelihood_ratios(draft: Draft, target_probs: Tensor) -> Tensor:
+    """`p(x) / q(x)` `[row, node]` in float64 for the chain's nodes x; a certain drafter has q(x) = 1."""
+    target = _probability_of(draft.tokens, target_probs[:, :-1])
+    if draft.probs is None:
+        return target
+    drafted = _probability_of(draft.tokens, draft.probs)
+    return target / drafted.clamp_min(torch.finfo(draft.probs.dtype).tiny)
+
+
+def _probability_of(tokens: Tensor, laws: Tensor) -> Tensor:
+    return laws.gather(-1, tokens[..., None]).squeeze(-1).double()
+
+
+def excess(weights: Tensor, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Tensor:
+    """What the drafter leaves to be said: `(w p - q)+`, not normalised, `[..., vocab]`.
+
+    Args:
+        weights: `[...]`, the w of each law; 1 for token-level rejection.
+        target_probs: `[..., vocab]`, p.
+        draft_probs: `[..., vocab]`, q; None where the drafter was certain of `tokens`, so that q is one-hot.
+        tokens: `[...]`, the drafted tokens.
+    """
+    weighted = weights[..., None].to(target_probs.dtype) * target_probs
+    if draft_probs is None:
+        # w p(x) <= 1 = q(x) on the drafted token, and q is nothing elsewhere.
+        return weighted.scatter(-1, tokens[..., None], 0.0)
+    return (weighted - draft_probs).clamp_min(0.0)
+
+
+def law_after(draft: Draft, target_probs: Tensor, lengths: Tensor, weights: Tensor) -> Tensor:
+    """The law `[row, vocab]`, not normalised, of the token behind each chain's first `lengths` `[row]` nodes.
+
+    After a whole draft it is the target's own (the bonus); before its end, the excess at `weights` `[row]`
+    (the correction).
+    """
+    rows = torch.arange(draft.num_rows, device=lengths.device)
+    target = target_probs[rows, lengths]
+    if draft.num_nodes == 0:
+        return target
+    node = lengths.clamp(max=draft.num_nodes - 1)
+    draft_probs = None if draft.probs is None else draft.probs[rows, node]
+    correction = excess(weights, target, draft_probs, draft.tokens[rows, node])
+    # Where p and q differ by less than rounding, the excess may vanish: nothing then tells p from q.
+    corrects = (lengths < draft.lengths) & (correction.sum(-1) > 0)
+    return torch.where(corrects[:, None], correction, target)
+
+
+def query_depths(draft: Draft) -> Tensor:
+    """`[row, query]`: how many nodes lie on the path that ends at each query; 0 behind pending."""
+    index = torch.arange(draft.num_nodes + 1, device=draft.tokens.device)
+    depths = index.repeat(draft.num_rows, 1)
+    if not draft.is_chain:
+        for node in range(draft.num_nodes):
+            depths[:, node + 1] = depths.gather(1, draft.parents[:, node, None] + 1)[:, 0] + 1
+    return depths
+
+
+def follow(draft: Draft, chosen: Tensor) -> Verdict:
+    """Walk from pending to the child that carries the chosen token, as long as there is one.
+
+    Args:
+        draft: chains or trees.
+        chosen: `[row, query]`, the token that follows each query. What the walk meets is the text.
+    """
+    if draft.is_chain:
+        matches = (draft.tokens == chosen[:, :-1]) & draft.mask
+        lengths = matches.long().cumprod(1).sum(1)
+        return Verdict.of_chain(lengths, chosen.gather(1, lengths[:, None])[:, 0])
+    query = torch.zeros(draft.num_rows, 1, dtype=torch.long, device=chosen.device)
+    steps: list[Tensor] = []
+    while True:
+        children = (draft.parents == query - 1) & draft.mask
+        matches = children & (draft.tokens == chosen.gather(1, query))
+        found = matches.any(1, keepdim=True)
+        if steps:
+            found &= steps[-1] >= 0
+        if not bool(found.any()):
+            break
+        child = matches.long().argmax(1, keepdim=True)
+        steps.append(torch.where(found, child, -1))
+        query = torch.where(found, child + 1, query)
+    paths = torch.cat(steps, 1) if steps else query[:, :0]
+    return Verdict(paths, (paths >= 0).sum(1), chosen.gather(1, query)[:, 0])

@@ -1,0 +1,116 @@
+"""Where a round's time goes: what the forwards cost, what we add, and which calls add it.
+
+    python benchmarks/profile_round.py --controller fixed:5
+
+For each phase it prints milliseconds per round; then what the forwards of those rounds cost when nothing else
+runs (the cost model of `secondguess.bench.predict`); the difference is our overhead. A second, slower pass
+under cProfile names the functions in which it is spent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+from statistics import median
+
+import torch
+
+from secondguess.api import encode
+from secondguess.bench.costs import CostProbe
+from secondguess.bench.harness import typical_context
+from secondguess.bench.predict import predicted_seconds
+from secondguess.bench.systems import Models, Run, Speculator, draft_models
+from secondguess.bench.workloads import BUILTIN, load_workload
+
+
+def main() -> None:
+    options = read_options()
+    torch.set_num_threads(options.threads)
+    models = Models(options.model, options.dtype, options.device)
+    system = Speculator(models, options.drafter, options.controller)
+    prompts = [
+        encode(models.target, text) for text in load_workload(options.prompts, options.num_prompts).prompts
+    ]
+    probe = CostProbe(
+        models.target.runtime,
+        {name: models.draft_model(name).runtime for name in draft_models([system])},
+        typical_context(prompts, options.tokens),
+        widths=range(1, 2 + options.widest),
+    )
+    for phase in (probe.warm_up, lambda: system.generate(prompts[0], options.tokens, options.temperature, 0)):
+        phase()
+    runs = []
+    for index, prompt in enumerate(prompts):
+        runs.append(system.generate(prompt, options.tokens, options.temperature, index))
+        probe.sample()
+    show_phases(system, runs, probe)
+    if options.functions:
+        show_functions(system, prompts, options)
+
+
+def show_phases(system: Speculator, runs: list[Run], probe: CostProbe) -> None:
+    """Medians over prompts, in milliseconds per round."""
+    costs = probe.costs(system.draft_model)
+    told = [(run, run.stats) for run in runs if run.stats is not None]
+
+    def per_round(seconds: list[float]) -> float:
+        return 1000 * median(
+            spent / stats.num_rounds for spent, (_, stats) in zip(seconds, told, strict=True)
+        )
+
+    print(f"{system.name}: {len(runs)} prompts, {told[0][1].num_rounds} rounds in the first")
+    for phase in ("draft", "score", "judge", "other"):
+        print(f"  {phase:<28}{per_round([stats.seconds[phase] for _, stats in told]):8.3f} ms per round")
+    measured = per_round([run.decode_seconds for run, _ in told])
+    forwards = per_round([predicted_seconds(stats, costs) for _, stats in told])
+    print(f"  {'a round, measured':<28}{measured:8.3f} ms")
+    print(f"  {'its forwards alone':<28}{forwards:8.3f} ms")
+    print(
+        f"  {'overhead':<28}{measured - forwards:8.3f} ms, measured/predicted speed {forwards / measured:.3f}"
+    )
+    print(f"  T(m) in ms: {', '.join(f'{m}: {1000 * costs.target[m]:.2f}' for m in sorted(costs.target))}")
+    print(f"  draft step {1000 * costs.draft_step:.3f} ms, c = {costs.cost_ratio:.3f}")
+
+
+def show_functions(system: Speculator, prompts: list[list[int]], options: argparse.Namespace) -> None:
+    """The functions with the most time of their own; the profiler itself inflates small calls."""
+    profile = cProfile.Profile()
+    profile.enable()
+    num_rounds = 0
+    for index, prompt in enumerate(prompts):
+        run = system.generate(prompt, options.tokens, options.temperature, index)
+        num_rounds += run.stats.num_rounds if run.stats else 0
+    profile.disable()
+    statistics = pstats.Stats(profile)
+    entries = sorted(statistics.stats.items(), key=lambda entry: -entry[1][2])  # type: ignore[attr-defined]
+    print("\n     own     with callees   calls   (ms and calls per round, under cProfile)")
+    for (file, line, name), (_, calls, own, cumulative, _) in entries[: options.functions]:
+        where = "" if file == "~" else f"{'/'.join(file.split('/')[-2:])}:{line} "
+        numbers = (
+            f"{1000 * own / num_rounds:8.3f} {1000 * cumulative / num_rounds:12.3f} {calls / num_rounds:9.1f}"
+        )
+        print(f"{numbers}   {where}{name}")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--drafter", default="model:builtin-draft")
+    parser.add_argument("--controller", default=None, help="default: what suits the drafter")
+    parser.add_argument("--prompts", default=BUILTIN)
+    parser.add_argument("--num-prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--widest", type=int, default=8, help="longest draft to time a pass for")
+    parser.add_argument("--functions", type=int, default=30, help="functions to list; 0 for none")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

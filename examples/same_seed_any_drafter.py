@@ -1,0 +1,14 @@
+"""With a seed the text depends on the seed alone: not on the drafter, not on how far it guesses, not on the batch."""
+
+import secondguess
+
+prompt = "def fibonacci(n):"
+texts = {}
+for drafter in ("none", "model:builtin-draft", "ngram", "suffix"):
+    # float32: in bfloat16 a forward over several tokens may round a near-tie the other way
+    llm = secondguess.load(drafter=drafter, dtype="float32")
+    output = llm.generate(prompt, max_tokens=60, temperature=1.0, seed=7)
+    texts[drafter] = output.text
+    print(f"{drafter:22} {output.exactness}, acceptance {output.stats.acceptance_rate:.0%}")
+assert len(set(texts.values())) == 1
+print(prompt + texts["none"])

@@ -1,0 +1,9 @@
+"""Stream text and colour each piece by who wrote it: green for guesses that were accepted, plain for the target."""
+
+import secondguess
+
+llm = secondguess.load()
+for piece in llm.stream("def is_prime(number):\n", max_tokens=80):
+    for text, drafted in piece.spans:
+        print(f"\033[32m{text}\033[0m" if drafted else text, end="", flush=True)
+print()

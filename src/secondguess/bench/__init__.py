@@ -1,0 +1,6 @@
+"""Benchmarks: systems in turn on the same prompts, with the arithmetic that explains their speeds."""
+
+from secondguess.bench.harness import BenchConfig, Progress, run_bench
+from secondguess.bench.report import Report
+
+__all__ = ["BenchConfig", "Progress", "Report", "run_bench"]

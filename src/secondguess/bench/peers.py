@@ -1,0 +1,119 @@
+"""The systems of other libraries: Transformers' plain, assisted and prompt-lookup generation, unmodified.
+
+The peers get their best: attention through `sdpa`, no gradient, no streamer. Like everybody they write
+exactly as many tokens as asked: their end tokens are taken away instead of banned, which costs no logits
+processor. Draft lengths are set where Transformers reads them, on the assistant's own generation config;
+given to `generate` they would be ignored without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from secondguess.bench.systems import Run, System
+
+FAMILY = "transformers"
+LOOKUP_LENGTH = 10
+"""Tokens that prompt lookup drafts; the value of Transformers' own documentation."""
+
+
+class StockModel:
+    """An unmodified Transformers model."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        # `generate` fills what a call leaves open from the model's own settings; these must not end a text
+        # early.
+        model.generation_config.eos_token_id = None
+        self.module: Any = model.to(device).eval()
+
+
+class TransformersPlain(System):
+    """`model.generate` and nothing else."""
+
+    family = FAMILY
+    name = "transformers plain"
+    speculates = False
+
+    def __init__(self, target: StockModel) -> None:
+        self._target = target
+
+    def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
+        module = self._target.module
+        config = self._config(num_tokens, temperature)
+        options = self._options()
+        start = time.perf_counter()
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(seed)
+            ids = torch.tensor([prompt], device=module.device)
+            output = module.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=config, **options
+            )
+            tokens = output[0, len(prompt) :].tolist()
+        return Run(tokens, time.perf_counter() - start)
+
+    def _options(self) -> dict[str, Any]:
+        """What the kind of assistance adds to the call."""
+        return {}
+
+    def _config(self, num_tokens: int, temperature: float) -> GenerationConfig:
+        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        return GenerationConfig(
+            max_new_tokens=num_tokens,
+            pad_token_id=0,
+            **(sampled if temperature else {"do_sample": False}),
+        )
+
+
+class TransformersAssisted(TransformersPlain):
+    """`generate(assistant_model=...)` with a constant draft length, or with Transformers' defaults.
+
+    Args:
+        draft_length: tokens to draft per round, without an early stop; None for the defaults (up to 20
+            tokens, stopping below a confidence of 0.4).
+    """
+
+    speculates = True
+
+    def __init__(self, target: StockModel, assistant: StockModel, draft_length: int | None = None) -> None:
+        super().__init__(target)
+        self._assistant = assistant
+        self._generation_config = copy.deepcopy(assistant.module.generation_config)
+        self.name = f"transformers assisted{'' if draft_length is None else f' {draft_length}'}"
+        if draft_length is not None:
+            self._generation_config.num_assistant_tokens = draft_length
+            self._generation_config.num_assistant_tokens_schedule = "constant"
+            self._generation_config.assistant_confidence_threshold = 0.0
+
+    def _options(self) -> dict[str, Any]:
+        # The assistant is shared, so its settings are put in place before each run and not once.
+        self._assistant.module.generation_config = self._generation_config
+        return {"assistant_model": self._assistant.module}
+
+
+class TransformersLookup(TransformersPlain):
+    """`generate(prompt_lookup_num_tokens=...)`."""
+
+    name = "transformers prompt lookup"
+    speculates = True
+
+    def _options(self) -> dict[str, Any]:
+        return {"prompt_lookup_num_tokens": LOOKUP_LENGTH}
+
+
+def transformers_systems(
+    target: StockModel, assistant: StockModel | None, draft_lengths: Sequence[int]
+) -> list[System]:
+    """Plain, prompt lookup and, where there is an assistant, every draft length and the defaults."""
+    systems: list[System] = [TransformersPlain(target)]
+    if assistant is not None:
+        lengths: list[int | None] = [*draft_lengths, None]
+        systems += [TransformersAssisted(target, assistant, length) for length in lengths]
+    return [*systems, TransformersLookup(target)]

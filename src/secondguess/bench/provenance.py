@@ -1,0 +1,121 @@
+"""Where a result comes from, so that others can repeat it; without host names and absolute paths."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+LIBRARIES = ("secondguess", "torch", "transformers", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Everything about a run that is not its result."""
+
+    date: str
+    command: str
+    commit: str | None
+    dirty: bool | None
+    python: str
+    versions: dict[str, str | None]
+    processor: str
+    num_cores: int | None
+    num_threads: int
+    device: str
+    dtype: str
+    seed: int
+    model_sha256: dict[str, str]
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def gather(*, num_threads: int, device: str, dtype: str, seed: int, models: Mapping[str, Path]) -> Provenance:
+    """What can be found out about this run.
+
+    Args:
+        models: directory of each model by the name that the report uses; its weights are hashed.
+    """
+    commit, dirty = _git_state(Path(__file__).parents[1])
+    return Provenance(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=show_command(sys.argv),
+        commit=commit,
+        dirty=dirty,
+        python=platform.python_version(),
+        versions={name: _version(name) for name in LIBRARIES},
+        processor=_processor(),
+        num_cores=os.cpu_count(),
+        num_threads=num_threads,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        model_sha256={name: hash_weights(folder) for name, folder in models.items()},
+    )
+
+
+def show_command(argv: Sequence[str]) -> str:
+    """The command line with every absolute path cut to its last part.
+
+    >>> show_command(["/opt/bin/secondguess", "bench", "--model=/data/tiny", "model:/data/draft,x=1"])
+    'secondguess bench --model=tiny model:draft,x=1'
+    """
+    return shlex.join(_without_folders(word) for word in argv)
+
+
+def _without_folders(word: str) -> str:
+    for mark in ("=", ":"):
+        head, found, tail = word.partition(mark)
+        if found and tail.startswith("/"):
+            return f"{head}{mark}{Path(tail).name}"
+    return Path(word).name if word.startswith("/") else word
+
+
+def hash_weights(folder: Path) -> str:
+    """SHA-256 over the weight files of a model, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Commit and whether the working tree differs from it; (None, None) outside a checkout."""
+    try:
+        _git(folder, "ls-files", "--error-unmatch", "core.py")
+        changes = _git(folder, "status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
+        return _git(folder, "rev-parse", "HEAD"), bool(changes)
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

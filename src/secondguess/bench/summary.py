@@ -1,0 +1,79 @@
+"""The statistics of a comparison: medians over prompts, their ratios, paired worst case, intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from secondguess.stats import Stats
+
+NUM_RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One system's speed over another's.
+
+    Args:
+        of_medians: median over prompts divided by median over prompts.
+        low, high: 95 % percentile-bootstrap interval of that, prompts resampled in pairs.
+        worst: the smallest ratio on any single prompt.
+    """
+
+    of_medians: float
+    low: float
+    high: float
+    worst: float
+
+
+def compare(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
+    """Ratio of two systems' speeds, measured on the same prompts in the same order."""
+    ours, theirs = np.asarray(speeds), np.asarray(baseline)
+    prompts = np.random.default_rng(seed).integers(0, len(ours), size=(NUM_RESAMPLES, len(ours)))
+    resampled = np.median(ours[prompts], axis=1) / np.median(theirs[prompts], axis=1)
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return Ratio(
+        of_medians=float(np.median(ours) / np.median(theirs)),
+        low=float(low),
+        high=float(high),
+        worst=float((ours / theirs).min()),
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    return float(np.median(np.asarray(values)))
+
+
+def add_up(many: Iterable[Stats]) -> Stats:
+    """The counters of many rows together."""
+    total = Stats()
+    for stats in many:
+        total.num_rounds += stats.num_rounds
+        total.num_tokens += stats.num_tokens
+        total.num_drafted += stats.num_drafted
+        total.num_accepted += stats.num_accepted
+        _add_positions(total.drafted_per_position, stats.drafted_per_position)
+        _add_positions(total.accepted_per_position, stats.accepted_per_position)
+        for phase, seconds in stats.seconds.items():
+            total.seconds[phase] += seconds
+    return total
+
+
+def _add_positions(total: list[int], counts: Sequence[int]) -> None:
+    total.extend([0] * (len(counts) - len(total)))
+    for position, count in enumerate(counts):
+        total[position] += count
+
+
+def first_difference(text: Sequence[int], reference: Sequence[int]) -> int | None:
+    """Where two token sequences part, or None where they are equal.
+
+    >>> first_difference([1, 2, 3], [1, 5, 3]), first_difference([1], [1, 2]), first_difference([1], [1])
+    (1, 1, None)
+    """
+    for index, (ours, theirs) in enumerate(zip(text, reference, strict=False)):
+        if ours != theirs:
+            return index
+    return None if len(text) == len(reference) else min(len(text), len(reference))

@@ -1,0 +1,121 @@
+"""The command line: one file per verb, and one place where everything that can go wrong becomes one line.
+
+Nothing heavy is imported until a verb needs it, so `secondguess --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from secondguess import __version__
+from secondguess.cli import bench, generate, inspect, train, verify
+from secondguess.errors import SecondGuessError
+
+CHECK_FAILED, BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 130, 141
+
+app = typer.Typer(
+    name="secondguess",
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate.generate)
+app.command()(verify.verify)
+app.command()(inspect.inspect)
+app.add_typer(train.app, name="train")
+app.command()(bench.bench)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"secondguess {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def secondguess(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Make a language model write faster and keep its output distribution exactly.
+
+    A small model guesses, the large model second-guesses it.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; never a traceback.
+
+    0: done; 1: a check failed (`verify`); 2: bad input; 70: a bug in this program; 130: Ctrl-C; 141: the reader
+    of the output went away. `SECONDGUESS_TRACEBACK=1` shows where a bug is.
+
+    Args:
+        arguments: what follows the program's name; those of this process by default.
+    """
+    _print_whatever_the_encoding()
+    try:
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _forget_standard_output()
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except (SecondGuessError, OSError) as error:
+        return _fail(f"error: {error}", BAD_INPUT)
+    except Exception as error:
+        if os.environ.get("SECONDGUESS_TRACEBACK"):
+            raise
+        if _is_out_of_memory(error):
+            return _fail(f"error: out of memory: {error}; use a smaller model, dtype or batch", BAD_INPUT)
+        bug = f"internal error: {type(error).__name__}: {error} (SECONDGUESS_TRACEBACK=1 shows where)"
+        return _fail(bug, INTERNAL_ERROR)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("secondguess", list(arguments)) as context:
+            # Verbs return their exit code.
+            return int(command.invoke(context) or 0)
+    except typer.Exit as exit_request:
+        return exit_request.exit_code
+    except typer.TyperException as error:
+        # Typer's own description of a wrong option, without its box; asking for nothing at all shows the help.
+        if not arguments:
+            print(error.format_message())
+            return BAD_INPUT
+        return _fail(f"error: {error.format_message()}", BAD_INPUT)
+
+
+def _fail(message: str, code: int) -> int:
+    """Say what went wrong in one line of printable text."""
+    line = " ".join(message.split())
+    print("secondguess: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in line), file=sys.stderr)
+    return code
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch's class goes by its name, because asking for it would import torch.
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _print_whatever_the_encoding() -> None:
+    """Let a terminal that lacks a character show its escape instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _forget_standard_output() -> None:
+    """Keep Python from complaining, at its exit, about a pipe that nobody reads."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

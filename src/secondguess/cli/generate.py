@@ -1,0 +1,165 @@
+"""`secondguess generate`: prompts in, text out, coloured for people or as JSON for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from secondguess.cli import options
+from secondguess.cli.interruption import Interruption
+from secondguess.cli.output import JsonWriter, TerminalWriter, Writer
+from secondguess.cli.prompts import Request, read_logit_bias, read_requests
+from secondguess.errors import BadInputError
+
+if TYPE_CHECKING:
+    from secondguess.api import LLM
+    from secondguess.sampling import SamplingParams
+
+
+def generate(
+    prompt: Annotated[
+        str | None,
+        Argument(
+            metavar="PROMPT|-", help="The text to continue; - reads standard input.", show_default=False
+        ),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        Option(
+            help="One JSON object per line, answered in order: a prompt, and settings (max_tokens, seed, ...) "
+            "that replace those given here.",
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        Option(
+            help="How many prompts of the file decode together.",
+            show_default="1",
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = None,
+    json: options.Json = False,
+    model: options.Model = "builtin",
+    drafter: options.Drafter = None,
+    verifier: options.Verifier = "auto",
+    controller: options.Controller = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    quantize: options.Quantize = None,
+    drafter_quantize: options.DrafterQuantize = None,
+    max_tokens: options.MaxTokens = 128,
+    min_tokens: options.MinTokens = 0,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    logit_bias: options.LogitBias = None,
+    stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
+    seed: options.Seed = None,
+    logprobs: options.Logprobs = None,
+) -> int:
+    """Continue a prompt, or every prompt of a file.
+
+    Text is coloured by who wrote it and ends with one line: tokens per second,
+    acceptance, tokens per target pass. Ctrl-C keeps what was written; with
+    --json, finish_reason is then null.
+    """
+    requests = read_requests(prompt, prompt_file)
+    if batch_size is not None and (prompt_file is None or batch_size < 1):
+        got = f"{batch_size}" if prompt_file else f"{batch_size} without a file"
+        raise BadInputError(f"expected --batch-size of at least 1, together with --prompt-file; got {got}")
+    if logprobs is not None and not json:
+        raise BadInputError(
+            "expected --json together with --logprobs: log-probabilities are only shown there"
+        )
+
+    from secondguess.api import load
+    from secondguess.sampling import SamplingParams
+
+    base = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        logit_bias=read_logit_bias(logit_bias or []),
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        seed=seed,
+        logprobs=logprobs,
+    )
+    params = [_settings(base, request) for request in requests]
+    llm = load(
+        model,
+        drafter,
+        verifier=verifier,
+        controller=controller,
+        dtype=dtype,
+        device=device,
+        quantize=quantize,
+        drafter_quantize=drafter_quantize,
+    )
+    writer = JsonWriter(llm) if json else TerminalWriter(llm)
+    return answer(llm, requests, params, batch_size or 1, writer)
+
+
+def answer(
+    llm: LLM, requests: Sequence[Request], params: Sequence[SamplingParams], batch_size: int, writer: Writer
+) -> int:
+    """Answer requests in order, `batch_size` at a time; returns the exit code.
+
+    Every prompt is encoded before the first is answered: a bad last line is told before work is spent.
+
+    Raises:
+        BadInputError: a prompt that does not fit, naming its place.
+        KeyboardInterrupt: after everything that was generated has been written.
+    """
+    from secondguess.api import Generation
+
+    prompts = [_encode(llm, request) for request in requests]
+    for batch in _batches(len(requests), batch_size):
+        writer.begin([requests[index].prompt for index in batch])
+        generation = Generation(llm, [prompts[index] for index in batch], [params[index] for index in batch])
+        try:
+            with Interruption() as interruption:
+                for pieces in generation.rounds():
+                    writer.show(pieces)
+                    interruption.raise_if_wanted()
+        finally:
+            writer.show(generation.flush())
+            writer.end(generation.outputs())
+    return 0
+
+
+def _batches(count: int, size: int) -> Iterator[range]:
+    return (range(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _settings(base: SamplingParams, request: Request) -> SamplingParams:
+    from secondguess.api import LLM
+
+    try:
+        return LLM.sampling(base, **request.settings)
+    except BadInputError as error:
+        raise BadInputError(f"{request.source}: {error}") from None
+
+
+def _encode(llm: LLM, request: Request) -> list[int]:
+    from secondguess.api import encode
+
+    try:
+        return encode(llm.target, request.prompt)
+    except BadInputError as error:
+        raise BadInputError(f"{request.source}: {error}") from None

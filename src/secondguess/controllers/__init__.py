@@ -1,0 +1,26 @@
+"""How far to guess, by name. Adding a controller is one file and one line in `CONTROLLERS`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from secondguess.controllers.base import Controller
+from secondguess.names import parse_name
+
+CONTROLLERS = {
+    "fixed": "secondguess.controllers.fixed:FixedController",
+    "confidence": "secondguess.controllers.confidence:ConfidenceController",
+}
+"""Kind of controller -> where its class is; imported only when it is asked for."""
+
+
+def make_controller(text: str) -> Controller:
+    """Make the controller that a name such as `fixed:5` or `confidence:8,threshold=0.4` asks for.
+
+    Raises:
+        BadInputError: a kind, an argument, an option or a value that does not exist or makes no sense.
+    """
+    name = parse_name(text, "controller", CONTROLLERS)
+    module, _, class_name = CONTROLLERS[name.kind].partition(":")
+    controller_class: type[Controller] = getattr(import_module(module), class_name)
+    return controller_class.build(name)

@@ -1,0 +1,58 @@
+"""Stop drafting once the drafter is no longer sure of what it has drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from secondguess.controllers.base import MAX_DRAFT_LENGTH, Controller
+from secondguess.core import Row
+from secondguess.names import Name, read_options, require_between, with_argument
+
+
+@dataclass(frozen=True)
+class ConfidenceOptions:
+    """Options of `confidence:LENGTH,threshold=T`.
+
+    Args:
+        length: nodes per round at most, 0 to 64; 0 is plain decoding.
+        threshold: draft on while the drafter gives its whole path at least this chance, 0 to 1.
+    """
+
+    length: int = 8
+    threshold: float = 0.4
+
+    def __post_init__(self) -> None:
+        require_between("the draft length of the controller confidence", self.length, 0, MAX_DRAFT_LENGTH)
+        require_between("the threshold of the controller confidence", self.threshold, 0, 1)
+
+
+class ConfidenceController(Controller):
+    """Drafts on while the path drafted so far would probably survive.
+
+    A node's confidence is the largest probability of the drafter's law, before sampling settings. The product
+    of confidences along the path estimates the chance that all of it is accepted, and so that a further node
+    is worth anything at all: several middling nodes in a row are as good a reason to stop as one poor one.
+    Only laws enter, never drawn tokens, so the rule does not anticipate.
+    """
+
+    def __init__(self, options: ConfidenceOptions = ConfidenceOptions()) -> None:
+        self.options = options
+        self.name = f"confidence:{options.length},threshold={options.threshold:g}"
+        self._survival = torch.ones(0)
+
+    @classmethod
+    def build(cls, name: Name) -> ConfidenceController:
+        return cls(read_options(ConfidenceOptions, with_argument(name, "length"), "controller confidence"))
+
+    def budget(self, row: Row) -> int:
+        return self.options.length
+
+    def go_on(self, rows: Sequence[Row], laws: Tensor, depth: int) -> Tensor:
+        confidence = laws.amax(-1)
+        # A round begins at depth 0, which resets the product; rows that dropped out since are not read.
+        self._survival = confidence if depth == 0 else self._survival * confidence
+        return self._survival >= self.options.threshold

@@ -1,0 +1,40 @@
+"""Always the same draft length, whatever the drafter thinks of its guess."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from secondguess.controllers.base import MAX_DRAFT_LENGTH, Controller
+from secondguess.core import Row
+from secondguess.names import Name, read_options, require_between, with_argument
+
+
+@dataclass(frozen=True)
+class FixedOptions:
+    """Options of `fixed:LENGTH`.
+
+    Args:
+        length: nodes per round, 0 to 64; 0 is plain decoding.
+    """
+
+    length: int = 5
+
+    def __post_init__(self) -> None:
+        require_between("the draft length of the controller fixed", self.length, 0, MAX_DRAFT_LENGTH)
+
+
+class FixedController(Controller):
+    """Drafts as many nodes as its options say, in every round."""
+
+    reads_laws = False
+
+    def __init__(self, options: FixedOptions = FixedOptions()) -> None:
+        self.options = options
+        self.name = f"fixed:{options.length}"
+
+    @classmethod
+    def build(cls, name: Name) -> FixedController:
+        return cls(read_options(FixedOptions, with_argument(name, "length"), "controller fixed"))
+
+    def budget(self, row: Row) -> int:
+        return self.options.length

@@ -1,0 +1,112 @@
+"""Prompt lookup: what followed the last time the text ended like this? `ngram` (LLMA, arXiv 2304.04487)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.drafters.base import Drafter, Supplies
+from secondguess.errors import BadInputError
+from secondguess.names import Name, read_options, refuse_argument, require_between, show_options
+from secondguess.noise import Noise
+
+MAX_NGRAM = 32
+
+
+@dataclass(frozen=True)
+class NgramOptions:
+    """Options of `ngram,max=N,min=N`.
+
+    Args:
+        max: longest n-gram that is looked up, 1 to 32 tokens.
+        min: shortest n-gram whose match is trusted, at most `max`.
+    """
+
+    max: int = 4
+    min: int = 2
+
+    def __post_init__(self) -> None:
+        require_between("max of the drafter ngram", self.max, 1, MAX_NGRAM)
+        require_between("min of the drafter ngram", self.min, 1, MAX_NGRAM)
+        if self.min > self.max:
+            raise BadInputError(f"expected min of the drafter ngram at most max={self.max}, got {self.min}")
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text last ended; one hash map per n, filled as tokens arrive."""
+
+    def __init__(self, options: NgramOptions) -> None:
+        self.tokens: list[int] = []
+        # Longest first; each maps an n-gram to the position behind its latest occurrence but the open one.
+        self._followers: list[tuple[int, dict[tuple[int, ...], int]]] = [
+            (length, {}) for length in range(options.max, options.min - 1, -1)
+        ]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append to the text."""
+        for token in tokens:
+            position = len(self.tokens)
+            for length, followers in self._followers:
+                if length <= position:
+                    followers[tuple(self.tokens[position - length :])] = position
+            self.tokens.append(token)
+
+    def continuation(self, limit: int) -> list[int]:
+        """What followed the latest earlier occurrence of the longest known n-gram the text ends with.
+
+        `limit` tokens, or none when even the shortest n-gram is new.
+        """
+        start = self._follower()
+        if start is None:
+            return []
+        # The copy may run into what it writes itself, so a short period is continued for ever.
+        period = len(self.tokens) - start
+        return [self.tokens[start + offset % period] for offset in range(limit)]
+
+    def _follower(self) -> int | None:
+        for length, followers in self._followers:
+            if length <= len(self.tokens):
+                start = followers.get(tuple(self.tokens[-length:]))
+                if start is not None:
+                    return start
+        return None
+
+
+class NgramDrafter(Drafter):
+    """Copies from the row's own text; certain of it, and blind to other rows."""
+
+    certain = True
+
+    def __init__(self, options: NgramOptions = NgramOptions()) -> None:
+        self.options = options
+        self.name = f"ngram{show_options(options)}"
+        self._indices: dict[Row, NgramIndex] = {}
+
+    @classmethod
+    def build(cls, name: Name, supplies: Supplies) -> NgramDrafter:
+        refuse_argument(name, "drafter")
+        return cls(read_options(NgramOptions, name.options, "drafter ngram"))
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._indices[row] = NgramIndex(self.options)
+        self._read(rows)
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        limits = zip(rows, budgets.lengths, strict=True)
+        chains = [self._indices[row].continuation(limit) for row, limit in limits]
+        return Draft.chains(chains, device=noise.coupled.device)
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+        self._read(rows)
+
+    def end(self, row: Row) -> None:
+        self._indices.pop(row, None)
+
+    def _read(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            index = self._indices[row]
+            index.extend(row.tokens[len(index.tokens) :])

@@ -1,0 +1,20 @@
+"""No guess at all: every round is plain decoding, the baseline that other drafters are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from secondguess.core import Budgets, Draft, Row
+from secondguess.drafters.base import Drafter
+from secondguess.noise import Noise
+
+
+class NoDrafter(Drafter):
+    """Proposes an empty draft for every row."""
+
+    name = "none"
+    certain = True
+    default_controller = "fixed:0"
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        return Draft.empty(len(rows), noise.coupled.device)

@@ -1,0 +1,221 @@
+"""Suffix matching: the longest context that occurred before, continued as it mostly was. `suffix`
+
+A suffix automaton of prompt and output, grown token by token, knows at every moment the longest suffix of the
+text that occurred earlier (SAM Decoding, arXiv 2411.10666). Following its most frequent transitions while
+they are likely enough gives the draft (SuffixDecoding, arXiv 2411.04975).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.drafters.base import Drafter, Supplies
+from secondguess.names import Name, read_options, refuse_argument, require_between, show_options
+from secondguess.noise import Noise
+
+MAX_COUNTED = 32
+"""How many contexts of one position are counted, longest first; bounds the work per token."""
+
+ROOT = 0
+NOWHERE = -1
+
+
+@dataclass(frozen=True)
+class SuffixOptions:
+    """Options of `suffix,min=N,factor=F,offset=N,threshold=P`.
+
+    Args:
+        min: shortest match that is trusted, 1 to 64 tokens.
+        factor: nodes that each matched token entitles to, 0 to 64.
+        offset: nodes that any match entitles to beside those, 0 to 64.
+        threshold: draft on while the path drafted so far has at least this chance by its counts, 0 to 1.
+    """
+
+    min: int = 2
+    factor: float = 1.0
+    offset: int = 0
+    threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_between("min of the drafter suffix", self.min, 1, 64)
+        require_between("factor of the drafter suffix", self.factor, 0, 64)
+        require_between("offset of the drafter suffix", self.offset, 0, 64)
+        require_between("threshold of the drafter suffix", self.threshold, 0, 1)
+
+
+@dataclass(slots=True)
+class Context:
+    """A state of the automaton: the substrings that end at exactly the same positions of the text.
+
+    Args:
+        length: length of the longest of them.
+        suffix: the state of their longest suffix that also ends elsewhere (the suffix link).
+        next: state reached by each token that has followed.
+        counts: how often each token followed.
+        favourite: the token that followed most often, the latest among equals; None when nothing was counted.
+        total: how often anything followed: the sum of `counts`.
+    """
+
+    length: int
+    suffix: int
+    next: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    favourite: int | None = None
+    total: int = 0
+
+    def count(self, token: int) -> None:
+        """The token followed once more."""
+        self.total += 1
+        self.counts[token] = self.counts.get(token, 0) + 1
+        if self.favourite is None or self.counts[token] >= self.counts[self.favourite]:
+            self.favourite = token
+
+    def split(self, length: int) -> Context:
+        """The state of its substrings up to `length`, which have begun to end elsewhere too."""
+        return Context(length, self.suffix, dict(self.next), dict(self.counts), self.favourite, self.total)
+
+
+class SuffixAutomaton:
+    """Blumer et al. 1985: at most two states and three transitions per token, amortised constant time.
+
+    (Constant for a bounded number of distinct followers: a split copies the transitions of one context.)
+
+    Counting is what the textbook automaton does not do online: a position has as many contexts as its suffix
+    links are deep (about log n in ordinary text, n in a text of one repeated token). So `append` counts the
+    token for at most `MAX_COUNTED` contexts, the longest first. A context's counts are exact as long as it
+    was always among these; else they count the occasions on which it was, and their ratios are estimates.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.num_steps = 0
+        """Links followed, contexts counted and transitions copied so far: work that must grow linearly."""
+        self.contexts = [Context(0, NOWHERE)]
+        self._last = ROOT
+
+    @property
+    def num_matched(self) -> int:
+        """Length of the longest suffix of the text that occurred before."""
+        return self.contexts[self._match].length
+
+    @property
+    def _match(self) -> int:
+        # The whole text ends only here; its suffix link is the longest suffix that also ends elsewhere.
+        return max(self.contexts[self._last].suffix, ROOT)
+
+    def append(self, token: int) -> None:
+        """Extend the text by one token."""
+        self._count(token)
+        self._grow(token)
+        self.num_tokens += 1
+
+    def continuation(self, min_length: int) -> Iterator[tuple[int, float]]:
+        """The most frequent continuation of the longest match, token by token; endless where text repeats.
+
+        Each token comes with its share among what followed its context. Where a context ends with the text,
+        its longest suffix that goes on takes its place; the walk ends when that is shorter than `min_length`.
+        """
+        context = self.contexts[self._match]
+        while True:
+            while context.favourite is None and context.length >= min_length:
+                context = self.contexts[max(context.suffix, ROOT)]
+            if context.favourite is None or context.length < min_length:
+                return
+            token = context.favourite
+            yield token, context.counts[token] / context.total
+            context = self.contexts[context.next[token]]
+
+    def _count(self, token: int) -> None:
+        state = self._last
+        for _ in range(MAX_COUNTED):
+            if state == NOWHERE:
+                break
+            self.contexts[state].count(token)
+            state = self.contexts[state].suffix
+            self.num_steps += 1
+
+    def _grow(self, token: int) -> None:
+        contexts = self.contexts
+        new = len(contexts)
+        contexts.append(Context(contexts[self._last].length + 1, ROOT))
+        state = self._last
+        self._last = new
+        while state != NOWHERE and token not in contexts[state].next:
+            contexts[state].next[token] = new
+            state = contexts[state].suffix
+            self.num_steps += 1
+        if state == NOWHERE:
+            return
+        target = contexts[state].next[token]
+        if contexts[target].length > contexts[state].length + 1:
+            target = self._split(state, token, target)
+        contexts[new].suffix = target
+
+    def _split(self, state: int, token: int, target: int) -> int:
+        """Give the substrings of `target` that end here too a state of their own."""
+        contexts = self.contexts
+        shorter = len(contexts)
+        contexts.append(contexts[target].split(contexts[state].length + 1))
+        contexts[target].suffix = shorter
+        self.num_steps += len(contexts[shorter].next)
+        while state != NOWHERE and contexts[state].next.get(token) == target:
+            contexts[state].next[token] = shorter
+            state = contexts[state].suffix
+            self.num_steps += 1
+        return shorter
+
+
+class SuffixDrafter(Drafter):
+    """Continues the longest repeated context of the row's own text; certain, and blind to other rows."""
+
+    certain = True
+
+    def __init__(self, options: SuffixOptions = SuffixOptions()) -> None:
+        self.options = options
+        self.name = f"suffix{show_options(options)}"
+        self._automata: dict[Row, SuffixAutomaton] = {}
+
+    @classmethod
+    def build(cls, name: Name, supplies: Supplies) -> SuffixDrafter:
+        refuse_argument(name, "drafter")
+        return cls(read_options(SuffixOptions, name.options, "drafter suffix"))
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._automata[row] = SuffixAutomaton()
+        self._read(rows)
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        limits = zip(rows, budgets.lengths, strict=True)
+        chains = [self._chain(self._automata[row], limit) for row, limit in limits]
+        return Draft.chains(chains, device=noise.coupled.device)
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+        self._read(rows)
+
+    def end(self, row: Row) -> None:
+        self._automata.pop(row, None)
+
+    def _read(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            automaton = self._automata[row]
+            for token in row.tokens[automaton.num_tokens :]:
+                automaton.append(token)
+
+    def _chain(self, automaton: SuffixAutomaton, limit: int) -> list[int]:
+        matched = automaton.num_matched
+        if matched < self.options.min:
+            return []
+        limit = min(limit, int(self.options.factor * matched) + self.options.offset)
+        chain: list[int] = []
+        survival = 1.0
+        for token, chance in automaton.continuation(self.options.min):
+            survival *= chance
+            if len(chain) == limit or survival < self.options.threshold:
+                break
+            chain.append(token)
+        return chain

@@ -1,0 +1,307 @@
+"""The law of a round, exactly: every random decision is answered in every way it can be.
+
+A verifier, drafter or controller of yours is lossless when `text_law` of `enumerate_rounds` equals `exact_law`
+to rounding, over laws with zeros, with certainty, with p = q and with p and q apart. Nothing is sampled: each
+row of one large batch takes one branch of the tree of outcomes and carries its probability. Meant for
+`secondguess.testing.TableModel` with a handful of tokens and draft lengths up to about four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from secondguess.core import Row
+from secondguess.decode import Team, begin, play_round, release
+from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.noise import Noise
+from secondguess.stats import Ledger
+
+MAX_BRANCHES = 300_000
+
+Question = tuple[int, str, int]
+"""Round, what is asked, and where: "draft" and depth, "accept" and node, "draw" and 0, "race" and query."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One way things can go for one row: its probability, what was committed, how much of it was drafted."""
+
+    probability: float
+    tokens: tuple[int, ...]
+    num_accepted: int
+
+
+@dataclass
+class Script:
+    """Which answer each row gets to each question, and the probability of the answers it has had so far.
+
+    Args:
+        num_rows: rows of the batch, one per branch and original row.
+        outcomes: for each question known beforehand, how many answers it has.
+        digits: for each of these, the answer of every row.
+    """
+
+    num_rows: int
+    outcomes: dict[Question, int]
+    digits: dict[Question, Tensor]
+    probabilities: Tensor = field(init=False)
+    asked: dict[Question, Tensor] = field(init=False, default_factory=dict)
+    drafts: dict[Question, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.probabilities = torch.ones(self.num_rows, dtype=torch.float64)
+
+    @classmethod
+    def of(cls, outcomes: dict[Question, int], num_originals: int) -> Script:
+        """All combinations of answers, for each original row; the originals are neighbours."""
+        num_rows = num_originals
+        digits = {}
+        for question, count in outcomes.items():
+            digits[question] = num_rows
+            num_rows *= count
+        if num_rows > MAX_BRANCHES:
+            raise BadInputError(
+                f"expected at most {MAX_BRANCHES} branches to enumerate, got {num_rows}; "
+                "use a smaller vocabulary or shorter drafts"
+            )
+        index = torch.arange(num_rows)
+        return cls(num_rows, dict(outcomes), {q: index // digits[q] % outcomes[q] for q in digits})
+
+    def answer(self, question: Question, rows: Tensor, num_outcomes: int) -> Tensor:
+        """The scripted answers of some rows; a question met for the first time is noted and answered 0."""
+        seen = self.asked.setdefault(question, torch.zeros(self.num_rows, dtype=torch.bool))
+        if bool(seen[rows].any()):
+            raise SecondGuessError(
+                f"expected each question once, got {question} twice: keyed noise would answer both "
+                "with one number; ask it once and keep the answer"
+            )
+        seen[rows] = True
+        if self.outcomes.setdefault(question, num_outcomes) != num_outcomes:
+            raise SecondGuessError(
+                f"expected {question} with {self.outcomes[question]} outcomes, got {num_outcomes}; "
+                "ask all rows over one vocabulary"
+            )
+        return self.digits[question][rows] if question in self.digits else torch.zeros_like(rows)
+
+    def weigh(self, rows: Tensor, chances: Tensor) -> None:
+        """Multiply in the probabilities `[row]` of the answers just given."""
+        so_far = self.probabilities[rows]
+        self.probabilities[rows] = torch.where(so_far > 0, so_far * chances.double(), 0.0)
+
+    def real(self) -> Tensor:
+        """`[row]` bool: possible branches, without copies that differ in an answer nobody asked for."""
+        real = self.probabilities > 0
+        for question, digits in self.digits.items():
+            asked = self.asked.get(question)
+            real &= (digits == 0) if asked is None else (asked | (digits == 0))
+        return real
+
+
+class EnumeratingNoise(Noise):
+    """Noise of one round that reads its answers from a script.
+
+    Draft and race of a coupled row at one depth share their exponentials, and are answered with that joint
+    law. Races of several queries at one depth are answered independently, since a walk reads one query per
+    depth; so are rounds.
+    """
+
+    def __init__(self, script: Script, number: int, rows: Tensor, coupled: Tensor, greedy: Tensor) -> None:
+        self.script = script
+        self.number = number
+        self.rows = rows
+        self.coupled = coupled
+        self.greedy = greedy
+
+    def draft(self, laws: Tensor, depth: int) -> Tensor:
+        tokens = self._choose("draft", depth, laws)
+        question = (self.number, "draft", depth)
+        if question not in self.script.drafts:
+            num_rows = self.script.num_rows
+            nothing = torch.zeros(num_rows, laws.shape[-1], dtype=torch.float64)
+            self.script.drafts[question] = nothing, torch.zeros(num_rows, dtype=torch.long)
+        all_laws, all_tokens = self.script.drafts[question]
+        all_laws[self.rows] = laws.double()
+        all_tokens[self.rows] = tokens
+        return tokens
+
+    def accept(self, probabilities: Tensor) -> Tensor:
+        answers = torch.zeros_like(probabilities, dtype=torch.bool)
+        for node, chances in enumerate(probabilities.double().clamp(0, 1).unbind(1)):
+            answers[:, node] = self._choose("accept", node, torch.stack([1 - chances, chances], -1)) > 0
+        return answers
+
+    def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
+        laws = laws.double()
+        return self._choose("draw", 0, laws / laws.sum(-1, keepdim=True))
+
+    def race(self, laws: Tensor, depths: Tensor) -> Tensor:
+        return torch.stack(
+            [self._race(query, laws[:, query], depths[:, query]) for query in range(laws.shape[1])], 1
+        )
+
+    def select(self, rows: Tensor) -> EnumeratingNoise:
+        return EnumeratingNoise(
+            self.script, self.number, self.rows[rows], self.coupled[rows], self.greedy[rows]
+        )
+
+    def _choose(self, what: str, where: int, laws: Tensor) -> Tensor:
+        answers = self.script.answer((self.number, what, where), self.rows, laws.shape[-1])
+        self.script.weigh(self.rows, laws.gather(-1, answers[:, None])[:, 0])
+        return answers
+
+    def _race(self, query: int, laws: Tensor, depths: Tensor) -> Tensor:
+        laws = laws.double()
+        tokens = self.script.answer((self.number, "race", query), self.rows, laws.shape[-1])
+        chances = laws.gather(-1, tokens[:, None])[:, 0]
+        for question, (draft_laws, drafted) in self.script.drafts.items():
+            number, _, depth = question
+            if number != self.number:
+                continue
+            joined = self.coupled & (depths == depth) & self.script.asked[question][self.rows]
+            members = self.rows[joined]
+            both = race_joint(draft_laws[members], laws[joined], drafted[members], tokens[joined])
+            alone = draft_laws[members].gather(-1, drafted[members, None])[:, 0]
+            chances[joined] = torch.where(alone > 0, both / alone, 0.0)
+        self.script.weigh(self.rows, chances)
+        return tokens
+
+
+def race_joint(q: Tensor, p: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """P(argmin_v e_v / q_v = x, argmin_v e_v / p_v = y) for independent e_v ~ Exp(1), in closed form.
+
+    With (e_x, e_y) = a (1 - t, t) every other e_v must exceed a A_v(t), where A_v(t) is the larger of
+    (1 - t) q_v / q_x and t p_v / p_y. Integrating over these and over a leaves the integral of A(t)^-2, and
+    A = 1 + sum_v A_v is linear between breakpoints: a stretch from s to t gives (t - s) / (A(s) A(t)).
+    The ends of the range say that x and y beat each other.
+
+    Args:
+        q: `[n, vocab]` laws of the draft.
+        p: `[n, vocab]` laws of the target.
+        x: `[n]` drafted tokens.
+        y: `[n]` the target's tokens.
+
+    Returns:
+        `[n]` probabilities in float64.
+    """
+    possible = (_at(q, x) > 0) & (_at(p, y) > 0)
+    by_q = torch.where(possible, q / _at(q, x), 1.0)
+    by_p = torch.where(possible, p / _at(p, y), 1.0)
+    match = 1 / torch.maximum(by_q, by_p).sum(-1)
+
+    breakpoints = torch.where(by_q + by_p > 0, by_q / (by_q + by_p), 0.0)
+    low = _at(by_q, y) / (1 + _at(by_q, y))
+    high = torch.maximum(low, 1 / (1 + _at(by_p, x)))
+    places = torch.cat([low, breakpoints.clamp(low, high).sort(-1).values, high], -1)
+    rates = torch.maximum((1 - places[..., None]) * by_q[:, None], places[..., None] * by_p[:, None])
+    others = torch.ones_like(q).scatter(-1, x[:, None], 0.0).scatter(-1, y[:, None], 0.0)
+    area = 1 + (rates * others[:, None]).sum(-1)
+    differ = (places.diff(dim=-1) / (area[:, 1:] * area[:, :-1])).sum(-1)
+    return torch.where(possible[:, 0], torch.where(x == y, match, differ), 0.0)
+
+
+def _at(laws: Tensor, tokens: Tensor) -> Tensor:
+    return laws.gather(-1, tokens[:, None])
+
+
+def enumerate_rounds(
+    team: Team, make_rows: Callable[[], Sequence[Row]], num_rounds: int = 1
+) -> list[list[Branch]]:
+    """Everything that the first rounds of the shipping loop can do.
+
+    Args:
+        team: who plays; their `make_noise` and ledger are replaced.
+        make_rows: makes the same fresh rows on every call.
+        num_rounds: rounds to play, fewer for rows that finish earlier. Branches multiply with each.
+
+    Returns:
+        For each row, its branches; their probabilities sum to one.
+
+    Raises:
+        BadInputError: too many branches.
+    """
+    outcomes: dict[Question, int] = {}
+    while True:
+        script = Script.of(outcomes, len(make_rows()))
+        branches = _play(team, make_rows, num_rounds, script)
+        if script.outcomes == outcomes:
+            return branches
+        outcomes = script.outcomes
+
+
+def _play(
+    team: Team, make_rows: Callable[[], Sequence[Row]], num_rounds: int, script: Script
+) -> list[list[Branch]]:
+    num_originals = len(make_rows())
+    rows = [row for _ in range(script.num_rows // num_originals) for row in make_rows()]
+    num_accepted = dict.fromkeys(rows, 0)
+    try:
+        begin(replace(team, ledger=Ledger()), rows)
+        for number in range(num_rounds):
+            live = [index for index, row in enumerate(rows) if not row.finished]
+            for commit in play_round(_scripted(team, script, number, live), [rows[index] for index in live]):
+                num_accepted[commit.row] += commit.num_accepted
+    finally:
+        for row in rows:
+            release(team, row)
+    branches: list[list[Branch]] = [[] for _ in range(num_originals)]
+    for index in script.real().nonzero()[:, 0].tolist():
+        row = rows[index]
+        branch = Branch(float(script.probabilities[index]), tuple(row.output), num_accepted[row])
+        branches[index % num_originals].append(branch)
+    return branches
+
+
+def _scripted(team: Team, script: Script, number: int, live: list[int]) -> Team:
+    def make_noise(rows: Sequence[Row]) -> EnumeratingNoise:
+        coupled = torch.tensor([row.coupled for row in rows], dtype=torch.bool)
+        greedy = torch.tensor([row.params.temperature == 0 for row in rows], dtype=torch.bool)
+        return EnumeratingNoise(script, number, torch.tensor(live, dtype=torch.long), coupled, greedy)
+
+    return replace(team, make_noise=make_noise, ledger=Ledger())
+
+
+TextLaw = dict[tuple[int, ...], float]
+"""Probability of each text; a text that met an end token is shorter."""
+
+
+def text_law(
+    branches: Sequence[Branch],
+    next_law: Callable[[tuple[int, ...]], Tensor],
+    num_tokens: int,
+    end_tokens: frozenset[int] = frozenset(),
+) -> TextLaw:
+    """The law of the first `num_tokens` tokens when what was enumerated is followed by plain decoding.
+
+    Args:
+        branches: what the rounds can do.
+        next_law: the target's law `[vocab]` behind an output.
+        num_tokens: how many tokens to look at; what branches say beyond them is summed over.
+        end_tokens: tokens that end a text.
+    """
+    law: TextLaw = {}
+    for branch in branches:
+        text = branch.tokens[:num_tokens]
+        law[text] = law.get(text, 0.0) + branch.probability
+    for length in range(num_tokens):
+        for text in [text for text in law if len(text) == length and not end_tokens.intersection(text)]:
+            mass = law.pop(text)
+            for token, chance in enumerate(next_law(text).tolist()):
+                longer = (*text, token)
+                law[longer] = law.get(longer, 0.0) + mass * chance
+    return law
+
+
+def exact_law(
+    next_law: Callable[[tuple[int, ...]], Tensor], num_tokens: int, end_tokens: frozenset[int] = frozenset()
+) -> TextLaw:
+    """The law of the first `num_tokens` tokens under plain decoding."""
+    return text_law([Branch(1.0, (), 0)], next_law, num_tokens, end_tokens)
+
+
+def largest_difference(one: TextLaw, other: TextLaw) -> float:
+    """The largest difference in the probability of any text."""
+    return max(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in one.keys() | other.keys())

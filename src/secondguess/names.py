@@ -1,0 +1,134 @@
+"""Names with options, as users write them: `kind`, `kind:argument`, `kind:argument,key=value,...`.
+
+Drafters and controllers are chosen by such names. Options land in frozen dataclasses that validate
+themselves, so a name is either understood whole or refused with what would have been understood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, get_type_hints
+
+from secondguess.errors import BadInputError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+OptionsT = TypeVar("OptionsT", bound="DataclassInstance")
+
+
+@dataclass(frozen=True)
+class Name:
+    """The parts of a name: which kind, what follows the colon (if anything does), and the options as text."""
+
+    kind: str
+    argument: str | None
+    options: Mapping[str, str]
+
+
+def parse_name(text: str, what: str, kinds: Iterable[str]) -> Name:
+    """Split a name and check its kind.
+
+    Args:
+        text: what the user wrote.
+        what: what is being named, for the error message ("drafter").
+        kinds: the kinds that exist.
+
+    Raises:
+        BadInputError: unknown kind, or an option that is not `key=value` or comes twice.
+
+    >>> parse_name("model:some/path,key=1", "drafter", ["model"])
+    Name(kind='model', argument='some/path', options={'key': '1'})
+    """
+    head, *pieces = text.strip().split(",")
+    kind, colon, argument = head.partition(":")
+    if kind not in kinds:
+        raise BadInputError(f"expected a {what} among {', '.join(kinds)}, got {text!r}")
+    options: dict[str, str] = {}
+    for piece in pieces:
+        key, equals, value = (part.strip() for part in piece.partition("="))
+        if not (key and equals and value) or key in options:
+            raise BadInputError(
+                f"expected key=value options, each once, for the {what} {kind}, got {piece.strip()!r}"
+            )
+        options[key] = value
+    return Name(kind, argument if colon else None, options)
+
+
+def refuse_options(name: Name, what: str) -> None:
+    """Refuse options, for a kind that has none.
+
+    Raises:
+        BadInputError: naming them.
+    """
+    if name.options:
+        raise BadInputError(f"expected no options for the {what} {name.kind}, got {', '.join(name.options)}")
+
+
+def refuse_argument(name: Name, what: str) -> None:
+    """Refuse what follows the colon, for a kind that takes nothing there.
+
+    Raises:
+        BadInputError: naming it.
+    """
+    if name.argument is not None:
+        raise BadInputError(f"expected nothing behind the {what} {name.kind}, got ':{name.argument}'")
+
+
+def read_options(options_type: type[OptionsT], options: Mapping[str, str], whose: str) -> OptionsT:
+    """Make an options dataclass (fields of type int or float) from texts.
+
+    Args:
+        options_type: a frozen dataclass; its `__post_init__` checks the values.
+        options: texts by option name.
+        whose: the owner of the options, for the error message ("drafter ngram").
+
+    Raises:
+        BadInputError: an option that does not exist or a value that is not a number of the option's type.
+    """
+    types = get_type_hints(options_type)
+    known = [field.name for field in dataclasses.fields(options_type)]
+    values = {}
+    for key, text in options.items():
+        if key not in known:
+            raise BadInputError(f"expected {_choice(known)} for the {whose}, got the option {key!r}")
+        try:
+            values[key] = types[key](text)
+        except ValueError:
+            kind = "a whole number" if types[key] is int else "a number"
+            raise BadInputError(f"expected {kind} for {key} of the {whose}, got {text!r}") from None
+    return options_type(**values)
+
+
+def with_argument(name: Name, option: str) -> Mapping[str, str]:
+    """The options of a name whose argument, if it has one, is short for the option of that name.
+
+    Raises:
+        BadInputError: the option was given in both ways.
+    """
+    if name.argument is None:
+        return name.options
+    if option in name.options:
+        raise BadInputError(f"expected {option} of {name.kind} once, got it behind the colon and as option")
+    return {option: name.argument, **name.options}
+
+
+def show_options(options: DataclassInstance) -> str:
+    """The options as they would be written behind a name, each with its leading comma."""
+    return "".join(f",{key}={value:g}" for key, value in dataclasses.asdict(options).items())
+
+
+def require_between(what: str, value: float, low: float, high: float) -> None:
+    """Refuse a number outside `[low, high]` (and not-a-number).
+
+    Raises:
+        BadInputError: naming `what`, the range and the value.
+    """
+    if not low <= value <= high:
+        raise BadInputError(f"expected {what} between {low:g} and {high:g}, got {value:g}")
+
+
+def _choice(known: list[str]) -> str:
+    return f"one of the options {', '.join(known)}" if known else "no options"

@@ -1,0 +1,1 @@
+"""A Transformers model made speculable: the contract (`base`), the runtime, loading."""

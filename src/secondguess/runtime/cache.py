@@ -1,0 +1,139 @@
+"""Keys and values of all rows in one preallocated block per layer: `[slot, kv_head, position, head_size]`.
+
+Each live row owns a slot; slots stay contiguous, so that a round over all rows reads views. Forgetting costs nothing for a
+chain (a smaller length), accepted paths of a tree are moved together. Nothing here depends on a model: shapes are
+those of the tensors that arrive, which is also right when heads are spread over devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+MIN_CAPACITY = 256
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one forward writes and what it reads.
+
+    Args:
+        num_rows: rows in the forward.
+        num_keys: cache positions that are read, from the first.
+        start: first position written, when it is the same for every row.
+        positions: `[row, query]` int64, positions written, when rows differ.
+        slots: `[row]` int64, slots of the rows; None when row `i` is in slot `i`.
+    """
+
+    num_rows: int
+    num_keys: int
+    start: int | None = None
+    positions: Tensor | None = None
+    slots: Tensor | None = None
+
+
+@dataclass
+class KeyValueCache:
+    """The cache of one model. Attention layers call `update`; the runtime places each forward first.
+
+    Args:
+        device: where slots and positions live.
+    """
+
+    device: torch.device
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    num_slots: int = 0
+    capacity: int = 0
+    placement: Placement = Placement(0, 0)
+
+    # Transformers asks these of any cache while it prepares masks. Our mask function answers from the step instead, so a
+    # caller's own use of these numbers (positions, padding) is what they must not be good for.
+    is_compileable = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.placement.num_keys
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.placement.num_keys
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.placement.num_keys, 0
+
+    def place(self, starts: Sequence[int], num_queries: int, slots: Sequence[int]) -> Placement:
+        """Make room for a forward whose row `i` writes `num_queries` tokens at `starts[i]` of slot `slots[i]`."""
+        num_keys = max(starts) + num_queries
+        self._reserve(max(slots) + 1, num_keys)
+        in_order = all(slot == index for index, slot in enumerate(slots))
+        uniform = all(start == starts[0] for start in starts)
+        slot_index = None if in_order else torch.tensor(slots, device=self.device)
+        positions = None
+        if not (in_order and uniform):
+            offsets = torch.arange(num_queries, device=self.device)
+            positions = torch.tensor(starts, device=self.device)[:, None] + offsets
+        start = starts[0] if positions is None else None
+        self.placement = Placement(len(slots), num_keys, start, positions, slot_index)
+        return self.placement
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values `[row, kv_head, query, head_size]`; all that may be seen comes back."""
+        if layer_idx == len(self.keys):
+            self.keys.append(self._allocate(key))
+            self.values.append(self._allocate(value))
+        return self._write(self.keys[layer_idx], key), self._write(self.values[layer_idx], value)
+
+    def _write(self, block: Tensor, new: Tensor) -> Tensor:
+        place = self.placement
+        if place.slots is not None:
+            block[place.slots[:, None], :, place.positions] = new.transpose(1, 2)
+            return block.narrow(2, 0, place.num_keys).index_select(0, place.slots)
+        rows = block if place.num_rows == block.shape[0] else block.narrow(0, 0, place.num_rows)
+        if place.start is not None:
+            rows.narrow(2, place.start, new.shape[2]).copy_(new)
+        else:
+            row_index = torch.arange(place.num_rows, device=new.device)
+            rows[row_index[:, None], :, place.positions] = new.transpose(1, 2)
+        return rows.narrow(2, 0, place.num_keys)
+
+    def compact(self, slots: Sequence[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move the tokens `starts[i] + paths[i]` of slot `slots[i]` together, to `starts[i]` and on."""
+        depth = max(len(path) for path in paths)
+        # a shorter path is filled up with places that stay where they are
+        filled = [[*path, *range(len(path), depth)] for path in paths]
+        slot_index = torch.tensor(slots, device=self.device)[:, None]
+        start_index = torch.tensor(starts, device=self.device)[:, None]
+        target = start_index + torch.arange(depth, device=self.device)
+        source = start_index + torch.tensor(filled, device=self.device)
+        for block in (*self.keys, *self.values):
+            block[slot_index, :, target] = block[slot_index, :, source]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another."""
+        for block in (*self.keys, *self.values):
+            block[target, :, :length] = block[source, :, :length]
+
+    def _reserve(self, num_slots: int, num_positions: int) -> None:
+        if num_slots <= self.num_slots and num_positions <= self.capacity:
+            return
+        self.num_slots = _doubled(self.num_slots or 1, num_slots)
+        self.capacity = _doubled(self.capacity or MIN_CAPACITY, num_positions)
+        self.keys = [self._grown(block) for block in self.keys]
+        self.values = [self._grown(block) for block in self.values]
+
+    def _grown(self, block: Tensor) -> Tensor:
+        grown = self._allocate(block)
+        grown[: block.shape[0], :, : block.shape[2]] = block
+        return grown
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        # zeros, not empty: attention multiplies what it masks by zero, and 0 * nan is nan
+        return like.new_zeros(self.num_slots, like.shape[1], self.capacity, like.shape[3])
+
+
+def _doubled(size: int, needed: int) -> int:
+    while size < needed:
+        size *= 2
+    return size

@@ -1,0 +1,297 @@
+"""Sampling settings, and the only place where logits become probabilities.
+
+Every law in the package, the target's and a drafter's alike, is made here, in one order:
+
+    logit bias, repetition penalty, frequency and presence penalty, ban of end tokens (`min_tokens`),
+    temperature, top-k, top-p, min-p
+
+Each query of a draft gets the law that plain decoding would have had after the same prefix: penalties and
+`min_tokens` count a node's drafted ancestors as if they had been committed. That keeps speculation exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from secondguess.core import Commit, Draft, Row, TokenLogprob
+from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.penalties import LogitEdits
+from secondguess.truncation import RowRules
+
+MAX_LOGPROBS = 20
+
+
+class TokenBias(Mapping[int, float]):
+    """An immutable, hashable map from token id to what is added to its logit (-inf bans the token)."""
+
+    def __init__(self, values: Mapping[int, float] | None = None) -> None:
+        self._values = dict(sorted((values or {}).items()))
+
+    def __getitem__(self, token: int) -> float:
+        return self._values[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request asks of its text. Wrong values are refused when the object is made.
+
+    Args:
+        max_tokens: output tokens at most; 1 or more.
+        min_tokens: before this many, end tokens and `stop_token_ids` cannot be drawn and `stop` does not count.
+        temperature: 0 is greedy, 1 is the model's own law; 0, or from 0.0001 to 100.
+        top_k: keep the k most probable tokens, and those tied with the last of them; 0 turns it off.
+        top_p: keep the fewest of the most probable tokens (lower ids first among equals) whose mass reaches
+            this; 1 turns it off.
+        min_p: keep tokens with at least this share of the top token's probability; 0 turns it off.
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that occur in
+            prompt or output; 1 turns it off.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the output; -2 to 2.
+        presence_penalty: subtracted from a token's logit if it occurs in the output; -2 to 2.
+        logit_bias: token id to what is added to its logit, -100 to 100, or -inf for a ban.
+        stop: the text ends before the first of these strings; a single string is accepted.
+        stop_token_ids: tokens that end the text, beside the model's own end tokens.
+        seed: makes the text reproducible; with the default verifier it is then the same with any drafter.
+        logprobs: report each token's log-probability and this many alternatives (0: only its own); None
+            reports nothing.
+
+    Raises:
+        BadInputError: a value of the wrong type or out of range.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=TokenBias)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_integer("max_tokens", 1, 2**31 - 1)
+        self._check_integer("min_tokens", 0, self.max_tokens, "it may not exceed max_tokens")
+        self._check_number("temperature", 0, 100, "0 is greedy decoding, 1 the model's own law")
+        if 0 < self.temperature < 1e-4:
+            raise _refusal("temperature", "0, or a number from 0.0001 to 100", self.temperature, "use 0")
+        self._check_integer("top_k", 0, 2**31 - 1, "use 0 to turn it off")
+        self._check_number("top_p", 0, 1, "use 1 to turn it off")
+        if self.top_p == 0:
+            raise _refusal("top_p", "above 0 and at most 1", self.top_p, "temperature=0 is greedy decoding")
+        self._check_number("min_p", 0, 1, "use 0 to turn it off")
+        self._check_number("repetition_penalty", 0.01, 100, "use 1 to turn it off")
+        self._check_number("frequency_penalty", -2, 2, "use 0 to turn it off")
+        self._check_number("presence_penalty", -2, 2, "use 0 to turn it off")
+        self._set("logit_bias", _checked_bias(self.logit_bias))
+        self._set("stop", _checked_stop(self.stop))
+        self._set("stop_token_ids", _checked_tokens(self.stop_token_ids))
+        if self.seed is not None:
+            self._check_integer("seed", 0, 2**64 - 1, "leave it out for a fresh text each time")
+        if self.logprobs is not None:
+            self._check_integer("logprobs", 0, MAX_LOGPROBS, "leave it out to report none")
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuse token ids that a model with `vocab_size` tokens does not have.
+
+        Raises:
+            BadInputError: `logit_bias` or `stop_token_ids` names a token outside the vocabulary.
+        """
+        for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise _refusal(name, f"token ids below {vocab_size}", token, "see the tokenizer")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_integer(self, name: str, lowest: int, highest: int, advice: str = "") -> None:
+        value = getattr(self, name)
+        if not _is_integer(value) or not lowest <= value <= highest:
+            raise _refusal(name, f"a whole number from {lowest} to {highest}", value, advice)
+        self._set(name, int(value))
+
+    def _check_number(self, name: str, lowest: float, highest: float, advice: str) -> None:
+        value = getattr(self, name)
+        # NaN fails every comparison, and so is refused here too.
+        if not _is_number(value) or not lowest <= value <= highest:
+            raise _refusal(name, f"a number from {lowest} to {highest}", value, advice)
+        self._set(name, float(value))
+
+
+def _refusal(name: str, expected: str, got: object, advice: str) -> BadInputError:
+    return BadInputError(f"expected {name} to be {expected}, got {got!r}" + (f"; {advice}" if advice else ""))
+
+
+def _checked_bias(bias: object) -> TokenBias:
+    advice = "give a map such as {198: -5.0}; -inf bans a token"
+    if not isinstance(bias, Mapping):
+        raise _refusal("logit_bias", "a map from token id to a number", bias, advice)
+    for token, value in bias.items():
+        if not _is_token(token):
+            raise _refusal("logit_bias", "a map from token ids (whole numbers from 0)", token, advice)
+        if not _is_number(value) or not (-100 <= value <= 100 or value == -math.inf):
+            raise _refusal(f"logit_bias[{token}]", "a number from -100 to 100, or -inf", value, advice)
+    return TokenBias({int(token): float(value) for token, value in bias.items()})
+
+
+def _checked_stop(stop: object) -> tuple[str, ...]:
+    advice = 'give a string or a list of strings, such as ["\\n\\n"]'
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Iterable):
+        raise _refusal("stop", "a string or a list of strings", stop, advice)
+    strings = tuple(strings)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise _refusal("stop", "strings of at least one character", string, advice)
+    return strings
+
+
+def _checked_tokens(tokens: object) -> tuple[int, ...]:
+    advice = "give a list such as [2, 50256]"
+    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+        raise _refusal("stop_token_ids", "a list of token ids", tokens, advice)
+    tokens = tuple(tokens)
+    for token in tokens:
+        if not _is_token(token):
+            raise _refusal("stop_token_ids", "token ids (whole numbers from 0)", token, advice)
+    return tuple(int(token) for token in tokens)
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    """Python's and NumPy's whole numbers; True and False are not meant as numbers."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_token(token: object) -> TypeGuard[int]:
+    return _is_integer(token) and token >= 0
+
+
+def target_laws(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
+    """The laws that the target's text follows, each query with its own true prefix.
+
+    Args:
+        logits: `[row, node + 1, vocab]`; left as they are.
+        rows: whose settings apply and whose tokens the penalties count.
+        draft: the nodes behind queries 1 and up.
+
+    Returns:
+        Probabilities `[row, node + 1, vocab]` in the logits' dtype (float32 for half precision).
+
+    Raises:
+        BadInputError: the settings ban every token.
+        SecondGuessError: the model's logits are not numbers.
+    """
+    edits, rules = _settings(tuple([row.params for row in rows]), logits.shape[-1], logits.device)
+    scores = _at_least_float32(logits)
+    if edits.are_due(rows):
+        # Query 0 follows pending: no drafted node lies before it.
+        visible = torch.nn.functional.pad(draft.ancestors(), (0, 0, 1, 0))
+        scores = edits.apply(scores, rows, draft.tokens, visible)
+    return _checked(rules.laws(scores), logits)
+
+
+def drafter_laws(logits: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor:
+    """The laws a chain drafter draws its next node from, under each row's own settings.
+
+    Args:
+        logits: `[row, vocab]` after the rows' tokens and `drafted`; left as they are. The vocabulary may be
+            wider or narrower than the target's; settings about tokens beyond it do not apply.
+        rows: whose settings apply and whose tokens the penalties count.
+        drafted: `[row, i]` the nodes drawn so far this round.
+
+    Returns:
+        Probabilities `[row, vocab]` in the logits' dtype (float32 for half precision).
+
+    Raises:
+        BadInputError: the settings ban every token.
+        SecondGuessError: the model's logits are not numbers.
+    """
+    edits, rules = _settings(tuple([row.params for row in rows]), logits.shape[-1], logits.device)
+    scores = _at_least_float32(logits)[:, None]
+    if edits.are_due(rows):
+        visible = torch.ones(len(rows), 1, drafted.shape[1], dtype=torch.bool, device=logits.device)
+        scores = edits.apply(scores, rows, drafted, visible)
+    return _checked(rules.laws(scores), logits)[:, 0]
+
+
+def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Commit:
+    """Add log-probabilities to a commit whose request asked for them.
+
+    Args:
+        commit: what the row gained.
+        logits: `[node + 1, vocab]` of this row; reported is their log-softmax, before any sampling setting.
+        path: the accepted nodes; token i of the commit was judged at query 0, or behind node `path[i - 1]`.
+
+    Returns:
+        The commit itself when the request wants no log-probabilities, else a copy with them.
+    """
+    num_alternatives = commit.row.params.logprobs
+    if num_alternatives is None:
+        return commit
+    queries = [0, *(node + 1 for node in path)][: len(commit.tokens)]
+    logprobs = _at_least_float32(logits[queries]).log_softmax(-1)
+    tokens = torch.tensor(commit.tokens, device=logits.device)
+    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    top = logprobs.topk(min(num_alternatives, logprobs.shape[-1]))
+    alternatives = [
+        {token: value for token, value in zip(ids, values, strict=True) if value > -math.inf}
+        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
+    reports = zip(commit.tokens, own, alternatives, strict=True)
+    return replace(commit, logprobs=[TokenLogprob(*report) for report in reports])
+
+
+@lru_cache(maxsize=256)
+def _settings(
+    params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device
+) -> tuple[LogitEdits, RowRules]:
+    """The batch's settings as tensors, kept while the same requests decode together."""
+    return LogitEdits.of(params, vocab_size, device), RowRules.of(params, device)
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+
+
+def _checked(laws: Tensor, logits: Tensor) -> Tensor:
+    # Whatever makes a law undefined makes all of it NaN, so one token tells.
+    if bool(laws[..., 0].isnan().any()):
+        if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
+            raise SecondGuessError(
+                "expected finite logits from the model, got NaN or infinity; its weights are broken, or "
+                "overflow in this precision: try another dtype"
+            )
+        raise BadInputError(
+            "expected at least one possible token, got a law in which every token is banned; "
+            "relax logit_bias or min_tokens"
+        )
+    return laws

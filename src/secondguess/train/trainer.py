@@ -1,0 +1,300 @@
+"""One training run of one decoder: phases, schedule, optimisers, checkpoints.
+
+A run is a list of phases by progress (the share of its budget that is spent). A phase may be deeper than the one
+before it; the trained layers are then repeated in order (G_stack, arXiv 2405.15319), which reaches a given loss with
+fewer operations than training the full depth from the start. The learning rate warms up, stays, and falls linearly to
+zero over the last part of the budget, so a longer budget continues the flat part of a run instead of repeating it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.train.files import write_atomically
+from secondguess.train.model import Decoder, ModelShape
+from secondguess.train.tokens import TokenStore
+
+Report = Callable[[str], None]
+LossFunction = Callable[[Decoder, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """How training goes until a share ``until`` of the budget is spent."""
+
+    until: float
+    num_layers: int
+    length: int
+    tokens_per_step: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.until <= 1:
+            raise BadInputError(f"a phase ends at a share of the budget in (0, 1], got {self.until}")
+        if self.num_layers < 1 or self.length < 2 or self.tokens_per_step < self.length:
+            raise BadInputError(
+                "a phase needs at least one layer, windows of 2 tokens and one window per step, "
+                f"got {self.num_layers} layers, length {self.length}, {self.tokens_per_step} tokens per step"
+            )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Minutes, steps or both; the run ends with whichever is spent first."""
+
+    minutes: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.minutes is None and self.steps is None:
+            raise BadInputError("a training budget needs minutes or steps")
+        if (self.minutes is not None and self.minutes <= 0) or (self.steps is not None and self.steps < 1):
+            raise BadInputError(f"a training budget must be positive, got minutes={self.minutes}, steps={self.steps}")
+
+    def progress(self, seconds: float, step: int) -> float:
+        shares = [0.0]
+        if self.minutes is not None:
+            shares.append(seconds / (60 * self.minutes))
+        if self.steps is not None:
+            shares.append(step / self.steps)
+        return min(1.0, max(shares))
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything that decides a run except the data, the shape and the loss."""
+
+    phases: tuple[Phase, ...]
+    budget: Budget
+    seed: int = 0
+    micro_tokens: int = 4096
+    muon_rate: float = 0.02
+    adam_rate: float = 0.003
+    weight_decay: float = 0.05
+    warmup_steps: int = 60
+    decay_share: float = 0.35
+    function_share: float = 0.5
+    checkpoint_seconds: float = 180.0
+    compile: bool = True
+
+    def __post_init__(self) -> None:
+        ends = [phase.until for phase in self.phases]
+        if not ends or ends != sorted(ends) or ends[-1] != 1.0:
+            raise BadInputError(f"phases must be in order and the last must end at 1.0, got {ends}")
+        depths = [phase.num_layers for phase in self.phases]
+        for shallow, deep in zip(depths, depths[1:], strict=False):
+            if deep % shallow:
+                raise BadInputError(f"a deeper phase must hold a multiple of the layers before it, got {depths}")
+        if not 0 < self.decay_share <= 1:
+            raise BadInputError(f"decay_share must be in (0, 1], got {self.decay_share}")
+
+    def phase_at(self, progress: float) -> Phase:
+        return next((phase for phase in self.phases if progress < phase.until), self.phases[-1])
+
+    def rate_at(self, progress: float, step: int) -> float:
+        """The factor on both learning rates."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        return warm * min(1.0, (1.0 - progress) / self.decay_share)
+
+
+def next_token_loss(decoder: Decoder, rows: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats, of each token given those before it."""
+    logits = decoder(rows[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+
+
+class Trainer:
+    """Holds a run's state; ``run`` continues it to the end of its budget."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        settings: RunSettings,
+        store: TokenStore,
+        checkpoint: Path,
+        *,
+        loss: LossFunction = next_token_loss,
+        report: Report = print,
+    ) -> None:
+        self.settings, self.store, self.checkpoint = settings, store, checkpoint
+        self.loss_function, self.report = loss, report
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        first = settings.phases[0]
+        self.decoder = Decoder(replace(shape, num_layers=first.num_layers))
+        self.decoder.initialise(settings.seed)
+        self._make_optimisers()
+        self._compiled: dict[tuple[int, ...], Callable[[Tensor], Tensor]] = {}
+        if checkpoint.is_file():
+            self._load()
+
+    @property
+    def progress(self) -> float:
+        return self.settings.budget.progress(self.seconds, self.step)
+
+    def run(self, after_checkpoint: Callable[[Trainer], None] | None = None) -> Decoder:
+        """Train until the budget is spent; safe to interrupt at any moment."""
+        last_save = last_report = time.monotonic()
+        losses: list[float] = []
+        reported_tokens = self.tokens
+        while self.progress < 1.0:
+            begun = time.monotonic()
+            losses.append(self._take_step())
+            now = time.monotonic()
+            self.seconds += now - begun
+            if now - last_report > 20:
+                speed = (self.tokens - reported_tokens) / (now - last_report)
+                mean = sum(losses) / len(losses)
+                self.report(
+                    f"step {self.step}  {100 * self.progress:.1f} %  loss {mean:.4f}  {speed:.0f} tokens/s  "
+                    f"{self.tokens / 1e6:.2f} M tokens  layers {self.decoder.shape.num_layers}"
+                )
+                last_report, reported_tokens, losses = now, self.tokens, []
+            if now - last_save > self.settings.checkpoint_seconds:
+                self.save()
+                last_save = time.monotonic()
+                if after_checkpoint is not None:
+                    after_checkpoint(self)
+                self.seconds += time.monotonic() - now
+        self.save()
+        return self.decoder
+
+    def held_out_loss(self, rows: int = 64, length: int = 256) -> float:
+        """Cross-entropy on fixed held-out windows, in nats per token."""
+        batch = self.store.held_out_batch(rows, length)
+        with torch.no_grad():
+            losses = [float(next_token_loss(self.decoder, part)) * len(part) for part in batch.split(8)]
+        return sum(losses) / len(batch)
+
+    def _take_step(self) -> float:
+        phase = self.settings.phase_at(self.progress)
+        if phase.num_layers != self.decoder.shape.num_layers:
+            self._deepen(phase.num_layers)
+        rows = max(1, phase.tokens_per_step // phase.length)
+        batch = self.store.batch(self.settings.seed, self.step, rows, phase.length, self.settings.function_share)
+        # Rows are dealt out in turn so that every micro-batch holds both kinds of text.
+        num_micro = max(1, rows * phase.length // self.settings.micro_tokens)
+        total = 0.0
+        for part in range(num_micro):
+            micro = batch[part::num_micro].contiguous()
+            loss = self._loss(micro) / num_micro
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        rate = self.settings.rate_at(self.progress, self.step)
+        for optimiser, base in ((self.muon, self.settings.muon_rate), (self.adam, self.settings.adam_rate)):
+            for group in optimiser.param_groups:
+                group["lr"] = base * rate
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        self.tokens += rows * phase.length
+        return total
+
+    def _loss(self, micro: Tensor) -> Tensor:
+        if not self.settings.compile:
+            return self.loss_function(self.decoder, micro)
+        key = (*micro.shape, self.decoder.shape.num_layers)
+        if key not in self._compiled:
+            self._compiled[key] = torch.compile(
+                lambda rows, decoder=self.decoder: self.loss_function(decoder, rows), dynamic=False
+            )
+        return self._compiled[key](micro)
+
+    def _make_optimisers(self) -> None:
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in self.decoder.named_parameters():
+            (others if parameter.ndim == 1 or "embed_tokens" in name else matrices).append(parameter)
+        settings = self.settings
+        self.muon = torch.optim.Muon(matrices, lr=settings.muon_rate, weight_decay=settings.weight_decay)
+        self.adam = torch.optim.AdamW(others, lr=settings.adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def _deepen(self, num_layers: int) -> None:
+        """Repeat the trained stack until it has ``num_layers`` layers; optimiser state goes with its layer."""
+        old, old_state = self.decoder, self._named_state()
+        depth = old.shape.num_layers
+        self.decoder = Decoder(replace(old.shape, num_layers=num_layers))
+        self._compiled.clear()
+        source = {name: _layer_name(name, depth) for name, _ in self.decoder.named_parameters()}
+        weights = dict(old.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.decoder.named_parameters():
+                parameter.copy_(weights[source[name]])
+        self._make_optimisers()
+        self._set_named_state({name: _copied(old_state[source[name]]) for name in source if source[name] in old_state})
+        self.report(f"step {self.step}: stacked {depth} layers to {num_layers}")
+
+    def _named_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for name, parameter in self.decoder.named_parameters():
+            for optimiser in (self.muon, self.adam):
+                if parameter in optimiser.state:
+                    state[name] = optimiser.state[parameter]
+        return state
+
+    def _set_named_state(self, state: dict[str, Any]) -> None:
+        owned = {id(p): o for o in (self.muon, self.adam) for g in o.param_groups for p in g["params"]}
+        for name, parameter in self.decoder.named_parameters():
+            if name in state:
+                owned[id(parameter)].state[parameter] = state[name]
+
+    def save(self) -> None:
+        """Write the whole state; the earlier checkpoint stays until the new one is complete."""
+        content = {
+            "shape": asdict(self.decoder.shape),
+            "weights": self.decoder.state_dict(),
+            "optimisers": self._named_state(),
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+        }
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(self.checkpoint) as stream:
+            torch.save(content, stream)
+
+    def _load(self) -> None:
+        content = read_checkpoint(self.checkpoint)
+        self.decoder = decoder_from(content)
+        self._make_optimisers()
+        self._set_named_state(content["optimisers"])
+        self.step, self.tokens, self.seconds = content["step"], content["tokens"], content["seconds"]
+        self.report(f"resuming at step {self.step}, {100 * self.progress:.1f} % of the budget spent")
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The content of a training checkpoint, or an error that says what to do."""
+    if not path.is_file():
+        raise CheckpointError(f"there is no training checkpoint at {path}; start the run with `secondguess train pair`")
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        missing = {"shape", "weights", "optimisers", "step", "tokens", "seconds"} - content.keys()
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a readable training checkpoint ({error}); delete it to start anew") from error
+    if missing:
+        raise CheckpointError(f"{path} lacks {sorted(missing)}: it was not written by this trainer; delete it to start anew")
+    return content
+
+
+def decoder_from(content: dict[str, Any]) -> Decoder:
+    decoder = Decoder(ModelShape(**content["shape"]))
+    decoder.load_state_dict(content["weights"])
+    return decoder
+
+
+def _layer_name(name: str, depth: int) -> str:
+    """The name of the parameter that ``name`` of the deeper model is copied from."""
+    parts = name.split(".")
+    if parts[:2] == ["model", "layers"]:
+        parts[2] = str(int(parts[2]) % depth)
+    return ".".join(parts)
+
+
+def _copied(state: Any) -> Any:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

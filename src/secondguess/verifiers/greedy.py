@@ -1,0 +1,26 @@
+"""Greedy match: at temperature 0 a node is accepted when it is what the target would say."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from secondguess.core import Draft, Verdict
+from secondguess.errors import BadInputError
+from secondguess.noise import Noise
+from secondguess.verifiers.base import Exactness, Verifier, follow
+
+
+class GreedyVerifier(Verifier):
+    """Follow the target's most likely token (chains and trees); for rows at temperature 0."""
+
+    name = "greedy"
+    exactness = Exactness.LOSSLESS
+    supports_tree = True
+
+    def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+        if not bool(noise.greedy.all()):
+            raise BadInputError(
+                "verifier 'greedy' expects rows at temperature 0, got a row that samples; "
+                "set temperature to 0 or use verifier 'auto'"
+            )
+        return follow(draft, target_probs.argmax(-1))

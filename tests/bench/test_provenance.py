@@ -1,0 +1,73 @@
+"""Where results come from, and what must not be told."""
+
+import socket
+from pathlib import Path
+
+from secondguess.bench import provenance
+from secondguess.bench.provenance import gather, hash_weights, show_command
+
+
+def collect(folder: Path):
+    return gather(num_threads=1, device="cpu", dtype="float32", seed=0, models={"tiny": folder})
+
+
+def test_absolute_paths_are_cut_to_their_last_part():
+    words = [
+        "/opt/env/bin/secondguess",
+        "bench",
+        "--model=/data/tiny",
+        "--drafters",
+        "model:/data/d,x=1",
+        "a b",
+    ]
+    assert show_command(words) == "secondguess bench --model=tiny --drafters model:d,x=1 'a b'"
+
+
+def test_relative_paths_and_names_stay():
+    assert show_command(["secondguess", "--prompts", "../data/x.jsonl", "Qwen/Qwen3-8B"]).endswith(
+        "--prompts ../data/x.jsonl Qwen/Qwen3-8B"
+    )
+
+
+def test_the_hash_follows_the_weights_and_only_them(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"one")
+    before = hash_weights(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert hash_weights(tmp_path) == before
+    (tmp_path / "b.safetensors").write_bytes(b"two")
+    assert hash_weights(tmp_path) != before
+
+
+def test_versions_and_machine_are_named(tmp_path):
+    about = collect(tmp_path)
+    assert about.versions["torch"]
+    assert about.versions["transformers"]
+    assert about.processor
+    assert about.python.startswith("3.")
+
+
+def test_host_and_folders_are_not_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance.sys, "argv", [str(tmp_path / "secondguess"), "bench", str(tmp_path / "x")])
+    told = str(collect(tmp_path).as_dict())
+    assert str(tmp_path) not in told
+    assert socket.gethostname() not in told
+
+
+def test_outside_a_checkout_there_is_no_commit(tmp_path):
+    assert provenance._git_state(tmp_path) == (None, None)
+
+
+def test_a_checkout_is_dirty_when_something_changed_but_not_by_a_result(tmp_path):
+    git = lambda *arguments: provenance._git(tmp_path, "-c", "user.name=x", "-c", "user.email=x", *arguments)  # noqa: E731
+    git("init", "-q")
+    (tmp_path / "core.py").write_text("one")
+    git("add", "core.py")
+    git("commit", "-q", "-m", "x")
+    commit, dirty = provenance._git_state(tmp_path)
+    assert len(commit) == 40
+    assert not dirty
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "new.json").write_text("{}")
+    assert not provenance._git_state(tmp_path)[1]
+    (tmp_path / "core.py").write_text("two")
+    assert provenance._git_state(tmp_path)[1]

@@ -1,0 +1,170 @@
+"""What a report says about runs whose every number we know."""
+
+import json
+
+import pytest
+from bench_fakes import FakeSystem, stats_of
+
+from secondguess.bench.predict import Costs
+from secondguess.bench.provenance import Provenance
+from secondguess.bench.report import (
+    Report,
+    Workbench,
+    count_flips,
+    make_cost_table,
+    make_results,
+    summarise_rounds,
+)
+from secondguess.bench.systems import Run, public_name
+
+COSTS = Costs({1: 0.1, 4: 0.13}, draft_step=0.01)
+
+
+def runs(speeds, tokens=(1, 2, 3, 4), stats=None):
+    return [Run(list(tokens), len(tokens) / speed, stats) for speed in speeds]
+
+
+def systems():
+    log = []
+    return [
+        FakeSystem("ours plain", log),
+        FakeSystem("ours fast", log, speculates=True),
+        FakeSystem("theirs plain", log, family="theirs"),
+        FakeSystem("theirs fast", log, family="theirs", speculates=True),
+    ]
+
+
+def results(temperature=0.0):
+    by_system = {
+        "ours plain": runs([10.0, 20.0, 30.0], stats=stats_of([(0, 0)] * 4)),
+        "ours fast": runs([40.0, 10.0, 90.0], tokens=(1, 2, 9, 9), stats=stats_of([(3, 3)])),
+        "theirs plain": runs([5.0, 10.0, 20.0]),
+        "theirs fast": runs([20.0, 20.0, 20.0]),
+    }
+    timed = {name: {temperature: each} for name, each in by_system.items()}
+    return make_results(systems(), timed, {"ours plain": COSTS, "ours fast": COSTS}, seed=0)
+
+
+def report(complete=True):
+    return Report(
+        name="tiny",
+        complete=complete,
+        workbench=Workbench("prompts.jsonl", "abc", 3, 4, 4, 17.0),
+        costs=make_cost_table(20, {None: COSTS, "draft": COSTS}),
+        results=results(),
+        provenance=Provenance(
+            date="2026-01-02T03:04:05+00:00",
+            command="secondguess bench",
+            commit="0" * 40,
+            dirty=True,
+            python="3.11",
+            versions={"torch": "2"},
+            processor="a processor",
+            num_cores=2,
+            num_threads=1,
+            device="cpu",
+            dtype="float32",
+            seed=0,
+            model_sha256={"tiny": "f" * 64},
+        ),
+    )
+
+
+def test_speeds_are_medians_and_ratios_are_against_each_plain_system():
+    plain, fast, *_ = results()
+    assert (plain.tokens_per_second, fast.tokens_per_second) == (20.0, 40.0)
+    assert set(fast.against) == {"ours plain", "theirs plain"}
+    assert fast.against["ours plain"].of_medians == pytest.approx(2.0)
+    assert fast.against["ours plain"].worst == pytest.approx(0.5)
+    assert set(plain.against) == {"theirs plain"}
+
+
+def test_rounds_are_summed_over_prompts():
+    summary = summarise_rounds(
+        [Run([1] * 4, 1.0, stats_of([(3, 3)])), Run([1] * 3, 1.0, stats_of([(3, 0), (1, 1)]))], COSTS
+    )
+    assert summary.acceptance_length == pytest.approx(7 / 3)
+    assert summary.acceptance_rate == pytest.approx(4 / 7)
+    assert summary.acceptance_by_position == pytest.approx([2 / 3, 1 / 2, 1 / 2])
+    assert summary.draft_length == pytest.approx(7 / 3)
+    assert summary.cost_ratio == pytest.approx(0.1)
+    assert sum(summary.share_of_seconds.values()) == pytest.approx(1.0)
+
+
+def test_predicted_speed_leaves_prefill_out_of_both_sides():
+    """A round of three nodes costs 0.13 + 3 * 0.01 = 0.16 s; it took 0.2 s after 0.8 s of prefill."""
+    summary = summarise_rounds([Run([1] * 4, 1.0, stats_of([(3, 3)], prefill=0.8))], COSTS)
+    assert summary.predicted_tokens_per_second == pytest.approx(4 / 0.16)
+    assert summary.measured_over_predicted == pytest.approx(0.16 / 0.2)
+
+
+def test_systems_without_statistics_say_nothing_about_rounds():
+    assert summarise_rounds(runs([1.0]), COSTS) is None
+    assert [result.rounds is None for result in results()] == [False, False, True, True]
+
+
+def test_flips_are_counted_against_plain_decoding_of_the_same_family():
+    plain, fast, _, theirs = results()
+    assert plain.equality is None
+    assert fast.equality.num_prompts_differing == 3
+    assert fast.equality.num_tokens_differing == 6
+    assert fast.equality.num_tokens == 12
+    assert fast.equality.first_differences == [2, 2, 2]
+    assert theirs.equality.num_prompts_differing == 0
+
+
+def test_flips_are_a_matter_of_temperature_zero():
+    assert all(result.equality is None for result in results(temperature=1.0))
+
+
+def test_an_equal_text_is_no_flip():
+    equality = count_flips(runs([1.0, 1.0]), runs([2.0, 2.0]))
+    assert equality.first_differences == [None, None]
+    assert equality.num_tokens_differing == 0
+
+
+def test_the_best_of_a_family_is_its_fastest_speculator():
+    assert report().best("theirs", 0.0).system == "theirs fast"
+    assert report().best("nobody", 0.0) is None
+    with pytest.raises(KeyError):
+        report().result("ours fast", 0.5)
+
+
+def test_json_holds_everything_under_stable_names(tmp_path):
+    data, page = report().save(tmp_path / "results")
+    assert (data.name, page.name) == ("2026-01-02-tiny.json", "2026-01-02-tiny.md")
+    told = json.loads(data.read_text())
+    assert told["schema"] == 1
+    assert set(told) == {"schema", "name", "complete", "workbench", "costs", "results", "provenance"}
+    assert set(told["results"][1]) == {
+        "system", "family", "speculates", "temperature", "tokens_per_second", "per_prompt", "against",
+        "rounds", "equality",
+    }  # fmt: skip
+    assert told["costs"]["curve"]["4"] == pytest.approx(1.3)
+    assert told["costs"]["cost_ratio"]["draft"] == pytest.approx(0.1)
+    assert told["results"][1]["against"]["ours plain"]["of_medians"] == pytest.approx(2.0)
+
+
+def test_an_interrupted_run_is_saved_as_such(tmp_path):
+    data, page = report(complete=False).save(tmp_path)
+    assert data.name.endswith("-partial.json")
+    assert json.loads(data.read_text())["complete"] is False
+    assert "Interrupted" in page.read_text()
+    assert "Interrupted" not in report().to_markdown()
+
+
+def test_the_page_shows_ratios_flips_costs_and_where_it_comes_from():
+    page = report().to_markdown()
+    assert "| ours fast | 40.0 | 2.00x [" in page
+    assert "worst 0.50x" in page
+    assert "| ours fast | 3 of 3 | 6 of 12 |" in page
+    assert "Best against best: ours fast over theirs fast is 2.00x" in page
+    assert "| v(m) | 1.00 | 1.30 |" in page
+    assert "with uncommitted changes" in page
+    assert "| ours fast | 4.00 | 100.0% | 1.00 1.00 1.00 | 3.00 | 0.100 |" in page
+
+
+def test_models_are_shown_without_their_folders():
+    assert public_name("/data/models/tiny") == "tiny"
+    assert public_name("model:/data/models/tiny") == "model:tiny"
+    assert public_name("model:builtin-draft") == "model:builtin-draft"

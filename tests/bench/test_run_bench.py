@@ -1,0 +1,178 @@
+"""The whole benchmark on tiny random checkpoints, beside Transformers."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from secondguess.bench import BenchConfig, run_bench
+from secondguess.bench.peers import StockModel, TransformersAssisted, TransformersPlain, transformers_systems
+from secondguess.bench.systems import Models, Speculator
+from secondguess.errors import BadInputError, CheckpointError
+
+PROMPT = [5, 17, 42, 99, 7, 7, 140]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_checkpoint):
+    return StockModel(tiny_checkpoint, torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def assistant(tiny_draft_checkpoint):
+    return StockModel(tiny_draft_checkpoint, torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_checkpoint):
+    return Models(str(tiny_checkpoint), "float32", "cpu")
+
+
+@pytest.fixture(scope="module")
+def report(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
+    prompts = tmp_path_factory.mktemp("prompts") / "two.jsonl"
+    prompts.write_text('{"prompt": "def quicksort(items):"}\n{"prompt": "class Stack:\\n    def"}\n')
+    config = BenchConfig(
+        model=str(tiny_checkpoint),
+        drafters=(f"model:{tiny_draft_checkpoint}", "ngram"),
+        against=("transformers",),
+        prompts=str(prompts),
+        num_tokens=10,
+        draft_lengths=(2,),
+        dtype="float32",
+        num_threads=1,
+        name="tiny",
+    )
+    return run_bench(config)
+
+
+def test_every_system_runs_at_every_temperature(report, tiny_draft_checkpoint):
+    ours = f"secondguess model:{tiny_draft_checkpoint.name}"
+    assert [result.system for result in report.results if result.temperature == 1.0] == [
+        "secondguess plain",
+        ours,
+        f"{ours} fixed:2",
+        "secondguess ngram",
+        "transformers plain",
+        "transformers assisted 2",
+        "transformers assisted",
+        "transformers prompt lookup",
+    ]
+    assert len(report.results) == 16
+    assert report.complete
+    assert report.workbench.num_prompts == 2
+
+
+def test_greedy_texts_are_equal_in_full_precision(report):
+    compared = [result.equality for result in report.results if result.equality is not None]
+    assert len(compared) == 6
+    assert all(equality.num_tokens == 20 for equality in compared)
+    assert [equality.num_prompts_differing for equality in compared] == [0] * 6
+
+
+def test_a_constant_draft_length_is_kept_and_costs_are_measured(report, tiny_draft_checkpoint):
+    fixed = report.result(f"secondguess model:{tiny_draft_checkpoint.name} fixed:2", 0.0).rounds
+    # The last rounds have less room than two nodes.
+    assert 1.0 < fixed.draft_length <= 2.0
+    assert 0 < fixed.cost_ratio < 1
+    assert fixed.predicted_tokens_per_second > 0
+    assert report.result("secondguess ngram", 0.0).rounds.cost_ratio == 0
+    assert report.result("secondguess plain", 0.0).rounds.acceptance_length == 1.0
+    assert list(report.costs.target_ms) == list(range(1, 10))
+
+
+def test_what_is_saved_names_no_folder(report, tmp_path):
+    for path in report.save(tmp_path):
+        text = path.read_text()
+        assert "/tmp" not in text
+        assert str(tmp_path) not in text
+    told = json.loads(report.to_json())
+    assert told["provenance"]["dtype"] == "float32"
+    assert all(len(digest) == 64 for digest in told["provenance"]["model_sha256"].values())
+    assert len(told["provenance"]["model_sha256"]) == 2
+
+
+def test_the_number_of_threads_is_given_back(report):
+    before = torch.get_num_threads()
+    with pytest.raises(CheckpointError):
+        run_bench(BenchConfig(model="no/such/model", prompts="builtin", num_threads=before + 1))
+    assert torch.get_num_threads() == before
+
+
+def test_prompts_that_do_not_fit_are_refused(tiny_checkpoint):
+    config = BenchConfig(
+        model=str(tiny_checkpoint), prompts="builtin", num_tokens=255, dtype="float32", drafters=()
+    )
+    with pytest.raises(BadInputError, match="take other prompts or fewer tokens"):
+        run_bench(config)
+
+
+def test_plain_systems_of_both_families_write_the_same(models, stock):
+    ours = Speculator(models, "none").generate(PROMPT, 12, 0.0, seed=0)
+    theirs = TransformersPlain(stock).generate(PROMPT, 12, 0.0, seed=0)
+    assert ours.tokens == theirs.tokens
+    assert len(ours.tokens) == 12
+
+
+def test_end_tokens_end_nobodys_text(models, stock, tiny_checkpoint, tmp_path):
+    """The end token is set to one that greedy decoding writes early."""
+    usual = TransformersPlain(stock).generate(PROMPT, 8, 0.0, seed=0).tokens
+    ending = tmp_path / "ending"
+    shutil.copytree(tiny_checkpoint, ending)
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((ending / name).read_text()) | {"eos_token_id": usual[1]}
+        (ending / name).write_text(json.dumps(settings))
+    ended = Models(str(ending), "float32", "cpu")
+    assert usual[1] in ended.target.end_tokens
+    assert Speculator(ended, "none").generate(PROMPT, 8, 0.0, seed=0).tokens == usual
+    for system in transformers_systems(StockModel(ending, torch.float32, CPU), None, ()):
+        assert system.generate(PROMPT, 8, 0.0, seed=0).tokens == usual
+
+
+def test_the_assistant_drafts_as_many_tokens_as_the_system_is_named_for(stock, assistant, monkeypatch):
+    lengths = []
+    generate = assistant.module.generate
+
+    def spy(**options):
+        output = generate(**options)
+        lengths.append(len(output.scores))
+        return output
+
+    monkeypatch.setattr(assistant.module, "generate", spy, raising=False)
+    # The systems share an assistant, so each must bring its own settings along, whatever ran before.
+    three, default = TransformersAssisted(stock, assistant, 3), TransformersAssisted(stock, assistant)
+    for system, expected in ((three, 3), (default, 1), (three, 3)):
+        lengths.clear()
+        system.generate(PROMPT, 12, 0.0, seed=0)
+        # The untrained drafter is unsure, so the default stops after one token.
+        assert set(lengths[:-3]) == {expected}
+
+
+def test_seeds_make_sampled_runs_repeatable(models, stock):
+    for system in (Speculator(models, "ngram"), TransformersPlain(stock)):
+        first, again, other = (system.generate(PROMPT, 12, 1.0, seed).tokens for seed in (1, 1, 2))
+        assert first == again
+        assert first != other
+
+
+def test_the_global_generator_is_left_alone(stock):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    TransformersPlain(stock).generate(PROMPT, 4, 1.0, seed=9)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_sampled_speculative_run_is_verified_as_a_request_without_a_seed(models, tiny_draft_checkpoint):
+    """Coupled verification would make the text that of plain decoding with the same seed."""
+    drafted = Speculator(models, f"model:{tiny_draft_checkpoint}", "fixed:4")
+    texts = [
+        (
+            drafted.generate(PROMPT, 12, 1.0, seed).tokens,
+            Speculator(models, "none").generate(PROMPT, 12, 1.0, seed).tokens,
+        )
+        for seed in range(3)
+    ]
+    assert any(ours != plain for ours, plain in texts)

@@ -1,0 +1,99 @@
+"""What the tests of drafters share: a small target, a way to run the loop, and one drafter of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from secondguess.controllers import make_controller
+from secondguess.core import Row
+from secondguess.decode import Team, decode
+from secondguess.drafters.base import Drafter
+from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.ngram import NgramDrafter, NgramOptions
+from secondguess.drafters.none import NoDrafter
+from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
+from secondguess.sampling import SamplingParams
+from secondguess.stats import Stats
+from secondguess.testing import Law, TableModel, random_law
+from secondguess.verifiers import make_verifier
+
+VOCAB_SIZE = 6
+TARGET_LAW = random_law(VOCAB_SIZE, seed=11)
+GREEDY = SamplingParams(max_tokens=14)
+PROMPTS = [[1, 2, 3, 1, 2], [0], [5, 5, 5, 5, 5, 5, 5], [4, 3, 4, 3, 4, 3, 2]]
+
+
+def noisy_law(law: Law, seed: int, sharpness: float = 1.0) -> Law:
+    """A drafter that resembles `law`: its logits with noise."""
+    noise = random_law(VOCAB_SIZE, seed, sharpness)
+    return lambda context: (law(context).log() + noise(context).log()).softmax(-1)
+
+
+def worst_law(law: Law) -> Law:
+    """A drafter that is sure of what the target finds least likely."""
+
+    def worst(context: tuple[int, ...]) -> torch.Tensor:
+        return torch.nn.functional.one_hot(law(context).argmin(), VOCAB_SIZE).double()
+
+    return worst
+
+
+def model_drafter(law: Law, **settings: int) -> ModelDrafter:
+    """A `ModelDrafter` over a table."""
+    return ModelDrafter(TableModel(VOCAB_SIZE, law, **settings), "model:table", VOCAB_SIZE)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "none": NoDrafter,
+    "ngram": lambda: NgramDrafter(NgramOptions(max=3, min=1)),
+    "suffix": lambda: SuffixDrafter(SuffixOptions(min=1, factor=2.0, offset=1)),
+    "model alike": lambda: model_drafter(noisy_law(TARGET_LAW, seed=5)),
+    "model itself": lambda: model_drafter(TARGET_LAW),
+    "model worst": lambda: model_drafter(worst_law(TARGET_LAW)),
+    "model short context": lambda: model_drafter(TARGET_LAW, context_length=9),
+}
+CONTROLLERS = ["fixed:0", "fixed:1", "fixed:4", "confidence:6", "confidence:6,threshold=0.9"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: the tokens generated per row, the statistics, and the target that did it."""
+
+    outputs: list[list[int]]
+    stats: list[Stats]
+    target: TableModel
+
+
+def run(
+    drafter: Drafter,
+    prompts: Sequence[list[int]] = PROMPTS,
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    *,
+    controller: str = "fixed:4",
+    verifier: str = "auto",
+    law: Law = TARGET_LAW,
+    vocab_size: int = VOCAB_SIZE,
+    **row_settings: object,
+) -> Run:
+    """Decode prompts to their ends through the loop."""
+    target = TableModel(vocab_size, law)
+    team = Team(target, drafter, make_verifier(verifier), make_controller(controller))
+    settings = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    rows = [
+        Row(list(prompt), each, seed=100 + len(prompt), **row_settings)  # type: ignore[arg-type]
+        for prompt, each in zip(prompts, settings, strict=True)
+    ]
+    for _ in decode(team, rows):
+        pass
+    return Run([row.output for row in rows], [team.ledger.of(row) for row in rows], target)
+
+
+def greedy_text(prompt: list[int], num_tokens: int, law: Law = TARGET_LAW) -> list[int]:
+    """Plain greedy decoding, written without any of the package's loop."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(law(tuple(tokens)).argmax()))
+    return tokens[len(prompt) :]

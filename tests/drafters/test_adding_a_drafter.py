@@ -1,0 +1,56 @@
+"""The drafter that the documentation shows works as shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from drafter_cases import PROMPTS, greedy_text, run
+
+from secondguess.drafters.base import Drafter
+from secondguess.sampling import SamplingParams
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-drafter.md"
+
+
+def shown_code() -> str:
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    return code
+
+
+def shown_drafter() -> type[Drafter]:
+    namespace: dict[str, object] = {"__name__": "shown"}
+    exec(compile(shown_code(), str(PAGE), "exec"), namespace)
+    (found,) = [
+        value
+        for value in namespace.values()
+        if isinstance(value, type) and issubclass(value, Drafter) and value.__module__ == "shown"
+    ]
+    return found
+
+
+def test_it_is_short() -> None:
+    assert len(shown_code().splitlines()) < 40
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("controller", ["fixed:0", "fixed:4"])
+def test_it_reproduces_plain_greedy_decoding(batch: int, controller: str) -> None:
+    drafter = shown_drafter()()
+    result = run(drafter, PROMPTS[:batch], controller=controller)
+    assert result.outputs == [greedy_text(prompt, 14) for prompt in PROMPTS[:batch]]
+    assert vars(drafter) == vars(shown_drafter()())
+
+
+def test_it_drafts_and_is_accepted() -> None:
+    """On a text in which every token has one successor it must be right as soon as it has seen each once."""
+    import torch
+
+    def circle(context: tuple[int, ...]) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.tensor((context[-1] + 1) % 6), 6).double()
+
+    result = run(shown_drafter()(), [[0, 1]], SamplingParams(max_tokens=30), law=circle)
+    assert result.stats[0].num_accepted > 10

@@ -1,0 +1,81 @@
+"""Names of drafters: what is understood, and what is refused with what would have been."""
+
+from __future__ import annotations
+
+import pytest
+
+from secondguess.controllers import make_controller
+from secondguess.drafters import DRAFTERS, make_drafter, parse_drafter_name
+from secondguess.drafters.base import Drafter
+from secondguess.errors import BadInputError
+from secondguess.names import Name
+from secondguess.runtime.base import Runtime
+from secondguess.testing import TableModel, random_law
+
+
+def make(text: str) -> Drafter:
+    def load_draft_model(path: str) -> Runtime:
+        assert path == "some/dir"
+        return TableModel(4, random_law(4, seed=1))
+
+    return make_drafter(text, target_vocab_size=4, load_draft_model=load_draft_model)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("none", "none"),
+        ("model:some/dir", "model:some/dir"),
+        ("ngram", "ngram,max=4,min=2"),
+        ("ngram,max=6", "ngram,max=6,min=2"),
+        (" ngram, min = 3 ", "ngram,max=4,min=3"),
+        ("suffix", "suffix,min=2,factor=1,offset=0,threshold=0.1"),
+        ("suffix,factor=2.5,offset=1,threshold=0,min=1", "suffix,min=1,factor=2.5,offset=1,threshold=0"),
+    ],
+)
+def test_a_drafter_tells_the_options_it_uses(text: str, name: str) -> None:
+    made = make(text)
+    assert made.name == name
+    assert make(made.name).name == name
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_every_drafter_names_a_controller_that_exists(kind: str) -> None:
+    made = make("model:some/dir" if kind == "model" else kind)
+    assert make_controller(made.default_controller).name
+
+
+def test_the_drafter_none_gets_no_budget() -> None:
+    assert make_controller(make("none").default_controller).name == "fixed:0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("magic", "none, model, ngram, suffix, got 'magic'"),
+        ("", "none, model, ngram, suffix"),
+        ("ngram,speed=3", "one of the options max, min .* got the option 'speed'"),
+        ("suffix,minimum=3", "min, factor, offset, threshold"),
+        ("none,max=3", "no options"),
+        ("model:some/dir,max=3", "no options"),
+        ("ngram,max", "key=value"),
+        ("ngram,max=", "key=value"),
+        ("ngram,max=3,max=4", "each once"),
+        ("ngram,max=four", "a whole number for max .* got 'four'"),
+        ("ngram,max=2.5", "a whole number"),
+        ("suffix,threshold=high", "a number for threshold"),
+        ("suffix,threshold=nan", "between 0 and 1"),
+        ("ngram,max=-1", "between 1 and 32, got -1"),
+        ("ngram:4", "nothing behind"),
+        ("none:some/dir", "nothing behind"),
+        ("model", "path"),
+        ("model:", "path"),
+    ],
+)
+def test_what_is_refused(text: str, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        make(text)
+
+
+def test_a_path_may_hold_colons() -> None:
+    assert parse_drafter_name("model:C:/dir/x,a=1") == Name("model", "C:/dir/x", {"a": "1"})

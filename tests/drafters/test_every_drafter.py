@@ -1,0 +1,93 @@
+"""What holds for every drafter under every controller: the text is the target's own."""
+
+from __future__ import annotations
+
+import pytest
+from drafter_cases import CONTROLLERS, DRAFTERS, PROMPTS, greedy_text, run
+
+from secondguess.sampling import SamplingParams
+
+every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
+every_controller = pytest.mark.parametrize("controller", CONTROLLERS)
+
+
+@every_drafter
+@every_controller
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_greedy_text_is_that_of_plain_greedy_decoding(drafter: str, controller: str, batch: int) -> None:
+    result = run(DRAFTERS[drafter](), PROMPTS[:batch], controller=controller)
+    assert result.outputs == [greedy_text(prompt, 14) for prompt in PROMPTS[:batch]]
+
+
+@every_drafter
+@every_controller
+def test_seeded_text_is_that_of_no_drafter(drafter: str, controller: str) -> None:
+    params = SamplingParams(max_tokens=14, temperature=1.0)
+    plain = run(DRAFTERS["none"](), params=params, controller="fixed:0", coupled=True)
+    assert (
+        run(DRAFTERS[drafter](), params=params, controller=controller, coupled=True).outputs == plain.outputs
+    )
+
+
+@every_drafter
+@every_controller
+def test_a_row_is_decoded_as_it_would_be_alone(drafter: str, controller: str) -> None:
+    """Tokens and drafts; settings differ per row, so that rows stop drafting at different depths."""
+    params = [
+        SamplingParams(max_tokens=9, temperature=1.0),
+        SamplingParams(max_tokens=3, temperature=0.0),
+        SamplingParams(max_tokens=14, temperature=0.7, repetition_penalty=1.3),
+        SamplingParams(max_tokens=14, temperature=1.0, top_k=3),
+    ]
+    together = run(DRAFTERS[drafter](), PROMPTS, params, controller=controller)
+    for index, (prompt, own) in enumerate(zip(PROMPTS, params, strict=True)):
+        alone = run(DRAFTERS[drafter](), [prompt], own, controller=controller)
+        assert together.outputs[index] == alone.outputs[0]
+        assert together.stats[index].drafted_per_position == alone.stats[0].drafted_per_position
+        assert together.stats[index].accepted_per_position == alone.stats[0].accepted_per_position
+
+
+@every_drafter
+def test_greedy_text_under_penalties(drafter: str) -> None:
+    params = SamplingParams(max_tokens=14, repetition_penalty=1.5, frequency_penalty=0.3, logit_bias={2: 1.0})
+    assert run(DRAFTERS[drafter](), params=params).outputs == run(DRAFTERS["none"](), params=params).outputs
+
+
+@every_drafter
+def test_an_end_token_inside_a_draft_ends_the_row_there(drafter: str) -> None:
+    plain = [greedy_text(prompt, 14) for prompt in PROMPTS]
+    end = plain[0][2]
+    expected = [text[: text.index(end) + 1] if end in text else text for text in plain]
+    assert expected != plain
+    result = run(DRAFTERS[drafter](), end_tokens=frozenset({end}), controller="fixed:6")
+    assert result.outputs == expected
+
+
+@every_drafter
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_room_smaller_than_the_draft(drafter: str, max_tokens: int) -> None:
+    result = run(DRAFTERS[drafter](), params=SamplingParams(max_tokens=max_tokens), controller="fixed:8")
+    assert result.outputs == [greedy_text(prompt, max_tokens) for prompt in PROMPTS]
+    assert all(len(stats.drafted_per_position) <= max_tokens - 1 for stats in result.stats)
+
+
+@every_drafter
+def test_nothing_is_held_at_the_end(drafter: str) -> None:
+    made = DRAFTERS[drafter]()
+    result = run(made)
+    assert result.target.num_live_rows == 0
+    states = [value for value in vars(made).values() if isinstance(value, dict)]
+    assert states == [{}] * len(states)
+    runtime = getattr(made, "runtime", None)
+    assert runtime is None or runtime.num_live_rows == 0
+
+
+@every_drafter
+def test_the_same_drafter_serves_many_runs(drafter: str) -> None:
+    made = DRAFTERS[drafter]()
+    assert run(made).outputs == run(made).outputs
+
+
+@every_drafter
+def test_no_rows_at_all(drafter: str) -> None:
+    assert run(DRAFTERS[drafter](), []).outputs == []

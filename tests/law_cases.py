@@ -1,0 +1,159 @@
+"""What the law tests share: pairs of laws that are hard in different ways, and one exact check of the text they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from secondguess.controllers import make_controller
+from secondguess.core import Budgets, Draft, Row
+from secondguess.decode import Team
+from secondguess.drafters.base import Drafter
+from secondguess.drafters.model import ModelDrafter
+from secondguess.enumeration import Branch, enumerate_rounds, exact_law, largest_difference, text_law
+from secondguess.noise import Noise
+from secondguess.sampling import SamplingParams
+from secondguess.testing import Law, ScriptedDrafter, TableModel, random_law
+from secondguess.verifiers import Verifier, make_verifier
+
+ROUNDING = 1e-12
+PROMPT = (0, 1)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target's and a drafter's law over the same few tokens."""
+
+    vocab_size: int
+    target: Law
+    drafter: Law
+
+
+def one_hot_law(vocab_size: int, seed: int) -> Law:
+    sharp = random_law(vocab_size, seed)
+    return lambda context: torch.nn.functional.one_hot(sharp(context).argmax(), vocab_size).double()
+
+
+def confined_law(vocab_size: int, seed: int, tokens: Sequence[int]) -> Law:
+    """A random law on some of the tokens."""
+    free = random_law(vocab_size, seed)
+    kept = torch.zeros(vocab_size, dtype=torch.float64)
+    kept[list(tokens)] = 1.0
+
+    def law(context: tuple[int, ...]) -> Tensor:
+        probs = free(context) * kept
+        return probs / probs.sum()
+
+    return law
+
+
+def sometimes(one: Law, other: Law) -> Law:
+    """One law behind contexts of even sum, the other behind the rest."""
+    return lambda context: (one if sum(context) % 2 == 0 else other)(context)
+
+
+PAIRS = {
+    "binary": Pair(2, random_law(2, 1), random_law(2, 2)),
+    "ternary": Pair(3, random_law(3, 3), random_law(3, 4)),
+    "zeros": Pair(3, random_law(3, 5, zeros=0.4), random_law(3, 6, zeros=0.4)),
+    "equal": Pair(3, random_law(3, 7), random_law(3, 7)),
+    "equal-at-times": Pair(3, random_law(3, 8), sometimes(random_law(3, 8), random_law(3, 9))),
+    "certain-target": Pair(3, one_hot_law(3, 10), random_law(3, 11)),
+    "certain-drafter": Pair(3, random_law(3, 12), one_hot_law(3, 13)),
+    "disjoint": Pair(4, confined_law(4, 14, [0, 1]), confined_law(4, 15, [2, 3])),
+    "sharp": Pair(3, random_law(3, 16, sharpness=6), random_law(3, 17, sharpness=6)),
+}
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=20)
+
+
+def script(row: Row) -> list[int]:
+    """A certain guess that depends on what was said."""
+    return [(sum(row.tokens) + place) % 2 for place in range(4)]
+
+
+class TreeDrafter(Drafter):
+    """Proposes one fixed tree of certain guesses for every row."""
+
+    name = "tree"
+    certain = True
+
+    def __init__(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        self.tokens = tokens
+        self.parents = parents
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        as_rows = lambda values: torch.tensor(values).repeat(len(rows), 1)  # noqa: E731
+        lengths = torch.full((len(rows),), len(self.tokens))
+        return Draft(as_rows(self.tokens), as_rows(self.parents), lengths)
+
+
+def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
+    """`sampled` draws from the pair's drafter; `certain` names tokens; `tree` names a tree of them."""
+    if kind == "sampled":
+        return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
+    if kind == "certain":
+        return ScriptedDrafter(script)
+    assert kind == "tree"
+    return TreeDrafter(tokens=[0, 1, 1, 0, 1], parents=[-1, -1, 0, 1, 1])
+
+
+def play(
+    pair: Pair,
+    drafter: Drafter,
+    verifier: Verifier | str,
+    controller: str,
+    params: SamplingParams = SAMPLED,
+    num_rounds: int = 1,
+    **row_settings: object,
+) -> list[Branch]:
+    """All that the shipping loop can do from the prompt."""
+    rule = make_verifier(verifier) if isinstance(verifier, str) else verifier
+    team = Team(TableModel(pair.vocab_size, pair.target), drafter, rule, make_controller(controller))
+    make_rows = lambda: [Row(list(PROMPT), params, **row_settings)]  # noqa: E731
+    (branches,) = enumerate_rounds(team, make_rows, num_rounds)
+    return branches
+
+
+def law_error(
+    branches: Sequence[Branch],
+    next_law: Callable[[tuple[int, ...]], Tensor],
+    num_tokens: int,
+    end_tokens: frozenset[int] = frozenset(),
+) -> float:
+    """The largest error in the probability of any text of that many tokens."""
+    found = text_law(branches, next_law, num_tokens, end_tokens)
+    return largest_difference(found, exact_law(next_law, num_tokens, end_tokens))
+
+
+def after_prompt(law: Law) -> Callable[[tuple[int, ...]], Tensor]:
+    return lambda output: law((*PROMPT, *output))
+
+
+def mean_accepted(branches: Sequence[Branch]) -> float:
+    return sum(branch.probability * branch.num_accepted for branch in branches)
+
+
+def expected_accepted(pair: Pair, length: int, rule: str) -> float:
+    """E[accepted nodes] of a sampled chain, summed over every draft without any verifier.
+
+    Token-level: sum over places of E prod min(1, r). Block: of E w, w the capped running product.
+    """
+    total = 0.0
+    for draft in product(range(pair.vocab_size), repeat=length):
+        chance, survival = 1.0, 1.0
+        for place, token in enumerate(draft):
+            context = (*PROMPT, *draft[:place])
+            p, q = float(pair.target(context)[token]), float(pair.drafter(context)[token])
+            chance *= q
+            if chance == 0:
+                break
+            ratio = p / q
+            survival = survival * min(1.0, ratio) if rule == "rejection" else min(1.0, survival * ratio)
+            # The draft's further tokens sum to one, so a prefix is counted with the chance of its last token.
+            rest = pair.vocab_size ** (length - place - 1)
+            total += chance * survival / rest
+    return total

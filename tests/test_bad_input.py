@@ -1,0 +1,310 @@
+"""Bad input ends with one clear line on standard error and exit code 2: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import write_llama
+
+REFUSED = "secondguess: error: "
+
+
+def assert_refused(done, *words):
+    """Exit code 2, nothing on standard output, one line that holds every word."""
+    assert (done.code, done.out) == (2, ""), done
+    assert done.err.startswith(REFUSED)
+    assert done.err.count("\n") == 1
+    for word in words:
+        assert word in done.err
+
+
+@pytest.fixture
+def ask(secondguess_command, tiny_checkpoint):
+    """Generate with the tiny target and no drafter; more options may follow, and win."""
+
+    def run(*arguments, stdin=b""):
+        return secondguess_command(
+            "generate", "--model", tiny_checkpoint, "--drafter", "none", *arguments, stdin=stdin
+        )
+
+    return run
+
+
+@pytest.fixture
+def copied(tiny_checkpoint, tmp_path):
+    """A copy of the tiny checkpoint, to be broken."""
+    return shutil.copytree(tiny_checkpoint, tmp_path / "copy")
+
+
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# --- usage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "x", "--colour", "red"], ["--colour"]),
+        (["generate", "x", "y"], ["y"]),
+        (["guess"], ["guess"]),
+        (["generate", "x", "--max-tokens", "many"], ["--max-tokens", "many"]),
+        (["generate", "x", "--temperature", "warm"], ["--temperature", "warm"]),
+        (["generate", "x", "--seed"], ["--seed"]),
+        (["inspect"], ["MODEL"]),
+        (["train", "everything"], ["everything"]),
+        (["generate"], ["PROMPT", "neither"]),
+        (["generate", "x", "--prompt-file", "y"], ["PROMPT", "both"]),
+        (["generate", "x", "--batch-size", "2"], ["--batch-size", "--prompt-file"]),
+        (["generate", "x", "--logprobs", "2"], ["--logprobs", "--json"]),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage(secondguess_command, arguments, words):
+    assert_refused(secondguess_command(*arguments), *words)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+WHOLE_NUMBERS = {
+    "--max-tokens": ["-1", "0", "1e3", "nan", "99999999999999999999"],
+    "--min-tokens": ["-1", "200", "1.5", "nan"],
+    "--top-k": ["-1", "0.5", "nan", "99999999999999999999"],
+    "--stop-token-id": ["-1", "300", "nan", "99999999999999999999"],
+    "--seed": ["-1", "1.5", "nan", "99999999999999999999"],
+    "--logprobs": ["-1", "21", "nan"],
+    "--batch-size": ["-1", "0", "nan"],
+}
+NUMBERS = {
+    "--temperature": ["-1", "nan", "inf", "1e9", "1e-9"],
+    "--top-p": ["-0.1", "0", "1.1", "nan", "inf"],
+    "--min-p": ["-0.1", "1.1", "nan"],
+    "--repetition-penalty": ["-1", "0", "nan", "inf"],
+    "--frequency-penalty": ["-3", "3", "nan", "-inf"],
+    "--presence-penalty": ["-3", "3", "nan", "inf"],
+    "--logit-bias": ["5", "5=", "=5", "five=1", "5=nan", "5=inf", "5=1e9", "-1=2", "300=1"],
+}
+ABSURD = [(option, value) for option, values in (WHOLE_NUMBERS | NUMBERS).items() for value in values]
+
+
+@pytest.mark.parametrize(("option", "value"), ABSURD)
+def test_absurd_numbers(ask, option, value):
+    # The message speaks of the option, or of the setting of the same name.
+    done = ask("x", "--json", f"{option}={value}")
+    name = option.removeprefix("--").removesuffix("-id").replace("-", "_")
+    assert_refused(done)
+    assert option in done.err or name in done.err
+    assert value.split("=")[-1].removesuffix(".0")[:4] in done.err or "1000000000" in done.err
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_empty_prompt(ask):
+    assert_refused(ask(""), "empty")
+
+
+def test_empty_standard_input(ask):
+    assert_refused(ask("-", stdin=b""), "standard input", "nothing")
+
+
+def test_standard_input_that_is_not_utf8(ask):
+    assert_refused(ask("-", stdin=b"caf\xe9"), "UTF-8", "0xe9 at byte 3")
+
+
+def test_a_prompt_argument_that_is_not_utf8(ask):
+    assert_refused(ask(os.fsdecode(b"caf\xe9")), "UTF-8")
+
+
+def test_a_prompt_longer_than_the_context(ask):
+    assert_refused(ask("-", stdin=b"z9" * 200), "255", "256", "400", "shorten")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["at least one line"]),
+        (b"\n\n", ["at least one line"]),
+        (b'{"prompt": "caf\xe9"}', ["UTF-8"]),
+        (b'{"prompt": "x"}\n{"prompt": ', ["line 2", "not JSON"]),
+        (b"[" * 100_000, ["line 1", "not JSON"]),
+        (b'["x"]', ["line 1", '{"prompt": "..."}']),
+        (b'{"text": "x"}', ["line 1", "prompt"]),
+        (b'{"prompt": ""}', ["line 1", "prompt"]),
+        (b'{"prompt": 5}', ["line 1", "prompt", "5"]),
+        (b'{"prompt": "\\ud800"}', ["line 1", "surrogate"]),
+        (b'{"prompt": "x", "max_new_tokens": 5}', ["line 1", "max_new_tokens", "'max_tokens'"]),
+        (b'{"prompt": "x", "temperature": "hot"}', ["line 1", "temperature", "hot"]),
+        (b'{"prompt": "x", "top_p": NaN}', ["line 1", "top_p", "nan"]),
+        (b'{"prompt": "x", "logit_bias": {"a": 1}}', ["line 1", "logit_bias", "'a'"]),
+    ],
+)
+def test_prompt_files(ask, tmp_path, content, words):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    assert_refused(ask("--prompt-file", file), "prompts.jsonl", *words)
+
+
+def test_a_prompt_that_does_not_fit_is_told_before_any_is_answered(ask, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps({"prompt": "z9" * 200}))
+    assert_refused(ask("--prompt-file", file), "line 2", "400")
+
+
+def test_a_prompt_file_that_cannot_be_read(ask, tmp_path):
+    assert_refused(ask("--prompt-file", tmp_path / "nothing.jsonl"), "nothing.jsonl", "No such file")
+    assert_refused(ask("--prompt-file", tmp_path), "Is a directory")
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--drafter", "oracle", ["drafter", "none, model, ngram, suffix", "oracle"]),
+        ("--drafter", "none:x", ["none", "'x'"]),
+        ("--drafter", "model", ["model"]),
+        ("--drafter", "ngram,size=3", ["size"]),
+        ("--drafter", "suffix,=", ["suffix"]),
+        ("--verifier", "judge", ["verifier", "greedy", "judge"]),
+        ("--controller", "chance", ["controller", "fixed", "chance"]),
+        ("--controller", "fixed:-1", ["fixed", "-1"]),
+        ("--controller", "fixed:nan", ["fixed", "nan"]),
+        ("--controller", "fixed:1000000000000", ["fixed", "1000000000000"]),
+        ("--controller", "confidence:4,threshold=2", ["threshold", "2"]),
+        ("--dtype", "float8", ["dtype", "float8"]),
+        ("--device", "abacus", ["device", "abacus"]),
+        ("--device", "cuda:99", ["cuda:99"]),
+        ("--quantize", "int1", ["quantize", "int1"]),
+    ],
+)
+def test_unknown_names(ask, option, value, words):
+    assert_refused(ask("x", option, value), *words)
+
+
+def test_an_option_that_nothing_would_read_is_refused(ask):
+    assert_refused(ask("x", "--drafter-quantize", "int8"), "drafter_quantize", "none")
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_checkpoint(ask, tmp_path):
+    assert_refused(ask("x", "--model", tmp_path / "nowhere"), "nowhere")
+    assert_refused(ask("x", "--drafter", f"model:{tmp_path / 'nowhere'}"), "nowhere")
+
+
+def test_a_directory_without_a_checkpoint(ask, tmp_path):
+    assert_refused(ask("x", "--model", tmp_path), "config.json")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"", b'{"model_type": "no_such_model"}'])
+def test_a_corrupt_config(ask, copied, content):
+    (copied / "config.json").write_bytes(content)
+    assert_refused(ask("x", "--model", copied), str(copied))
+
+
+def test_weights_that_are_missing(ask, copied):
+    (copied / "model.safetensors").unlink()
+    assert_refused(ask("x", "--model", copied), str(copied))
+
+
+@pytest.mark.parametrize("kept", [0, 6, 500, -100])
+def test_weights_that_are_cut_off(ask, copied, kept):
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept])
+    assert_refused(ask("x", "--model", copied), str(copied))
+
+
+def test_weights_of_another_model(ask, copied):
+    change_config(copied, num_hidden_layers=3)
+    assert_refused(ask("x", "--model", copied), str(copied), "layers.2")
+
+
+@pytest.mark.parametrize("content", [None, b"{"])
+def test_a_tokenizer_that_is_missing_or_corrupt(ask, copied, content):
+    (copied / "tokenizer.json").unlink()
+    if content is not None:
+        (copied / "tokenizer.json").write_bytes(content)
+    assert_refused(ask("x", "--model", copied), "tokenizer", str(copied))
+
+
+def save(model, directory, tokenizer_of):
+    model.save_pretrained(directory)
+    for file in tokenizer_of.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+def test_a_model_that_is_not_causal(ask, tiny_checkpoint, tmp_path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = save(BertForMaskedLM(BertConfig(vocab_size=300, **sizes)), tmp_path / "bert", tiny_checkpoint)
+    assert_refused(ask("x", "--model", bert), "bert", "causal")
+
+
+def test_an_encoder_decoder(ask, tiny_checkpoint, tmp_path):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    t5 = save(T5ForConditionalGeneration(config), tmp_path / "t5", tiny_checkpoint)
+    assert_refused(ask("x", "--model", t5), "encoder-decoder")
+
+
+def test_a_recurrent_model(ask, secondguess_command, tiny_checkpoint, tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=300, hidden_size=16, state_size=4, num_hidden_layers=1)
+    mamba = save(MambaForCausalLM(config), tmp_path / "mamba", tiny_checkpoint)
+    assert_refused(ask("x", "--model", mamba), "mamba", "recurrent")
+    assert_refused(secondguess_command("inspect", mamba), "mamba", "recurrent")
+
+
+def test_a_drafter_whose_vocabulary_does_not_fit(ask, tmp_path):
+    other = write_llama(tmp_path / "other", seed=2, vocab_size=280)
+    assert_refused(ask("x", "--drafter", f"model:{other}"), "vocabular", "280", "300")
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_not_enough_memory_is_told_before_anything_is_loaded(ask):
+    pytest.fail("write me")
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_a_bug_is_one_line_too(ask, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("first\nsecond\x1b[31m")
+
+    monkeypatch.setattr("secondguess.api.load", broken)
+    done = ask("x")
+    assert done.code == 70
+    assert done.err == (
+        "secondguess: internal error: RuntimeError: first second\\x1b[31m (SECONDGUESS_TRACEBACK=1 shows where)\n"
+    )
+    monkeypatch.setenv("SECONDGUESS_TRACEBACK", "1")
+    with pytest.raises(RuntimeError):
+        ask("x")
+
+
+def test_the_installed_command_returns_the_exit_code():
+    script = "from importlib.metadata import entry_points as e; import sys;" \
+        "main, = e(group='console_scripts', name='secondguess'); sys.exit(main.load()())"  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script, "generate", ""], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == REFUSED + "expected a prompt with at least one character, got an empty one\n"

@@ -1,0 +1,327 @@
+"""What the command line prints, for people and for machines, and that no option is accepted and ignored."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import write_llama
+from secondguess import __version__
+from secondguess.api import LLM
+
+DRAFTERS = ["none", "model", "ngram", "suffix"]
+FIELDS = [
+    "text", "token_ids", "finish_reason", "exactness", "model", "drafter", "verifier", "controller", "dtype", "stats",
+]  # fmt: skip
+STATS = [
+    "num_rounds", "num_tokens", "num_drafted", "num_accepted", "acceptance_rate", "acceptance_length",
+    "accepted_per_position", "drafted_per_position", "tokens_per_second", "seconds",
+]  # fmt: skip
+CLOSING_LINE = re.compile(r"[\d.]+ tokens/s, acceptance \d+%, [\d.]+ tokens per target pass\n$")
+
+
+@pytest.fixture
+def team(tiny_checkpoint):
+    """Options that name a target with a drafter that needs no model, in full precision."""
+    return ["--model", tiny_checkpoint, "--drafter", "suffix", "--dtype", "float32"]
+
+
+def named(drafter: str, draft_model: Path) -> str:
+    return f"model:{draft_model}" if drafter == "model" else drafter
+
+
+def test_version_and_help_need_no_heavy_import():
+    script = (
+        "import sys; from secondguess.cli import main; codes = [main(['--version']), main(['generate', '--help'])];"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); sys.exit(f'{codes} {heavy}')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr == "[0, 0] set()\n"
+    assert done.stdout.startswith(f"secondguess {__version__}\n")
+    assert "--prompt-file" in done.stdout
+
+
+def test_json_is_one_object_with_every_promised_field(secondguess_command, team, tiny_checkpoint):
+    done = secondguess_command("generate", "def quicksort", "--json", "--max-tokens", 12, *team)
+    assert (done.code, done.err) == (0, "")
+    (record,) = done.records
+    assert list(record) == FIELDS
+    assert list(record["stats"]) == STATS
+    assert list(record["stats"]["seconds"]) == ["prefill", "draft", "score", "judge", "other"]
+    assert record["stats"]["num_tokens"] == len(record["token_ids"]) == 12
+    assert record["finish_reason"] == "length"
+    assert record["exactness"] == "lossless"
+    assert (record["dtype"], record["model"]) == ("float32", str(tiny_checkpoint))
+
+
+def test_the_model_in_the_json_is_a_name_that_the_options_accept(secondguess_command, team):
+    (first,) = secondguess_command("generate", "x = ", "--json", "--max-tokens", 6, *team).records
+    again = ["--model", first["model"], "--drafter", f"model:{first['model']}", "--dtype", first["dtype"]]
+    (second,) = secondguess_command("generate", "x = ", "--json", "--max-tokens", 6, *again).records
+    assert second["token_ids"] == first["token_ids"]
+    # A model that drafts for itself is never wrong.
+    assert second["stats"]["acceptance_rate"] == 1.0
+
+
+def test_text_is_what_the_api_gives(secondguess_command, team, tiny_checkpoint):
+    import secondguess
+
+    llm = secondguess.load(str(tiny_checkpoint), "none", dtype="float32")
+    expected = llm.generate("class Stack:", max_tokens=20)
+    (record,) = secondguess_command("generate", "class Stack:", "--json", "--max-tokens", 20, *team).records
+    assert (record["text"], record["token_ids"]) == (expected.text, expected.token_ids)
+
+
+def test_standard_input_is_a_prompt_like_any_other(secondguess_command, team):
+    settings = ["--json", "--max-tokens", 8, *team]
+    (typed,) = secondguess_command("generate", "naïve = ", *settings).records
+    (piped,) = secondguess_command("generate", "-", *settings, stdin="naïve = ".encode()).records
+    assert piped["token_ids"] == typed["token_ids"]
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 1, "--seed", 7]], ids=["greedy", "seeded"])
+def test_every_drafter_writes_the_same_text(
+    secondguess_command, tiny_checkpoint, tiny_draft_checkpoint, sampling
+):
+    texts = {}
+    for drafter in DRAFTERS:
+        team = [
+            "--model",
+            tiny_checkpoint,
+            "--drafter",
+            named(drafter, tiny_draft_checkpoint),
+            "--dtype",
+            "float32",
+        ]
+        (record,) = secondguess_command(
+            "generate", "def f(", "--json", "--max-tokens", 24, *sampling, *team
+        ).records
+        assert record["drafter"].startswith(drafter)
+        texts[drafter] = tuple(record["token_ids"])
+    assert set(texts.values()) == {texts["none"]}
+
+
+def test_a_prompt_file_is_answered_in_order_and_in_batches_alike(secondguess_command, team, tmp_path):
+    lines = [
+        {"prompt": "def f(x):"},
+        {"prompt": "class A:\n", "task_id": 3},
+        {"prompt": "x", "max_tokens": 3},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    settings = ["--max-tokens", 9, "--temperature", 1, "--seed", 3, "--json", *team]
+    alone = [secondguess_command("generate", line["prompt"], *settings).records[0] for line in lines]
+    for size in (1, 2, 3):
+        done = secondguess_command("generate", "--prompt-file", file, "--batch-size", size, *settings)
+        ids = [record["token_ids"] for record in done.records]
+        assert ids == [alone[0]["token_ids"], alone[1]["token_ids"], alone[2]["token_ids"][:3]]
+
+
+def test_settings_in_a_line_replace_those_of_the_command(secondguess_command, team, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    banned = {"prompt": "x", "logit_bias": {str(token): -1e999 for token in range(299)}, "logprobs": 0}
+    file.write_text(json.dumps(banned) + "\n" + json.dumps({"prompt": "x"}))
+    first, second = secondguess_command(
+        "generate", "--prompt-file", file, "--json", "--max-tokens", 4, *team
+    ).records
+    assert first["token_ids"] == [299] * 4
+    assert [each["token"] for each in first["logprobs"]] == [299] * 4
+    assert second["token_ids"] != [299] * 4
+    assert "logprobs" not in second
+
+
+def test_logprobs_name_each_token_and_its_alternatives(secondguess_command, team):
+    (record,) = secondguess_command(
+        "generate", "x", "--json", "--max-tokens", 5, "--logprobs", 2, *team
+    ).records
+    assert [each["token"] for each in record["logprobs"]] == record["token_ids"]
+    for each in record["logprobs"]:
+        # Greedy: the token is the first of its own alternatives.
+        assert each["alternatives"][0] == {"token": each["token"], "logprob": each["logprob"]}
+        assert len(each["alternatives"]) == 2
+
+
+OPTIONS = [
+    ("max_tokens", ["--max-tokens", "7"], 7),
+    ("min_tokens", ["--min-tokens", "3"], 3),
+    ("temperature", ["--temperature", "0.5"], 0.5),
+    ("top_k", ["--top-k", "5"], 5),
+    ("top_p", ["--top-p", "0.9"], 0.9),
+    ("min_p", ["--min-p", "0.1"], 0.1),
+    ("repetition_penalty", ["--repetition-penalty", "1.2"], 1.2),
+    ("frequency_penalty", ["--frequency-penalty", "-0.5"], -0.5),
+    ("presence_penalty", ["--presence-penalty", "0.5"], 0.5),
+    ("logit_bias", ["--logit-bias", "5=-inf", "--logit-bias", "6=2"], {5: float("-inf"), 6: 2.0}),
+    ("stop", ["--stop", "\n", "--stop", "def"], ("\n", "def")),
+    ("stop_token_ids", ["--stop-token-id", "5", "--stop-token-id", "6"], (5, 6)),
+    ("seed", ["--seed", "9"], 9),
+    ("logprobs", ["--logprobs", "1"], 1),
+]
+
+
+def test_every_sampling_setting_has_an_option():
+    from secondguess.sampling import SamplingParams
+
+    assert [name for name, _, _ in OPTIONS] == list(SamplingParams.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(("name", "arguments", "value"), OPTIONS, ids=[name for name, _, _ in OPTIONS])
+def test_an_option_reaches_the_sampling_settings(secondguess_command, monkeypatch, name, arguments, value):
+    from secondguess.sampling import SamplingParams
+
+    seen = []
+    monkeypatch.setattr("secondguess.api.load", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "secondguess.cli.generate.answer", lambda llm, requests, params, *_: seen.extend(params)
+    )
+    assert secondguess_command("generate", "x", "--json", *arguments).code == 0
+    assert getattr(seen[0], name) == value
+    assert seen == [LLM.sampling(SamplingParams(), **{name: value})]
+
+
+def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypatch):
+    seen = {}
+
+    def load(model, drafter, **others):
+        seen.update(model=model, drafter=drafter, **others)
+
+    monkeypatch.setattr("secondguess.api.load", load)
+    monkeypatch.setattr("secondguess.cli.generate.answer", lambda *_: 0)
+    expected = {
+        name: name.upper()
+        for name in (
+            "model",
+            "drafter",
+            "verifier",
+            "controller",
+            "dtype",
+            "device",
+            "quantize",
+            "drafter_quantize",
+        )  # fmt: skip
+    }
+    arguments = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert secondguess_command("generate", "x", "--json", *arguments).code == 0
+    assert seen == expected
+
+
+def test_people_see_prompt_text_and_one_closing_line(secondguess_command, team):
+    arguments = ["generate", "def f(x):", "--max-tokens", 8, *team]
+    (record,) = secondguess_command(*arguments, "--json").records
+    done = secondguess_command(*arguments)
+    assert done.out.startswith("def f(x):" + record["text"] + "\n\n")
+    assert CLOSING_LINE.search(done.out)
+    assert "\x1b" not in done.out + done.err
+    assert done.err.count("\n") == 1
+    for picked in ("float32", "cpu", "suffix", "auto"):
+        assert picked in done.err
+
+
+def test_a_terminal_shows_who_wrote_each_token(secondguess_command, tiny_checkpoint, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    own_drafter = ["--model", tiny_checkpoint, "--drafter", f"model:{tiny_checkpoint}", "--dtype", "float32"]
+    arguments = ["generate", "def f(x):", "--max-tokens", 20, "--controller", "fixed:3", *own_drafter]
+    (record,) = secondguess_command(*arguments, "--json").records
+    out = secondguess_command(*arguments).out
+    legend, body = out.split("written by the target", 1)
+    assert "guessed by the drafter" in legend
+    # A drafter that is never wrong writes three tokens of every four.
+    green, blue = (re.findall(rf"\x1b\[{code}m([^\x1b]+)\x1b\[0m", body) for code in (32, 94))
+    assert record["stats"]["num_accepted"] == 15
+    assert green
+    assert blue
+    plain = re.sub(r"\x1b\[[\d;]*m", "", body)
+    assert plain.strip().startswith("def f(x):")
+
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in secondguess_command(*arguments).out
+
+
+def test_an_interruption_keeps_what_was_written(secondguess_command, team, monkeypatch):
+    monkeypatch.setattr("secondguess.cli.output.JsonWriter.show", interrupt_after(3))
+    arguments = ["generate", "def f(", "--max-tokens", 200, *team]
+    done = secondguess_command(*arguments, "--json")
+    assert (done.code, done.err) == (130, "secondguess: interrupted\n")
+    (record,) = done.records
+    assert record["finish_reason"] is None
+    assert 3 <= len(record["token_ids"]) == record["stats"]["num_tokens"] < 200
+
+    monkeypatch.undo()
+    (whole,) = secondguess_command(*arguments, "--json").records
+    assert whole["token_ids"][: len(record["token_ids"])] == record["token_ids"]
+    assert record["text"]
+    assert whole["text"].startswith(record["text"])
+
+
+def interrupt_after(count):
+    calls = []
+
+    def show(writer, pieces):
+        calls.append(pieces)
+        if len(calls) == count:
+            signal.raise_signal(signal.SIGINT)
+
+    return show
+
+
+def test_an_interrupted_batch_answers_for_every_prompt_of_the_batch(
+    secondguess_command, team, tmp_path, monkeypatch
+):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt, "max_tokens": 99}) + "\n" for prompt in "abcd"))
+    monkeypatch.setattr("secondguess.cli.output.JsonWriter.show", interrupt_after(5))
+    done = secondguess_command("generate", "--prompt-file", file, "--batch-size", 2, "--json", *team)
+    assert done.code == 130
+    assert [record["finish_reason"] for record in done.records] == [None, None]
+
+
+@pytest.fixture(scope="module")
+def endless_checkpoint(tmp_path_factory):
+    """A tiny model with room for a generation that nobody waits for."""
+    return write_llama(tmp_path_factory.mktemp("endless"), seed=0, max_position_embeddings=1_000_000)
+
+
+def test_ctrl_c_in_a_real_process(endless_checkpoint):
+    command = [
+        sys.executable, "-c", "import sys; from secondguess.cli import main; sys.exit(main())",
+        "generate", "def f(x):", "--model", str(endless_checkpoint), "--drafter", "suffix", "--max-tokens", "900000",
+        "--min-tokens", "900000",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    seen = process.stdout.read(40)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    text = (seen + out).decode()
+    assert process.returncode == 130, err
+    assert text.startswith("def f(x):")
+    assert re.search(r"\ninterrupted: [\d.]+ tokens/s, .*\n$", text)
+    assert err.decode().splitlines()[-1] == "secondguess: interrupted"
+    assert b"Traceback" not in err
+
+
+def test_a_reader_that_goes_away_is_no_error(endless_checkpoint):
+    command = [
+        sys.executable, "-c", "import sys; from secondguess.cli import main; sys.exit(main())",
+        "generate", "def f(x):", "--model", str(endless_checkpoint), "--drafter", "suffix", "--max-tokens", "900000",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(9)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert b"rror" not in process.stderr.read()
+    process.stderr.close()

@@ -1,0 +1,33 @@
+"""Every script in examples/ and every Python block of the README runs, with the pair in the box."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
+README_BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_example_runs_and_says_something(path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(path)])
+    runpy.run_path(str(path), run_name="__main__")
+    assert len(capsys.readouterr().out) > 40
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_example_is_short_enough_to_read(path):
+    assert len(path.read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("block", README_BLOCKS, ids=range(len(README_BLOCKS)))
+def test_readme_block_runs(block, capsys):
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_the_readme_has_blocks_to_run():
+    assert len(README_BLOCKS) >= 2

@@ -1,0 +1,244 @@
+"""Every verifier, drafter and controller, enumerated: the law of the text is the target's to 1e-12.
+
+The shipping loop runs once with every answer that chance could give (`secondguess.enumeration`); nothing is sampled.
+"""
+
+import itertools
+
+import pytest
+import torch
+from law_cases import (
+    PAIRS,
+    PROMPT,
+    ROUNDING,
+    SAMPLED,
+    Pair,
+    after_prompt,
+    expected_accepted,
+    law_error,
+    make_pair_drafter,
+    mean_accepted,
+    one_hot_law,
+    play,
+)
+
+from secondguess.controllers import make_controller
+from secondguess.core import Draft, Row
+from secondguess.decode import Team
+from secondguess.drafters import make_drafter
+from secondguess.drafters.model import ModelDrafter
+from secondguess.enumeration import enumerate_rounds, race_joint
+from secondguess.errors import BadInputError
+from secondguess.sampling import SamplingParams, target_laws
+from secondguess.testing import TableModel, random_law
+
+CONTROLLERS = ["fixed:0", "fixed:1", "fixed:3", "confidence:3,threshold=0.5"]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
+def test_the_law_of_the_text_is_the_targets(verifier, drafter, controller, pair):
+    pair = PAIRS[pair]
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, controller)
+    assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("controller", ["fixed:2", "confidence:2,threshold=0.5"])
+@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("verifier", ["coupled", "auto"])
+def test_the_law_of_coupled_text_is_the_targets(verifier, coupled, drafter, controller, pair):
+    pair = PAIRS[pair]
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, controller, coupled=coupled)
+    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
+def test_long_drafts(verifier):
+    pair = PAIRS["binary"]
+    branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:4")
+    assert law_error(branches, after_prompt(pair.target), num_tokens=5) < ROUNDING
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_four_tokens(verifier):
+    pair = Pair(4, random_law(4, 20, zeros=0.2), random_law(4, 21, zeros=0.2))
+    branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:2")
+    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+
+
+@pytest.mark.parametrize("pair", ["binary", "zeros", "equal-at-times", "sharp"])
+@pytest.mark.parametrize("verifier", ["coupled", "auto"])
+def test_trees_of_certain_guesses(verifier, pair):
+    pair = PAIRS[pair]
+    branches = play(pair, make_pair_drafter("tree", pair), verifier, "fixed:3")
+    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+    accepted = 0.0
+    for path in [(0,), (1,), (0, 1), (1, 0), (1, 1)]:
+        accepted += torch.stack(
+            [pair.target((*PROMPT, *path[:place]))[token] for place, token in enumerate(path)]
+        ).prod()
+    assert mean_accepted(branches) == pytest.approx(float(accepted), abs=ROUNDING)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled", "auto"])
+def test_look_up_drafters(verifier, drafter):
+    pair = PAIRS["ternary"]
+    prompt = [0, 1, 2, 0, 1, 2, 0, 1]
+    team = Team(
+        TableModel(3, pair.target),
+        make_drafter(drafter, target_vocab_size=3, load_draft_model=lambda _: None),
+        make_verifier_named(verifier),
+        make_controller("fixed:3"),
+    )
+    (branches,) = enumerate_rounds(team, lambda: [Row(list(prompt), SAMPLED)])
+    assert max(branch.num_accepted for branch in branches) > 0
+    assert law_error(branches, lambda output: pair.target((*prompt, *output)), num_tokens=4) < ROUNDING
+
+
+def make_verifier_named(name):
+    from secondguess.verifiers import make_verifier
+
+    return make_verifier(name)
+
+
+@pytest.mark.parametrize("controller", ["fixed:1", "confidence:2,threshold=0.6"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
+def test_a_second_round_starts_from_the_truth(verifier, controller):
+    """Two rounds enumerated in full: caches, drafter and controller all carry on from the first verdict."""
+    pair = PAIRS["binary"]
+    branches = play(pair, make_pair_drafter("sampled", pair), verifier, controller, num_rounds=2)
+    assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("verifier", ["greedy", "auto", "block", "rejection", "coupled"])
+@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+def test_temperature_zero_says_the_most_likely_tokens(drafter, verifier):
+    pair = PAIRS["ternary"]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, "fixed:3", params)
+    assert law_error(branches, after_prompt(one_hot_law(3, 3)), num_tokens=4) < ROUNDING
+
+
+SETTINGS = {
+    "temperature": SamplingParams(temperature=0.6, max_tokens=20),
+    "top-k": SamplingParams(temperature=1.3, top_k=2, max_tokens=20),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.7, max_tokens=20),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.3, max_tokens=20),
+    "frequency": SamplingParams(temperature=1.0, frequency_penalty=1.5, max_tokens=20),
+    "presence": SamplingParams(temperature=1.0, presence_penalty=-1.0, max_tokens=20),
+    "repetition": SamplingParams(temperature=1.0, repetition_penalty=1.8, max_tokens=20),
+    "bias": SamplingParams(temperature=1.0, logit_bias={1: 1.5, 2: -float("inf")}, max_tokens=20),
+}
+
+
+def plain_law(pair, params):
+    """What plain decoding would draw from behind an output."""
+
+    def next_law(output):
+        row = Row(list(PROMPT), params)
+        row.tokens.extend(output)
+        logits = pair.target(tuple(row.tokens)).log()[None, None]
+        return target_laws(logits, [row], Draft.empty(1))[0, 0]
+
+    return next_law
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
+def test_sampling_settings_hold_inside_a_draft(verifier, drafter, setting):
+    pair, params = PAIRS["ternary"], SETTINGS[setting]
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, "fixed:3", params)
+    assert law_error(branches, plain_law(pair, params), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
+def test_an_end_token_inside_a_draft_ends_the_text(verifier, drafter):
+    pair, ends = PAIRS["ternary"], frozenset({1})
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, "fixed:3", end_tokens=ends)
+    assert law_error(branches, after_prompt(pair.target), 4, ends) < ROUNDING
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
+def test_the_last_place_belongs_to_the_target(verifier):
+    pair = PAIRS["ternary"]
+    params = SamplingParams(temperature=1.0, max_tokens=2)
+    branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:3", params)
+    assert {len(branch.tokens) for branch in branches} == {1, 2}
+    assert law_error(branches, after_prompt(pair.target), num_tokens=2) < ROUNDING
+
+
+def test_rows_of_one_batch_follow_their_own_rules():
+    """Greedy, sampled and coupled rows under `auto`, each with the law it would have alone."""
+    pair = PAIRS["binary"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=20)
+
+    def make_rows():
+        return [Row(list(PROMPT), SAMPLED), Row([1], SAMPLED, coupled=True), Row(list(PROMPT), greedy)]
+
+    drafter = make_pair_drafter("sampled", pair)
+    verifier = make_verifier_named("auto")
+    team = Team(TableModel(2, pair.target), drafter, verifier, make_controller("fixed:2"))
+    sampled, coupled, certain = enumerate_rounds(team, make_rows)
+    assert law_error(sampled, after_prompt(pair.target), 3) < ROUNDING
+    assert law_error(coupled, lambda output: pair.target((1, *output)), 3) < ROUNDING
+    assert law_error(certain, after_prompt(one_hot_law(2, 1)), 3) < ROUNDING
+    assert mean_accepted(sampled) == pytest.approx(expected_accepted(pair, 2, "block"), abs=ROUNDING)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_acceptance_is_what_theory_says(rule, pair):
+    pair = PAIRS[pair]
+    branches = play(pair, make_pair_drafter("sampled", pair), rule, "fixed:3")
+    assert mean_accepted(branches) == pytest.approx(expected_accepted(pair, 3, rule), abs=ROUNDING)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_block_verification_never_accepts_less(pair):
+    pair = PAIRS[pair]
+    drafter = make_pair_drafter("sampled", pair)
+    token_level = mean_accepted(play(pair, drafter, "rejection", "fixed:3"))
+    assert mean_accepted(play(pair, drafter, "block", "fixed:3")) >= token_level - ROUNDING
+
+
+def test_block_verification_accepts_more_where_it_can():
+    pair = PAIRS["ternary"]
+    assert expected_accepted(pair, 3, "block") > expected_accepted(pair, 3, "rejection") + 0.01
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_coupled_drafts_match_as_often_as_their_formula_says(pair):
+    pair = PAIRS[pair]
+    branches = play(pair, make_pair_drafter("sampled", pair), "coupled", "fixed:1", coupled=True)
+    p, q = pair.target(PROMPT), pair.drafter(PROMPT)
+    match = 0.0
+    for token in range(pair.vocab_size):
+        if p[token] > 0 and q[token] > 0:
+            match += float(1 / torch.maximum(p / p[token], q / q[token]).sum())
+    distance = float((p - q).abs().sum()) / 2
+    assert mean_accepted(branches) == pytest.approx(match, abs=ROUNDING)
+    assert match >= (1 - distance) / (1 + distance) - ROUNDING
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_joint_law_of_two_races_has_the_right_margins(seed):
+    size = 5
+    q, p = random_law(size, seed, zeros=0.3)(()), random_law(size, seed + 100, zeros=0.3)(())
+    x, y = (torch.tensor(side) for side in zip(*itertools.product(range(size), repeat=2), strict=True))
+    joint = race_joint(q.expand(len(x), size), p.expand(len(x), size), x, y).reshape(size, size)
+    torch.testing.assert_close(joint.sum(1), q, atol=ROUNDING, rtol=0)
+    torch.testing.assert_close(joint.sum(0), p, atol=ROUNDING, rtol=0)
+
+
+def test_enumeration_refuses_what_would_not_end():
+    pair = Pair(4, random_law(4, 1), random_law(4, 2))
+    drafter = ModelDrafter(TableModel(4, pair.drafter), "model:table", 4)
+    with pytest.raises(BadInputError, match="branches"):
+        play(pair, drafter, "block", "fixed:9")

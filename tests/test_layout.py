@@ -1,0 +1,146 @@
+"""The architecture, asserted: who may import whom, what is public, and that the README shows the tree that exists."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import secondguess
+
+PACKAGE = Path(secondguess.__file__).parent
+REPOSITORY = PACKAGE.parents[1]
+
+# A module may import from its own layer only inside its own folder, and from every lower layer.
+LAYERS = [
+    ("core", "errors"),
+    ("builtin", "sampling", "text", "noise", "stats", "runtime", "drafters", "verifiers", "controllers", "train"),
+    ("decode", "testing"),
+    ("engine", "api", "certify", "enumeration"),
+    ("custom_generate",),
+    ("server", "bench"),
+    ("cli",),
+]
+# Inside the second layer: contracts speak of noise and sampling, the rest are strangers to each other.
+SIDEWAYS = {
+    "drafters": {"noise", "sampling", "runtime"},
+    "verifiers": {"noise"},
+    "sampling": {"runtime"},
+    "runtime": {"builtin"},
+    "train": {"builtin", "runtime"},
+}
+FOLDERS_OF_VARIANTS = ("drafters", "verifiers", "controllers")
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Dotted names imported anywhere in a module, outside `if TYPE_CHECKING`."""
+    hidden = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def modules() -> list[tuple[str, ast.Module]]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        if name != "__init__":
+            found.append((name, ast.parse(path.read_text())))
+    return found
+
+
+def layer_of(part: str) -> int:
+    for number, parts in enumerate(LAYERS):
+        if part in parts:
+            return number
+    raise AssertionError(f"{part} has no layer; give it one in {Path(__file__).name}")
+
+
+def own_imports(tree: ast.Module) -> set[tuple[str, ...]]:
+    return {tuple(name.split(".")[1:]) for name in imports(tree) if name.startswith("secondguess.")}
+
+
+@pytest.mark.parametrize(("name", "tree"), modules(), ids=[name for name, _ in modules()])
+def test_a_module_imports_only_what_lies_below_it(name, tree):
+    part = name.split(".")[0]
+    for target in own_imports(tree):
+        if not target or target[0] == part or target[0].startswith("__"):
+            continue
+        below = layer_of(target[0]) < layer_of(part)
+        sideways = target[0] in SIDEWAYS.get(part, set())
+        assert below or sideways, f"{name} imports secondguess.{'.'.join(target)}, which is not below it"
+
+
+@pytest.mark.parametrize(("name", "tree"), modules(), ids=[name for name, _ in modules()])
+def test_sibling_variants_never_import_each_other(name, tree):
+    parts = name.split(".")
+    if parts[0] not in FOLDERS_OF_VARIANTS or len(parts) < 2:
+        return
+    siblings = {path.stem for path in (PACKAGE / parts[0]).glob("*.py")} - {"__init__", "base", parts[1]}
+    # `auto` is a composition of verifiers and not a variant beside them.
+    if name == "verifiers.auto":
+        return
+    for target in own_imports(tree):
+        assert not (target[0] == parts[0] and len(target) > 1 and target[1] in siblings), (name, target)
+
+
+@pytest.mark.parametrize(
+    ("library", "homes"),
+    [
+        ("transformers", {"runtime", "train", "bench"}),
+        ("fastapi", {"server"}),
+        ("typer", {"cli"}),
+    ],
+)
+def test_a_foreign_library_is_imported_only_in_its_homes(library, homes):
+    users = {
+        name.split(".")[0]
+        for name, tree in modules()
+        if any(imported.split(".")[0] == library for imported in imports(tree))
+    }
+    assert users <= homes
+
+
+def test_the_public_surface_is_sorted_complete_and_importable():
+    assert secondguess.__all__ == sorted(secondguess.__all__, key=lambda name: (not name.isupper(), name))
+    for name in secondguess.__all__:
+        assert getattr(secondguess, name).__name__ == name
+
+
+def test_version_changelog_and_project_file_agree():
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    assert f'version = "{secondguess.__version__}"' in project
+    assert f"## [{secondguess.__version__}]" in changelog
+
+
+def test_the_readme_shows_the_tree_that_exists():
+    readme = (REPOSITORY / "README.md").read_text()
+    listing = readme.split("<!-- tree -->")[1]
+    named = {match.rstrip("/") for match in re.findall(r"^ {2}([a-z_]+(?:\.py|/))", listing, re.MULTILINE)}
+    exists = {path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert named == exists - {"__init__.py"}
+
+
+def test_the_loop_reads_in_one_sitting():
+    assert len((PACKAGE / "decode.py").read_text().splitlines()) <= 160
+
+
+def test_nothing_committed_names_this_machine():
+    text = "".join(
+        path.read_text()
+        for folder in ("src", "docs", "examples", "benchmarks")
+        for suffix in ("*.py", "*.md", "*.json")
+        for path in (REPOSITORY / folder).rglob(suffix)
+    )
+    assert not re.search(r"(?<![\w.])/(?:work|root|home)/", text)

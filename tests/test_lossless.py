@@ -1,0 +1,137 @@
+"""The equality matrix: every drafter x verifier x controller x batch size gives the text of plain decoding.
+
+Real Transformers checkpoints (tiny, random, made on the fly) in float64, where rounding cannot flip a decision; the laws of
+sampled text are proved by enumeration in test_laws.py.
+"""
+
+import itertools
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from secondguess.controllers import make_controller
+from secondguess.core import Row
+from secondguess.decode import Team, decode
+from secondguess.drafters import make_drafter
+from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.sampling import SamplingParams
+from secondguess.verifiers import make_verifier
+
+VOCAB_SIZE = 31
+DRAFTERS = ("none", "model:draft", "model:itself", "ngram", "suffix")
+CONTROLLERS = ("fixed:1", "fixed:4", "confidence:6,threshold=0.2")
+PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 23], [2, 3]]
+
+
+def tiny_llama(seed: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).double().eval()
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = tiny_llama(0)
+    draft = tiny_llama(0)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        for parameter in draft.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return {"itself": target, "draft": draft}
+
+
+def generate(models, drafter, verifier, controller, settings, prompts=PROMPTS, together=True):
+    """Output tokens of each prompt, decoded as one batch or one after another."""
+    target = TransformersRuntime(models["itself"])
+    judge = verifier and make_verifier(verifier)
+    rows = [
+        Row(list(prompt), params, seed=params.seed or 0, coupled=judge.couples(params.seed is not None))
+        for prompt, params in zip(prompts, settings, strict=True)
+    ]
+    for batch in [rows] if together else [[row] for row in rows]:
+        guesser = make_drafter(
+            drafter,
+            target_vocab_size=VOCAB_SIZE,
+            load_draft_model=lambda name: TransformersRuntime(models[name]),
+        )
+        for _ in decode(Team(target, guesser, judge, make_controller(controller)), batch):
+            pass
+    return [row.output for row in rows]
+
+
+def greedy_by_transformers(model, prompt, num_tokens):
+    """An oracle that shares no code with ours: the whole context through the stock module for every token."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def greedy_oracle():
+    model = tiny_llama(0)
+    return [greedy_by_transformers(model, prompt, 24) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one-batch", "alone"])
+@pytest.mark.parametrize("verifier", ["auto", "greedy", "rejection", "block", "coupled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_text_is_the_models_own(models, greedy_oracle, drafter, verifier, together):
+    for controller in CONTROLLERS:
+        settings = [SamplingParams(max_tokens=24)] * len(PROMPTS)
+        assert generate(models, drafter, verifier, controller, settings, together=together) == greedy_oracle
+
+
+SAMPLED = {
+    "temperature": SamplingParams(max_tokens=20, temperature=1.0, seed=7),
+    "filters": SamplingParams(max_tokens=20, temperature=1.3, top_k=12, top_p=0.9, min_p=0.02, seed=8),
+    "penalties": SamplingParams(
+        max_tokens=20,
+        temperature=0.8,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        presence_penalty=0.3,
+        logit_bias={4: 1.5, 9: -2.0},
+        seed=9,
+    ),
+    "ends": SamplingParams(max_tokens=20, min_tokens=3, temperature=1.0, stop_token_ids=(5, 6), seed=10),
+}
+
+
+@pytest.mark.parametrize("setting", SAMPLED)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_seeded_text_depends_on_the_seed_alone(models, drafter, setting):
+    settings = [SAMPLED[setting]] * len(PROMPTS)
+    plain = generate(models, "none", "auto", "fixed:0", settings, together=False)
+    for controller, together in itertools.product(CONTROLLERS, (True, False)):
+        assert generate(models, drafter, "auto", controller, settings, together=together) == plain
+
+
+def test_a_row_is_the_same_among_strangers_with_other_settings(models):
+    settings = [*SAMPLED.values(), SamplingParams(max_tokens=24)]
+    alone = generate(models, "model:draft", "auto", "fixed:4", settings, together=False)
+    assert generate(models, "model:draft", "auto", "fixed:4", settings, together=True) == alone
+
+
+def test_other_seeds_draw_other_text(models):
+    settings = [SamplingParams(max_tokens=24, temperature=1.0, seed=seed) for seed in range(5)]
+    texts = generate(models, "model:draft", "block", "fixed:4", settings, prompts=[PROMPTS[0]] * 5)
+    assert len({tuple(text) for text in texts}) == 5
+
+
+def test_the_global_generator_is_not_touched(models):
+    before = torch.random.get_rng_state()
+    generate(models, "model:draft", "block", "fixed:4", [SAMPLED["temperature"]] * len(PROMPTS))
+    assert torch.equal(before, torch.random.get_rng_state())
