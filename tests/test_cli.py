@@ -8,23 +8,41 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from conftest import write_llama
+from checkpoints import write_llama, write_tokenizer
 from secondguess import __version__
 from secondguess.api import LLM
 
 DRAFTERS = ["none", "model", "ngram", "suffix"]
 FIELDS = [
-    "text", "token_ids", "finish_reason", "exactness", "model", "drafter", "verifier", "controller", "dtype", "stats",
-]  # fmt: skip
+    "text",
+    "token_ids",
+    "finish_reason",
+    "exactness",
+    "model",
+    "drafter",
+    "verifier",
+    "controller",
+    "dtype",
+    "stats",
+]
 STATS = [
-    "num_rounds", "num_tokens", "num_drafted", "num_accepted", "acceptance_rate", "acceptance_length",
-    "accepted_per_position", "drafted_per_position", "tokens_per_second", "seconds",
-]  # fmt: skip
+    "num_rounds",
+    "num_tokens",
+    "num_drafted",
+    "num_accepted",
+    "acceptance_rate",
+    "acceptance_length",
+    "accepted_per_position",
+    "drafted_per_position",
+    "tokens_per_second",
+    "seconds",
+]
+TEAM = ["model", "drafter", "verifier", "controller", "dtype", "device", "quantize", "drafter_quantize"]
+PROGRAM = [sys.executable, "-c", "import sys; from secondguess.cli import main; sys.exit(main())"]
 CLOSING_LINE = re.compile(r"[\d.]+ tokens/s, acceptance \d+%, [\d.]+ tokens per target pass\n$")
 
 
@@ -40,7 +58,8 @@ def named(drafter: str, draft_model: Path) -> str:
 
 def test_version_and_help_need_no_heavy_import():
     script = (
-        "import sys; from secondguess.cli import main; codes = [main(['--version']), main(['generate', '--help'])];"
+        "import sys; from secondguess.cli import main;"
+        "codes = [main(['--version']), main(['generate', '--help'])];"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); sys.exit(f'{codes} {heavy}')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -195,19 +214,7 @@ def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypat
 
     monkeypatch.setattr("secondguess.api.load", load)
     monkeypatch.setattr("secondguess.cli.generate.answer", lambda *_: 0)
-    expected = {
-        name: name.upper()
-        for name in (
-            "model",
-            "drafter",
-            "verifier",
-            "controller",
-            "dtype",
-            "device",
-            "quantize",
-            "drafter_quantize",
-        )  # fmt: skip
-    }
+    expected = {name: name.upper() for name in TEAM}
     arguments = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", value)]
     assert secondguess_command("generate", "x", "--json", *arguments).code == 0
     assert seen == expected
@@ -292,16 +299,15 @@ def endless_checkpoint(tmp_path_factory):
 
 
 def test_ctrl_c_in_a_real_process(endless_checkpoint):
-    command = [
-        sys.executable, "-c", "import sys; from secondguess.cli import main; sys.exit(main())",
-        "generate", "def f(x):", "--model", str(endless_checkpoint), "--drafter", "suffix", "--max-tokens", "900000",
-        "--min-tokens", "900000",
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    settings = ["--drafter", "suffix", "--max-tokens", "900000", "--min-tokens", "900000"]
+    process = subprocess.Popen(
+        [*PROGRAM, "generate", "def f(x):", "--model", endless_checkpoint, *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert process.stdout is not None
     seen = process.stdout.read(40)
-    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     text = (seen + out).decode()
@@ -313,15 +319,179 @@ def test_ctrl_c_in_a_real_process(endless_checkpoint):
 
 
 def test_a_reader_that_goes_away_is_no_error(endless_checkpoint):
-    command = [
-        sys.executable, "-c", "import sys; from secondguess.cli import main; sys.exit(main())",
-        "generate", "def f(x):", "--model", str(endless_checkpoint), "--drafter", "suffix", "--max-tokens", "900000",
+    settings = ["--drafter", "suffix", "--max-tokens", "900000"]
+    with subprocess.Popen(
+        [*PROGRAM, "generate", "def f(x):", "--model", endless_checkpoint, *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(9)
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141
+        assert b"rror" not in process.stderr.read()
+
+
+def test_verify_prints_a_certificate(secondguess_command, monkeypatch):
+    options = [
+        "--samples",
+        2000,
+        "--max-tokens",
+        2,
+        "--cells",
+        9,
+        "--verifier",
+        "block",
+        "--controller",
+        "fixed:1",
+    ]
+    passing = secondguess_command("verify", "--limit", 0.5, *options)
+    assert (passing.code, passing.err) == (0, "")
+    for words in ("block", "fixed:1", "2,000", "total variation", "G-test", "PASSED"):
+        assert words in passing.out
+    failing = secondguess_command("verify", "--limit", 0.001, "--json", *options)
+    assert failing.code == 1
+    (record,) = failing.records
+    assert record["passed"] is False
+    assert record["bound"] > record["limit"] == 0.001
+    assert (record["num_samples"], record["num_tokens"], record["temperature"]) == (2000, 2, 1.0)
+
+
+def test_verify_tests_the_model_that_is_named(secondguess_command, tiny_checkpoint):
+    options = ["--samples", 1000, "--max-tokens", 2, "--limit", 0.9, "--prompt", "x", "--temperature", 0.7]
+    (record,) = secondguess_command(
+        "verify", "--model", tiny_checkpoint, "--drafter", "ngram", "--dtype", "float32", "--json", *options
+    ).records
+    assert (record["model"], record["temperature"]) == (str(tiny_checkpoint), 0.7)
+    assert record["drafter"].startswith("ngram")
+    assert record["p_value"] > 1e-6
+
+
+def test_inspect_describes_a_model_without_loading_it(secondguess_command, tiny_checkpoint):
+    done = secondguess_command("inspect", tiny_checkpoint, "--dtype", "float32")
+    assert (done.code, done.err) == (0, "")
+    for words in (
+        "LlamaForCausalLM",
+        "2 layers",
+        "300",
+        "256 tokens",
+        "float32 on cpu",
+        "2 x full attention",
+    ):
+        assert words in done.out
+    (record,) = secondguess_command("inspect", tiny_checkpoint, "--json", "--dtype", "float32").records
+    num_parameters = 2 * 300 * 32 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32) + 32
+    assert record["num_parameters"] == num_parameters
+    assert record["weights_bytes"] == 4 * num_parameters
+    # Keys and values of 2 layers, 2 heads of 8 numbers, 256 positions.
+    assert record["cache_bytes"] == 4 * 2 * 2 * 2 * 8 * 256
+    assert record["supported"] is True
+    assert record["drafters"][0] == "suffix"
+    assert set(record["drafters"]) == {"none", "model:PATH", "ngram", "suffix"}
+
+
+def test_inspect_tells_sliding_layers_from_full_ones(secondguess_command, tmp_path):
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=32,
+        max_position_embeddings=64,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    (record,) = secondguess_command("inspect", tmp_path, "--json").records
+    assert record["attention"] == {"sliding_attention": 5, "full_attention": 1}
+    assert record["sliding_window"] == 32
+
+
+def test_bench_passes_its_options_on_and_saves_the_report(secondguess_command, tmp_path, monkeypatch):
+    from secondguess.bench import BenchConfig
+
+    seen = []
+
+    class FakeReport:
+        complete = False
+
+        def save(self, folder):
+            assert folder == tmp_path
+            return folder / "a.json", folder / "a.md"
+
+        def to_markdown(self):
+            return "# table\n"
+
+    def run_bench(config, progress):
+        seen.append(config)
+        progress(1, 2, "half")
+        return FakeReport()
+
+    monkeypatch.setattr("secondguess.bench.run_bench", run_bench)
+    plain = secondguess_command("bench", "--output", tmp_path)
+    # Interrupted, and yet saved.
+    assert (plain.code, plain.out) == (130, "# table\n")
+    assert f"saved {tmp_path / 'a.json'} and {tmp_path / 'a.md'}" in plain.err
+    assert seen.pop() == BenchConfig()
+
+    options = {
+        "--against": ("transformers",), "--prompts": "builtin", "--num-prompts": 3, "--max-tokens": 5,
+        "--temperature": (0.5, 2.0), "--draft-length": (1, 2), "--seed": 4, "--model": "m", "--drafter": ("ngram",),
+        "--dtype": "float32", "--device": "cuda", "--threads": 1, "--name": "n",
+    }  # fmt: skip
+    arguments = [
+        part
+        for option, value in options.items()
+        for each in (value if isinstance(value, tuple) else (value,))
+        for part in (option, each)
+    ]
+    secondguess_command("bench", "--output", tmp_path, *arguments)
+    against, prompts, num_prompts, num_tokens, temperatures, lengths, seed, model, drafters, *rest = (
+        options.values()
+    )
+    dtype, device, threads, name = rest
+    assert seen == [
+        BenchConfig(
+            model, drafters, against, prompts, num_prompts, num_tokens, temperatures, lengths, dtype, device,
+            threads, seed, name,
+        )
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(9)
-    process.stdout.close()
-    assert process.wait(timeout=60) == 141
-    assert b"rror" not in process.stderr.read()
-    process.stderr.close()
+
+
+def test_training_runs_its_stages_within_the_budget_and_can_be_interrupted(
+    secondguess_command, tmp_path, monkeypatch
+):
+    seen = []
+
+    def stage(name):
+        return lambda recipe, directory, report: seen.append((name, recipe, directory))
+
+    names = ("train_target", "train_drafter", "distil_drafter")
+    for name in names:
+        monkeypatch.setattr(f"secondguess.train.pair.{name}", stage(name))
+    exported = []
+    monkeypatch.setattr(
+        "secondguess.train.pair.export_checkpoint", lambda *arguments: exported.append(arguments)
+    )
+    options = ["--directory", tmp_path, "--seed", 5, "--minutes", 10, "--corpus", tmp_path]
+    assert secondguess_command("train", "pair", *options).code == 0
+    assert [(name, directory) for name, _, directory in seen] == [(name, tmp_path) for name in names]
+    recipe = seen[0][1]
+    assert (recipe.seed, recipe.corpus) == (5, (tmp_path,))
+    budgets = (recipe.target_budget, recipe.drafter_budget, recipe.distill_budget)
+    assert sum(budget.minutes for budget in budgets) == pytest.approx(10)
+    assert exported == [(tmp_path, name, tmp_path / name) for name in ("target", "drafter")]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("secondguess.train.pair.train_drafter", interrupt)
+    done = secondguess_command("train", "pair", *options)
+    assert (done.code, done.out) == (130, "")
+    assert f"secondguess train pair --directory {tmp_path}" in done.err
+    assert done.err.count("\n") == 1

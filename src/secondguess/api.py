@@ -17,7 +17,14 @@ from secondguess.drafters import make_drafter, parse_drafter_name
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.loading import LoadedModel, check_vocabularies, load_runtime
+from secondguess.runtime.loading import (
+    LoadedModel,
+    check_vocabularies,
+    load_runtime,
+    memory_need,
+    pick_device,
+)
+from secondguess.runtime.memory import check_memory
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Ledger, Stats
 from secondguess.text import Piece, TextStream
@@ -185,8 +192,8 @@ def load(
 
     Args:
         model: a directory or a cached model's name; `builtin` is the target in the box.
-        drafter: `none`, `model:PATH`, `ngram`, `suffix`, each with `,key=value` options. Without it, the built-in
-            target gets its own drafter and any other model gets `suffix`, which needs nothing.
+        drafter: `none`, `model:PATH`, `ngram`, `suffix`, each with `,key=value` options. Without it, the
+            built-in target gets its own drafter and any other model gets `suffix`, which needs nothing.
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block` or `coupled`.
         controller: `fixed:K` or `confidence:K[,threshold=T]`; by default what suits the drafter.
         dtype: `auto` picks bfloat16 where the processor has it; or float64, float32, bfloat16, float16.
@@ -201,9 +208,13 @@ def load(
     """
     name = drafter or default_drafter(model)
     # Names are cheap to check, weights are not to load.
-    parse_drafter_name(name)
+    parsed = parse_drafter_name(name)
     chosen_verifier = make_verifier(verifier)
     chosen_controller = make_controller(controller) if controller else None
+    needs = [memory_need(model, dtype=dtype, device=device, quantize=quantize)]
+    if parsed.kind == "model" and parsed.argument:
+        needs.append(memory_need(parsed.argument, dtype=dtype, device=device, quantize=drafter_quantize))
+    check_memory(needs, pick_device(device))
     target = load_runtime(model, dtype=dtype, device=device, quantize=quantize)
     draft_models: list[LoadedModel] = []
 
@@ -218,7 +229,8 @@ def load(
     )
     if drafter_quantize and not draft_models:
         raise BadInputError(
-            f"expected a drafter with a model for drafter_quantize={drafter_quantize}, got {made.name}; leave it out"
+            f"expected a drafter with a model for drafter_quantize={drafter_quantize}, got {made.name}; "
+            "leave it out"
         )
     return LLM(target, made, chosen_verifier, chosen_controller or make_controller(made.default_controller))
 
@@ -257,7 +269,12 @@ def make_row(
     params: SamplingParams,
     watcher: TextStream | None = None,
 ) -> Row:
-    """A row for one prompt; without a seed its noise is keyed by fresh entropy."""
+    """A row for one prompt; without a seed its noise is keyed by fresh entropy.
+
+    Raises:
+        BadInputError: settings that name tokens outside the model's vocabulary.
+    """
+    params.check_vocab(target.runtime.vocab_size)
     seeded = params.seed is not None
     return Row(
         tokens=list(ids),

@@ -10,9 +10,10 @@ round       draft, score, judge, keep, commit     path        the accepted nodes
 correction  the token drawn after a rejection     bonus       the token drawn after full acceptance
 commit      tokens that became part of a row      room        how many tokens a row may still gain
 
-Index conventions. Node `i` of a draft is followed by the law `target_probs[row, i + 1]`; `target_probs[row, 0]`
-is the law that follows `pending`. These `num_nodes + 1` places are called *queries*. A node at depth `d`
-(children of pending have depth 0) proposes the token at absolute position `len(row.tokens) + d`.
+Index conventions. Node `i` of a draft is followed by the law `target_probs[row, i + 1]`;
+`target_probs[row, 0]` is the law that follows `pending`. These `num_nodes + 1` places are called *queries*.
+A node at depth `d` (children of pending have depth 0) proposes the token at absolute position
+`len(row.tokens) + d`.
 """
 
 from __future__ import annotations

@@ -48,9 +48,10 @@ def decode(team: Team, rows: Sequence[Row]) -> Iterator[list[Commit]]:
         begin(team, held)
         while held:
             yield play_round(team, held)
-            for row in [row for row in held if row.finished]:
-                release(team, row)
-                held.remove(row)
+            for row in held:
+                if row.finished:
+                    release(team, row)
+            held = [row for row in held if not row.finished]
     finally:
         for row in held:
             release(team, row)

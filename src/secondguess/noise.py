@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -77,15 +78,13 @@ class KeyedNoise(Noise):
         self.positions = positions
         self.coupled = coupled
         self.greedy = greedy
-        self._round_keys = _hash(keys, positions, Purpose.ROUND)
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
         """Noise for the round in which these rows continue from their current length."""
-        seeds = torch.tensor([_signed(row.seed) for row in rows], dtype=torch.long, device=device)
-        streams = torch.tensor([row.stream for row in rows], dtype=torch.long, device=device)
+        keys = [_row_key(row.seed, row.stream) for row in rows]
         return cls(
-            keys=_mix(_mix(seeds) ^ streams),
+            keys=torch.tensor(keys, dtype=torch.long, device=device),
             positions=torch.tensor([len(row.tokens) for row in rows], device=device),
             coupled=torch.tensor([row.coupled for row in rows], device=device),
             greedy=torch.tensor([row.params.temperature == 0 for row in rows], device=device),
@@ -97,7 +96,7 @@ class KeyedNoise(Noise):
         depths = torch.full_like(self.positions, depth)
         if bool(self.coupled.all()):
             return self._race(laws, depths)
-        independent = draw_by_inversion(laws, self._uniforms(depths, Purpose.DRAFT))
+        independent = draw_by_inversion(laws, self._draft_uniforms(depth))
         if not bool(self.coupled.any()):
             return independent
         return torch.where(self.coupled, self._race(laws, depths), independent)
@@ -119,6 +118,22 @@ class KeyedNoise(Noise):
     def select(self, rows: Tensor) -> KeyedNoise:
         return KeyedNoise(self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows])
 
+    def _draft_uniforms(self, depth: int) -> Tensor:
+        """`[row]`: what the nodes at one depth are drawn with."""
+        if depth >= _DEPTHS_AT_ONCE:
+            return self._uniforms(torch.full_like(self.positions, depth), Purpose.DRAFT)
+        return self._first_draft_uniforms[:, depth]
+
+    @cached_property
+    def _first_draft_uniforms(self) -> Tensor:
+        # A hash is two dozen tiny operations, as dear for many depths as for one.
+        depths = torch.arange(_DEPTHS_AT_ONCE, device=self.positions.device)
+        return self._uniforms(depths.expand(len(self.positions), -1), Purpose.DRAFT)
+
+    @cached_property
+    def _round_keys(self) -> Tensor:
+        return _hash(self.keys, self.positions, Purpose.ROUND)
+
     def _uniforms(self, places: Tensor, purpose: Purpose) -> Tensor:
         """One number for each place (`[row]` depths or `[row, node]` indices) of this round."""
         return _to_uniform(_hash(_beside(self._round_keys, places), places, purpose))
@@ -135,12 +150,15 @@ class KeyedNoise(Noise):
 def draw_by_inversion(laws: Tensor, uniforms: Tensor) -> Tensor:
     """Draw from `laws` `[row, vocab]` (any positive total) with one uniform per row, by inverting the sum."""
     totals = laws.double().cumsum(-1)
-    total = totals[:, -1:]
-    index = (totals <= uniforms[:, None] * total).sum(-1)
+    total = totals[:, -1:].contiguous()
+    index = torch.searchsorted(totals, uniforms[:, None] * total, right=True)
     # Rounding may carry u * total up to the total itself; the last token with mass is then meant.
-    return torch.minimum(index, (totals < total).sum(-1))
+    return torch.minimum(index, torch.searchsorted(totals, total))[:, 0]
 
 
+_DEPTHS_AT_ONCE = 16
+
+_ALL_BITS = (1 << 64) - 1
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio as a signed integer: the step of SplitMix64
 
 
@@ -155,6 +173,19 @@ def _mix(values: Tensor) -> Tensor:
     values = (values ^ _shift_right(values, 30)) * -4658895280553007687
     values = (values ^ _shift_right(values, 27)) * -7723592293110705685
     return values ^ _shift_right(values, 31)
+
+
+@lru_cache(maxsize=4096)
+def _row_key(seed: int, stream: int) -> int:
+    return _signed(_mix_integer(_mix_integer(seed) ^ stream))
+
+
+def _mix_integer(value: int) -> int:
+    """`_mix` of one number, without a tensor's overhead: rows come in thousands."""
+    value = (value + _GOLDEN) & _ALL_BITS
+    value = ((value ^ value >> 30) * -4658895280553007687) & _ALL_BITS
+    value = ((value ^ value >> 27) * -7723592293110705685) & _ALL_BITS
+    return value ^ value >> 31
 
 
 def _hash(keys: Tensor, places: Tensor, purpose: Purpose) -> Tensor:
@@ -172,5 +203,5 @@ def _to_uniform(hashes: Tensor) -> Tensor:
 
 
 def _signed(seed: int) -> int:
-    seed &= (1 << 64) - 1
+    seed &= _ALL_BITS
     return seed - (1 << 64) if seed >= 1 << 63 else seed

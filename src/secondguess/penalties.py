@@ -101,13 +101,13 @@ class Penalties:
         """Penalise in place; the arguments are those of `LogitEdits.apply`."""
         nodes, visible = nodes[self.index], visible[self.index]
         tokens, in_text, in_output = _padded_tokens([rows[row] for row in self.rows], logits)
-        outside = nodes >= logits.shape[-1]
-        places = torch.cat([tokens, nodes.masked_fill(outside, 0)], 1)  # tokens that may have to change
+        # The tokens that may have to change; a node beyond this vocabulary stands as token 0 and counts as none.
+        places = torch.cat([tokens, nodes.masked_fill(nodes >= logits.shape[-1], 0)], 1)
         counts = torch.zeros(2, len(self.rows), logits.shape[-1], dtype=logits.dtype, device=logits.device)
         counts[0].scatter_add_(1, tokens, in_text)
         counts[1].scatter_add_(1, tokens, in_output)
         # A token that occurs twice stands at two places with equal counts; both will write the same number.
-        drafted = ((places[:, :, None] == nodes[:, None]) & ~outside[:, None]).to(logits.dtype)
+        drafted = (places[:, :, None] == nodes[:, None]).to(logits.dtype)
         drafted = visible.to(logits.dtype) @ drafted.transpose(1, 2)
         num_seen, num_output = (counts.gather(2, places.expand(2, -1, -1))[:, :, None] + drafted).unbind(0)
         every = places[:, None].expand(-1, logits.shape[1], -1)

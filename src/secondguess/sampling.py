@@ -57,7 +57,7 @@ class SamplingParams:
 
     Args:
         max_tokens: output tokens at most; 1 or more.
-        min_tokens: before this many, end tokens and `stop_token_ids` cannot be drawn and `stop` does not count.
+        min_tokens: before this many, end tokens and `stop_token_ids` cannot be drawn; `stop` does not count.
         temperature: 0 is greedy, 1 is the model's own law; 0, or from 0.0001 to 100.
         top_k: keep the k most probable tokens, and those tied with the last of them; 0 turns it off.
         top_p: keep the fewest of the most probable tokens (lower ids first among equals) whose mass reaches

@@ -1,4 +1,7 @@
-"""What happened: counts per round and position, seconds per phase. Only counters are kept; ratios are derived on reading."""
+"""What happened: counts per round and position, seconds per phase.
+
+Only counters are kept; ratios are derived on reading.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ PHASES = ("prefill", "draft", "score", "judge", "other")
 class Stats:
     """Counters of one row, or of many added together.
 
-    `seconds` are wall-clock seconds of the rounds a row took part in, per phase; rows of one batch share them.
+    `seconds`: wall-clock seconds, per phase, of the rounds a row took part in; rows of a batch share them.
     """
 
     num_rounds: int = 0
@@ -89,7 +92,10 @@ class Ledger:
 
     def of(self, row: Row) -> Stats:
         """The counters of one row."""
-        return self._stats.setdefault(row, Stats())
+        stats = self._stats.get(row)
+        if stats is None:
+            stats = self._stats[row] = Stats()
+        return stats
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

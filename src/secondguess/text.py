@@ -1,7 +1,7 @@
 """From tokens to text while they arrive: whole characters only, cut before a stop string.
 
 A token is not a piece of text: a character may be spread over several tokens, and a token's spaces depend on
-its neighbours. So a short window of tokens is decoded again with each new one, and what was added is passed on.
+its neighbours. So a short window of tokens is decoded again with each new one, and what was added passed on.
 """
 
 from __future__ import annotations

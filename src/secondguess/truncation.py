@@ -1,7 +1,7 @@
 """From edited logits to probabilities: temperature, top-k, top-p, min-p.
 
-Rows of a batch are grouped by the work they ask for (greedy, softmax, truncated), so a row's law comes from the
-same operations whatever its neighbours want, and nobody pays for a setting that no row uses.
+Rows of a batch are grouped by the work they ask for, so a row's law comes from the same operations whatever
+its neighbours want, and nobody pays for a setting that no row uses.
 """
 
 from __future__ import annotations
@@ -173,14 +173,14 @@ def largest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _candidates(logits: Tensor, width: int) -> Tensor:
     """Ids of a few tokens that hold the `width` largest logits: those of the blocks with the largest maxima.
 
-    A token outside these blocks is exceeded or equalled by `width` maxima within them. Reading the vocabulary once for
-    the maxima is several times faster than selecting from all of it.
+    No token outside these blocks is larger than any of the `width` maxima within them. To read the vocabulary
+    once for the maxima is several times faster than to select from all of it.
     """
     vocab_size = logits.shape[-1]
     size = math.isqrt(vocab_size // width)
     num_blocks = vocab_size // size
     # Block b consists of the tokens b, b + num_blocks, b + 2 num_blocks, ...: their maxima vectorise.
-    maxima = logits[..., : size * num_blocks].unflatten(-1, (size, num_blocks)).amax(-2)
+    maxima = logits[..., : size * num_blocks].view(*logits.shape[:-1], size, num_blocks).amax(-2)
     blocks = maxima.topk(width, sorted=False).indices
     steps = torch.arange(0, size * num_blocks, num_blocks, device=logits.device)
     left_over = torch.arange(size * num_blocks, vocab_size, device=logits.device)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-from drafter_cases import CONTROLLERS, DRAFTERS, PROMPTS, greedy_text, run
+import random
 
+import pytest
+import torch
+from drafter_cases import CONTROLLERS, DRAFTERS, GREEDY, PROMPTS, greedy_text, never_asked, run
+
+from secondguess.core import Budgets, Row, Verdict
+from secondguess.noise import KeyedNoise
 from secondguess.sampling import SamplingParams
 
 every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
@@ -80,6 +85,25 @@ def test_nothing_is_held_at_the_end(drafter: str) -> None:
     assert states == [{}] * len(states)
     runtime = getattr(made, "runtime", None)
     assert runtime is None or runtime.num_live_rows == 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_look_up_reads_each_committed_token_once(drafter: str, seed: int) -> None:
+    """What it has read round by round is what it would read at once."""
+    source = random.Random(seed)
+    made, row = DRAFTERS[drafter](), Row([0, 1], GREEDY)
+    budgets, noise = Budgets([8], never_asked), KeyedNoise.of_rows([row])
+    made.begin([row])
+    for _ in range(30):
+        gained = source.choices([0, 1, 2], k=source.randint(1, 4))
+        row.tokens += gained
+        length, next_token = torch.tensor([len(gained) - 1]), torch.tensor([gained[-1]])
+        made.observe([row], Verdict.of_chain(length, next_token), {})
+        fresh = DRAFTERS[drafter]()
+        fresh.begin([row])
+        expected = fresh.propose([row], budgets, noise)
+        assert made.propose([row], budgets, noise).tokens.tolist() == expected.tokens.tolist()
 
 
 @every_drafter

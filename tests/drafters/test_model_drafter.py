@@ -10,6 +10,7 @@ from drafter_cases import (
     VOCAB_SIZE,
     greedy_text,
     model_drafter,
+    never_asked,
     noisy_law,
     run,
     worst_law,
@@ -33,18 +34,14 @@ def always(laws: Tensor, depth: int) -> Tensor:
     return torch.ones(laws.shape[0], dtype=torch.bool)
 
 
-def never_asked(laws: Tensor, depth: int) -> Tensor:
-    raise AssertionError("go_on was asked although the controller reads no laws")
-
-
 def propose(drafter: ModelDrafter, rows: list[Row], budgets: Budgets) -> Draft:
     return drafter.propose(rows, budgets, KeyedNoise.of_rows(rows))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_target_as_its_own_drafter_is_always_accepted(temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, False), (1.0, True)])
+def test_the_target_as_its_own_drafter_is_always_accepted(temperature: float, coupled: bool) -> None:
     params = SamplingParams(max_tokens=15, temperature=temperature)
-    result = run(model_drafter(TARGET_LAW), params=params, controller="fixed:4")
+    result = run(model_drafter(TARGET_LAW), params=params, controller="fixed:4", coupled=coupled)
     assert all(stats.acceptance_rate == 1.0 for stats in result.stats)
     assert all(stats.acceptance_length == 5.0 for stats in result.stats)
 
@@ -57,8 +54,8 @@ def test_a_drafter_that_is_always_wrong_is_never_accepted() -> None:
 def test_no_token_is_scored_twice_when_all_is_accepted() -> None:
     drafter = model_drafter(TARGET_LAW)
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=15), controller="fixed:4")
-    # The prompt's first two tokens were cached by the prefill; of the 3 + 15 tokens the draft model reads each
-    # once, but for the last round's last draft and bonus, behind which nothing is drafted.
+    # The prompt's first two tokens were cached by the prefill; of the 3 + 15 tokens the draft model reads
+    # each once, but for the last round's last draft and bonus, behind which nothing is drafted.
     assert drafter.runtime.num_scored_tokens == 3 + 15 - 2 - 2
 
 
@@ -66,7 +63,7 @@ def test_what_was_rejected_is_all_that_is_scored_anew() -> None:
     drafter = model_drafter(worst_law(TARGET_LAW))
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=6), controller="fixed:2")
     # Four rounds of two drafts, then one of one (the last place belongs to the target) and one of none.
-    # Each forwards the token that replaced the rejected one, and the first draft if it drafts another behind it.
+    # Each forwards the token that replaced the rejected one, and the first draft to draft a second behind it.
     assert drafter.runtime.num_scored_tokens == 4 * 2 + 1
     assert drafter.runtime.num_forwards == 4 * 2 + 1
 
@@ -171,14 +168,16 @@ def test_greedy_drafts_are_certain_and_follow_penalties() -> None:
 
 
 def test_block_verification_may_correct_a_token_by_itself() -> None:
-    """Then all committed tokens are cached already, and the last of them must be forgotten to be forwarded again."""
+    """Then all committed tokens are cached already, and the last must be forgotten to be forwarded again."""
     drafter = model_drafter(TARGET_LAW)
     row = Row([1, 2], SAMPLED)
     drafter.begin([row])
     draft = propose(drafter, [row], Budgets([3], always))
     row.tokens += draft.tokens[0, :2].tolist()
     drafter.observe([row], Verdict.of_chain(torch.tensor([1]), draft.tokens[:, 1]), {})
+    num_scored = drafter.runtime.num_scored_tokens
     again = propose(drafter, [row], Budgets([1], always))
+    assert drafter.runtime.num_scored_tokens == num_scored + 1
     assert again.probs is not None
     torch.testing.assert_close(again.probs[0, 0], TARGET_LAW(tuple(row.tokens)))
 

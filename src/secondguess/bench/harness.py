@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -215,7 +216,7 @@ def _transformers_systems(config: BenchConfig, models: Models, draft_names: Sequ
     from secondguess.bench.peers import StockModel, transformers_systems
 
     def stock(loaded: LoadedModel) -> StockModel:
-        return StockModel(loaded.path, loaded.dtype, loaded.runtime.device)
+        return StockModel(loaded.path, getattr(torch, loaded.dtype), loaded.runtime.device)
 
     assistant = stock(models.draft_model(draft_names[0])) if draft_names else None
     return transformers_systems(stock(models.target), assistant, config.draft_lengths)
@@ -270,10 +271,10 @@ def make_report(
         results=make_results(systems, measured.finished_runs(), ours, config.seed),
         provenance=gather(
             num_threads=config.num_threads,
-            device=str(models.target.runtime.device),
-            dtype=str(models.target.dtype).removeprefix("torch."),
+            device=models.target.device,
+            dtype=models.target.dtype,
             seed=config.seed,
-            models={public_name(name): each.path for name, each in loaded.items()},
+            models={public_name(name): Path(each.path) for name, each in loaded.items()},
         ),
     )
 

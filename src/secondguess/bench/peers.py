@@ -27,8 +27,10 @@ LOOKUP_LENGTH = 10
 class StockModel:
     """An unmodified Transformers model."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device) -> None:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
         # `generate` fills what a call leaves open from the model's own settings; these must not end a text
         # early.
         model.generation_config.eos_token_id = None

@@ -54,8 +54,8 @@ def secondguess(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; never a traceback.
 
-    0: done; 1: a check failed (`verify`); 2: bad input; 70: a bug in this program; 130: Ctrl-C; 141: the reader
-    of the output went away. `SECONDGUESS_TRACEBACK=1` shows where a bug is.
+    0: done; 1: a check failed (`verify`); 2: bad input; 70: a bug in this program; 130: Ctrl-C; 141: the
+    reader of the output went away. `SECONDGUESS_TRACEBACK=1` shows where a bug is.
 
     Args:
         arguments: what follows the program's name; those of this process by default.
@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _forget_standard_output()
         return BROKEN_PIPE
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as interruption:
+        return _fail(str(interruption) or "interrupted", INTERRUPTED)
     except (SecondGuessError, OSError) as error:
         return _fail(f"error: {error}", BAD_INPUT)
     except Exception as error:
@@ -90,7 +90,7 @@ def _run(arguments: Sequence[str]) -> int:
     except typer.Exit as exit_request:
         return exit_request.exit_code
     except typer.TyperException as error:
-        # Typer's own description of a wrong option, without its box; asking for nothing at all shows the help.
+        # Typer's own description of what is wrong, without its box; asking for nothing shows the help.
         if not arguments:
             print(error.format_message())
             return BAD_INPUT

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Option
 
 from secondguess.cli import options
-from secondguess.cli.output import aside
+from secondguess.cli.output import aside, progress_bar
 from secondguess.errors import BadInputError
-
-if TYPE_CHECKING:
-    from secondguess.bench import Progress
 
 WORKLOAD = "What is measured"
 INTERRUPTED = 130
@@ -101,22 +96,9 @@ def bench(
         name=name,
         **{field: values for field, values in given.items() if values},  # type: ignore[arg-type]
     )
-    with _progress() as progress:
+    with progress_bar("loading") as progress:
         report = run_bench(config, progress)
     saved = report.save(output)
     print(report.to_json() if json else report.to_markdown(), end="")
     aside(f"saved {' and '.join(map(str, saved))}")
     return 0 if report.complete else INTERRUPTED
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("loading", total=None)
-        yield lambda done, total, what: bars.update(task, completed=done, total=total, description=what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,8 +29,8 @@ def generate(
     prompt_file: Annotated[
         Path | None,
         Option(
-            help="One JSON object per line, answered in order: a prompt, and settings (max_tokens, seed, ...) "
-            "that replace those given here.",
+            help="One JSON object per line, answered in order: a prompt, and settings "
+            "(max_tokens, seed, ...) that replace those given here.",
             rich_help_panel=options.OUTPUT,
         ),
     ] = None,
@@ -111,12 +111,15 @@ def generate(
         quantize=quantize,
         drafter_quantize=drafter_quantize,
     )
-    writer = JsonWriter(llm) if json else TerminalWriter(llm)
-    return answer(llm, requests, params, batch_size or 1, writer)
+    return answer(llm, requests, params, batch_size or 1, JsonWriter if json else TerminalWriter)
 
 
 def answer(
-    llm: LLM, requests: Sequence[Request], params: Sequence[SamplingParams], batch_size: int, writer: Writer
+    llm: LLM,
+    requests: Sequence[Request],
+    params: Sequence[SamplingParams],
+    batch_size: int,
+    make_writer: Callable[[LLM], Writer],
 ) -> int:
     """Answer requests in order, `batch_size` at a time; returns the exit code.
 
@@ -129,6 +132,7 @@ def answer(
     from secondguess.api import Generation
 
     prompts = [_encode(llm, request) for request in requests]
+    writer = make_writer(llm)
     for batch in _batches(len(requests), batch_size):
         writer.begin([requests[index].prompt for index in batch])
         generation = Generation(llm, [prompts[index] for index in batch], [params[index] for index in batch])
@@ -137,9 +141,11 @@ def answer(
                 for pieces in generation.rounds():
                     writer.show(pieces)
                     interruption.raise_if_wanted()
-        finally:
+        except KeyboardInterrupt:
             writer.show(generation.flush())
             writer.end(generation.outputs())
+            raise
+        writer.end(generation.outputs())
     return 0
 
 

@@ -7,7 +7,7 @@ from types import FrameType, TracebackType
 
 
 class Interruption:
-    """While this is held, the first Ctrl-C is noted and the second one raises KeyboardInterrupt wherever it strikes."""
+    """While held, the first Ctrl-C is noted; a second one raises KeyboardInterrupt wherever it strikes."""
 
     def __init__(self) -> None:
         self._wanted = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from rich.console import Console
@@ -54,7 +55,7 @@ class JsonWriter:
 
 
 class TerminalWriter:
-    """Prompt and text, each token coloured by who wrote it where the terminal has colours, then one line of figures.
+    """Prompt and text, each token coloured by who wrote it (on a terminal), then one line of figures.
 
     The first prompt of a batch streams; the text of the others is held until its turn.
     """
@@ -67,7 +68,8 @@ class TerminalWriter:
         aside(describe_team(llm))
         if self._coloured:
             self._console.print(
-                f"[{DRAFTED_STYLE}]guessed by the drafter and accepted[/]  [{TARGET_STYLE}]written by the target[/]\n"
+                f"[{DRAFTED_STYLE}]guessed by the drafter and accepted[/]  "
+                f"[{TARGET_STYLE}]written by the target[/]\n"
             )
 
     def begin(self, prompts: Sequence[str]) -> None:
@@ -154,3 +156,14 @@ def _finite(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on standard error, gone when the work is; call it with (done, total, what is being done)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total, now: bars.update(task, completed=done, total=total, description=now)

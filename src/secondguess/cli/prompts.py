@@ -88,8 +88,8 @@ def _read_line(line: str, source: str) -> Request:
 def _settings(record: Mapping[str, object], source: str) -> dict[str, object]:
     """The sampling settings among a line's fields.
 
-    Prompt sets carry fields of their own (`task_id`, `test`), which are not ours to judge; but what looks like a setting
-    and is none would be ignored silently, so that is refused.
+    Prompt sets carry fields of their own (`task_id`, `test`), which are not ours to judge; but what looks
+    like a setting and is none would be ignored silently, so that is refused.
     """
     from secondguess.sampling import SamplingParams
 

@@ -1,6 +1,131 @@
+"""`secondguess verify`: is what ships drawn from the target's law? Sampled, counted, certified."""
+
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
 
-def verify() -> int:
-    """TODO"""
-    return 0
+from typer import Option
+
+from secondguess.cli import options
+from secondguess.cli.output import print_json, progress_bar
+from secondguess.errors import BadInputError
+
+if TYPE_CHECKING:
+    from secondguess.certify import Subject
+
+TEST = "How hard to look"
+CHECK_FAILED = 1
+
+
+def verify(
+    model: Annotated[
+        str | None,
+        Option(
+            help="Target: a directory, a cached model's name, or builtin.",
+            show_default="a random model of three tokens, whose every text is enumerated",
+            rich_help_panel=options.TEAM,
+        ),
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        Option(
+            help="none, model:PATH, ngram, suffix, each with ,key=value options.",
+            show_default="a perturbed copy of the random model; as in generate for another",
+            rich_help_panel=options.TEAM,
+        ),
+    ] = None,
+    verifier: options.Verifier = "auto",
+    controller: options.Controller = None,
+    dtype: Annotated[
+        str | None,
+        Option(help="As in generate, for --model.", show_default="auto", rich_help_panel=options.TEAM),
+    ] = None,
+    device: Annotated[
+        str | None,
+        Option(help="As in generate, for --model.", show_default="auto", rich_help_panel=options.TEAM),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        Option(
+            help="What every text continues, for --model.",
+            show_default="def quicksort(items):",
+            rich_help_panel=TEST,
+        ),
+    ] = None,
+    temperature: Annotated[float, Option(help="Of the law that is tested.", rich_help_panel=TEST)] = 1.0,
+    samples: Annotated[int, Option(help="Texts to draw.", rich_help_panel=TEST)] = 280_000,
+    max_tokens: Annotated[int, Option(help="Tokens per text.", rich_help_panel=TEST)] = 4,
+    cells: Annotated[
+        int, Option(help="About how many kinds of text to tell apart.", rich_help_panel=TEST)
+    ] = 81,
+    limit: Annotated[float, Option(help="Largest total variation to certify.", rich_help_panel=TEST)] = 0.01,
+    delta: Annotated[float, Option(help="Chance that the bound is wrong.", rich_help_panel=TEST)] = 1e-6,
+    batch_size: Annotated[int, Option(help="Rows that decode together.", rich_help_panel=TEST)] = 1024,
+    seed: Annotated[int, Option(help="The same seed gives the same certificate.", rich_help_panel=TEST)] = 0,
+    json: options.Json = False,
+) -> int:
+    """Certify that speculation leaves the target's law as it is.
+
+    Samples the shipping path, compares with exact sums of the model's own forward,
+    and prints a bound on the total variation. Exit code 1 if it fails.
+    """
+    from secondguess.certify import CertifyOptions, certify
+
+    how = CertifyOptions(
+        num_samples=samples,
+        num_tokens=max_tokens,
+        num_cells=cells,
+        temperature=temperature,
+        limit=limit,
+        delta=delta,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    if model is None:
+        for name, value in (("--dtype", dtype), ("--device", device), ("--prompt", prompt)):
+            if value is not None:
+                raise BadInputError(f"expected --model together with {name}, got {name} {value} alone")
+        subject = _random_subject(drafter, verifier, controller)
+    else:
+        subject = _loaded_subject(model, drafter, verifier, controller, dtype, device, prompt)
+    room = subject.team.target.context_length - len(subject.prompt)
+    if max_tokens > room:
+        raise BadInputError(
+            f"expected --max-tokens of at most {room} (the model's context), got {max_tokens}"
+        )
+    with progress_bar("drawing texts") as advance:
+        certificate = certify(subject, how, lambda done, total: advance(done, total, "drawing texts"))
+    if json:
+        print_json(certificate.as_dict())
+    else:
+        print(certificate)
+    return 0 if certificate.passed else CHECK_FAILED
+
+
+def _random_subject(drafter: str | None, verifier: str, controller: str | None) -> Subject:
+    from secondguess.certify import tiny_subject
+
+    return tiny_subject(drafter or "model", verifier, controller or "fixed:2")
+
+
+def _loaded_subject(
+    model: str,
+    drafter: str | None,
+    verifier: str,
+    controller: str | None,
+    dtype: str | None,
+    device: str | None,
+    prompt: str | None,
+) -> Subject:
+    from secondguess.api import encode, load
+    from secondguess.certify import subject_of
+
+    llm = load(
+        model,
+        drafter,
+        verifier=verifier,
+        controller=controller,
+        dtype=dtype or "auto",
+        device=device or "auto",
+    )
+    return subject_of(llm, encode(llm.target, "def quicksort(items):" if prompt is None else prompt))

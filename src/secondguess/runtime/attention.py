@@ -1,8 +1,8 @@
-"""Our attention for Transformers modules: grouped queries without repeated keys, and masks that know about trees.
+"""Our attention for Transformers modules: grouped queries without repeated keys, and masks that know trees.
 
-Both are registered under one name; a function without its mask function would silently see the future (Transformers then
-passes no mask at all). Outside of a forward of ours they behave like the stock SDPA implementation, so a model that
-carries our name still works when its owner calls it.
+Both are registered under one name; a function without its mask function would silently see the future
+(Transformers then passes no mask at all). Outside of a forward of ours they behave like the stock SDPA
+implementation, so a model that carries our name still works when its owner calls it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from secondguess.errors import UnsupportedModelError
+from secondguess.runtime.quiet import quiet
+
+with quiet():
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 IMPLEMENTATION = "secondguess"
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -31,8 +34,8 @@ class Step:
         mask: `[row or 1, 1, query, key]` bool; None when the causal rule of text positions says it all.
         query_positions: `[row or 1, query]` int64.
         num_keys: cache positions that are read.
-        key_positions: `[row, key]` int64, text position of the token in each cache position; None when the two
-            are the same, as they are unless a tree was drafted.
+        key_positions: `[row, key]` int64, text position of the token in each cache position; None when the
+            two are the same, as they are unless a tree was drafted.
     """
 
     mask: Tensor | None
@@ -41,7 +44,7 @@ class Step:
     key_positions: Tensor | None = None
 
     def visible(self, mask_function: MaskFunction, window: int | None) -> Tensor | None:
-        """The mask for a layer type whose own rule (causal, windowed) is `mask_function(row, head, query, key)`.
+        """The mask for a layer type whose own rule, causal or windowed, is `mask_function`.
 
         Windows are counted in text positions: siblings in a tree are equally far from what they follow.
         """
@@ -95,22 +98,25 @@ def grouped_query_attention(
     dropout: float = 0.0,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` `[row, head, query, size]` over `[row, kv_head, key, size]`; returns `[row, query, head, size]`.
+    """Attention, grouped where there are fewer key heads than query heads; returns `[row, query, head, size]`.
 
     Args:
         module: the attention layer that calls; only named in errors.
+        query: `[row, head, query, size]`.
+        key: `[row, kv_head, key, size]`, as the cache returns it.
+        value: `[row, kv_head, key, value_size]`.
         attention_mask: bool, True where a query sees a key; None means causal (for one query: sees all).
         scaling: factor on the scores; the inverse root of the head size by default.
         softcap: scores are squashed to `softcap * tanh(score / softcap)` (Gemma 2).
-        s_aux: per head, the score of a key that attracts attention and has no value (attention sinks, gpt-oss).
+        s_aux: per head, the score of a key that attracts attention and has no value (gpt-oss).
         position_bias: added to the scores.
         dropout: must be zero.
     """
     if dropout or any(isinstance(extra, Tensor) for name, extra in unused.items() if name != "position_ids"):
         extras = sorted(name for name, extra in unused.items() if isinstance(extra, Tensor))
         raise UnsupportedModelError(
-            f"expected plain attention, got {type(module).__name__} with dropout {dropout} and inputs {extras}, "
-            "which would be ignored; secondguess cannot decode this model"
+            f"expected plain attention, got {type(module).__name__} with dropout {dropout} and inputs {extras}: "
+            "they would be ignored; secondguess cannot decode this model"
         )
     if softcap is not None or s_aux is not None or position_bias is not None:
         return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias), None
@@ -118,7 +124,9 @@ def grouped_query_attention(
     num_kv_heads = key.shape[1]
     if attention_mask is None and num_queries > 1:
         grouped = num_heads != num_kv_heads
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
         return out.transpose(1, 2), None
     group = num_heads // num_kv_heads
     if group > 1:

@@ -1,8 +1,8 @@
 """Keys and values of all rows in one preallocated block per layer: `[slot, kv_head, position, head_size]`.
 
-Each live row owns a slot; slots stay contiguous, so that a round over all rows reads views. Forgetting costs nothing for a
-chain (a smaller length), accepted paths of a tree are moved together. Nothing here depends on a model: shapes are
-those of the tensors that arrive, which is also right when heads are spread over devices.
+Each live row owns a slot; slots stay contiguous, so that a round over all rows reads views. Forgetting costs
+nothing for a chain (a smaller length), accepted paths of a tree are moved together. Nothing here depends on a model:
+shapes are those of the tensors that arrive, which is also right when heads are spread over devices.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class KeyValueCache:
     capacity: int = 0
     placement: Placement = Placement(0, 0)
 
-    # Transformers asks these of any cache while it prepares masks. Our mask function answers from the step instead, so a
-    # caller's own use of these numbers (positions, padding) is what they must not be good for.
+    # Transformers asks these of any cache while it prepares masks. Our mask function answers from the step
+    # instead, and positions are always explicit, so no result depends on the answers.
     is_compileable = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -64,7 +64,7 @@ class KeyValueCache:
         return self.placement.num_keys, 0
 
     def place(self, starts: Sequence[int], num_queries: int, slots: Sequence[int]) -> Placement:
-        """Make room for a forward whose row `i` writes `num_queries` tokens at `starts[i]` of slot `slots[i]`."""
+        """Make room for a forward whose row `i` writes `num_queries` tokens from `starts[i]` of slot `slots[i]`."""
         num_keys = max(starts) + num_queries
         self._reserve(max(slots) + 1, num_keys)
         in_order = all(slot == index for index, slot in enumerate(slots))
@@ -79,7 +79,7 @@ class KeyValueCache:
         return self.placement
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values `[row, kv_head, query, head_size]`; all that may be seen comes back."""
+        """Write a layer's new keys and values `[row, kv_head, query, head_size]`; return all that may be seen."""
         if layer_idx == len(self.keys):
             self.keys.append(self._allocate(key))
             self.values.append(self._allocate(value))

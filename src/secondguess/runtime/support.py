@@ -14,19 +14,30 @@ def check_supported(model: Any) -> None:
     """Refuse by name, with the reason, a model that cannot be masked or rolled back.
 
     Raises:
-        UnsupportedModelError: for encoder-decoders, recurrent and hybrid models, models that attend to both sides,
-            models without a language-modelling head, models without the attention interface.
+        UnsupportedModelError: for encoder-decoders, recurrent and hybrid models, models that attend to both
+            sides, models without a language-modelling head, models without the attention interface.
     """
     name = type(model).__name__
     check_config(model.config, name)
-    if model._is_stateful:
-        raise _refusal(name, "it has recurrent state, which cannot forget rejected tokens")
+    check_class(type(model), name)
     if model.get_output_embeddings() is None:
         raise _refusal(name, "it has no language-modelling head; load it as a causal language model")
-    if not model._supports_attention_backend:
-        raise _refusal(name, "it does not use the attention interface of Transformers, so it cannot be given our masks")
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise _refusal(name, "its attention looks at both sides, it is not a causal language model")
+
+
+def check_class(model_class: Any, name: str) -> None:
+    """The part of `check_supported` that needs only the class.
+
+    Raises:
+        UnsupportedModelError: for recurrent models, and for those without the attention interface.
+    """
+    if model_class._is_stateful:
+        raise _refusal(name, "it has recurrent state, which cannot forget rejected tokens")
+    if not model_class._supports_attention_backend:
+        raise _refusal(
+            name, "it does not use the attention interface of Transformers, which our masks need"
+        )
 
 
 def check_config(config: Any, name: str) -> None:
@@ -40,20 +51,20 @@ def check_config(config: Any, name: str) -> None:
     found = set(getattr(config.get_text_config(), "layer_types", None) or LAYER_TYPES)
     if found - LAYER_TYPES:
         foreign = ", ".join(sorted(found - LAYER_TYPES))
-        raise _refusal(name, f"it mixes attention with layers of type {foreign}, whose state cannot forget rejected tokens")
+        raise _refusal(name, f"it has layers of type {foreign}, whose state cannot forget rejected tokens")
 
 
 def context_length_of(config: Any) -> int | None:
     """Positions that a model holds; None when its configuration names no limit.
 
-    Rotary embeddings whose frequencies change with the longest row in the batch ("dynamic", "longrope") are used only up
-    to where they start to change: beyond, a row's text would depend on its neighbours.
+    Rotary embeddings whose frequencies change with the longest row in the batch ("dynamic", "longrope") are used
+    only up to where they start to change: beyond, a row's text would depend on its neighbours.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-        original = rope.get("original_max_position_embeddings") or limit
-        return original if limit is None else min(limit, original)
+        original: int | None = rope.get("original_max_position_embeddings")
+        return min((length for length in (limit, original) if length is not None), default=None)
     return limit
 
 

@@ -1,7 +1,7 @@
 """Any Transformers decoder as a `Runtime`, its modules unmodified.
 
-One forward serves rows of different lengths and drafts of any shape: tokens are written to explicit cache positions, text
-positions are explicit, and a mask says who sees whom.
+One forward serves rows of different lengths and drafts of any shape: tokens are written to explicit cache
+positions, text positions are explicit, and a mask says who sees whom.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNLIMITED = 2**31
 
 @dataclass
 class _Cached:
-    """What the cache holds of a row: `length` committed tokens in `slot`, then `num_nodes` nodes on approval."""
+    """What the cache holds of a row: `length` committed tokens in `slot`, and behind them `num_nodes` nodes."""
 
     row: Row
     slot: int
@@ -47,7 +47,7 @@ class Queries:
 class TransformersRuntime(Runtime):
     """Speculation over a loaded model.
 
-    The model's attention implementation is set to ours until `close()` (the runtime is a context manager too).
+    The model's attention implementation is set to ours until `close()`; the runtime is a context manager.
 
     Args:
         model: a causal language model with the attention interface; put into evaluation mode.
@@ -176,7 +176,7 @@ class TransformersRuntime(Runtime):
         return Scores(logits, hidden)
 
     def _catch_up(self, states: Sequence[_Cached]) -> list[int]:
-        """Uncached tokens per row (at least pending) after whatever exceeds one chunk was cached on its own."""
+        """Uncached tokens per row, at least pending; what exceeds one chunk is cached on its own first."""
         for state in states:
             state.length = min(state.length, len(state.row.tokens) - 1)
             state.num_nodes = 0
@@ -190,7 +190,9 @@ class TransformersRuntime(Runtime):
         waiting = sorted(states, key=_num_to_prefill)
         while waiting and _num_to_prefill(waiting[-1]) > 0:
             width = min(_num_to_prefill(waiting[-1]), self.prefill_chunk)
-            group = [state for state in waiting[-(self.prefill_chunk // width) :] if _num_to_prefill(state) > 0]
+            group = [
+                state for state in waiting[-(self.prefill_chunk // width) :] if _num_to_prefill(state) > 0
+            ]
             counts = [min(_num_to_prefill(state), width) for state in group]
             pieces = [
                 state.row.tokens[state.length : state.length + count] + [0] * (width - count)
@@ -211,7 +213,9 @@ class TransformersRuntime(Runtime):
         self.cache.place(starts, width, [state.slot for state in states])
         step = self._step(starts, queries)
         positions = step.query_positions
-        options: dict[str, Any] = {"logits_to_keep": num_logits} if self._can_skip_logits else {}
+        options: dict[str, Any] = {}
+        if num_logits < width and self._can_skip_logits:
+            options["logits_to_keep"] = num_logits
         if for_hidden:
             options |= self._hidden_options
         current.step = step
@@ -265,7 +269,8 @@ def _queries(states: Sequence[_Cached], num_uncached: Sequence[int], draft: Draf
         room = longest + draft.num_nodes
         tokens = torch.tensor([[*row, *([0] * (room - len(row)))] for row in committed], device=device)
         if draft.num_nodes:
-            tokens.scatter_(1, tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes), draft.tokens)
+            behind = tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes)
+            tokens.scatter_(1, behind, draft.tokens)
     if draft.num_nodes < 2:
         return Queries(tokens, None)
     parents, lengths = draft.parents.tolist(), draft.lengths.tolist()

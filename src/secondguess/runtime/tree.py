@@ -1,7 +1,7 @@
 """Trees of tokens: which node sees which, how deep it hangs, and the masks that say so. Pure functions.
 
-A forward's *queries* are a row's uncached committed tokens followed by its nodes. Seen from the forward both are one tree
-whose root is the first uncached token: a chain of committed tokens, then the draft.
+A forward's *queries* are a row's uncached committed tokens followed by its nodes. Seen from the forward both are
+one tree whose root is the first uncached token: a chain of committed tokens, then the draft.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def depths(closure: Tensor) -> Tensor:
 
 
 def chain_mask(starts: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """`[row, 1, query, key]` bool: query `t` of a row sees keys up to and including slot `starts[row] + t`."""
+    """`[row, 1, query, key]` bool: query `t` of a row sees the keys up to slot `starts[row] + t`, included."""
     device = starts.device
     last_seen = starts[:, None] + torch.arange(num_queries, device=device)
     return (torch.arange(num_keys, device=device) <= last_seen[:, :, None])[:, None]

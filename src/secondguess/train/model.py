@@ -83,10 +83,17 @@ class Linear(nn.Module):
         return functional.linear(states, self.weight.to(states.dtype))
 
 
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in Llama's half-split layout; ``states`` is [row, position, head, size]."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotary_tables(shape: ModelShape, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [1, position, 1, half a head] for positions from 0."""
+    steps = torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-steps)[None, :, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class _Softmax(torch.autograd.Function):
@@ -122,7 +129,7 @@ class Attention(nn.Module):
         heads, kv_heads, size = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size
         weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)).to(states.dtype)
         joint = functional.linear(states, weight).view(rows, length, heads + 2 * kv_heads, size)
-        turned = _rotate(joint[:, :, : heads + kv_heads], cos, sin)
+        turned = rotate(joint[:, :, : heads + kv_heads], cos, sin)
         # The query heads that share a key head are rows of one product. At training lengths two plain products and
         # a softmax that the compiler fuses beat the processor's flash kernel, whose backward pass is slow.
         group = heads // kv_heads
@@ -181,10 +188,7 @@ class Decoder(nn.Module):
     def hidden(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Final hidden states [row, position, hidden] of ``tokens`` [row, position]."""
         shape = self.shape
-        positions = torch.arange(tokens.shape[1], dtype=torch.float32)
-        frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size)
-        angles = torch.outer(positions, frequencies)[None, :, None, :]
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = rotary_tables(shape, tokens.shape[1], dtype)
         mask = torch.full((tokens.shape[1], tokens.shape[1]), -1e30).triu(1)
         states = functional.embedding(tokens, self.model.embed_tokens.weight).to(dtype)
         for layer in self.model.layers:

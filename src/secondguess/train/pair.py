@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy
 
 from secondguess.errors import BadInputError
 from secondguess.train.data import build_corpus
+from secondguess.train.distill import MixedStore, initial_drafter, overlap_loss, write_own_text
+from secondguess.train.evaluate import bits_per_byte, measure_pair
 from secondguess.train.export import export_model
 from secondguess.train.files import write_atomically
 from secondguess.train.model import ModelShape
@@ -30,8 +34,12 @@ class PairRecipe:
     target: ModelShape = TARGET_SHAPE
     drafter: ModelShape = DRAFTER_SHAPE
     target_budget: Budget = field(default_factory=lambda: Budget(minutes=85))
+    drafter_budget: Budget = field(default_factory=lambda: Budget(minutes=5))
+    distill_budget: Budget = field(default_factory=lambda: Budget(minutes=9))
+    own_rows: int = 8192
     seed: int = 0
     compile: bool = True
+    most_threads: int = 0
 
     def __post_init__(self) -> None:
         if self.target.vocab_size != self.drafter.vocab_size:
@@ -44,10 +52,25 @@ class PairRecipe:
         half = max(1, self.target.num_layers // 2) if self.target.num_layers % 2 == 0 else self.target.num_layers
         phases = (
             Phase(0.30, half, 128, 8192),
-            Phase(0.72, self.target.num_layers, 256, 12288),
+            Phase(0.65, self.target.num_layers, 256, 8192),
+            Phase(0.84, self.target.num_layers, 256, 12288),
             Phase(1.0, self.target.num_layers, 512, 16384),
         )
-        return RunSettings(phases, self.target_budget, seed=self.seed, compile=self.compile)
+        return RunSettings(phases, self.target_budget, seed=self.seed, compile=self.compile, most_threads=self.most_threads)
+
+
+    def drafter_settings(self) -> RunSettings:
+        phases = (Phase(1.0, self.drafter.num_layers, 256, 8192),)
+        return RunSettings(
+            phases, self.drafter_budget, seed=self.seed + 1, decay_share=0.5, compile=self.compile, most_threads=self.most_threads
+        )
+
+    def distill_settings(self) -> RunSettings:
+        phases = (Phase(1.0, self.drafter.num_layers, 256, 8192),)
+        return RunSettings(
+            phases, self.distill_budget, seed=self.seed + 2, muon_rate=0.01, adam_rate=0.002, weight_decay=0.0,
+            warmup_steps=20, decay_share=0.8, compile=self.compile, most_threads=self.most_threads,
+        )
 
 
 def prepare_data(recipe: PairRecipe, directory: Path, report: Report) -> TokenStore:
@@ -89,6 +112,34 @@ def train_target(recipe: PairRecipe, directory: Path, report: Report) -> None:
 
     trainer.run(after_checkpoint=tell_held_out)
     tell_held_out(trainer)
+
+
+def train_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
+    """Cross-entropy on the corpus, then overlap with the target on the corpus and on the target's own text."""
+    store = prepare_data(recipe, directory, report)
+    target = decoder_from(read_checkpoint(directory / "target.pt"))
+    start = initial_drafter(recipe.drafter, target, recipe.seed)
+    trainer = Trainer(
+        recipe.drafter, recipe.drafter_settings(), store, directory / "drafter-alone.pt", initial=start, report=report
+    )
+    alone = trainer.run()
+    report(f"drafter alone: {bits_per_byte(alone, store):.4f} bits per byte")
+
+
+def distil_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
+    store = prepare_data(recipe, directory, report)
+    target = decoder_from(read_checkpoint(directory / "target.pt"))
+    own = directory / "own-text.npy"
+    if not own.is_file():
+        write_own_text(target, store, own, recipe.own_rows, recipe.seed, report)
+    mixed = MixedStore(store, numpy.load(own, mmap_mode="r"))
+    alone = decoder_from(read_checkpoint(directory / "drafter-alone.pt"))
+    trainer = Trainer(
+        recipe.drafter, recipe.distill_settings(), mixed, directory / "drafter.pt",
+        initial=alone, loss=overlap_loss(target), report=report,
+    )
+    drafter = trainer.run()
+    report(str(measure_pair(target, drafter, store).as_dict()))
 
 
 def export_checkpoint(directory: Path, name: str, destination: Path) -> None:

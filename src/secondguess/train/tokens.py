@@ -110,20 +110,20 @@ class TokenStore:
         if not rows:
             return []
         usable = self._usable_functions(length)
-        starts = [int(self.function_starts[_draw(seed, 1, step * rows + row, usable)]) for row in range(rows)]
+        starts = [int(self.function_starts[epoch_draw(seed, 1, step * rows + row, usable)]) for row in range(rows)]
         return [self.functions[start : start + length + 1] for start in starts]
 
     def _file_rows(self, seed: int, step: int, rows: int, length: int) -> list[NDArray[numpy.uint16]]:
         blocks = (len(self.files) - length - 1) // length
         if blocks < 1:
             raise BadInputError(f"the corpus has {len(self.files)} tokens, fewer than one window of {length}")
-        starts = [_draw(seed, 2, step * rows + row, blocks) * length for row in range(rows)]
+        starts = [epoch_draw(seed, 2, step * rows + row, blocks) * length for row in range(rows)]
         # The grid of blocks shifts with the step, so that no token is always first in its window.
         shift = step * 37 % length
         return [self.files[start + shift : start + shift + length + 1] for start in starts]
 
 
-def _draw(seed: int, purpose: int, index: int, size: int) -> int:
+def epoch_draw(seed: int, purpose: int, index: int, size: int) -> int:
     """The ``index``-th element of an endless sequence that visits all of ``range(size)`` once per epoch."""
     epoch, place = divmod(index, size)
     # An affine walk with a random odd multiple coprime to ``size`` is a permutation without storing one.

@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.files import write_atomically
 from secondguess.train.model import Decoder, ModelShape
-from secondguess.train.tokens import TokenStore
+from secondguess.train.threads import SpareThreads
 
 Report = Callable[[str], None]
 LossFunction = Callable[[Decoder, Tensor], Tensor]
@@ -84,6 +85,7 @@ class RunSettings:
     function_share: float = 0.5
     checkpoint_seconds: float = 180.0
     compile: bool = True
+    most_threads: int = 0  # 0 keeps PyTorch's number; otherwise at most so many, fewer while others need the cores
 
     def __post_init__(self) -> None:
         ends = [phase.until for phase in self.phases]
@@ -111,6 +113,17 @@ def next_token_loss(decoder: Decoder, rows: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
+class Rows(Protocol):
+    """Where a run reads: training rows by step, held-out rows always the same."""
+
+    @property
+    def bytes_per_token(self) -> float: ...
+
+    def batch(self, seed: int, step: int, rows: int, length: int, function_share: float = ...) -> Tensor: ...
+
+    def held_out_batch(self, rows: int, length: int) -> Tensor: ...
+
+
 class Trainer:
     """Holds a run's state; ``run`` continues it to the end of its budget."""
 
@@ -118,18 +131,20 @@ class Trainer:
         self,
         shape: ModelShape,
         settings: RunSettings,
-        store: TokenStore,
+        store: Rows,
         checkpoint: Path,
         *,
+        initial: Decoder | None = None,
         loss: LossFunction = next_token_loss,
         report: Report = print,
     ) -> None:
         self.settings, self.store, self.checkpoint = settings, store, checkpoint
         self.loss_function, self.report = loss, report
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        first = settings.phases[0]
-        self.decoder = Decoder(replace(shape, num_layers=first.num_layers))
-        self.decoder.initialise(settings.seed)
+        if initial is None:
+            initial = Decoder(replace(shape, num_layers=settings.phases[0].num_layers))
+            initial.initialise(settings.seed)
+        self.decoder = initial
         self._make_optimisers()
         self._compiled: dict[tuple[int, ...], Callable[[Tensor], Tensor]] = {}
         if checkpoint.is_file():
@@ -142,10 +157,13 @@ class Trainer:
     def run(self, after_checkpoint: Callable[[Trainer], None] | None = None) -> Decoder:
         """Train until the budget is spent; safe to interrupt at any moment."""
         last_save = last_report = time.monotonic()
+        spare = SpareThreads(self.settings.most_threads) if self.settings.most_threads else None
         losses: list[float] = []
         reported_tokens = self.tokens
         while self.progress < 1.0:
             begun = time.monotonic()
+            if spare is not None:
+                spare.adapt()
             losses.append(self._take_step())
             now = time.monotonic()
             self.seconds += now - begun
@@ -154,7 +172,7 @@ class Trainer:
                 mean = sum(losses) / len(losses)
                 self.report(
                     f"step {self.step}  {100 * self.progress:.1f} %  loss {mean:.4f}  {speed:.0f} tokens/s  "
-                    f"{self.tokens / 1e6:.2f} M tokens  layers {self.decoder.shape.num_layers}"
+                    f"{self.tokens / 1e6:.2f} M tokens  layers {self.decoder.shape.num_layers}  threads {torch.get_num_threads()}"
                 )
                 last_report, reported_tokens, losses = now, self.tokens, []
             if now - last_save > self.settings.checkpoint_seconds:
@@ -198,6 +216,8 @@ class Trainer:
         return total
 
     def _loss(self, micro: Tensor) -> Tensor:
+        # Kernels must not fix the thread count they were compiled under: it may change from step to step.
+        inductor_config.cpp.dynamic_threads = True
         if not self.settings.compile:
             return self.loss_function(self.decoder, micro)
         key = (*micro.shape, self.decoder.shape.num_layers)

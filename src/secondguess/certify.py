@@ -1,0 +1,382 @@
+"""A certificate that what ships draws its text from the target's law: sampled, counted, compared with exact sums.
+
+The exact side is enumerated with the model's own forward: no cache, no batch, no draft, none of our attention.
+The sampled side is the shipping loop on the shipping runtime: batches, caches, the drafter, keyed noise. Texts of a
+few tokens fall into cells, and two questions are asked of the counts.
+
+*Could they come from the target?* The G-test, G = 2 sum n_c ln(n_c / n p_c), cells expected less than 5 times pooled.
+
+*How far off could the law be?* With P the target's cell law, Q the unknown law of what ships and Q' the observed
+frequencies, TV(P, Q) <= E TV(P, Q'), because a distance is convex; and one sample moves TV(P, Q') by at most 1/n, so that
+(McDiarmid) with probability 1 - delta
+
+    TV(P, Q) <= TV(P, Q') + sqrt(ln(1 / delta) / (2 n))
+
+for every Q. No asymptotics enter, nor does the number of cells but through TV(P, Q').
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from secondguess.controllers import make_controller
+from secondguess.core import Row
+from secondguess.decode import Team, decode
+from secondguess.drafters import make_drafter
+from secondguess.errors import BadInputError
+from secondguess.runtime.base import Runtime
+from secondguess.sampling import SamplingParams
+from secondguess.stats import Ledger
+from secondguess.verifiers import make_verifier
+
+if TYPE_CHECKING:
+    from secondguess.api import LLM
+
+Text = tuple[int, ...]
+OTHER = -1
+"""Stands in a cell for every token that has no cell of its own behind that prefix."""
+MIN_EXPECTED = 5.0
+LEAST_P_VALUE = 1e-6
+
+
+@dataclass(frozen=True)
+class CertifyOptions:
+    """How hard to look.
+
+    Args:
+        num_samples: texts to draw, 1,000 or more.
+        num_tokens: tokens per text, 1 or more; with several, rounds follow rounds inside a text.
+        num_cells: about how many cells to sort texts into.
+        temperature: of target and drafter alike.
+        limit: the certificate fails when its bound is larger.
+        delta: chance that the bound is wrong.
+        batch_size: rows that decode together.
+        seed: of the noise; the same seed gives the same certificate.
+    """
+
+    num_samples: int = 220_000
+    num_tokens: int = 4
+    num_cells: int = 81
+    temperature: float = 1.0
+    limit: float = 0.01
+    delta: float = 1e-6
+    batch_size: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_samples", 1000), ("num_tokens", 1), ("num_cells", 2), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise BadInputError(f"expected {name} to be {least} or more, got {getattr(self, name)}")
+        for name in ("limit", "delta"):
+            if not 0 < getattr(self, name) < 1:
+                raise BadInputError(f"expected {name} between 0 and 1, got {getattr(self, name)}")
+
+    @property
+    def slack(self) -> float:
+        """What the bound adds to the observed distance."""
+        return math.sqrt(math.log(1 / self.delta) / (2 * self.num_samples))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is put to the test.
+
+    Args:
+        team: target, drafter, verifier and controller as they ship.
+        plain_logits: the target's logits `[vocab]` behind a text, computed without anything of ours.
+        prompt: token ids that every text continues.
+        model: the target's name.
+        dtype: of the target's weights.
+    """
+
+    team: Team
+    plain_logits: Callable[[Sequence[int]], Tensor]
+    prompt: Text
+    model: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was tested, and what came out.
+
+    Args:
+        bound: with probability `1 - delta` the total variation between the cell laws is at most this.
+        distance: total variation between the observed frequencies and the target's cell law.
+        p_value: of the G-test, chance of frequencies this far off if the laws are equal.
+        num_cells: cells that texts were sorted into.
+        covers_all_texts: each text has a cell of its own; otherwise what happens inside a cell is not seen.
+        acceptance_rate: accepted over drafted nodes while sampling: what the test had to bite on.
+        acceptance_length: tokens per target pass.
+    """
+
+    model: str
+    drafter: str
+    verifier: str
+    exactness: str
+    controller: str
+    dtype: str
+    temperature: float
+    num_tokens: int
+    num_samples: int
+    num_cells: int
+    covers_all_texts: bool
+    distance: float
+    bound: float
+    limit: float
+    delta: float
+    p_value: float
+    acceptance_rate: float
+    acceptance_length: float
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """The G-test does not object and the bound is within the limit."""
+        return self.p_value >= LEAST_P_VALUE and self.bound <= self.limit
+
+    def as_dict(self) -> dict[str, object]:
+        """All of it under public names, ready for JSON."""
+        return {"passed": self.passed, **asdict(self)}
+
+    def __str__(self) -> str:
+        cells = (
+            f"all {self.num_cells} texts of {self.num_tokens} tokens"
+            if self.covers_all_texts
+            else f"{self.num_cells} cells: the likeliest beginnings of a text of {self.num_tokens} tokens, the rest "
+            "lumped behind each; a difference inside a cell is not seen"
+        )
+        return "\n".join(
+            [
+                f"target       {self.model} ({self.dtype}), temperature {self.temperature:g}",
+                f"drafter      {self.drafter}, controller {self.controller}",
+                f"verifier     {self.verifier} ({self.exactness})",
+                f"compared     {self.num_samples:,} sampled texts with the model's own forward, over {cells}",
+                f"drafting     {self.acceptance_rate:.0%} of drafted tokens accepted, "
+                f"{self.acceptance_length:.2f} tokens per target pass",
+                f"G-test       p = {self.p_value:.3g} (fails below {LEAST_P_VALUE:g})",
+                f"certificate  total variation <= {self.bound:.4f} with confidence 1 - {self.delta:g} "
+                f"(observed {self.distance:.4f}, limit {self.limit:g})",
+                f"result       {'PASSED' if self.passed else 'FAILED'} in {self.seconds:.1f} s",
+            ]
+        )
+
+
+def tiny_subject(
+    drafter: str = "model", verifier: str = "auto", controller: str = "fixed:2", seed: int = 3
+) -> Subject:
+    """A random model of three tokens, with a real cache and, for `model`, a perturbed copy of it as drafter.
+
+    Raises:
+        BadInputError: a name that does not exist, or a drafter with a model of its own.
+    """
+    from secondguess.runtime.tiny import tiny_pair
+    from secondguess.runtime.transformers import TransformersRuntime
+
+    model, draft_model = tiny_pair(seed=seed)
+
+    def load_draft_model(path: str) -> Runtime:
+        if path != "tiny":
+            raise BadInputError(f"expected a drafter of the tiny model, got 'model:{path}'; name its target too")
+        return TransformersRuntime(draft_model)
+
+    name = "model:tiny" if drafter == "model" else drafter
+    made = make_drafter(name, target_vocab_size=model.config.vocab_size, load_draft_model=load_draft_model)
+    team = Team(TransformersRuntime(model), made, make_verifier(verifier), make_controller(controller))
+    return Subject(team, plain_logits_of(model), (0,), "random Llama of 3 tokens", _name(model.dtype))
+
+
+def subject_of(llm: LLM, prompt: Sequence[int]) -> Subject:
+    """A loaded model with its drafter; every text continues the prompt's token ids."""
+    team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller)
+    model = llm.target.runtime.model
+    return Subject(team, plain_logits_of(model), tuple(prompt), llm.target.name, _name(model.dtype))
+
+
+def plain_logits_of(model: Any) -> Callable[[Sequence[int]], Tensor]:
+    """The next-token logits of a Transformers model by its own eager forward over the whole text, uncached."""
+
+    def plain_logits(tokens: Sequence[int]) -> Tensor:
+        ids = torch.tensor([list(tokens)], device=model.device)
+        with _own_attention(model), torch.inference_mode():
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -1]
+        return logits.double().cpu()
+
+    return plain_logits
+
+
+@contextmanager
+def _own_attention(model: Any) -> Iterator[None]:
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)
+
+
+def certify(
+    subject: Subject,
+    options: CertifyOptions = CertifyOptions(),  # noqa: B008 - frozen
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Certificate:
+    """Draw texts through the shipping path and compare their law with the target's.
+
+    Args:
+        subject: what to test; see `tiny_subject` and `subject_of`.
+        options: how hard to look.
+        progress: told after each batch how many of how many texts there are.
+    """
+    start = time.perf_counter()
+    cells = Cells.of(_next_law(subject, options.temperature), options.num_tokens, options.num_cells)
+    counts, (num_drafted, num_accepted, num_rounds) = _sample(subject, options, cells, progress)
+    distance = 0.5 * sum(
+        abs(counts[cell] / options.num_samples - mass) for cell, mass in cells.masses.items()
+    )
+    team = subject.team
+    return Certificate(
+        model=subject.model,
+        drafter=team.drafter.name,
+        verifier=team.verifier.name,
+        exactness=str(team.verifier.exactness),
+        controller=team.controller.name,
+        dtype=subject.dtype,
+        temperature=options.temperature,
+        num_tokens=options.num_tokens,
+        num_samples=options.num_samples,
+        num_cells=len(cells.masses),
+        covers_all_texts=cells.covers_all_texts(options.num_tokens),
+        distance=distance,
+        bound=distance + options.slack,
+        limit=options.limit,
+        delta=options.delta,
+        p_value=g_test(
+            [counts[cell] for cell in cells.masses],
+            [options.num_samples * mass for mass in cells.masses.values()],
+        ),
+        acceptance_rate=num_accepted / max(num_drafted, 1),
+        acceptance_length=options.num_samples * options.num_tokens / num_rounds,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _next_law(subject: Subject, temperature: float) -> Callable[[Text], Tensor]:
+    """The law behind an output, made here so that the proof does not lean on the package's own sampling."""
+
+    def next_law(output: Text) -> Tensor:
+        logits = subject.plain_logits((*subject.prompt, *output))
+        if temperature == 0:
+            return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).double()
+        return (logits / temperature).softmax(-1)
+
+    return next_law
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A partition of texts by how they begin, with exact probabilities.
+
+    Args:
+        masses: probability of each cell: a text, or a prefix that ends in `OTHER`, or a prefix of texts.
+        branches: for each prefix that was split, the tokens with a branch of their own.
+    """
+
+    masses: dict[Text, float]
+    branches: dict[Text, frozenset[int]]
+
+    @classmethod
+    def of(cls, next_law: Callable[[Text], Tensor], num_tokens: int, num_cells: int) -> Cells:
+        """Split the likeliest prefix into its likeliest tokens and the rest, until there are enough cells."""
+        masses: dict[Text, float] = {}
+        branches: dict[Text, frozenset[int]] = {}
+        open_prefixes: list[tuple[float, Text]] = [(-1.0, ())]
+        while open_prefixes and len(masses) + len(open_prefixes) < num_cells:
+            negative_mass, prefix = heapq.heappop(open_prefixes)
+            chances, tokens = next_law(prefix).topk(min(4, len(next_law(prefix))))
+            branches[prefix] = frozenset(tokens.tolist())
+            if len(next_law(prefix)) > len(tokens):
+                masses[(*prefix, OTHER)] = -negative_mass * max(0.0, 1 - float(chances.sum()))
+            for token, chance in zip(tokens.tolist(), chances.tolist(), strict=True):
+                longer, mass = (*prefix, token), -negative_mass * chance
+                if len(longer) == num_tokens:
+                    masses[longer] = mass
+                else:
+                    heapq.heappush(open_prefixes, (-mass, longer))
+        return cls(masses | {prefix: -negative for negative, prefix in open_prefixes}, branches)
+
+    def cell_of(self, text: Text) -> Text:
+        """The cell that a text falls into."""
+        prefix: Text = ()
+        while prefix in self.branches:
+            token = text[len(prefix)]
+            prefix = (*prefix, token if token in self.branches[prefix] else OTHER)
+        return prefix
+
+    def covers_all_texts(self, num_tokens: int) -> bool:
+        """Whether every text of that many tokens has a cell of its own."""
+        return all(len(cell) == num_tokens and cell[-1] != OTHER for cell in self.masses)
+
+
+def _sample(
+    subject: Subject, options: CertifyOptions, cells: Cells, progress: Callable[[int, int], None]
+) -> tuple[Counter[Text], tuple[int, int, int]]:
+    """How often each cell came up; nodes drafted and accepted; rounds."""
+    params = SamplingParams(temperature=options.temperature, max_tokens=options.num_tokens)
+    coupled = subject.team.verifier.couples(seeded=False)
+    texts: Counter[Text] = Counter()
+    num_drafted = num_accepted = num_rounds = 0
+    for first in range(0, options.num_samples, options.batch_size):
+        last = min(first + options.batch_size, options.num_samples)
+        rows = [
+            Row(list(subject.prompt), params, seed=options.seed, stream=stream, coupled=coupled)
+            for stream in range(first, last)
+        ]
+        team = replace(subject.team, ledger=Ledger())
+        for _ in decode(team, rows):
+            pass
+        texts.update(tuple(row.output) for row in rows)
+        for stats in map(team.ledger.of, rows):
+            num_drafted += stats.num_drafted
+            num_accepted += stats.num_accepted
+            num_rounds += stats.num_rounds
+        progress(last, options.num_samples)
+    counts: Counter[Text] = Counter()
+    for text, count in texts.items():
+        counts[cells.cell_of(text)] += count
+    return counts, (num_drafted, num_accepted, num_rounds)
+
+
+def g_test(observed: Sequence[int], expected: Sequence[float]) -> float:
+    """The p-value of counts against expected counts, cells expected less than 5 times pooled with the next rarest.
+
+    An impossible cell that was observed gives 0.
+    """
+    pooled: list[tuple[float, int]] = []
+    rare_expected, rare_observed = 0.0, 0
+    for mass, count in sorted(zip(expected, observed, strict=True)):
+        if mass == 0 and count:
+            return 0.0
+        rare_expected, rare_observed = rare_expected + mass, rare_observed + count
+        if rare_expected >= MIN_EXPECTED:
+            pooled.append((rare_expected, rare_observed))
+            rare_expected, rare_observed = 0.0, 0
+    if len(pooled) < 2:
+        return 1.0
+    statistic = 2 * sum(count * math.log(count / mass) for mass, count in pooled if count)
+    half_degrees = torch.tensor((len(pooled) - 1) / 2, dtype=torch.float64)
+    half_statistic = torch.tensor(max(statistic, 0.0) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half_degrees, half_statistic))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

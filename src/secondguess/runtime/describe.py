@@ -1,0 +1,122 @@
+"""What a checkpoint is and what it would take, without reading its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from secondguess.runtime.loading import (
+    check_loadable,
+    find_checkpoint,
+    memory_need,
+    pick_device,
+    pick_dtype,
+    read_config,
+    read_tokenizer,
+)
+from secondguess.runtime.memory import available_memory
+from secondguess.runtime.quiet import quiet
+from secondguess.runtime.support import check_supported, context_length_of
+
+with quiet():
+    from transformers import AutoModelForCausalLM
+
+WITHOUT_LIMIT = 4096
+"""Tokens to reckon with where a model names no limit."""
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model that can be decoded speculatively.
+
+    Args:
+        architecture: its class in Transformers.
+        attention: layers of each kind, `full_attention` or `sliding_attention`.
+        sliding_window: tokens that a sliding layer sees; None where there is none.
+        vocab_size: width of the logits.
+        num_tokens: tokens that the tokenizer knows; the rest of the vocabulary is padding.
+        context_length: positions; None when the configuration names no limit.
+        dtype, device: what would be picked.
+        weights_bytes, cache_bytes: memory for the weights, and for one row that fills the context (4096 tokens
+            where there is no limit).
+        available_bytes: what there is on the device; None when the system does not say.
+    """
+
+    name: str
+    path: str
+    architecture: str
+    model_type: str
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    num_tokens: int
+    context_length: int | None
+    attention: dict[str, int]
+    sliding_window: int | None
+    dtype: str
+    device: str
+    weights_bytes: int
+    cache_bytes: int
+    available_bytes: int | None
+
+
+def describe_model(name: str, *, dtype: str = "auto", device: str = "auto") -> ModelDescription:
+    """Describe a model by its configuration, its tokenizer and the headers of its weights.
+
+    Raises:
+        BadInputError: a dtype or a device that does not exist here.
+        CheckpointError: a checkpoint that is missing, broken or of the wrong kind.
+        UnsupportedModelError: a model that cannot be decoded speculatively.
+    """
+    place = pick_device(device)
+    path = find_checkpoint(name)
+    config = read_config(path)
+    check_loadable(config, path)
+    with quiet(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    check_supported(model)
+    text = config.get_text_config()
+    context = context_length_of(text)
+    need = memory_need(
+        name, dtype=dtype, device=device, **({"num_cached_tokens": context} if context else {})
+    )
+    attention = _attention_of(text)
+    return ModelDescription(
+        name=name,
+        path=path,
+        architecture=type(model).__name__,
+        model_type=config.model_type,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        num_tokens=len(read_tokenizer(path)),
+        context_length=context,
+        attention=attention,
+        sliding_window=_window_of(text) if "sliding_attention" in attention else None,
+        dtype=str(pick_dtype(dtype, place)).removeprefix("torch."),
+        device=str(place),
+        weights_bytes=need.weights,
+        cache_bytes=need.cache,
+        available_bytes=available_memory(place),
+    )
+
+
+def _attention_of(config: Any) -> dict[str, int]:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if _window_of(config) else "full_attention"] * config.num_hidden_layers
+    return dict(Counter(kinds))
+
+
+def _window_of(config: Any) -> int | None:
+    window: int | None = getattr(config, "sliding_window", None)
+    return window

@@ -1,0 +1,350 @@
+"""From a name or a path to a `TransformersRuntime`, or one clear line that says why not. Never the network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
+from secondguess.runtime.memory import MemoryNeed, check_memory, count_parameters, estimate_memory
+from secondguess.runtime.quiet import quiet
+from secondguess.runtime.support import check_class, check_config
+from secondguess.runtime.transformers import TransformersRuntime
+
+with quiet():
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils import cached_file
+    from transformers.utils import logging as transformers_logging
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+QUANTIZATIONS = ("int8",)
+CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to decode, with everything that was decided while loading it.
+
+    Attributes:
+        runtime: the model; its contract is `runtime.base`.
+        tokenizer: a Transformers tokenizer; None for a borrowed model.
+        name: what the user called it.
+        path: the directory it was read from.
+        dtype: `float64`, `float32`, `bfloat16` or `float16`; what computes, also under `quantize`.
+        device: such as `cpu` or `cuda:0`.
+        quantize: `int8`, or None.
+        end_tokens: tokens after which the model's generation configuration says to stop.
+    """
+
+    runtime: TransformersRuntime
+    tokenizer: Any
+    name: str
+    path: str
+    dtype: str
+    device: str
+    quantize: str | None
+    end_tokens: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around one."""
+        ids: list[int] = self.tokenizer(text, verbose=False).input_ids
+        return ids
+
+
+def load_runtime(
+    name_or_path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantize: str | None = None,
+    hidden_layers: Sequence[int] = (),
+    num_cached_tokens: int = 4096,
+) -> LoadedModel:
+    """Load a causal language model and its tokenizer from a directory, the Hugging Face cache, or the box.
+
+    Args:
+        name_or_path: a directory, a repository in the local Hugging Face cache, `builtin` or `builtin-draft`.
+        dtype: `auto` (see `pick_dtype`), `float64`, `float32`, `bfloat16` or `float16`.
+        device: `auto` (see `pick_device`), `cpu`, `cuda` or `cuda:N`.
+        quantize: `int8` keeps the linear layers' weights in 8 bits; needs torchao.
+        hidden_layers: hidden states that `score` returns.
+        num_cached_tokens: cached tokens, over all rows, that must fit into memory beside the weights.
+
+    Raises:
+        BadInputError: a dtype, device or quantization that does not exist here.
+        CheckpointError: a checkpoint that is missing, broken or of the wrong kind.
+        UnsupportedModelError: a model that cannot be decoded speculatively.
+        OutOfMemoryError: weights and cache would not fit; nothing was allocated.
+    """
+    place = pick_device(device)
+    number = pick_dtype(dtype, place)
+    check_quantization(quantize)
+    path = find_checkpoint(str(name_or_path))
+    config = read_config(path)
+    check_loadable(config, path)
+    check_memory([_need(name_or_path, path, config, number, quantize, num_cached_tokens)], place)
+    tokenizer = read_tokenizer(path)
+    model = _read_model(path, number).to(place)
+    if quantize is not None:
+        _quantize_to_int8(model)
+    return LoadedModel(
+        TransformersRuntime(model, hidden_layers),
+        tokenizer,
+        str(name_or_path),
+        path,
+        str(number).removeprefix("torch."),
+        str(place),
+        quantize,
+        _end_tokens(model, tokenizer),
+    )
+
+
+def memory_need(
+    name_or_path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantize: str | None = None,
+    num_cached_tokens: int = 4096,
+) -> MemoryNeed:
+    """What `load_runtime` with these arguments would take, so that several models can be checked together."""
+    path = find_checkpoint(str(name_or_path))
+    number = pick_dtype(dtype, pick_device(device))
+    config = read_config(path)
+    check_loadable(config, path)
+    return _need(name_or_path, path, config, number, quantize, num_cached_tokens)
+
+
+@contextmanager
+def borrow_model(model: Any, hidden_layers: Sequence[int] = ()) -> Iterator[LoadedModel]:
+    """The user's own model as a `LoadedModel`; given back as it was found when the context ends."""
+    with TransformersRuntime(model, hidden_layers) as runtime:
+        path = str(model.name_or_path)
+        dtype = str(model.dtype).removeprefix("torch.")
+        yield LoadedModel(
+            runtime, None, path, path, dtype, str(model.device), None, _end_tokens(model, tokenizer=None)
+        )
+
+
+def check_vocabularies(target: LoadedModel, drafter: LoadedModel) -> None:
+    """Require that a token id means the same to both models.
+
+    Padding of the vocabulary (Qwen2.5: 151936 rows in small models, 152064 in large ones, one tokenizer) and
+    tokens that were added to one of them do not matter.
+
+    Raises:
+        CheckpointError: two tokenizers.
+    """
+    own, other = (_vocabulary(model.tokenizer or read_tokenizer(model.path)) for model in (target, drafter))
+    if own == other:
+        return
+    differing = next(iter(sorted(own.items() ^ other.items(), key=lambda item: item[1])))
+    raise CheckpointError(
+        f"expected a drafter that shares the target's tokenizer, got vocabularies of {len(other)} tokens "
+        f"({drafter.name}) and {len(own)} tokens ({target.name}) that differ, first at token {differing[1]}; "
+        "choose a drafter of the same model family"
+    )
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one, else the CPU."""
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = ["cpu", *(f"cuda:{index}" for index in range(num_cuda))]
+    if device == "auto":
+        return torch.device(known[1] if num_cuda else "cpu")
+    if device == "cuda" and num_cuda:
+        return torch.device("cuda:0")
+    if device not in known:
+        raise BadInputError(f"expected device auto, {', '.join(known)}, got {device!r}")
+    return torch.device(device)
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the processor multiplies it in hardware, else float32."""
+    if dtype == "auto":
+        return torch.bfloat16 if _has_bfloat16(device) else torch.float32
+    if dtype not in DTYPES:
+        raise BadInputError(f"expected dtype auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # torch has no public question for this in the versions we support
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def check_quantization(quantize: str | None) -> None:
+    """Refuse unknown names, and known ones whose library is missing."""
+    if quantize is None:
+        return
+    if quantize not in QUANTIZATIONS:
+        raise BadInputError(f"expected quantize {', '.join(QUANTIZATIONS)} or nothing, got {quantize!r}")
+    try:
+        with quiet():
+            import torchao  # noqa: F401 - only whether it is there
+    except ImportError as error:
+        raise BadInputError("quantize='int8' needs torchao; run `pip install secondguess[quant]`") from error
+
+
+def find_checkpoint(name: str) -> str:
+    """The directory of a model that is on this machine.
+
+    Raises:
+        CheckpointError: naming the places that were looked at.
+    """
+    if name in ("builtin", "builtin-draft"):
+        from secondguess.builtin import builtin_paths
+
+        target, drafter = builtin_paths()
+        return str(target if name == "builtin" else drafter)
+    directory = Path(name)
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise CheckpointError(
+                f"expected a model directory in Transformers format, got {name} without a config.json"
+            )
+        return name
+    try:
+        with quiet():
+            found = cached_file(name, "config.json", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"expected a model directory or a model in the local Hugging Face cache, got {name!r}, "
+            f"which is neither; check the path, or fetch it first with `hf download {name}`"
+        ) from error
+    return str(Path(found).parent)
+
+
+def read_config(path: str) -> Any:
+    """The configuration of a checkpoint directory."""
+    try:
+        with quiet():
+            raw = json.loads((Path(path) / "config.json").read_bytes())
+            if not isinstance(raw, dict):
+                raise ValueError("not a JSON object")
+            return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _broken(path, "configuration", error) from error
+
+
+def check_loadable(config: Any, path: str) -> None:
+    """Refuse, before any weight is read, what is not a causal language model or cannot be speculated on."""
+    name = f"{path} ({config.model_type})"
+    check_config(config, name)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(
+            f"expected a causal language model, got {name}, which Transformers cannot load as one"
+        )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    check_class(model_class, name)
+    architectures = config.architectures or [model_class.__name__]
+    if not any(architecture.endswith(CAUSAL_SUFFIXES) for architecture in architectures):
+        raise CheckpointError(
+            f"expected a causal language model, got {name} whose weights are those of {', '.join(architectures)}"
+        )
+
+
+def read_tokenizer(path: str) -> Any:
+    """The tokenizer in a checkpoint directory.
+
+    Raises:
+        CheckpointError: none there, or one that cannot be read.
+    """
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (
+        Exception
+    ) as error:  # the tokenizers library raises bare exceptions for a file that it cannot parse
+        raise _broken(path, "tokenizer", error) from error
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
+        raise _broken(path, "tokenizer", "it has no tokens of its own")
+    return tokenizer
+
+
+def _read_model(path: str, dtype: torch.dtype) -> Any:
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except SecondGuessError:
+        raise
+    except Exception as error:  # safetensors, torch and Transformers raise many kinds for unreadable weights
+        raise _broken(path, "weights", error) from error
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        raise _broken(path, "weights", f"{len(missing)} tensors are missing, such as {missing[0]}")
+    return model
+
+
+def _quantize_to_int8(model: Any) -> None:
+    """Weight-only int8, one scale per output channel; a head that is tied to the embeddings stays as it is."""
+    with quiet():
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model, Int8WeightOnlyConfig(), filter_fn=_is_quantizable(model))
+
+
+def _is_quantizable(model: Any) -> Any:
+    shared = model.get_input_embeddings().weight
+
+    def choose(module: torch.nn.Module, _: str) -> bool:
+        return isinstance(module, torch.nn.Linear) and module.weight is not shared
+
+    return choose
+
+
+def _need(
+    name: str | Path, path: str, config: Any, dtype: torch.dtype, quantize: str | None, num_cached_tokens: int
+) -> MemoryNeed:
+    num_parameters = count_parameters(Path(path))
+    if (
+        num_parameters is None
+    ):  # weights in the older pickle format; they are rarely wider than two bytes a number
+        num_parameters = sum(file.stat().st_size for file in Path(path).glob("*.bin")) // 2
+    return estimate_memory(
+        str(name),
+        config,
+        num_parameters,
+        dtype,
+        quantized=quantize is not None,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    candidates = [model.generation_config.eos_token_id, model.config.get_text_config().eos_token_id]
+    if tokenizer is not None:
+        candidates.append(tokenizer.eos_token_id)
+    ends = next((found for found in candidates if found is not None), ())
+    return frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    added = tokenizer.get_added_vocab()
+    return {token: index for token, index in tokenizer.get_vocab().items() if token not in added}
+
+
+def _broken(path: str, part: str, reason: object) -> CheckpointError:
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()] or [type(reason).__name__]
+    return CheckpointError(f"expected a readable {part} in {path}, got: {lines[0]}")

@@ -1,0 +1,122 @@
+"""What a model and its cache will take, and what there is; asked before anything large is allocated."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from secondguess.errors import CheckpointError, OutOfMemoryError
+
+GIB = 2**30
+HEADER_LIMIT = 100_000_000
+INT8_OVERHEAD = 1.1
+"""Scales, and the matrices (embeddings) that stay as they are, in proportion; measured on small decoders."""
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that a model takes: its weights, and a cache of `num_cached_tokens` tokens over all rows."""
+
+    name: str
+    weights: int
+    cache: int
+    num_cached_tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache
+
+
+def count_parameters(directory: Path) -> int | None:
+    """Parameters in a directory's safetensors files; None when its weights are in another format.
+
+    Raises:
+        CheckpointError: a file that is not safetensors, or was cut off.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    return sum(_count_in_file(file) for file in files) if files else None
+
+
+def _count_in_file(file: Path) -> int:
+    size = file.stat().st_size
+    broken = f"expected whole safetensors weights in {file}, got %s; copy or download the checkpoint again"
+    with file.open("rb") as stream:
+        header_size = int.from_bytes(stream.read(8), "little")
+        if not 0 < header_size <= min(size - 8, HEADER_LIMIT):
+            raise CheckpointError(broken % f"{size} bytes without a readable header")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(header_size))
+            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+            count: int = sum(math.prod(entry["shape"]) for entry in tensors)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(broken % "a header that cannot be read") from error
+    if size < 8 + header_size + end:
+        raise CheckpointError(broken % f"{size} of {8 + header_size + end} bytes")
+    return count
+
+
+def estimate_memory(
+    name: str,
+    config: Any,
+    num_parameters: int,
+    dtype: torch.dtype,
+    *,
+    quantized: bool = False,
+    num_cached_tokens: int = 4096,
+) -> MemoryNeed:
+    """Bytes for the weights and for keys and values of all layers."""
+    text = config.get_text_config()
+    num_heads = text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    cached_numbers = 2 * text.num_hidden_layers * num_kv_heads * head_size * num_cached_tokens
+    weight_bytes = INT8_OVERHEAD if quantized else dtype.itemsize
+    weights = int(num_parameters * weight_bytes)
+    return MemoryNeed(name, weights, cached_numbers * dtype.itemsize, num_cached_tokens)
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device; None when the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def check_memory(needs: Iterable[MemoryNeed], device: torch.device) -> None:
+    """Refuse models that do not fit together.
+
+    Raises:
+        OutOfMemoryError: telling what each needs and what there is.
+    """
+    needs = list(needs)
+    available = available_memory(device)
+    total = sum(need.total for need in needs)
+    if available is None or total <= available:
+        return
+    parts = ", ".join(
+        f"{need.name}: {_gib(need.weights)} of weights, {_gib(need.cache)} of cache for {need.num_cached_tokens} tokens"
+        for need in needs
+    )
+    raise OutOfMemoryError(
+        f"expected models that fit into the {_gib(available)} available on {device}, "
+        f"got a need of {_gib(total)} ({parts}); use a smaller model or dtype, or quantize='int8'"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3g} GiB"

@@ -1,0 +1,50 @@
+"""Losses that train a drafter towards a target.
+
+With speculative sampling a drafted token is accepted with probability ``alpha = sum_x min(p(x), q(x))``, the overlap of
+the target's law ``p`` and the drafter's law ``q``. A cross-entropy or Kullback-Leibler loss raises it only indirectly.
+"LK losses" (Nebius, arXiv 2602.23881) train the overlap itself; since its gradient vanishes where the laws hardly
+meet, the hybrid form starts as a divergence and becomes an overlap as the overlap grows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from secondguess.errors import BadInputError
+
+
+def _check_same_shape(target_logits: Tensor, draft_logits: Tensor) -> None:
+    if target_logits.shape != draft_logits.shape:
+        raise BadInputError(
+            f"target and draft logits must have one shape [..., vocab], got {tuple(target_logits.shape)} and "
+            f"{tuple(draft_logits.shape)}; both models must share one vocabulary"
+        )
+
+
+def overlap(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Acceptance rate of one drafted token at temperature 1, per position: ``sum_x min(p(x), q(x))``."""
+    _check_same_shape(target_logits, draft_logits)
+    return torch.minimum(target_logits.float().softmax(-1), draft_logits.float().softmax(-1)).sum(-1)
+
+
+def forward_divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """``KL(p || q)`` per position, in nats: the usual distillation loss."""
+    _check_same_shape(target_logits, draft_logits)
+    target_log = target_logits.float().log_softmax(-1)
+    draft_log = draft_logits.float().log_softmax(-1)
+    return (target_log.exp() * (target_log - draft_log)).sum(-1)
+
+
+def log_overlap_loss(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """``-log alpha`` averaged over positions (arXiv 2602.23881)."""
+    return -overlap(target_logits, draft_logits).log().mean()
+
+
+def hybrid_overlap_loss(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
+    """``lam KL(p || q) + (1 - lam) (1 - alpha)`` with ``lam = exp(-sharpness alpha)`` held constant, averaged over
+    positions (arXiv 2602.23881): each position moves from divergence to overlap at its own pace."""
+    alpha = overlap(target_logits, draft_logits)
+    weight = torch.exp(-sharpness * alpha.detach())
+    divergence = forward_divergence(target_logits, draft_logits)
+    return (weight * divergence + (1.0 - weight) * (1.0 - alpha)).mean()

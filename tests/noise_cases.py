@@ -1,0 +1,65 @@
+"""Several rounds of drafting and judging with the noise that ships, over a table of laws, without any runtime."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from secondguess.certify import g_test
+from secondguess.core import Draft, Row
+from secondguess.noise import KeyedNoise
+from secondguess.sampling import SamplingParams
+from secondguess.verifiers import make_verifier
+
+# First-order laws over three tokens: row t is the law behind token t.
+TARGET = torch.tensor([[0.8, 0.15, 0.05], [0.2, 0.3, 0.5], [0.1, 0.6, 0.3]], dtype=torch.float64)
+DRAFTER = torch.tensor([[0.3, 0.1, 0.6], [0.6, 0.1, 0.3], [0.05, 0.9, 0.05]], dtype=torch.float64)
+NUM_TOKENS = 5
+DRAFT_LENGTH = 3
+
+
+def chained_texts(verifier: str, num_texts: int, seed: int = 0, coupled: bool = False) -> torch.Tensor:
+    """`[text, NUM_TOKENS]` drawn by as many rounds as it takes, every text a stream of one seed."""
+    rule = make_verifier(verifier)
+    rows = [
+        Row([0], SamplingParams(temperature=1.0), seed=seed, stream=stream, coupled=coupled)
+        for stream in range(num_texts)
+    ]
+    keys = KeyedNoise.of_rows(rows)
+    # Each round fills a window behind what was committed; what lies beyond NUM_TOKENS is never looked at.
+    texts = torch.zeros(num_texts, 1 + NUM_TOKENS + DRAFT_LENGTH, dtype=torch.long)
+    ends = torch.ones(num_texts, dtype=torch.long)
+    everyone = torch.arange(num_texts)
+    parents = torch.arange(-1, DRAFT_LENGTH - 1).expand(num_texts, DRAFT_LENGTH)
+    lengths = torch.full((num_texts,), DRAFT_LENGTH)
+    while bool((ends <= NUM_TOKENS).any()):
+        noise = KeyedNoise(keys.keys, ends, keys.coupled, keys.greedy)
+        said = [texts[everyone, ends - 1]]
+        for depth in range(DRAFT_LENGTH):
+            said.append(noise.draft(DRAFTER[said[-1]], depth))
+        path = torch.stack(said, 1)
+        draft = Draft(path[:, 1:], parents, lengths, DRAFTER[path[:, :-1]])
+        verdict = rule.judge(draft, TARGET[path], noise)
+        unfinished = ends <= NUM_TOKENS
+        for place in range(DRAFT_LENGTH + 1):
+            drafted = path[:, min(place + 1, DRAFT_LENGTH)]
+            tokens = torch.where(place < verdict.lengths, drafted, verdict.next_tokens)
+            writes = unfinished & (place <= verdict.lengths)
+            texts[everyone[writes], ends[writes] + place] = tokens[writes]
+        ends = torch.where(unfinished, ends + verdict.lengths + 1, ends)
+    return texts[:, 1 : NUM_TOKENS + 1]
+
+
+def chained_text_p_value(verifier: str, num_texts: int = 20_000, seed: int = 0, coupled: bool = False) -> float:
+    """The G-test of these texts against the table's own law."""
+    weights = 3 ** torch.arange(NUM_TOKENS - 1, -1, -1)
+    texts = chained_texts(verifier, num_texts, seed, coupled)
+    counts = torch.bincount(texts @ weights, minlength=3**NUM_TOKENS).tolist()
+    expected = []
+    for text in product(range(3), repeat=NUM_TOKENS):
+        chance = float(num_texts)
+        for before, token in zip((0, *text), text, strict=False):
+            chance *= float(TARGET[before, token])
+        expected.append(chance)
+    return g_test(counts, expected)

@@ -1,0 +1,134 @@
+"""Tiny random models of every family that the runtime is proved on, and the plain forward they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from checkpoints import write_tokenizer
+from secondguess.core import Draft, Row
+from secondguess.runtime.loading import load_runtime
+from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.sampling import SamplingParams
+
+VOCAB_SIZE = 300
+WINDOW = 8
+LLAMA_LIKE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+GEMMA = {"head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**LLAMA_LIKE),
+    "mistral": lambda: transformers.MistralConfig(**LLAMA_LIKE, sliding_window=WINDOW),
+    "qwen2": lambda: transformers.Qwen2Config(**LLAMA_LIKE),
+    "qwen2-windowed": lambda: transformers.Qwen2Config(
+        **LLAMA_LIKE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**LLAMA_LIKE, head_dim=16),
+    "phi3": lambda: transformers.Phi3Config(**LLAMA_LIKE),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **LLAMA_LIKE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=8
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**LLAMA_LIKE, **GEMMA, query_pre_attn_scalar=8),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=96, initializer_range=0.15,
+        bos_token_id=None, eos_token_id=0,
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(
+        **{name: value for name, value in LLAMA_LIKE.items() if name != "num_key_value_heads"}
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=96, init_std=0.15, bos_token_id=None, eos_token_id=0,
+        pad_token_id=1,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **LLAMA_LIKE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **LLAMA_LIKE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **LLAMA_LIKE, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"], rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+}  # fmt: skip
+
+
+def write_checkpoint(config: Any, directory: Path, seed: int = 0) -> Path:
+    """Random weights of a configuration, with a tokenizer, as `save_pretrained` leaves them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):  # zero at the start, which would hide that they are ignored
+                torch.nn.init.normal_(parameter)
+    model.save_pretrained(directory)
+    write_tokenizer(directory, VOCAB_SIZE)
+    return directory
+
+
+def plain_model(directory: Path) -> Any:
+    """The same checkpoint under Transformers' own eager attention: shares no code with our runtime."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def plain_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """`[position, vocab]` of one uncached causal forward."""
+    with torch.no_grad():
+        return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+
+
+def runtime_of(directory: Path, **options: Any) -> TransformersRuntime:
+    return load_runtime(directory, dtype="float32", device="cpu", **options).runtime
+
+
+def row_of(tokens: Sequence[int]) -> Row:
+    return Row(list(tokens), SamplingParams(max_tokens=64))
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB_SIZE, (count,), generator=generator).tolist()
+
+
+def trees(*rows: tuple[Sequence[int], Sequence[int]]) -> Draft:
+    """A draft from (tokens, parents) per row, padded."""
+    width = max(len(tokens) for tokens, _ in rows)
+    return Draft(
+        torch.tensor([[*tokens, *([0] * (width - len(tokens)))] for tokens, _ in rows]).reshape(
+            len(rows), width
+        ),
+        torch.tensor([[*parents, *([-1] * (width - len(tokens)))] for tokens, parents in rows]).reshape(
+            len(rows), width
+        ),
+        torch.tensor([len(tokens) for tokens, _ in rows]),
+    )
+
+
+def root_path(parents: Sequence[int], node: int) -> list[int]:
+    """Node indices from the root down to `node`."""
+    return [*([] if parents[node] < 0 else root_path(parents, parents[node])), node]
+
+
+def assert_near(got: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)

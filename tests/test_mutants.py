@@ -1,0 +1,517 @@
+"""The field's real mistakes, each put into the shipping code on purpose: the proofs must notice every one.
+
+A mutant patches the package; a check is one of the proofs of test_laws, test_noise or test_certify in small. Each
+check passes on the code as it ships and fails with the mutant in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from law_cases import (
+    PAIRS,
+    PROMPT,
+    ROUNDING,
+    SAMPLED,
+    after_prompt,
+    expected_accepted,
+    law_error,
+    make_pair_drafter,
+    mean_accepted,
+    one_hot_law,
+    play,
+)
+from noise_cases import chained_text_p_value
+
+import secondguess.decode
+from secondguess.controllers import make_controller
+from secondguess.core import Draft, Row, Verdict
+from secondguess.decode import Team, decode
+from secondguess.drafters.model import ModelDrafter
+from secondguess.enumeration import EnumeratingNoise, enumerate_rounds
+from secondguess.noise import KeyedNoise, Purpose
+from secondguess.runtime import tree
+from secondguess.runtime.tiny import tiny_pair
+from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.sampling import SamplingParams, target_laws
+from secondguess.testing import ScriptedDrafter, TableModel
+from secondguess.verifiers import base, block, coupled, make_verifier, rejection
+
+Patch = pytest.MonkeyPatch
+
+# Checks: each says whether the code passes.
+
+
+def law_holds(
+    verifier: str,
+    drafter: str = "sampled",
+    controller: str = "fixed:3",
+    params: SamplingParams = SAMPLED,
+    num_rounds: int = 1,
+    pairs: tuple[str, ...] = ("ternary", "zeros", "equal-at-times"),
+    **row_settings: object,
+) -> bool:
+    """The enumerated law of the text is plain decoding's."""
+    errors = []
+    for pair in (PAIRS[name] for name in pairs):
+        branches = play(
+            pair,
+            make_pair_drafter(drafter, pair),
+            verifier,
+            controller,
+            params,
+            num_rounds,
+            **row_settings,
+        )
+        ends = row_settings.get("end_tokens", frozenset())
+        errors.append(law_error(branches, plain_law(pair, params), 4, ends))
+    return max(errors) < ROUNDING
+
+
+def plain_law(pair, params):
+    def next_law(output):
+        row = Row([*PROMPT], params)
+        row.tokens.extend(output)
+        logits = pair.target(tuple(row.tokens)).log()[None, None]
+        return target_laws(logits, [row], Draft.empty(1))[0, 0]
+
+    return next_law
+
+
+def acceptance_holds(verifier: str, coupled: bool = False) -> bool:
+    """Nodes are accepted as often as theory says: losing speed is a fault too."""
+    pair = PAIRS["ternary"]
+    branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:1", coupled=coupled)
+    if not coupled:
+        expected = expected_accepted(pair, 1, verifier)
+    else:
+        p, q = pair.target(PROMPT), pair.drafter(PROMPT)
+        expected = float(sum(1 / torch.maximum(p / p[x], q / q[x]).sum() for x in range(3)))
+    return abs(mean_accepted(branches) - expected) < ROUNDING
+
+
+def keyed_law_holds(verifier: str, coupled: bool = False) -> bool:
+    """Several rounds with the noise that ships: G-test of 20,000 texts of 5 tokens, at 1e-6."""
+    return chained_text_p_value(verifier, coupled=coupled) > 1e-6
+
+
+def cached_law_holds() -> bool:
+    """Two rounds on real Transformers models, enumerated: what the caches hold after a verdict is the truth."""
+    target, drafter = (model.double() for model in tiny_pair(vocab_size=2))
+
+    def next_law(output):
+        with torch.inference_mode():
+            return target(torch.tensor([[0, 1, *output]]), use_cache=False).logits[0, -1].softmax(-1)
+
+    found = exact_model_law(target, next_law)
+    with TransformersRuntime(target) as runtime, TransformersRuntime(drafter) as draft_runtime:
+        team = Team(
+            runtime,
+            ModelDrafter(draft_runtime, "model:tiny", 2),
+            make_verifier("block"),
+            make_controller("fixed:2"),
+        )
+        (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
+    return law_error(branches, lambda output: found[output], num_tokens=4) < ROUNDING
+
+
+def exact_model_law(target, next_law):
+    """The model's own laws behind every output of up to 3 tokens, looked up before anything of ours touches it."""
+    outputs = [()]
+    for output in outputs:
+        if len(output) < 3:
+            outputs += [(*output, 0), (*output, 1)]
+    return {output: next_law(output) for output in outputs}
+
+
+def rows_stay_apart() -> bool:
+    """Rows of one batch say, at temperature 0, what each says alone."""
+    pair, params = PAIRS["ternary"], SamplingParams(temperature=0.0, max_tokens=6)
+    team = Team(
+        TableModel(3, pair.target),
+        ScriptedDrafter(lambda row: [sum(row.tokens) % 3, 1]),
+        make_verifier("auto"),
+        make_controller("fixed:2"),
+    )
+    rows = [Row([0, 1], params), Row([2], params), Row([1, 1, 2], params)]
+    for _ in decode(team, rows):
+        pass
+    expected = one_hot_law(3, 3)
+    return all(
+        row.tokens[place] == int(expected(tuple(row.tokens[:place])).argmax())
+        for row in rows
+        for place in range(row.num_prompt, len(row.tokens))
+    )
+
+
+# Mutants: each puts one mistake into the code.
+
+
+def redraw_from_the_target_after_a_rejection(patch: Patch) -> None:
+    for module in (rejection, block):
+        patch.setattr(
+            module,
+            "law_after",
+            lambda draft, laws, lengths, weights: laws[torch.arange(len(lengths)), lengths],
+        )
+
+
+def bonus_from_the_last_drafted_place(patch: Patch) -> None:
+    original = base.law_after
+
+    def law_after(draft, laws, lengths, weights):
+        whole = (lengths == draft.lengths)[:, None]
+        early = laws[torch.arange(len(lengths)), (lengths - 1).clamp_min(0)]
+        return torch.where(whole, early, original(draft, laws, lengths, weights))
+
+    patch.setattr(rejection, "law_after", law_after)
+
+
+def correction_from_the_place_behind(patch: Patch) -> None:
+    original = base.law_after
+
+    def law_after(draft, laws, lengths, weights):
+        return original(draft, laws, (lengths + 1).clamp(max=draft.num_nodes), weights)
+
+    patch.setattr(rejection, "law_after", law_after)
+
+
+def uncapped_last_test(patch: Patch) -> None:
+    """Hierarchical speculative decoding as published (algorithms page, 1.4)."""
+    original = block.prefix_weights
+
+    def prefix_weights(ratios):
+        capped = original(ratios)
+        return torch.cat([capped[:, :-1], ratios.prod(1, keepdim=True).clamp_max(1)], 1)
+
+    patch.setattr(block, "prefix_weights", prefix_weights)
+
+
+def uncapped_prefix_weights(patch: Patch) -> None:
+    patch.setattr(block, "prefix_weights", lambda ratios: ratios.cumprod(1).clamp_max(1))
+
+
+def block_stops_at_the_first_failure(patch: Patch) -> None:
+    original = EnumeratingNoise.accept
+    patch.setattr(
+        EnumeratingNoise, "accept", lambda self, chances: original(self, chances).long().cumprod(1).bool()
+    )
+
+
+def drop_the_trigger_token(patch: Patch) -> None:
+    """Anticipation: a node is withdrawn because it is an unlikely one (algorithms page, 3.0)."""
+    original = ModelDrafter.propose
+
+    def propose(self, rows, budgets, noise):
+        draft = original(self, rows, budgets, noise)
+        last = (draft.lengths - 1).clamp_min(0)[:, None]
+        chance = draft.probs.gather(2, draft.tokens[..., None])[..., 0].gather(1, last)[:, 0]
+        dropped = (chance < 0.4) & (draft.lengths > 0)
+        return Draft(draft.tokens, draft.parents, draft.lengths - dropped.long(), draft.probs)
+
+    patch.setattr(ModelDrafter, "propose", propose)
+
+
+def draft_law_of_another_temperature(patch: Patch) -> None:
+    original = ModelDrafter.propose
+
+    def propose(self, rows, budgets, noise):
+        draft = original(self, rows, budgets, noise)
+        probs = draft.probs.pow(1 / 0.8)
+        return Draft(draft.tokens, draft.parents, draft.lengths, probs / probs.sum(-1, keepdim=True))
+
+    patch.setattr(ModelDrafter, "propose", propose)
+
+
+def greedy_draft_treated_as_sampled(patch: Patch) -> None:
+    patch.setattr(EnumeratingNoise, "draft", lambda self, laws, depth: laws.argmax(-1))
+
+
+def certain_draft_treated_as_sampled(patch: Patch) -> None:
+    original = ScriptedDrafter.propose
+
+    def propose(self, rows, budgets, noise):
+        draft = original(self, rows, budgets, noise)
+        probs = torch.full((*draft.tokens.shape, 3), 1 / 3, dtype=torch.float64)
+        return Draft(draft.tokens, draft.parents, draft.lengths, probs)
+
+    patch.setattr(ScriptedDrafter, "propose", propose)
+
+
+def sampled_draft_treated_as_certain(patch: Patch) -> None:
+    """Accepting with chance p(x) but subtracting the sampled law from the correction."""
+    patch.setattr(
+        rejection,
+        "likelihood_ratios",
+        lambda draft, laws: base.likelihood_ratios(
+            Draft(draft.tokens, draft.parents, draft.lengths), laws
+        ),
+    )
+
+
+def lenience(patch: Patch) -> None:
+    patch.setattr(rejection, "likelihood_ratios", lambda *args: 1.05 * base.likelihood_ratios(*args))
+
+
+def clipped_residual(patch: Patch) -> None:
+    original = base.excess
+
+    def excess(*args):
+        surplus = original(*args)
+        return torch.where(surplus < 1e-3, 0.0, surplus)
+
+    patch.setattr(base, "excess", excess)
+
+
+def top_p_after_the_ratio(patch: Patch) -> None:
+    """Acceptance compares the untruncated laws; only what is drawn afresh is truncated."""
+    seen = {}
+
+    def remember(logits, rows, draft):
+        seen["laws"] = logits.softmax(-1)
+        return target_laws(logits, rows, draft)
+
+    patch.setattr(secondguess.decode, "target_laws", remember)
+    patch.setattr(
+        rejection, "likelihood_ratios", lambda draft, laws: base.likelihood_ratios(draft, seen["laws"])
+    )
+
+
+def laws_of_the_next_place(patch: Patch) -> None:
+    patch.setattr(
+        rejection,
+        "likelihood_ratios",
+        lambda draft, laws: base.likelihood_ratios(draft, laws.roll(-1, 1)),
+    )
+
+
+def padding_counts_as_rejected(patch: Patch) -> None:
+    """A short row of a padded batch, accepted whole, is corrected for a node that it never had."""
+    original = base.law_after
+
+    def law_after(draft, laws, lengths, weights):
+        padded = torch.full_like(draft.lengths, draft.num_nodes)
+        return original(Draft(draft.tokens, draft.parents, padded, draft.probs), laws, lengths, weights)
+
+    patch.setattr(rejection, "law_after", law_after)
+
+
+def tree_walk_ignores_parents(patch: Patch) -> None:
+    original = base.follow
+
+    def follow(draft, chosen):
+        flat = torch.arange(-1, draft.num_nodes - 1).expand_as(draft.parents)
+        return original(Draft(draft.tokens, flat, draft.lengths), chosen)
+
+    patch.setattr(coupled, "follow", follow)
+
+
+def penalties_skip_drafted_ancestors(patch: Patch) -> None:
+    patch.setattr(
+        Draft,
+        "ancestors",
+        lambda self: torch.zeros(self.num_rows, self.num_nodes, self.num_nodes, dtype=torch.bool),
+    )
+
+
+def end_token_inside_a_draft_is_overlooked(patch: Patch) -> None:
+    original = Row.commit
+
+    def commit(self, accepted, next_token):
+        ends, self.end_tokens = self.end_tokens, frozenset()
+        self.tokens.extend(accepted)
+        self.end_tokens = ends
+        return original(self, [], next_token)
+
+    patch.setattr(Row, "commit", commit)
+
+
+def rows_swapped_in_the_batch(patch: Patch) -> None:
+    original = Verdict.of_chain.__func__
+    patch.setattr(
+        Verdict,
+        "of_chain",
+        classmethod(lambda cls, lengths, tokens: original(cls, lengths, tokens.roll(1))),
+    )
+
+
+def stale_cache_after_a_rejection(patch: Patch) -> None:
+    """Compaction off by one: keys of the node behind stand where an accepted node's should."""
+    original = TransformersRuntime.keep
+
+    def keep(self, rows, paths):
+        moves = [
+            (self._states[row].slot, self._states[row].length, [node + 1 for node in path])
+            for row, path in zip(rows, paths, strict=True)
+            if path and path[-1] + 1 < self._states[row].num_nodes
+        ]
+        original(self, rows, paths)
+        if moves:
+            self.cache.compact(*zip(*moves, strict=True))
+
+    patch.setattr(TransformersRuntime, "keep", keep)
+
+
+def accepted_nodes_forgotten_by_the_cache(patch: Patch) -> None:
+    """The cache is rolled back to the first place and never told of the accepted nodes again."""
+    original = TransformersRuntime._catch_up
+
+    def catch_up(self, states):
+        uncached = original(self, states)
+        for state, width in zip(states, uncached, strict=True):
+            state.length += width - 1
+        return [1] * len(uncached)
+
+    patch.setattr(TransformersRuntime, "_catch_up", catch_up)
+    patch.setattr(TransformersRuntime, "keep", lambda self, rows, paths: None)
+
+
+def rejected_nodes_stay_visible(patch: Patch) -> None:
+    """The mask lets a query see every place of the cache, those of nodes behind it included."""
+    original = tree.chain_mask
+
+    def chain_mask(*args):
+        return torch.ones_like(original(*args))
+
+    patch.setattr(tree, "chain_mask", chain_mask)
+
+
+def purposes_share_numbers(one: Purpose, other: Purpose) -> Callable[[Patch], None]:
+    def mutate(patch: Patch) -> None:
+        original = KeyedNoise._uniforms
+        patch.setattr(
+            KeyedNoise,
+            "_uniforms",
+            lambda self, places, purpose: original(self, places, one if purpose == other else purpose),
+        )
+
+    return mutate
+
+
+def places_share_accept_numbers(patch: Patch) -> None:
+    original = KeyedNoise._uniforms
+    patch.setattr(
+        KeyedNoise,
+        "_uniforms",
+        lambda self, places, purpose: original(
+            self, places * (purpose != Purpose.ACCEPT), purpose
+        ),
+    )
+
+
+def rounds_share_numbers(patch: Patch) -> None:
+    """Numbers keyed by absolute position alone: a later round meets those a verdict has spoken about."""
+    original = KeyedNoise._uniforms
+
+    def uniforms(self, places, purpose):
+        fresh = KeyedNoise(self.keys, torch.zeros_like(self.positions), self.coupled, self.greedy)
+        start = self.positions.reshape(-1, *([1] * (places.dim() - 1)))
+        return original(fresh, places + start, purpose)
+
+    patch.setattr(KeyedNoise, "_uniforms", uniforms)
+
+
+def race_forgets_the_position(patch: Patch) -> None:
+    original = KeyedNoise._race
+
+    def race(self, laws, depths):
+        still = KeyedNoise(self.keys, torch.zeros_like(self.positions), self.coupled, self.greedy)
+        return original(still, laws, depths)
+
+    patch.setattr(KeyedNoise, "_race", race)
+
+
+def neighbouring_races_are_the_same(patch: Patch) -> None:
+    original = KeyedNoise._race
+    patch.setattr(
+        KeyedNoise, "_race", lambda self, laws, depths: original(self, laws, (depths - 1).clamp_min(0))
+    )
+
+
+def race_is_off_by_one_from_the_draft(patch: Patch) -> None:
+    original = base.query_depths
+    patch.setattr(coupled, "query_depths", lambda draft: original(draft) + 1)
+
+
+def streams_share_numbers(patch: Patch) -> None:
+    original = KeyedNoise.of_rows.__func__
+
+    def of_rows(cls, rows, device="cpu"):
+        noise = original(cls, rows, device)
+        return cls(noise.keys[:1].expand(len(rows)), noise.positions, noise.coupled, noise.greedy)
+
+    patch.setattr(KeyedNoise, "of_rows", classmethod(of_rows))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake and the proof that must notice it."""
+
+    mutate: Callable[[Patch], None]
+    check: Callable[[], bool]
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name or self.mutate.__name__.replace("_", "-")
+
+
+def law(*args: object, **settings: object) -> Callable[[], bool]:
+    return lambda: law_holds(*args, **settings)
+
+
+PENALISED = SamplingParams(temperature=1.0, frequency_penalty=1.5, max_tokens=20)
+TRUNCATED = SamplingParams(temperature=1.0, top_p=0.7, max_tokens=20)
+
+MUTANTS = [
+    Mutant(redraw_from_the_target_after_a_rejection, law("rejection"), "redraw-from-p-token-level"),
+    Mutant(redraw_from_the_target_after_a_rejection, law("block"), "redraw-from-p-block"),
+    Mutant(bonus_from_the_last_drafted_place, law("rejection")),
+    Mutant(correction_from_the_place_behind, law("rejection")),
+    Mutant(uncapped_last_test, law("block")),
+    Mutant(uncapped_prefix_weights, law("block")),
+    Mutant(block_stops_at_the_first_failure, law("block")),
+    Mutant(drop_the_trigger_token, law("block", controller="confidence:3,threshold=0.5")),
+    Mutant(draft_law_of_another_temperature, law("rejection", pairs=("ternary",))),
+    Mutant(greedy_draft_treated_as_sampled, law("rejection")),
+    Mutant(certain_draft_treated_as_sampled, law("block", "certain")),
+    Mutant(sampled_draft_treated_as_certain, law("rejection")),
+    Mutant(lenience, law("rejection")),
+    Mutant(clipped_residual, law("rejection", pairs=("sharp",))),
+    Mutant(top_p_after_the_ratio, law("rejection", params=TRUNCATED)),
+    Mutant(laws_of_the_next_place, law("rejection")),
+    Mutant(padding_counts_as_rejected, law("rejection", controller="confidence:3,threshold=0.5")),
+    Mutant(tree_walk_ignores_parents, law("coupled", "tree", pairs=("ternary", "binary"))),
+    Mutant(penalties_skip_drafted_ancestors, law("block", params=PENALISED)),
+    Mutant(end_token_inside_a_draft_is_overlooked, law("block", end_tokens=frozenset({1}))),
+    Mutant(rows_swapped_in_the_batch, law("block"), "rows-swapped-sampled"),
+    Mutant(rows_swapped_in_the_batch, rows_stay_apart, "rows-swapped-greedy"),
+    Mutant(stale_cache_after_a_rejection, cached_law_holds),
+    Mutant(accepted_nodes_forgotten_by_the_cache, cached_law_holds),
+    Mutant(rejected_nodes_stay_visible, cached_law_holds),
+    Mutant(
+        purposes_share_numbers(Purpose.DRAFT, Purpose.ACCEPT),
+        lambda: keyed_law_holds("rejection"),
+        "draft-and-accept-share-numbers",
+    ),
+    Mutant(
+        purposes_share_numbers(Purpose.ACCEPT, Purpose.DRAW),
+        lambda: keyed_law_holds("block"),
+        "accept-and-draw-share-numbers",
+    ),
+    Mutant(places_share_accept_numbers, lambda: keyed_law_holds("rejection")),
+    Mutant(rounds_share_numbers, lambda: keyed_law_holds("block")),
+    Mutant(race_forgets_the_position, lambda: keyed_law_holds("coupled", coupled=True)),
+    Mutant(neighbouring_races_are_the_same, lambda: keyed_law_holds("coupled")),
+    Mutant(race_is_off_by_one_from_the_draft, lambda: acceptance_holds("coupled", coupled=True)),
+    Mutant(streams_share_numbers, lambda: keyed_law_holds("block")),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_the_code_passes_the_check_and_the_mutant_does_not(mutant, monkeypatch):
+    assert mutant.check(), "the code as it ships must pass"
+    mutant.mutate(monkeypatch)
+    assert not mutant.check(), "the mutant survived"

@@ -1,0 +1,426 @@
+"""Settings refuse nonsense, and every law is the one that plain decoding would have after the same prefix."""
+
+import copy
+import dataclasses
+import math
+import pickle
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from secondguess.core import Draft, Row
+from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.sampling import SamplingParams, commit_logprobs, drafter_laws, target_laws
+
+VOCAB = 12
+EVERYTHING = SamplingParams(
+    temperature=0.8,
+    top_k=7,
+    top_p=0.9,
+    min_p=0.02,
+    repetition_penalty=1.4,
+    frequency_penalty=0.3,
+    presence_penalty=-0.2,
+    min_tokens=4,
+    logit_bias={2: 1.5, 5: -math.inf, 99: 3.0},
+)
+SETTINGS = {
+    "greedy": SamplingParams(),
+    "greedy with penalties": SamplingParams(repetition_penalty=1.7, frequency_penalty=1.0),
+    "model's own": SamplingParams(temperature=1.0),
+    "temperature": SamplingParams(temperature=0.6),
+    "top-k": SamplingParams(temperature=1.0, top_k=3),
+    "top-p": SamplingParams(temperature=1.3, top_p=0.7),
+    "top-k, top-p": SamplingParams(temperature=1.3, top_k=6, top_p=0.7),
+    "top-p, min-p": SamplingParams(temperature=1.3, top_p=0.9, min_p=0.2),
+    "min-p": SamplingParams(temperature=0.9, min_p=0.3),
+    "bias": SamplingParams(temperature=1.0, logit_bias={0: 2.0, 11: -math.inf}),
+    "repetition below 1": SamplingParams(temperature=1.0, repetition_penalty=0.6),
+    "frequency": SamplingParams(temperature=1.0, frequency_penalty=0.7),
+    "presence": SamplingParams(temperature=1.0, presence_penalty=0.7),
+    "min_tokens": SamplingParams(temperature=1.0, min_tokens=5, stop_token_ids=(3,)),
+    "everything": EVERYTHING,
+}
+
+
+def reference_law(logits: Tensor, row: Row, path: list[int]) -> Tensor:
+    """The documented order, token by token and in the plainest words, after `row.tokens + path`."""
+    params = row.params
+    output = Counter([*row.output, *path])
+    seen = {*row.tokens, *path}
+    values = []
+    for token, value in enumerate(logits.tolist()):
+        value += params.logit_bias.get(token, 0.0)
+        if token in seen:
+            value = value * params.repetition_penalty if value < 0 else value / params.repetition_penalty
+        value -= params.frequency_penalty * output[token] + params.presence_penalty * (output[token] > 0)
+        ends = token in row.end_tokens or token in params.stop_token_ids
+        if ends and output.total() < params.min_tokens:
+            value = -math.inf
+        values.append(value)
+    ranking = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    if params.temperature == 0:
+        return torch.eye(len(values), dtype=torch.float64)[ranking[0]]
+    values = [value / params.temperature for value in values]
+    kept = [token for token in ranking if values[token] > -math.inf]
+    if params.top_k:
+        kept = [token for token in kept if values[token] >= values[kept[min(params.top_k, len(kept)) - 1]]]
+    total = sum(math.exp(values[token]) for token in kept)
+    mass, nucleus = 0.0, []
+    for token in kept:
+        if params.top_p < 1 and mass >= params.top_p:
+            break
+        nucleus.append(token)
+        mass += math.exp(values[token]) / total
+    best = math.exp(values[nucleus[0]])
+    weights = {token: math.exp(values[token]) for token in nucleus}
+    weights = {token: weight for token, weight in weights.items() if weight >= params.min_p * best}
+    law = torch.zeros(len(values), dtype=torch.float64)
+    for token, weight in weights.items():
+        law[token] = weight / sum(weights.values())
+    return law
+
+
+def random_row(params: SamplingParams, chooser: random.Random) -> Row:
+    prompt = [chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 6))]
+    row = Row(prompt, params, end_tokens=frozenset({1}))
+    row.tokens += [chooser.randrange(VOCAB) for _ in range(chooser.randint(0, 4))]
+    return row
+
+
+def random_tree(num_rows: int, num_nodes: int, chooser: random.Random) -> Draft:
+    tokens = [[chooser.randrange(VOCAB) for _ in range(num_nodes)] for _ in range(num_rows)]
+    parents = [[chooser.randrange(-1, node) for node in range(num_nodes)] for _ in range(num_rows)]
+    return Draft(torch.tensor(tokens), torch.tensor(parents), torch.full((num_rows,), num_nodes))
+
+
+def path_of(draft: Draft, row: int, query: int) -> list[int]:
+    """The drafted tokens that lie before a query."""
+    node, path = query - 1, []
+    while node >= 0:
+        path.insert(0, int(draft.tokens[row, node]))
+        node = int(draft.parents[row, node])
+    return path
+
+
+def random_logits(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def one_law(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The law after a prompt of one token."""
+    return target_laws(logits[None, None], [Row([0], params)], Draft.empty(1))[0, 0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_node_of_a_tree_has_the_law_of_its_own_prefix(name, seed):
+    chooser = random.Random(f"{name} {seed}")
+    rows = [random_row(SETTINGS[name], chooser) for _ in range(2)]
+    draft = random_tree(2, 6, chooser)
+    logits = random_logits(2, 7, VOCAB, seed=seed)
+    laws = target_laws(logits, rows, draft)
+    for index, row in enumerate(rows):
+        for query in range(7):
+            expected = reference_law(logits[index, query], row, path_of(draft, index, query))
+            torch.testing.assert_close(laws[index, query], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_drafted_prefix_and_a_committed_one_give_the_same_law(name):
+    chooser = random.Random(name)
+    row = random_row(SETTINGS[name], chooser)
+    draft = random_tree(1, 5, chooser)
+    logits = random_logits(1, 6, VOCAB, seed=1)
+    laws = target_laws(logits, [row], draft)
+    for query in range(6):
+        path = path_of(draft, 0, query)
+        committed = Row(row.tokens[: row.num_prompt], row.params, end_tokens=row.end_tokens)
+        committed.tokens += [*row.output, *path]
+        alone = target_laws(logits[:, query : query + 1], [committed], Draft.empty(1))
+        assert torch.equal(laws[:, query], alone[:, 0])
+        chain = drafter_laws(logits[:, query], [row], torch.tensor([path], dtype=torch.long))
+        assert torch.equal(laws[:, query], chain)
+
+
+def test_rows_with_different_settings_do_not_see_each_other():
+    chooser = random.Random(3)
+    rows = [random_row(params, chooser) for params in SETTINGS.values()]
+    draft = random_tree(len(rows), 4, chooser)
+    logits = random_logits(len(rows), 5, VOCAB, dtype=torch.float32)
+    together = target_laws(logits, rows, draft)
+    for index, row in enumerate(rows):
+        alone = target_laws(logits[index : index + 1], [row], draft.select(torch.tensor([index])))
+        assert torch.equal(together[index], alone[0]), row.params
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_laws_agree_with_transformers(seed):
+    """Our order is that of Transformers, whose warpers see a plain row."""
+    params = dataclasses.replace(EVERYTHING, frequency_penalty=0, presence_penalty=0, logit_bias={})
+    row = random_row(params, random.Random(seed))
+    ids = torch.tensor([row.tokens])
+    expected = logits = random_logits(1, VOCAB, seed=seed)
+    for processor in (
+        RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+        MinNewTokensLengthLogitsProcessor(row.num_prompt, params.min_tokens, [1]),
+        TemperatureLogitsWarper(params.temperature),
+        TopKLogitsWarper(params.top_k),
+        TopPLogitsWarper(params.top_p),
+        MinPLogitsWarper(params.min_p),
+    ):
+        expected = processor(ids, expected)
+    law = target_laws(logits[:, None], [row], Draft.empty(1))[0]
+    torch.testing.assert_close(law, expected.softmax(-1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("vocab_size", [40, 700, 20_011])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, top_k=5),
+        SamplingParams(temperature=0.7, top_k=30, top_p=0.8),
+        SamplingParams(temperature=2.0, top_p=0.95),
+        SamplingParams(temperature=1.0, top_p=0.3, min_p=0.05),
+    ],
+)
+def test_looking_at_a_few_candidates_finds_what_sorting_finds(vocab_size, params):
+    """Coarse logits, as of a bfloat16 model: ties everywhere, and wide nuclei."""
+    logits = random_logits(vocab_size, seed=vocab_size).bfloat16().double()
+    expected = reference_law(logits, Row([0], params), [])
+    torch.testing.assert_close(one_law(logits, params), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 5000])
+def test_greedy_takes_the_lowest_id_among_equals(vocab_size):
+    logits = torch.zeros(vocab_size)
+    logits[[3, 5]] = 4.0
+    assert one_law(logits, SamplingParams()).nonzero().tolist() == [[3]]
+    assert one_law(logits, SamplingParams(logit_bias={5: 0.5})).nonzero().tolist() == [[5]]
+    assert one_law(logits, SamplingParams(logit_bias={6: 4.0, 3: -1})).nonzero().tolist() == [[5]]
+
+
+def test_top_k_keeps_all_that_are_tied_and_top_p_the_lower_ids():
+    logits = torch.tensor([0.0, 2.0, 1.0, 1.0, 1.0])
+    assert one_law(logits, SamplingParams(temperature=1, top_k=2)).nonzero().flatten().tolist() == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    law = one_law(torch.zeros(8), SamplingParams(temperature=1, top_p=0.3))
+    assert law.nonzero().flatten().tolist() == [0, 1, 2]
+
+
+def test_top_p_keeps_the_token_that_crosses_it_and_at_least_one():
+    logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    law = one_law(logits, SamplingParams(temperature=1, top_p=0.6))
+    assert law.tolist() == pytest.approx([0.625, 0.375, 0])
+    assert one_law(logits, SamplingParams(temperature=1, top_p=1e-9)).tolist() == [1, 0, 0]
+
+
+def test_a_flat_law_is_followed_beyond_the_first_candidates():
+    law = one_law(torch.zeros(5000, dtype=torch.float64), SamplingParams(temperature=1, top_p=0.50005))
+    assert int((law > 0).sum()) == 2501
+    assert bool((law[:2501] > 0).all())
+
+
+def test_top_p_is_relative_to_all_that_top_k_keeps_even_ties_beyond_the_first_candidates():
+    logits = torch.zeros(5000, dtype=torch.float64)
+    logits[7] = 2.0
+    params = SamplingParams(temperature=1, top_k=5, top_p=0.1)
+    expected = reference_law(logits, Row([0], params), [])
+    torch.testing.assert_close(one_law(logits, params), expected, rtol=0, atol=1e-12)
+
+
+def test_counts_tell_prompt_from_output():
+    """Repetition counts the prompt; frequency and presence count only the output, as in OpenAI's API."""
+    row = Row([1, 1, 2], SamplingParams(temperature=1, frequency_penalty=1, presence_penalty=0.5), seed=0)
+    row.tokens += [2, 3, 3]
+    logits = torch.zeros(1, 1, 5, dtype=torch.float64)
+    changes = target_laws(logits, [row], Draft.empty(1))[0, 0].log()
+    assert (changes - changes[0]).tolist() == pytest.approx([0, 0, -1.5, -2.5, 0])
+
+
+def test_nothing_may_end_before_min_tokens_at_any_depth():
+    row = Row([4], SamplingParams(temperature=1, min_tokens=3, stop_token_ids=[2]), end_tokens=frozenset({1}))
+    row.tokens.append(5)
+    laws = target_laws(torch.zeros(1, 4, 6), [row], Draft.chains([[3, 3, 3]]))[0]
+    assert (laws[:, 1] == 0).tolist() == (laws[:, 2] == 0).tolist() == [True, True, False, False]
+
+
+def test_a_drafter_may_have_another_vocabulary():
+    params = SamplingParams(temperature=1, repetition_penalty=2.0, logit_bias={1: 1.0, 9: 5.0}, min_tokens=3)
+    row = Row([0, 2, 8], params, end_tokens=frozenset({3, 7}))
+    law = drafter_laws(torch.ones(1, 5, dtype=torch.float64), [row], torch.tensor([[8, 4]]))[0]
+    changes = law.log() - law[1].log()
+    assert changes.tolist() == pytest.approx([-1.5, 0, -1.5, -math.inf, -1.5])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_laws_are_laws_in_every_dtype_and_leave_the_logits_alone(name, dtype):
+    logits = random_logits(1, 4, VOCAB).to(dtype)
+    logits[0, 2, 3:9] = -math.inf
+    before = logits.clone()
+    laws = target_laws(logits, [Row([1, 2], SETTINGS[name])], Draft.chains([[3, 4, 5]]))
+    assert laws.dtype == (dtype if dtype.itemsize >= 4 else torch.float32)
+    assert bool((laws >= 0).all())
+    torch.testing.assert_close(laws.sum(-1), torch.ones(1, 4, dtype=laws.dtype), rtol=0, atol=1e-6)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 1}, {"temperature": 1, "top_k": 1}, {"temperature": 1, "min_p": 0.5}]
+)
+class TestUndefinedLaws:
+    def test_banning_everything_is_refused(self, settings):
+        params = SamplingParams(**settings, logit_bias=dict.fromkeys(range(4), -math.inf))
+        with pytest.raises(BadInputError, match=r"every token is banned.*relax logit_bias or min_tokens"):
+            one_law(torch.zeros(4), params)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_broken_model_is_told_from_a_banned_law(self, settings, value):
+        with pytest.raises(SecondGuessError, match="expected finite logits") as refusal:
+            one_law(torch.tensor([0.0, 1.0, value, 0.0]), SamplingParams(**settings))
+        assert not isinstance(refusal.value, BadInputError)
+
+    def test_one_undefined_query_among_good_ones_is_found(self, settings):
+        logits = torch.zeros(2, 3, 4)
+        logits[1, 2] = -math.inf
+        rows = [Row([0], SamplingParams(**settings)), Row([0], SamplingParams(**settings))]
+        with pytest.raises(BadInputError):
+            target_laws(logits, rows, Draft.chains([[1, 2], [1, 2]]))
+
+
+class TestLogprobs:
+    logits = random_logits(4, VOCAB, seed=5)
+
+    def commit(self, logprobs, path, next_token=6, **settings):
+        row = Row([1], SamplingParams(logprobs=logprobs, temperature=0.3, logit_bias={6: 50}, **settings))
+        commit = row.commit([[7, 8, 9][node] for node in path], next_token)
+        return commit, commit_logprobs(commit, self.logits, path)
+
+    def test_nothing_is_added_unasked(self):
+        commit, reported = self.commit(None, [0])
+        assert reported is commit
+
+    def test_each_token_is_judged_behind_its_ancestor_by_the_models_own_law(self):
+        _, reported = self.commit(3, [0, 2])
+        law = self.logits.log_softmax(-1)
+        assert [each.token for each in reported.logprobs] == [7, 9, 6]
+        own = [float(law[0, 7]), float(law[1, 9]), float(law[3, 6])]
+        assert [each.logprob for each in reported.logprobs] == pytest.approx(own)
+        for each, query in zip(reported.logprobs, [0, 1, 3], strict=True):
+            top = law[query].topk(3)
+            assert list(each.alternatives) == top.indices.tolist()
+            assert list(each.alternatives.values()) == pytest.approx(top.values.tolist())
+
+    def test_zero_alternatives_is_the_token_alone(self):
+        _, reported = self.commit(0, [])
+        assert [each.alternatives for each in reported.logprobs] == [{}]
+
+    def test_a_cut_commit_reports_only_what_it_kept(self):
+        _, reported = self.commit(1, [0, 1, 2], max_tokens=2)
+        assert [each.token for each in reported.logprobs] == [7, 8]
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("setting", "value"),
+        [
+            ("max_tokens", 0),
+            ("max_tokens", 2.5),
+            ("max_tokens", True),
+            ("max_tokens", 10**12),
+            ("min_tokens", -1),
+            ("min_tokens", 129),
+            ("temperature", -0.1),
+            ("temperature", math.nan),
+            ("temperature", math.inf),
+            ("temperature", 1e-30),
+            ("temperature", 1000),
+            ("temperature", "hot"),
+            ("temperature", None),
+            ("top_k", -1),
+            ("top_k", 1.0),
+            ("top_p", 0),
+            ("top_p", 1.01),
+            ("top_p", math.nan),
+            ("min_p", -0.1),
+            ("min_p", 1.1),
+            ("repetition_penalty", 0),
+            ("repetition_penalty", math.inf),
+            ("frequency_penalty", 2.1),
+            ("presence_penalty", -2.1),
+            ("logit_bias", [1, 2]),
+            ("logit_bias", {"1": 1.0}),
+            ("logit_bias", {-1: 1.0}),
+            ("logit_bias", {1: 101}),
+            ("logit_bias", {1: math.inf}),
+            ("logit_bias", {1: math.nan}),
+            ("stop", ""),
+            ("stop", ["a", ""]),
+            ("stop", [1]),
+            ("stop", 1),
+            ("stop_token_ids", "12"),
+            ("stop_token_ids", 2),
+            ("stop_token_ids", [-2]),
+            ("stop_token_ids", [1.5]),
+            ("seed", -1),
+            ("seed", 1.5),
+            ("seed", 2**64),
+            ("logprobs", -1),
+            ("logprobs", 21),
+        ],
+    )
+    def test_nonsense_is_refused_by_name(self, setting, value):
+        with pytest.raises(BadInputError, match=rf"expected {setting}.* to be .*, got "):
+            SamplingParams(**{setting: value})
+
+    def test_values_are_brought_into_one_form(self):
+        params = SamplingParams(stop="\n", stop_token_ids=[3, 4], temperature=1, logit_bias={7: 2})
+        assert params.stop == ("\n",)
+        assert params.stop_token_ids == (3, 4)
+        assert isinstance(params.temperature, float)
+        assert dict(params.logit_bias) == {7: 2.0}
+
+    def test_settings_do_not_change_behind_your_back(self):
+        bias = {7: 2.0}
+        params = SamplingParams(logit_bias=bias)
+        bias[7] = 3.0
+        assert params.logit_bias[7] == 2.0
+        with pytest.raises(TypeError):
+            params.logit_bias[7] = 3.0
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            params.top_k = 5
+
+    def test_equal_settings_are_interchangeable(self):
+        params = SamplingParams(logit_bias={7: 2, 1: 1}, stop=["a"])
+        for other in (
+            SamplingParams(logit_bias={1: 1.0, 7: 2.0}, stop="a"),
+            copy.deepcopy(params),
+            pickle.loads(pickle.dumps(params)),
+            dataclasses.replace(params),
+        ):
+            assert other == params
+            assert hash(other) == hash(params)
+        assert dataclasses.replace(params, logit_bias={7: 1}) != params
+
+    def test_tokens_that_the_model_lacks_are_refused(self):
+        SamplingParams(logit_bias={9: 1}, stop_token_ids=[9]).check_vocab(10)
+        with pytest.raises(BadInputError, match="expected logit_bias to be token ids below 10, got 10"):
+            SamplingParams(logit_bias={10: 1}).check_vocab(10)
+        with pytest.raises(BadInputError, match="expected stop_token_ids"):
+            SamplingParams(stop_token_ids=[10]).check_vocab(10)

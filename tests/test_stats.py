@@ -1,0 +1,105 @@
+"""Counters count, ratios follow from them, and every second of a round is charged once."""
+
+import pytest
+
+from secondguess.core import Draft, Row
+from secondguess.sampling import SamplingParams
+from secondguess.stats import PHASES, Ledger, Stats
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only when told to."""
+
+    class Clock:
+        now = 0.0
+
+        def advance(self, seconds: float) -> None:
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr("secondguess.stats.time.perf_counter", lambda: clock.now)
+    return clock
+
+
+def rows_of(num_rows: int, **settings) -> list[Row]:
+    return [Row([1], SamplingParams(**settings)) for _ in range(num_rows)]
+
+
+def test_counters_by_position():
+    ledger, (row, other) = Ledger(), rows_of(2)
+    for accepted, num_drafted in (([5, 6], 3), ([], 1), ([5], 1), ([], 0)):
+        draft = Draft.chains([[5] * num_drafted, [5]])
+        ledger.record([row, other], draft, [row.commit(accepted, 7), other.commit([], 7)])
+    stats = ledger.of(row)
+    assert (stats.num_rounds, stats.num_tokens, stats.num_drafted, stats.num_accepted) == (4, 7, 5, 3)
+    assert stats.drafted_per_position == [3, 1, 1]
+    assert stats.accepted_per_position == [2, 1, 0]
+    assert stats.acceptance_rate == 3 / 5
+    assert stats.acceptance_length == 7 / 4
+    assert (ledger.of(other).num_drafted, ledger.of(other).num_accepted) == (4, 0)
+
+
+def test_what_lies_behind_a_cut_is_not_counted():
+    ledger, rows = Ledger(), rows_of(1, max_tokens=2)
+    ledger.record(rows, Draft.chains([[5, 6, 7]]), [rows[0].commit([5, 6, 7], 8)])
+    stats = ledger.of(rows[0])
+    assert (stats.num_tokens, stats.num_accepted) == (2, 2)
+    assert stats.accepted_per_position == [1, 1, 0]
+
+
+def test_ratios_of_nothing_are_zero():
+    stats = Stats()
+    assert (stats.acceptance_rate, stats.acceptance_length, stats.tokens_per_second) == (0, 0, 0)
+
+
+def test_seconds_of_a_round_go_to_its_phases_and_the_rest_to_other(clock):
+    ledger, rows = Ledger(), rows_of(2)
+    with ledger.round(rows):
+        clock.advance(1)
+        for seconds in (2, 4):
+            with ledger.phase("draft"):
+                clock.advance(seconds)
+        with ledger.phase("score"):
+            clock.advance(8)
+    with ledger.round(rows[:1]), ledger.phase("score"):
+        clock.advance(16)
+    assert ledger.of(rows[0]).seconds == dict.fromkeys(PHASES, 0.0) | {"draft": 6, "score": 24, "other": 1}
+    assert ledger.of(rows[1]).seconds == dict.fromkeys(PHASES, 0.0) | {"draft": 6, "score": 8, "other": 1}
+
+
+def test_a_round_that_fails_is_charged_all_the_same(clock):
+    ledger, rows = Ledger(), rows_of(1)
+
+    def interrupted_round():
+        with ledger.round(rows), ledger.phase("score"):
+            clock.advance(3)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_round()
+    assert ledger.of(rows[0]).seconds["score"] == 3
+
+
+def test_speed_counts_all_seconds():
+    stats = Stats(
+        num_tokens=10, seconds={"prefill": 1.0, "draft": 1.0, "score": 2.0, "judge": 0.5, "other": 0.5}
+    )
+    assert stats.tokens_per_second == 2
+
+
+def test_public_names():
+    assert list(Stats().as_dict()) == [
+        "num_rounds",
+        "num_tokens",
+        "num_drafted",
+        "num_accepted",
+        "acceptance_rate",
+        "acceptance_length",
+        "accepted_per_position",
+        "drafted_per_position",
+        "tokens_per_second",
+        "seconds",
+    ]
+    stats = Stats(2, 5, 4, 3, seconds={"score": 2.0})
+    assert str(stats) == "2.5 tokens/s, acceptance 75%, 2.50 tokens per target pass"

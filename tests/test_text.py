@@ -1,0 +1,303 @@
+"""Text while it arrives: whole characters, the same as decoding at once, cut before a stop string."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from secondguess.core import Row
+from secondguess.sampling import SamplingParams
+from secondguess.text import LONGEST_WINDOW, IncrementalDecoder, TextStream
+
+CORPUS = [
+    "def naïve(items): return [item for item in items if item]\n",
+    "Hello world, hello text. The quick brown fox; the lazy dog.\n",
+    "print('ok')\n\nclass Stack:\n    pass\n",
+    "return\nreturn\nreturn\nreturn\n",
+]
+TEXTS = [
+    "def f(items):\n    return [x for x in items]\n",
+    "naïve café — 日本語 🙂👩‍👩‍👧 done",
+    "€€€🙂🙂日本",
+    "a  b   c\n\n\n",
+    "",
+]
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Like GPT-2: any byte is a token, characters outside the corpus are spread over several."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def sentence_piece() -> PreTrainedTokenizerFast:
+    """Like Llama 2: words begin with a mark that is a space except in front, bytes are the last resort."""
+    words = ["▁Hello", "▁world", "▁", "▁the", "a", "b", "c", "é", ",", "\n"]
+    pieces = ["<|end|>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    model = models.BPE(
+        {piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", unk_token="<unk>")
+
+
+TOKENIZERS = {"byte-level": byte_level(), "sentence-piece": sentence_piece()}
+BYTES = TOKENIZERS["byte-level"]
+PIECES = TOKENIZERS["sentence-piece"]
+
+
+def spell(text: str) -> list[int]:
+    """Tokens of a sentence-piece text, space by space and byte by byte where no word fits."""
+    ids = []
+    for word in text.replace(" ", "\x00▁").split("\x00"):
+        whole = PIECES.convert_tokens_to_ids(word)
+        if word in PIECES.get_vocab():
+            ids.append(whole)
+            continue
+        for character in word:
+            if character in PIECES.get_vocab():
+                ids.append(PIECES.convert_tokens_to_ids(character))
+            else:
+                ids += [PIECES.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in character.encode()]
+    return ids
+
+
+def encode(name: str, text: str) -> list[int]:
+    return BYTES.encode(text) if name == "byte-level" else spell(text)
+
+
+def single_bytes(text: str) -> list[int]:
+    """One byte-level token per byte, as a model may choose to write what has a longer token."""
+    parts = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return [BYTES.convert_tokens_to_ids(character) for part, _ in parts for character in part]
+
+
+def pieces_of(stream: TextStream, row: Row, commits: list[list[int]]) -> list[str]:
+    """Commit runs of tokens (all but the last of each drafted) and take a piece after each."""
+    pieces = []
+    for tokens in commits:
+        pieces.append(stream.take(row.commit(tokens[:-1], tokens[-1])).text)
+        if row.finished:
+            break
+    return pieces
+
+
+def watched_row(stop=(), tokenizer=BYTES, prompt="p", **settings) -> tuple[TextStream, Row]:
+    prompt_ids = encode("byte-level" if tokenizer is BYTES else "sentence-piece", prompt)
+    stream = TextStream(tokenizer, prompt_ids, stop)
+    ends = frozenset({tokenizer.eos_token_id})
+    return stream, Row(prompt_ids, SamplingParams(**settings), end_tokens=ends, watcher=stream)
+
+
+def in_runs(tokens: list[int], seed: int) -> list[list[int]]:
+    chooser, runs = random.Random(seed), []
+    while tokens:
+        size = chooser.randint(1, 4)
+        runs.append(tokens[:size])
+        tokens = tokens[size:]
+    return runs
+
+
+class TestIncrementalDecoder:
+    @pytest.mark.parametrize("name", TOKENIZERS)
+    @pytest.mark.parametrize("prompt", TEXTS[:4])
+    @pytest.mark.parametrize("text", TEXTS)
+    def test_pieces_make_up_the_text_as_if_decoded_at_once(self, name, prompt, text):
+        tokenizer = TOKENIZERS[name]
+        before, ids = encode(name, prompt), encode(name, text)
+        decoder = IncrementalDecoder(tokenizer, before)
+        pieces = [decoder.push(token) for token in ids]
+        assert not any("\ufffd" in piece for piece in pieces)
+        whole = tokenizer.decode([*before, *ids])
+        assert whole == tokenizer.decode(before) + "".join(pieces)
+        assert decoder.flush() == ""
+
+    @pytest.mark.parametrize("text", TEXTS)
+    def test_characters_spread_over_tokens_come_whole(self, text):
+        decoder = IncrementalDecoder(BYTES, encode("byte-level", "p"))
+        pieces = [decoder.push(token) for token in single_bytes(text)]
+        assert [piece for piece in pieces if piece] == list(text)
+
+    def test_a_space_is_written_within_a_text_but_not_in_front_of_it(self):
+        hello = PIECES.convert_tokens_to_ids("▁Hello")
+        assert IncrementalDecoder(PIECES, spell("a,b")).push(hello) == " Hello"
+        assert IncrementalDecoder(PIECES, [PIECES.eos_token_id]).push(hello) == "Hello"
+
+    def test_a_prompt_that_ends_in_special_tokens_is_context_all_the_same(self):
+        prompt = [*spell("Hello world"), *[PIECES.eos_token_id] * 20]
+        assert IncrementalDecoder(PIECES, prompt).push(PIECES.convert_tokens_to_ids("▁the")) == " the"
+
+    def test_special_tokens_have_no_text(self):
+        decoder = IncrementalDecoder(BYTES, encode("byte-level", "p"))
+        ids = [*encode("byte-level", "a"), BYTES.eos_token_id, *encode("byte-level", "b")]
+        assert [decoder.push(token) for token in ids] == ["a", "", "b"]
+
+    def test_the_output_may_complete_a_character_of_the_prompt(self):
+        ids = single_bytes("a€b")
+        decoder = IncrementalDecoder(BYTES, ids[:2])
+        assert [decoder.push(token) for token in ids[2:]] == ["", "€", "b"]
+
+    def test_an_incomplete_end_is_shown_when_nothing_follows(self):
+        decoder = IncrementalDecoder(BYTES, encode("byte-level", "p"))
+        assert [decoder.push(token) for token in single_bytes("a🙂")[:4]] == ["a", "", "", ""]
+        assert decoder.flush() == "\ufffd"
+
+    def test_bytes_that_are_no_text_do_not_block_what_follows(self):
+        lone = single_bytes("€")[1]
+        ids = [lone] * 300 + single_bytes("🙂x")
+        decoder = IncrementalDecoder(BYTES, encode("byte-level", "p"))
+        pieces = [decoder.push(token) for token in ids]
+        assert "".join(pieces) == "\ufffd" * 300 + "🙂x"
+        assert any(pieces[:10])
+
+    @pytest.mark.parametrize(
+        "ids",
+        [single_bytes("word " * 300), single_bytes("🙂" * 300), single_bytes("€")[1:2] * 999],
+        ids=["words", "characters", "no text"],
+    )
+    def test_each_step_decodes_a_bounded_number_of_tokens(self, ids):
+        sizes = []
+
+        class Counting:
+            def decode(self, token_ids, *, skip_special_tokens):
+                sizes.append(len(token_ids))
+                return BYTES.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        decoder = IncrementalDecoder(Counting(), encode("byte-level", "p" * 1000))
+        for token in ids:
+            decoder.push(token)
+        assert max(sizes) <= LONGEST_WINDOW + 1
+        assert len(sizes) <= 2 * len(ids)
+
+
+class TestPieces:
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("text", TEXTS[:4])
+    def test_pieces_and_their_segments_make_up_the_text(self, text, seed):
+        stream, row = watched_row(stop=["\n\n\n\n", "done!"])
+        for run in in_runs([*single_bytes(text), BYTES.eos_token_id], seed):
+            commit = row.commit(run[:-1], run[-1])
+            piece = stream.take(commit)
+            assert "".join(text for text, _ in piece.segments) == piece.text
+            assert (piece.tokens, piece.drafted) == (commit.tokens, commit.drafted)
+            assert "\ufffd" not in piece.text
+            text = text.removeprefix(piece.text) if text.startswith(piece.text) else pytest.fail(piece.text)
+        assert row.finish_reason == "stop"
+        assert text == ""
+
+    def test_a_character_belongs_to_the_token_that_completed_it(self):
+        stream, row = watched_row()
+        tokens = single_bytes("ab€c")
+        assert stream.take(row.commit(tokens[:3], tokens[3])).segments == [("ab", True)]
+        assert stream.take(row.commit(tokens[4:5], tokens[5])).segments == [("€", True), ("c", False)]
+
+    def test_held_text_keeps_its_writer(self):
+        stream, row = watched_row(stop=["xyz"])
+        tokens = single_bytes("axyb")
+        assert stream.take(row.commit(tokens[:1], tokens[1])).segments == [("a", True)]
+        later = stream.take(row.commit(tokens[2:3], tokens[3]))
+        assert later.segments == [("x", False), ("y", True), ("b", False)]
+
+    def test_the_end_gives_out_all_that_was_held(self):
+        stream, row = watched_row(stop=["xyz"], max_tokens=4)
+        tokens = single_bytes("axy🙂")
+        assert pieces_of(stream, row, [tokens[:3], tokens[3:4]]) == ["a", "xy\ufffd"]
+        assert row.finish_reason == "length"
+
+    def test_an_interruption_gives_out_all_whole_characters(self):
+        stream, row = watched_row(stop=["xyz"])
+        tokens = single_bytes("axy🙂")
+        assert pieces_of(stream, row, [tokens[:4]]) == ["a"]
+        assert stream.flush().text == "xy"
+        assert stream.flush().text == ""
+
+    def test_an_interruption_between_commit_and_piece_loses_no_text(self):
+        stream, row = watched_row()
+        tokens = single_bytes("ab")
+        stream.take(row.commit([], tokens[0]))
+        row.commit([], tokens[1])
+        assert stream.flush().text == "b"
+
+
+class TestStopStrings:
+    @pytest.mark.parametrize("stop", [["stop"], ["never", "stop", "op"], ["p st", "stop"], ["st"]])
+    @pytest.mark.parametrize("seed", range(6))
+    def test_the_text_ends_before_the_first_one_however_tokens_fall(self, stop, seed):
+        text = "so st sto it stopp stop"
+        expected = min((text.split(each)[0] for each in stop), key=len)
+        for ids in (single_bytes(text), encode("byte-level", text)):
+            stream, row = watched_row(stop)
+            pieces = pieces_of(stream, row, in_runs(ids, seed))
+            assert "".join(pieces) == expected
+            assert row.finish_reason == "stop"
+
+    def test_a_stop_string_inside_one_token_cuts_within_it(self):
+        (token,) = BYTES.encode("return")
+        stream, row = watched_row(["tur"])
+        assert pieces_of(stream, row, [[token]]) == ["re"]
+
+    def test_of_several_completed_by_one_token_the_first_in_the_text_counts(self):
+        (token,) = BYTES.encode("return")
+        stream, row = watched_row(["urn", "etu", "turn"])
+        assert pieces_of(stream, row, [[token]]) == ["r"]
+
+    def test_what_may_begin_a_stop_string_is_held_and_no_more(self):
+        stream, row = watched_row(["abac"])
+        assert pieces_of(stream, row, [[token] for token in single_bytes("xababax")]) == [
+            "x", "", "", "", "ab", "", "abax",
+        ]  # fmt: skip
+
+    def test_the_token_list_keeps_what_the_text_loses(self):
+        stream, row = watched_row(["cd"])
+        tokens = single_bytes("abcdef")
+        assert pieces_of(stream, row, [tokens]) == ["ab"]
+        assert row.output == tokens[:4]
+
+    def test_unicode_stop_strings_meet_split_characters(self):
+        stream, row = watched_row(["🙂"])
+        assert "".join(pieces_of(stream, row, in_runs(single_bytes("a€🙂b"), 0))) == "a€"
+        assert row.finish_reason == "stop"
+
+    def test_a_stop_string_is_looked_for_in_the_output_alone(self):
+        stream, row = watched_row(["pq"], prompt="p")
+        pieces = pieces_of(stream, row, [[token] for token in single_bytes("qpq")])
+        assert pieces == ["q", "", ""]
+        assert row.finish_reason == "stop"
+
+    def test_before_min_tokens_it_stays_in_the_text_and_the_next_one_ends_it(self):
+        stream, row = watched_row(["ab"], min_tokens=4)
+        pieces = pieces_of(stream, row, [[token] for token in single_bytes("xabyabz")])
+        assert "".join(pieces) == "xaby"
+        assert row.finish_reason == "stop"
+
+    def test_one_begun_before_min_tokens_and_completed_after_counts(self):
+        stream, row = watched_row(["abc"], min_tokens=3)
+        assert "".join(pieces_of(stream, row, [[token] for token in single_bytes("abcd")])) == ""
+        assert row.num_output == 3
+
+    def test_characters_of_a_passed_over_one_do_not_begin_the_next(self):
+        stream, row = watched_row(["aa"], min_tokens=3)
+        pieces = pieces_of(stream, row, [[token] for token in single_bytes("aaaab")])
+        assert "".join(pieces) == "aa"
+        assert row.num_output == 4
+
+    def test_one_that_the_row_did_not_honour_is_not_cut_at_the_end_of_the_context(self):
+        stream, row = watched_row(["ab"], min_tokens=9)
+        row.context_length = len(row.tokens) + 3
+        assert "".join(pieces_of(stream, row, [[token] for token in single_bytes("xab")])) == "xab"
+        assert row.finish_reason == "length"
+
+    def test_without_stop_strings_nothing_is_held(self):
+        stream, row = watched_row()
+        assert pieces_of(stream, row, [[token] for token in single_bytes("abc")]) == ["a", "b", "c"]
