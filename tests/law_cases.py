@@ -56,6 +56,11 @@ def sometimes(one: Law, other: Law) -> Law:
     return lambda context: (one if sum(context) % 2 == 0 else other)(context)
 
 
+def turned(*probs: float) -> Law:
+    """One law whose tokens change places from context to context."""
+    return lambda context: torch.tensor(probs, dtype=torch.float64).roll(sum(context))
+
+
 PAIRS = {
     "binary": Pair(2, random_law(2, 1), random_law(2, 2)),
     "ternary": Pair(3, random_law(3, 3), random_law(3, 4)),
@@ -65,6 +70,7 @@ PAIRS = {
     "certain-target": Pair(3, one_hot_law(3, 10), random_law(3, 11)),
     "certain-drafter": Pair(3, random_law(3, 12), one_hot_law(3, 13)),
     "disjoint": Pair(4, confined_law(4, 14, [0, 1]), confined_law(4, 15, [2, 3])),
+    "rare": Pair(3, turned(0.6, 0.3995, 0.0005), turned(0.9, 0.0998, 0.0002)),
     "sharp": Pair(3, random_law(3, 16, sharpness=6), random_law(3, 17, sharpness=6)),
 }
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=20)

@@ -279,7 +279,7 @@ def test_a_drafter_whose_vocabulary_does_not_fit(ask, tmp_path):
 
 
 def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
-    ask, tiny_draft_checkpoint, monkeypatch
+    ask, tiny_checkpoint, tiny_draft_checkpoint, monkeypatch
 ):
     from secondguess.runtime.loading import memory_need
 
@@ -287,12 +287,12 @@ def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
         raise AssertionError("loaded, although there is no room")
 
     arguments = ["x", "--dtype", "float32", "--drafter", f"model:{tiny_draft_checkpoint}"]
-    draft_need = memory_need(tiny_draft_checkpoint, dtype="float32").total
+    needs = [memory_need(path, dtype="float32").total for path in (tiny_checkpoint, tiny_draft_checkpoint)]
     monkeypatch.setattr("secondguess.api.load_runtime", refuse_to_load)
-    # Each model alone would fit.
-    for module in ("secondguess.runtime.memory", "secondguess.runtime.loading"):
-        monkeypatch.setattr(f"{module}.available_memory", lambda device: draft_need * 6, raising=False)
+    monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda device: sum(needs) - 1)
     assert_refused(ask(*arguments), "weights", "cache", "available", "tiny-draft", "smaller model")
+    monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda device: sum(needs))
+    assert "loaded, although" in ask(*arguments).err
 
 
 # the other verbs
@@ -310,7 +310,7 @@ def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
         (["verify", "--delta", "0"], ["delta", "0"]),
         (["verify", "--cells", "1"], ["num_cells", "1"]),
         (["verify", "--batch-size", "0"], ["batch_size", "0"]),
-        (["verify", "--seed", "-1"], ["seed", "-1"]),
+        (["verify", "--seed", "-1"], ["--seed", "-1"]),
         (["verify", "--drafter", "oracle"], ["drafter", "oracle"]),
         (["verify", "--verifier", "judge"], ["verifier", "judge"]),
         (["verify", "--dtype", "float32"], ["--model", "--dtype"]),

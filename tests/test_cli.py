@@ -232,6 +232,19 @@ def test_people_see_prompt_text_and_one_closing_line(secondguess_command, team):
         assert picked in done.err
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_people_see_the_prompts_of_a_file_in_order(secondguess_command, team, tmp_path, batch_size):
+    prompts = ["def first(", "def second(", "def third("]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    arguments = ["generate", "--prompt-file", file, "--batch-size", batch_size, "--max-tokens", 5, *team]
+    records = secondguess_command(*arguments, "--json").records
+    shown = re.sub(r"[\d.]+ tokens/s, .*\n", "figures\n", secondguess_command(*arguments).out)
+    assert shown == "\n".join(
+        f"{prompt}{record['text']}\n\nfigures\n" for prompt, record in zip(prompts, records, strict=True)
+    )
+
+
 def test_a_terminal_shows_who_wrote_each_token(secondguess_command, tiny_checkpoint, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

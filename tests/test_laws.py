@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+
 from law_cases import (
     PAIRS,
     PROMPT,
@@ -21,7 +22,6 @@ from law_cases import (
     one_hot_law,
     play,
 )
-
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
 from secondguess.decode import Team

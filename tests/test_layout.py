@@ -15,7 +15,7 @@ REPOSITORY = PACKAGE.parents[1]
 # A module may import from its own layer only inside its own folder, and from every lower layer.
 LAYERS = [
     ("core", "errors"),
-    ("penalties", "truncation"),
+    ("names", "penalties", "truncation"),
     ("builtin", "sampling", "text", "noise", "stats", "runtime", "drafters", "verifiers", "controllers", "train"),
     ("decode", "testing"),
     ("engine", "api", "certify", "enumeration"),

@@ -244,6 +244,12 @@ def test_top_p_is_relative_to_all_that_top_k_keeps_even_ties_beyond_the_first_ca
     torch.testing.assert_close(one_law(logits, params), expected, rtol=0, atol=1e-12)
 
 
+def test_top_p_that_is_off_drops_nothing_however_improbable():
+    logits = torch.tensor([0.0, -50.0, -90.0], dtype=torch.float64)
+    law = one_law(logits, SamplingParams(temperature=1, top_k=2))
+    assert law.tolist() == pytest.approx([1, math.exp(-50), 0], rel=1e-9, abs=0)
+
+
 def test_counts_tell_prompt_from_output():
     """Repetition counts the prompt; frequency and presence count only the output, as in OpenAI's API."""
     row = Row([1, 1, 2], SamplingParams(temperature=1, frequency_penalty=1, presence_penalty=0.5), seed=0)
@@ -292,8 +298,10 @@ class TestUndefinedLaws:
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_a_broken_model_is_told_from_a_banned_law(self, settings, value):
+        logits = torch.arange(5000) / 1000
+        logits[4000] = value
         with pytest.raises(SecondGuessError, match="expected finite logits") as refusal:
-            one_law(torch.tensor([0.0, 1.0, value, 0.0]), SamplingParams(**settings))
+            one_law(logits, SamplingParams(**settings))
         assert not isinstance(refusal.value, BadInputError)
 
     def test_one_undefined_query_among_good_ones_is_found(self, settings):

@@ -138,6 +138,11 @@ class TestIncrementalDecoder:
         prompt = [*spell("Hello world"), *[PIECES.eos_token_id] * 20]
         assert IncrementalDecoder(PIECES, prompt).push(PIECES.convert_tokens_to_ids("▁the")) == " the"
 
+    def test_special_tokens_in_the_output_do_not_push_the_context_out(self):
+        decoder = IncrementalDecoder(PIECES, spell("Hello world"))
+        ids = [*spell("a,b"), *[PIECES.eos_token_id] * 40, PIECES.convert_tokens_to_ids("▁the")]
+        assert "".join(decoder.push(token) for token in ids) == "a,b the"
+
     def test_special_tokens_have_no_text(self):
         decoder = IncrementalDecoder(BYTES, encode("byte-level", "p"))
         ids = [*encode("byte-level", "a"), BYTES.eos_token_id, *encode("byte-level", "b")]
@@ -289,8 +294,14 @@ class TestStopStrings:
     def test_characters_of_a_passed_over_one_do_not_begin_the_next(self):
         stream, row = watched_row(["aa"], min_tokens=3)
         pieces = pieces_of(stream, row, [[token] for token in single_bytes("aaaab")])
-        assert "".join(pieces) == "aa"
+        assert pieces == ["", "aa", "", ""]
         assert row.num_output == 4
+
+    def test_a_second_one_within_a_passed_over_token_is_passed_over_too(self):
+        (token,) = BYTES.encode("return")
+        stream, row = watched_row(["r"], min_tokens=2)
+        assert pieces_of(stream, row, [[token, *single_bytes("x")]]) == ["returnx"]
+        assert not row.finished
 
     def test_one_that_the_row_did_not_honour_is_not_cut_at_the_end_of_the_context(self):
         stream, row = watched_row(["ab"], min_tokens=9)

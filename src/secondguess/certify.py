@@ -64,7 +64,7 @@ class CertifyOptions:
         seed: of the noise; the same seed gives the same certificate.
     """
 
-    num_samples: int = 220_000
+    num_samples: int = 200_000
     num_tokens: int = 4
     num_cells: int = 81
     temperature: float = 1.0
@@ -187,7 +187,9 @@ def tiny_subject(
 
     def load_draft_model(path: str) -> Runtime:
         if path != "tiny":
-            raise BadInputError(f"expected a drafter of the tiny model, got 'model:{path}'; name its target too")
+            raise BadInputError(
+                f"expected a drafter of the tiny model, got 'model:{path}'; name its target too"
+            )
         return TransformersRuntime(draft_model)
 
     name = "model:tiny" if drafter == "model" else drafter
@@ -227,7 +229,7 @@ def _own_attention(model: Any) -> Iterator[None]:
 
 def certify(
     subject: Subject,
-    options: CertifyOptions = CertifyOptions(),  # noqa: B008 - frozen
+    options: CertifyOptions = CertifyOptions(),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Certificate:
     """Draw texts through the shipping path and compare their law with the target's.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -177,7 +178,7 @@ class Draft:
         width = max((len(chain) for chain in chains), default=0)
         tokens = [[*chain, *([0] * (width - len(chain)))] for chain in chains]
         parents = [[*range(-1, len(chain) - 1), *([-1] * (width - len(chain)))] for chain in chains]
-        as_tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
+        as_tensor = partial(torch.tensor, dtype=torch.long, device=device)
         shape = (len(chains), width)
         return cls(
             as_tensor(tokens).reshape(shape),

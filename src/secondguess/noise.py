@@ -92,7 +92,7 @@ class KeyedNoise(Noise):
 
     def draft(self, laws: Tensor, depth: int) -> Tensor:
         if bool(self.greedy.all()):
-            return laws.argmax(-1)
+            return laws.max(-1).indices
         depths = torch.full_like(self.positions, depth)
         if bool(self.coupled.all()):
             return self._race(laws, depths)
@@ -107,12 +107,12 @@ class KeyedNoise(Noise):
 
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
         if bool(self.greedy.all()):
-            return laws.argmax(-1)
+            return laws.max(-1).indices
         return draw_by_inversion(laws, self._uniforms(depths, Purpose.DRAW))
 
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
         if bool(self.greedy.all()):
-            return laws.argmax(-1)
+            return laws.max(-1).indices
         return self._race(laws, depths)
 
     def select(self, rows: Tensor) -> KeyedNoise:

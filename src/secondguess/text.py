@@ -75,7 +75,7 @@ class IncrementalDecoder:
         if num_open and len(self._window) - self._num_settled < LONGEST_CHARACTER:
             return ""
         # More tokens than a character can have: all but the end of them will never become one.
-        end = max(len(text) - num_open, self._num_given)
+        end = len(text) - num_open
         piece = text[self._num_given : end]
         self._num_given = end
         if not num_open:

@@ -11,6 +11,7 @@ from secondguess.bench.report import (
     Report,
     Workbench,
     count_flips,
+    fastest_speculators,
     make_cost_table,
     make_results,
     summarise_rounds,
@@ -73,10 +74,10 @@ def report(complete=True):
 def test_speeds_are_medians_and_ratios_are_against_each_plain_system():
     plain, fast, *_ = results()
     assert (plain.tokens_per_second, fast.tokens_per_second) == (20.0, 40.0)
-    assert set(fast.against) == {"ours plain", "theirs plain"}
+    assert set(fast.against) == {"ours plain", "theirs plain", "theirs fast"}
     assert fast.against["ours plain"].of_medians == pytest.approx(2.0)
     assert fast.against["ours plain"].worst == pytest.approx(0.5)
-    assert set(plain.against) == {"theirs plain"}
+    assert set(plain.against) == {"theirs plain", "ours fast", "theirs fast"}
 
 
 def test_rounds_are_summed_over_prompts():
@@ -123,9 +124,21 @@ def test_an_equal_text_is_no_flip():
     assert equality.num_tokens_differing == 0
 
 
-def test_the_best_of_a_family_is_its_fastest_speculator():
-    assert report().best("theirs", 0.0).system == "theirs fast"
-    assert report().best("nobody", 0.0) is None
+def test_the_champion_of_a_family_is_its_fastest_speculator():
+    log = []
+    rivals = [
+        FakeSystem("plain", log),
+        FakeSystem("slow", log, speculates=True),
+        FakeSystem("fast", log, speculates=True),
+        FakeSystem("lone", log, family="theirs"),
+    ]
+    # The mean of `slow` is larger; its median is not.
+    speeds = {"plain": [9.0] * 3, "slow": [1.0, 2.0, 90.0], "fast": [3.0, 3.0, 3.0], "lone": [1.0] * 3}
+    assert fastest_speculators(rivals, speeds) == {"secondguess": "fast"}
+
+
+def test_results_are_found_by_name_and_temperature():
+    assert report().result("ours fast", 0.0).tokens_per_second == 40.0
     with pytest.raises(KeyError):
         report().result("ours fast", 0.5)
 
@@ -158,7 +171,7 @@ def test_the_page_shows_ratios_flips_costs_and_where_it_comes_from():
     assert "| ours fast | 40.0 | 2.00x [" in page
     assert "worst 0.50x" in page
     assert "| ours fast | 3 of 3 | 6 of 12 |" in page
-    assert "Best against best: ours fast over theirs fast is 2.00x" in page
+    assert "| system | tokens/s | against ours plain | against theirs plain | against theirs fast |" in page
     assert "| v(m) | 1.00 | 1.30 |" in page
     assert "with uncommitted changes" in page
     assert "| ours fast | 4.00 | 100.0% | 1.00 1.00 1.00 | 3.00 | 0.100 |" in page

@@ -76,6 +76,7 @@ def test_fixed_is_not_shown_any_law() -> None:
         (0.3, 0.4, 1),  # the node that was not sure stays in the draft
         (0.3, 0.0, 8),
         (0.9, 1.0, 1),
+        (1.0, 1.0, 8),  # at the threshold is sure enough
     ],
 )
 def test_confidence_stops_after_the_node_that_makes_survival_unlikely(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from secondguess.bench.summary import Ratio, compare
+from secondguess.bench.summary import Ratio
 
 if TYPE_CHECKING:
     from secondguess.bench.report import CostTable, Report, Result, Workbench
 
 NOTES = """\
 Tokens/s: median over prompts of new tokens over wall-clock seconds, prefill included. Ratios: median over
-median, [95 % bootstrap interval over prompts], then the worst prompt. tau: tokens per target pass. c: one
-draft step over one target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/predicted
-leaves our overhead out of 1
-(both without prefill)."""
+median, [95 % bootstrap interval over prompts], then the worst prompt; against the other family's plain
+decoding and against its fastest speculative setting. tau: tokens per target pass. c: one draft step over one
+target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/predicted leaves our overhead
+out of 1 (both without prefill)."""
 
 
 def as_markdown(report: Report) -> str:
@@ -48,7 +48,6 @@ def _at_temperature(report: Report, temperature: float) -> str:
     parts = [
         f"## Temperature {temperature:g}",
         _speed_table(results),
-        *_against_the_best_peer(report, temperature),
         _rounds_table(results),
     ]
     if any(result.equality for result in results):
@@ -57,22 +56,20 @@ def _at_temperature(report: Report, temperature: float) -> str:
 
 
 def _speed_table(results: Sequence[Result]) -> str:
-    baselines = [result.system for result in results if not result.speculates]
+    # Whom everybody was compared with, but for our own best: that column would only repeat the first.
+    ours = results[0].family
+    compared = {baseline for result in results for baseline in result.against}
+    baselines = [
+        result.system
+        for result in results
+        if result.system in compared and not (result.speculates and result.family == ours)
+    ]
     rows = [
         [result.system, f"{result.tokens_per_second:.1f}"]
         + [show_ratio(result.against.get(baseline)) for baseline in baselines]
         for result in results
     ]
     return table(["system", "tokens/s", *(f"against {baseline}" for baseline in baselines)], rows)
-
-
-def _against_the_best_peer(report: Report, temperature: float) -> Iterable[str]:
-    families = list(dict.fromkeys(result.family for result in report.results))
-    ours, *peers = (report.best(family, temperature) for family in families)
-    for peer in peers:
-        if ours is not None and peer is not None:
-            ratio = compare(ours.per_prompt, peer.per_prompt, report.provenance.seed)
-            yield f"Best against best: {ours.system} over {peer.system} is {show_ratio(ratio)}."
 
 
 def _rounds_table(results: Sequence[Result]) -> str:

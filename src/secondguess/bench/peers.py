@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from secondguess.bench.systems import Run, System
+from secondguess.runtime.quiet import quiet
 
 FAMILY = "transformers"
 LOOKUP_LENGTH = 10
@@ -28,9 +29,10 @@ class StockModel:
     """An unmodified Transformers model."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device) -> None:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+            )
         # `generate` fills what a call leaves open from the model's own settings; these must not end a text
         # early.
         model.generation_config.eos_token_id = None
@@ -51,26 +53,28 @@ class TransformersPlain(System):
         module = self._target.module
         config = self._config(num_tokens, temperature)
         options = self._options()
-        start = time.perf_counter()
-        with torch.random.fork_rng(), torch.inference_mode():
+        with quiet(), torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
+            start = time.perf_counter()
             ids = torch.tensor([prompt], device=module.device)
             output = module.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=config, **options
             )
             tokens = output[0, len(prompt) :].tolist()
-        return Run(tokens, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+        return Run(tokens, seconds)
 
     def _options(self) -> dict[str, Any]:
         """What the kind of assistance adds to the call."""
         return {}
 
-    def _config(self, num_tokens: int, temperature: float) -> GenerationConfig:
+    def _config(self, num_tokens: int, temperature: float, **more: Any) -> GenerationConfig:
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         return GenerationConfig(
             max_new_tokens=num_tokens,
             pad_token_id=0,
             **(sampled if temperature else {"do_sample": False}),
+            **more,
         )
 
 
@@ -106,8 +110,8 @@ class TransformersLookup(TransformersPlain):
     name = "transformers prompt lookup"
     speculates = True
 
-    def _options(self) -> dict[str, Any]:
-        return {"prompt_lookup_num_tokens": LOOKUP_LENGTH}
+    def _config(self, num_tokens: int, temperature: float, **more: Any) -> GenerationConfig:
+        return super()._config(num_tokens, temperature, prompt_lookup_num_tokens=LOOKUP_LENGTH, **more)
 
 
 def transformers_systems(

@@ -68,7 +68,7 @@ class Result:
     Args:
         tokens_per_second: median over prompts, prefill included.
         per_prompt: tokens per second of each prompt, in the workload's order.
-        against: ratios to the baselines, by the baseline's name.
+        against: ratios to each family's plain system and to its fastest speculating one, by their names.
         rounds: None for systems that report no statistics.
         equality: None at other temperatures and for the plain systems themselves.
     """
@@ -143,15 +143,6 @@ class Report:
                 return result
         raise KeyError((system, temperature))
 
-    def best(self, family: str, temperature: float) -> Result | None:
-        """The fastest speculating system of a family; None when it has none."""
-        rivals = [
-            result
-            for result in self.results
-            if result.family == family and result.temperature == temperature and result.speculates
-        ]
-        return max(rivals, key=lambda result: result.tokens_per_second, default=None)
-
     def save(self, folder: str | Path) -> tuple[Path, Path]:
         """Write `<date>-<name>.json` and `.md` (`-partial` when interrupted); gives both paths."""
         folder = Path(folder)
@@ -182,6 +173,7 @@ def make_results(
     results = []
     for temperature in next(iter(runs.values())):
         speeds = {name: [run.tokens_per_second for run in of[temperature]] for name, of in runs.items()}
+        champions = fastest_speculators(systems, speeds)
         for system in systems:
             own = runs[system.name][temperature]
             family_plain = runs[plain[system.family]][temperature]
@@ -195,7 +187,7 @@ def make_results(
                     per_prompt=speeds[system.name],
                     against={
                         baseline: compare(speeds[system.name], speeds[baseline], seed)
-                        for baseline in plain.values()
+                        for baseline in [*plain.values(), *champions.values()]
                         if baseline != system.name
                     },
                     rounds=summarise_rounds(own, costs[system.name]) if system.name in costs else None,
@@ -205,6 +197,16 @@ def make_results(
                 )
             )
     return results
+
+
+def fastest_speculators(systems: Sequence[System], speeds: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """The best that each family has, by median speed: what its users would choose after a comparison like this."""
+    best: dict[str, str] = {}
+    for system in (system for system in systems if system.speculates):
+        rival = best.get(system.family)
+        if rival is None or median(speeds[system.name]) > median(speeds[rival]):
+            best[system.family] = system.name
+    return best
 
 
 def summarise_rounds(runs: Sequence[Run], costs: Costs) -> Rounds | None:

@@ -63,6 +63,7 @@ class TerminalWriter:
     def __init__(self, llm: LLM) -> None:
         self._console = Console(highlight=False)
         self._coloured = self._console.is_terminal and not self._console.no_color
+        self._any_shown = False
         self._prompts: list[str] = []
         self._held: list[list[Piece]] = []
         aside(describe_team(llm))
@@ -75,7 +76,7 @@ class TerminalWriter:
     def begin(self, prompts: Sequence[str]) -> None:
         self._prompts = list(prompts)
         self._held = [[] for _ in prompts]
-        self._write(prompts[0], PROMPT_STYLE)
+        self._write_prompt(prompts[0])
 
     def show(self, pieces: Pieces) -> None:
         for place, piece in pieces:
@@ -87,13 +88,17 @@ class TerminalWriter:
     def end(self, outputs: Sequence[Output]) -> None:
         for place, output in enumerate(outputs):
             if place > 0:
-                self._write(self._prompts[place], PROMPT_STYLE)
+                self._write_prompt(self._prompts[place])
             for piece in self._held[place]:
                 self._write_piece(piece)
             interrupted = "interrupted: " if output.finish_reason is None else ""
             self._write(f"\n\n{interrupted}{output.stats}\n", ASIDE_STYLE)
-            if place + 1 < len(outputs):
-                self._write("\n", ASIDE_STYLE)
+
+    def _write_prompt(self, prompt: str) -> None:
+        if self._any_shown:
+            self._write("\n", ASIDE_STYLE)
+        self._any_shown = True
+        self._write(prompt, PROMPT_STYLE)
 
     def _write_piece(self, piece: Piece) -> None:
         for text, drafted in piece.segments:
@@ -160,10 +165,11 @@ def _finite(value: object) -> object:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on standard error, gone when the work is; call it with (done, total, what is being done)."""
+    """A bar on standard error, if that is a terminal, gone when the work is; call it with (done, total, what is being done)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total, now: bars.update(task, completed=done, total=total, description=now)

@@ -53,7 +53,7 @@ def verify(
         ),
     ] = None,
     temperature: Annotated[float, Option(help="Of the law that is tested.", rich_help_panel=TEST)] = 1.0,
-    samples: Annotated[int, Option(help="Texts to draw.", rich_help_panel=TEST)] = 280_000,
+    samples: Annotated[int, Option(help="Texts to draw.", rich_help_panel=TEST)] = 200_000,
     max_tokens: Annotated[int, Option(help="Tokens per text.", rich_help_panel=TEST)] = 4,
     cells: Annotated[
         int, Option(help="About how many kinds of text to tell apart.", rich_help_panel=TEST)
@@ -69,6 +69,9 @@ def verify(
     Samples the shipping path, compares with exact sums of the model's own forward,
     and prints a bound on the total variation. Exit code 1 if it fails.
     """
+    if not 0 <= seed < 2**64:
+        raise BadInputError(f"expected --seed from 0 to {2**64 - 1}, got {seed}")
+
     from secondguess.certify import CertifyOptions, certify
 
     how = CertifyOptions(

@@ -160,7 +160,8 @@ def _explicit(
     if mask is None and num_queries > 1:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        # finite, so that a query that sees nothing (the owner's padding) stays a number
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     if sinks is not None:
         sink = sinks.reshape(1, -1, 1, 1).expand(num_rows, -1, num_queries, 1)
         scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)

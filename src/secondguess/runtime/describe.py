@@ -83,9 +83,7 @@ def describe_model(name: str, *, dtype: str = "auto", device: str = "auto") -> M
     check_supported(model)
     text = config.get_text_config()
     context = context_length_of(text)
-    need = memory_need(
-        name, dtype=dtype, device=device, **({"num_cached_tokens": context} if context else {})
-    )
+    need = memory_need(name, dtype=dtype, device=device, num_cached_tokens=context or WITHOUT_LIMIT)
     attention = _attention_of(text)
     return ModelDescription(
         name=name,

@@ -182,7 +182,7 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def _has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # torch has no public question for this in the versions we support
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 

@@ -55,7 +55,7 @@ def _count_in_file(file: Path) -> int:
             header: dict[str, Any] = json.loads(stream.read(header_size))
             tensors = [entry for name, entry in header.items() if name != "__metadata__"]
             end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-            count: int = sum(math.prod(entry["shape"]) for entry in tensors)
+            count = sum(int(math.prod(entry["shape"])) for entry in tensors)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(broken % "a header that cannot be read") from error
     if size < 8 + header_size + end:

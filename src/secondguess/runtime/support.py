@@ -35,9 +35,7 @@ def check_class(model_class: Any, name: str) -> None:
     if model_class._is_stateful:
         raise _refusal(name, "it has recurrent state, which cannot forget rejected tokens")
     if not model_class._supports_attention_backend:
-        raise _refusal(
-            name, "it does not use the attention interface of Transformers, which our masks need"
-        )
+        raise _refusal(name, "it does not use the attention interface of Transformers, which our masks need")
 
 
 def check_config(config: Any, name: str) -> None:
@@ -51,7 +49,10 @@ def check_config(config: Any, name: str) -> None:
     found = set(getattr(config.get_text_config(), "layer_types", None) or LAYER_TYPES)
     if found - LAYER_TYPES:
         foreign = ", ".join(sorted(found - LAYER_TYPES))
-        raise _refusal(name, f"it has layers of type {foreign}, whose state cannot forget rejected tokens")
+        raise _refusal(
+            name,
+            f"its layers of type {foreign} are recurrent, or no attention that can forget rejected tokens",
+        )
 
 
 def context_length_of(config: Any) -> int | None:
@@ -64,7 +65,8 @@ def context_length_of(config: Any) -> int | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
         original: int | None = rope.get("original_max_position_embeddings")
-        return min((length for length in (limit, original) if length is not None), default=None)
+        known = [length for length in (limit, original) if length is not None]
+        return min(known) if known else None
     return limit
 
 

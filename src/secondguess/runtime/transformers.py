@@ -150,7 +150,17 @@ class TransformersRuntime(Runtime):
                 self.cache.compact(slots, starts, moved)
 
     def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
-        states = [self._states[row] for row in rows]
+        slots = [self._states[row].slot for row in rows]
+        if slots == sorted(slots):
+            return self._score([self._states[row] for row in rows], draft)
+        # Rows that left or joined have shuffled the slots; in their order the cache can be read without a copy.
+        order = torch.tensor(slots, device=self.device).argsort()
+        scores = self._score([self._states[rows[index]] for index in order.tolist()], draft.select(order))
+        back = order.argsort()
+        hidden = {layer: states[back] for layer, states in scores.hidden.items()}
+        return Scores(scores.logits[back], hidden)
+
+    def _score(self, states: Sequence[_Cached], draft: Draft) -> Scores:
         num_uncached = self._catch_up(states)
         queries = _queries(states, num_uncached, draft)
         num_queries = draft.num_nodes + 1

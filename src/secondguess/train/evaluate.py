@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.errors import BadInputError
+from secondguess.train.generate import RowGenerator
 from secondguess.train.losses import overlap
 from secondguess.train.model import Decoder
 from secondguess.train.tokens import TokenStore
@@ -64,27 +65,13 @@ def acceptance(target: Decoder, drafter: Decoder, rows: Tensor, first: int = 0) 
     return Acceptance(greedy / positions, sampled / positions, positions)
 
 
-@torch.no_grad()
-def continue_rows(
-    decoder: Decoder, prompts: Tensor, new_tokens: int, temperature: float, generator: torch.Generator
-) -> Tensor:
-    """Prompts [row, position] continued by ``decoder`` alone; temperature 0 takes the most likely token.
-
-    Keys and values are kept in plain lists: this is for making training and evaluation text, many rows at a time.
-    """
-    from secondguess.train.generate import RowGenerator
-
-    return RowGenerator(decoder, prompts.shape[0], prompts.shape[1] + new_tokens).run(
-        prompts, new_tokens, temperature, generator
-    )
-
-
 def measure_pair(target: Decoder, drafter: Decoder, store: TokenStore, *, rows: int = 64, seed: int = 0) -> PairFigures:
     """All figures of the model cards: on held-out text and, what decides speed, on the target's own text."""
     generator = torch.Generator().manual_seed(seed)
     prompts = store.held_out_batch(rows, 64)[:, :64]
     own = {
-        temperature: continue_rows(target, prompts, 128, temperature, generator) for temperature in (0.0, 1.0)
+        temperature: RowGenerator(target, len(prompts), 192).run(prompts, 128, temperature, generator)
+        for temperature in (0.0, 1.0)
     }
     return PairFigures(
         bits_per_byte(target, store),

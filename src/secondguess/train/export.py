@@ -1,24 +1,29 @@
-"""A trained decoder as a directory that Transformers loads."""
+"""A trained decoder as a directory that Transformers loads, and back."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from secondguess.errors import CheckpointError
 from secondguess.train.model import Decoder, ModelShape
 from secondguess.train.tokenizer import END_TOKEN, as_transformers
 
 
 def llama_config(shape: ModelShape, end_token: int) -> Any:
+    """The shape as Transformers describes it."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.mlp_size,
@@ -36,31 +41,54 @@ def llama_config(shape: ModelShape, end_token: int) -> Any:
     )
 
 
-def as_llama(decoder: Decoder, end_token: int, dtype: torch.dtype) -> Any:
-    """The same weights in Transformers' own module."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM(llama_config(decoder.shape, end_token))
-    missing, unexpected = model.load_state_dict(decoder.state_dict(), strict=False)
-    if unexpected or set(missing) - {"lm_head.weight"}:
-        raise AssertionError(f"parameter names differ from Llama's: missing {missing}, unexpected {unexpected}")
-    model.tie_weights()
-    return model.to(dtype).eval()
-
-
 def export_model(
     decoder: Decoder, tokenizer: Tokenizer, directory: Path, *, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write weights, configuration and tokenizer; each file appears whole or not at all."""
+    """Write configuration, weights and tokenizer; each file appears whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
+    end_token = tokenizer.token_to_id(END_TOKEN)
+    weights = {name: weight.detach().to(dtype).contiguous() for name, weight in decoder.state_dict().items()}
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
         fresh = Path(temporary)
-        as_llama(decoder, tokenizer.token_to_id(END_TOKEN), dtype).save_pretrained(fresh)
+        config = llama_config(decoder.shape, end_token)
+        config.dtype = str(dtype).removeprefix("torch.")
+        config.save_pretrained(fresh)
+        save_file(weights, fresh / "model.safetensors", metadata={"format": "pt"})
         as_transformers(tokenizer, decoder.shape.max_positions).save_pretrained(fresh)
+        _name_tokenizer_class(fresh / "tokenizer_config.json")
         for path in sorted(fresh.iterdir()):
-            shutil.move(path, directory / path.name)
+            shutil.copyfile(path, f"{path}.whole")  # a fresh file takes the usual permissions, a temporary one is private
+            os.replace(f"{path}.whole", directory / path.name)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+def _name_tokenizer_class(path: Path) -> None:
+    """Name the class as every version of Transformers knows it; version 5 writes a name that only it understands."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def load_exported(directory: Path) -> Decoder:
+    """A decoder from a directory that ``export_model`` wrote."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        shape = ModelShape(
+            config["num_hidden_layers"],
+            config["hidden_size"],
+            config["num_attention_heads"],
+            config["num_key_value_heads"],
+            config["intermediate_size"],
+            config["vocab_size"],
+            config["max_position_embeddings"],
+            config["rope_parameters"]["rope_theta"],
+            config["rms_norm_eps"],
+        )
+        decoder = Decoder(shape)
+        weights = load_file(directory / "model.safetensors")
+        decoder.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory} is not a model exported by `secondguess train pair` ({type(error).__name__}: {error}); "
+            "give the target folder of a finished pair"
+        ) from error
+    return decoder

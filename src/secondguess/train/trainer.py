@@ -26,6 +26,7 @@ from secondguess.train.threads import SpareThreads
 
 Report = Callable[[str], None]
 LossFunction = Callable[[Decoder, Tensor], Tensor]
+REPORT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,10 @@ class Trainer:
         loss: LossFunction = next_token_loss,
         report: Report = print,
     ) -> None:
-        self.settings, self.store, self.checkpoint = settings, store, checkpoint
+        self.shape, self.settings, self.store, self.checkpoint = shape, settings, store, checkpoint
+        self._in_decay = False
         self.loss_function, self.report = loss, report
-        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.step, self.tokens, self.seconds, self._updating = 0, 0, 0.0, False
         if initial is None:
             initial = Decoder(replace(shape, num_layers=settings.phases[0].num_layers))
             initial.initialise(settings.seed)
@@ -148,16 +150,27 @@ class Trainer:
         self._make_optimisers()
         self._compiled: dict[tuple[int, ...], Callable[[Tensor], Tensor]] = {}
         if checkpoint.is_file():
-            self._load()
+            self._load(checkpoint)
 
     @property
     def progress(self) -> float:
         return self.settings.budget.progress(self.seconds, self.step)
 
     def run(self, after_checkpoint: Callable[[Trainer], None] | None = None) -> Decoder:
-        """Train until the budget is spent; safe to interrupt at any moment."""
-        last_save = last_report = time.monotonic()
+        """Train until the budget is spent; an interruption leaves a checkpoint of the last whole step."""
+        try:
+            self._run(after_checkpoint)
+        except KeyboardInterrupt:
+            # Between the two optimisers the weights are of two minds: then the earlier checkpoint stands.
+            if not self._updating and self.step:
+                self.save()
+            raise
+        self.save()
+        return self.decoder
+
+    def _run(self, after_checkpoint: Callable[[Trainer], None] | None) -> None:
         spare = SpareThreads(self.settings.most_threads) if self.settings.most_threads else None
+        last_save = last_report = time.monotonic()
         losses: list[float] = []
         reported_tokens = self.tokens
         while self.progress < 1.0:
@@ -167,22 +180,21 @@ class Trainer:
             losses.append(self._take_step())
             now = time.monotonic()
             self.seconds += now - begun
-            if now - last_report > 20:
-                speed = (self.tokens - reported_tokens) / (now - last_report)
-                mean = sum(losses) / len(losses)
-                self.report(
-                    f"step {self.step}  {100 * self.progress:.1f} %  loss {mean:.4f}  {speed:.0f} tokens/s  "
-                    f"{self.tokens / 1e6:.2f} M tokens  layers {self.decoder.shape.num_layers}  threads {torch.get_num_threads()}"
-                )
+            if now - last_report > REPORT_SECONDS:
+                self._report_progress(losses, (self.tokens - reported_tokens) / (now - last_report))
                 last_report, reported_tokens, losses = now, self.tokens, []
             if now - last_save > self.settings.checkpoint_seconds:
                 self.save()
-                last_save = time.monotonic()
                 if after_checkpoint is not None:
                     after_checkpoint(self)
-                self.seconds += time.monotonic() - now
-        self.save()
-        return self.decoder
+                last_save = time.monotonic()
+                self.seconds += last_save - now
+
+    def _report_progress(self, losses: list[float], speed: float) -> None:
+        self.report(
+            f"step {self.step}  {100 * self.progress:.1f} %  loss {sum(losses) / len(losses):.4f}  {speed:.0f} tokens/s  "
+            f"{self.tokens / 1e6:.2f} M tokens  layers {self.decoder.shape.num_layers}  threads {torch.get_num_threads()}"
+        )
 
     def held_out_loss(self, rows: int = 64, length: int = 256) -> float:
         """Cross-entropy on fixed held-out windows, in nats per token."""
@@ -192,6 +204,7 @@ class Trainer:
         return sum(losses) / len(batch)
 
     def _take_step(self) -> float:
+        self._keep_before_decay()
         phase = self.settings.phase_at(self.progress)
         if phase.num_layers != self.decoder.shape.num_layers:
             self._deepen(phase.num_layers)
@@ -206,12 +219,14 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         rate = self.settings.rate_at(self.progress, self.step)
+        self._updating = True
         for optimiser, base in ((self.muon, self.settings.muon_rate), (self.adam, self.settings.adam_rate)):
             for group in optimiser.param_groups:
                 group["lr"] = base * rate
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         self.step += 1
+        self._updating = False
         self.tokens += rows * phase.length
         return total
 
@@ -265,8 +280,22 @@ class Trainer:
             if name in state:
                 owned[id(parameter)].state[parameter] = state[name]
 
+    @property
+    def _flat_checkpoint(self) -> Path:
+        return self.checkpoint.with_suffix(".flat.pt")
+
+    def _keep_before_decay(self) -> None:
+        """Keep the last state of the flat part of the schedule: a longer budget starts from there."""
+        if self.progress > 1.0 - self.settings.decay_share and not self._in_decay:
+            if self.step > self.settings.warmup_steps:
+                self._save_to(self._flat_checkpoint)
+            self._in_decay = True
+
     def save(self) -> None:
         """Write the whole state; the earlier checkpoint stays until the new one is complete."""
+        self._save_to(self.checkpoint)
+
+    def _save_to(self, path: Path) -> None:
         content = {
             "shape": asdict(self.decoder.shape),
             "weights": self.decoder.state_dict(),
@@ -274,17 +303,28 @@ class Trainer:
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.seconds,
+            "in_decay": self._in_decay,
         }
-        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(self.checkpoint) as stream:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(path) as stream:
             torch.save(content, stream)
 
-    def _load(self) -> None:
-        content = read_checkpoint(self.checkpoint)
+    def _load(self, path: Path) -> None:
+        content = read_checkpoint(path)
+        if replace(self.shape, num_layers=1) != ModelShape(**content["shape"] | {"num_layers": 1}):
+            raise CheckpointError(
+                f"{path} holds a model of another shape ({content['shape']}); train in a new directory, or give the "
+                "shape that this run began with"
+            )
         self.decoder = decoder_from(content)
         self._make_optimisers()
         self._set_named_state(content["optimisers"])
         self.step, self.tokens, self.seconds = content["step"], content["tokens"], content["seconds"]
+        self._in_decay = bool(content.get("in_decay", False))
+        if self._in_decay and self.progress < 1.0 - self.settings.decay_share and self._flat_checkpoint.is_file():
+            # The budget has grown: weights that were annealed for the old one are a worse start than the flat part.
+            self._load(self._flat_checkpoint)
+            return
         self.report(f"resuming at step {self.step}, {100 * self.progress:.1f} % of the budget spent")
 
 

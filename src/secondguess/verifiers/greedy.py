@@ -23,4 +23,4 @@ class GreedyVerifier(Verifier):
                 "verifier 'greedy' expects rows at temperature 0, got a row that samples; "
                 "set temperature to 0 or use verifier 'auto'"
             )
-        return follow(draft, target_probs.argmax(-1))
+        return follow(draft, target_probs.max(-1).indices)

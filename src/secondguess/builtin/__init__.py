@@ -1,0 +1,27 @@
+"""The trained pair in the box: a target and its drafter, in Transformers format, made by ``secondguess train pair``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from secondguess.errors import CheckpointError
+
+
+class BuiltinPaths(NamedTuple):
+    """The directories of the two models; both hold the same tokenizer."""
+
+    target: Path
+    drafter: Path
+
+
+def builtin_paths() -> BuiltinPaths:
+    """Where the pair lies; an error if this installation came without it."""
+    paths = BuiltinPaths(*(Path(__file__).parent / name for name in BuiltinPaths._fields))
+    for path in paths:
+        if not (path / "model.safetensors").is_file():
+            raise CheckpointError(
+                f"the built-in pair is missing: no model.safetensors in {path}; install secondguess again, or train "
+                "a pair with `secondguess train pair` and copy its target and drafter folders there"
+            )
+    return paths

@@ -1,0 +1,246 @@
+"""From a path to a runtime, or to one clear error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, LLAMA_LIKE, assert_near, plain_logits, plain_model, row_of, write_checkpoint
+
+from secondguess.core import Draft
+from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
+from secondguess.runtime import loading, memory
+from secondguess.runtime.loading import borrow_model, check_vocabularies, load_runtime, pick_dtype
+from secondguess.runtime.support import context_length_of
+
+TOKENS = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(FAMILIES["llama"](), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def copied(checkpoint, tmp_path):
+    return shutil.copytree(checkpoint, tmp_path / "copy")
+
+
+def score(loaded, tokens=TOKENS):
+    row = row_of(tokens)
+    loaded.runtime.begin([row])
+    return loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
+
+
+def test_what_was_picked_is_stated(checkpoint):
+    loaded = load_runtime(checkpoint, dtype="float32", device="cpu")
+    assert (loaded.name, loaded.path, loaded.dtype) == (str(checkpoint), str(checkpoint), "float32")
+    assert (loaded.device, loaded.quantize, loaded.end_tokens) == ("cpu", None, frozenset({0}))
+    assert loaded.tokenizer.decode(loaded.encode("def f(x):")) == "def f(x):"
+    assert loaded.runtime.context_length == LLAMA_LIKE["max_position_embeddings"]
+    assert loaded.runtime.vocab_size == 300
+
+
+@pytest.mark.parametrize(("has_it", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bfloat16_where_the_processor_has_it(monkeypatch, has_it, expected):
+    monkeypatch.setattr(loading, "_has_bfloat16", lambda _: has_it)
+    assert pick_dtype("auto", torch.device("cpu")) is expected
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_the_dtype_that_was_asked_for_computes(checkpoint, dtype):
+    loaded = load_runtime(checkpoint, dtype=dtype, device="cpu")
+    assert loaded.dtype == dtype
+    assert loaded.runtime.model.dtype == getattr(torch, dtype)
+    assert_near(score(loaded).float(), plain_logits(plain_model(checkpoint), TOKENS)[-1], tolerance=0.2)
+
+
+def test_int8_weights_stay_near(checkpoint):
+    pytest.importorskip("torchao")
+    exact = load_runtime(checkpoint, dtype="float32", device="cpu")
+    rounded = load_runtime(checkpoint, dtype="float32", device="cpu", quantize="int8")
+    assert rounded.quantize == "int8"
+    difference = (score(rounded) - score(exact)).abs().max()
+    assert 0 < difference < 0.05 * score(exact).abs().max()
+
+
+def test_int8_without_torchao_says_what_to_install(checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(BadInputError, match=r"secondguess\[quant\]"):
+        load_runtime(checkpoint, quantize="int8")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("dtype", "float8"), ("device", "abacus"), ("device", "cuda:99"), ("quantize", "int1")],
+)
+def test_unknown_options(checkpoint, option, value):
+    with pytest.raises(BadInputError, match=f"{option}.*{value}"):
+        load_runtime(checkpoint, **{option: value})
+
+
+def tiny(config_class, **sizes):
+    common = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return config_class(**(common | sizes))
+
+
+REFUSED = {
+    "recurrent": (lambda: tiny(transformers.MambaConfig, state_size=4), "mamba.*recurrent"),
+    "hybrid by state": (
+        lambda: tiny(
+            transformers.Qwen3NextConfig, intermediate_size=16, num_key_value_heads=2, head_dim=8,
+            linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+            num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        "qwen3_next.*linear_attention",
+    ),
+    "hybrid by layers": (
+        lambda: tiny(
+            transformers.Lfm2Config, intermediate_size=16, num_key_value_heads=2,
+            layer_types=["conv", "full_attention"],
+        ),
+        "lfm2.*conv",
+    ),
+    "encoder-decoder": (
+        lambda: transformers.T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2),
+        "t5.*encoder-decoder",
+    ),
+    "both sides": (lambda: tiny(transformers.BertConfig, intermediate_size=16), "both sides"),
+    "no attention interface": (
+        lambda: tiny(transformers.BloomConfig, n_head=2, n_layer=1), "bloom.*attention interface"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_by_name(kind, tmp_path):
+    make_config, words = REFUSED[kind]
+    config = make_config()
+    if kind == "encoder-decoder":
+        transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    else:
+        write_checkpoint(config, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"(?s){words}"):
+        load_runtime(tmp_path)
+
+
+def test_weights_that_are_not_a_language_model(copied):
+    base = plain_model(copied).model
+    base.save_pretrained(copied)
+    with pytest.raises(CheckpointError, match="LlamaModel"):
+        load_runtime(copied)
+
+
+def test_a_name_that_is_nowhere():
+    with pytest.raises(CheckpointError, match="nobody/nothing"):
+        load_runtime("nobody/nothing")
+
+
+def test_a_directory_without_a_configuration(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_runtime(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"", b'{"model_type": "nonsense"}'])
+def test_a_broken_configuration(copied, content):
+    (copied / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=str(copied)):
+        load_runtime(copied)
+
+
+@pytest.mark.parametrize("kept", [0, 6, 500, -100])
+def test_weights_that_were_cut_off(copied, kept):
+    file = copied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_runtime(copied)
+
+
+def test_weights_that_are_missing(copied):
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=str(copied)):
+        load_runtime(copied)
+
+
+@pytest.mark.parametrize("content", [None, b"{"])
+def test_a_tokenizer_that_is_missing_or_broken(copied, content):
+    (copied / "tokenizer.json").unlink()
+    if content is not None:
+        (copied / "tokenizer.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        load_runtime(copied)
+
+
+def test_too_little_memory_is_told_before_loading(checkpoint, monkeypatch):
+    monkeypatch.setattr(loading, "_read_model", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(memory, "available_memory", lambda _: 1000)
+    with pytest.raises(OutOfMemoryError, match=r"weights.*cache"):
+        load_runtime(checkpoint)
+
+
+def test_the_estimate_is_what_a_model_and_its_cache_take(checkpoint):
+    need = loading.memory_need(checkpoint, dtype="float32", num_cached_tokens=256)
+    loaded = load_runtime(checkpoint, dtype="float32", device="cpu")
+    assert need.weights == sum(weight.nbytes for weight in loaded.runtime.model.parameters())
+    score(loaded)
+    cache = loaded.runtime.cache
+    assert cache.capacity == 256
+    assert need.cache == sum(block.nbytes for block in (*cache.keys, *cache.values))
+
+
+def test_memory_is_asked_of_the_system():
+    assert memory.available_memory(torch.device("cpu")) > 2**20
+
+
+def test_a_vocabulary_that_was_padded_differently_fits(checkpoint, tmp_path):
+    padded = transformers.LlamaConfig(**(LLAMA_LIKE | {"vocab_size": 320}))
+    write_checkpoint(padded, tmp_path)
+    target, drafter = (load_runtime(path, device="cpu") for path in (checkpoint, tmp_path))
+    assert (target.runtime.vocab_size, drafter.runtime.vocab_size) == (300, 320)
+    check_vocabularies(target, drafter)
+    check_vocabularies(dataclasses.replace(target, tokenizer=None), drafter)
+
+
+def test_another_tokenizer_is_refused(checkpoint, copied):
+    file = copied / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
+    file.write_text(json.dumps(content))
+    target, drafter = (load_runtime(path, device="cpu") for path in (checkpoint, copied))
+    with pytest.raises(CheckpointError, match=re.escape(drafter.name)):
+        check_vocabularies(target, drafter)
+
+
+def test_a_borrowed_model_is_given_back(checkpoint):
+    model = plain_model(checkpoint)
+    with borrow_model(model) as loaded:
+        assert (loaded.dtype, loaded.device, loaded.path) == ("float32", "cpu", str(checkpoint))
+        assert loaded.end_tokens == {0}
+        assert_near(score(loaded), plain_logits(plain_model(checkpoint), TOKENS)[-1])
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [({"rope_type": "default", "rope_theta": 1e4}, 96),
+     ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 48}, 48)],
+)  # fmt: skip
+def test_a_context_ends_where_frequencies_start_to_depend_on_the_neighbours(rope, expected):
+    assert context_length_of(transformers.LlamaConfig(**LLAMA_LIKE, rope_parameters=rope)) == expected
+
+
+def test_loading_prints_nothing(checkpoint):
+    script = (
+        f"from secondguess.runtime.loading import load_runtime as l; l({str(checkpoint)!r}, quantize=None)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")

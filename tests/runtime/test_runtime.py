@@ -1,0 +1,202 @@
+"""Rows that come and go, subsets in any order, growth, giving a model back: once, on Llama."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import (
+    FAMILIES,
+    assert_near,
+    plain_logits,
+    plain_model,
+    random_tokens,
+    row_of,
+    runtime_of,
+    trees,
+    write_checkpoint,
+)
+from transformers import DynamicCache
+
+from secondguess.core import Draft
+from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.runtime import attention, cache
+from secondguess.runtime.transformers import TransformersRuntime
+
+NODES = random_tokens(4, seed=5)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(FAMILIES["llama"](), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint):
+    return plain_model(checkpoint)
+
+
+@pytest.fixture
+def runtime(checkpoint):
+    return runtime_of(checkpoint)
+
+
+def check_round(runtime, plain, rows, path=()):
+    """Score a branching draft on some rows; every row must say what it would say alone; keep a path."""
+    parents = [-1, 0, -1, 2]
+    logits = runtime.score(rows, trees(*[(NODES, parents)] * len(rows))).logits
+    for index, row in enumerate(rows):
+        assert_near(logits[index, 0], plain_logits(plain, row.tokens)[-1])
+        assert_near(logits[index, 4], plain_logits(plain, [*row.tokens, NODES[2], NODES[3]])[-1])
+    runtime.keep(rows, [list(path)] * len(rows))
+    for row in rows:
+        row.tokens += [*(NODES[node] for node in path), 9]
+
+
+def test_rows_join_and_leave(runtime, plain):
+    first, second, third, fourth = rows = [
+        row_of(random_tokens(3 + 4 * count, seed=count)) for count in range(4)
+    ]
+    runtime.begin([first, second])
+    check_round(runtime, plain, [first, second], path=[2, 3])
+    runtime.begin([third])
+    check_round(runtime, plain, [first, second, third], path=[2])
+    runtime.end(first)
+    check_round(runtime, plain, [second, third], path=[0, 1])
+    runtime.begin([fourth])
+    check_round(runtime, plain, [fourth, second, third])
+    for row in rows[1:]:
+        runtime.end(row)
+    assert runtime.num_live_rows == 0
+
+
+def test_any_subset_in_any_order(runtime, plain):
+    rows = [row_of(random_tokens(2 + 3 * count, seed=10 + count)) for count in range(4)]
+    runtime.begin(rows)
+    check_round(runtime, plain, [rows[2], rows[0]], path=[2, 3])
+    check_round(runtime, plain, [rows[3]], path=[0])
+    check_round(runtime, plain, [rows[1], rows[2]])
+    check_round(runtime, plain, rows[::-1], path=[2])
+    check_round(runtime, plain, rows)
+
+
+def test_ending_a_row_does_not_lose_the_nodes_of_the_one_that_moves(runtime, plain):
+    rows = [row_of([5, 6]), row_of(random_tokens(6, seed=1))]
+    runtime.begin(rows)
+    runtime.score(rows, trees((NODES, [-1, 0, -1, 2]), (NODES, [-1, 0, -1, 2])))
+    runtime.end(rows[0])
+    runtime.keep([rows[1]], [[2, 3]])
+    rows[1].tokens += [NODES[2], NODES[3], 7]
+    check_round(runtime, plain, [rows[1]])
+
+
+def test_the_cache_grows_without_losing_anything(runtime, plain, monkeypatch):
+    monkeypatch.setattr(cache, "MIN_CAPACITY", 4)
+    rows = [row_of(random_tokens(3, seed=20)), row_of(random_tokens(5, seed=21))]
+    runtime.begin(rows[:1])
+    before = runtime.cache.capacity
+    check_round(runtime, plain, rows[:1], path=[0, 1])
+    runtime.begin(rows[1:])
+    for _ in range(6):
+        check_round(runtime, plain, rows, path=[2, 3])
+    assert runtime.cache.capacity >= 4 * before
+    assert runtime.cache.num_slots == 2
+
+
+def test_a_chain_is_kept_without_moving_anything(runtime, monkeypatch):
+    row = row_of(random_tokens(5, seed=1))
+    runtime.begin([row])
+    runtime.score([row], Draft.chains([NODES]))
+    monkeypatch.setattr(runtime.cache, "compact", lambda *_: pytest.fail("a chain was moved"))
+    runtime.keep([row], [[0, 1, 2]])
+
+
+def test_rows_of_similar_length_are_prefilled_together(runtime, monkeypatch):
+    shapes = []
+    forward = runtime.model.forward
+    monkeypatch.setattr(
+        runtime.model,
+        "forward",
+        lambda **inputs: shapes.append(tuple(inputs["input_ids"].shape)) or forward(**inputs),
+    )
+    runtime.prefill_chunk = 16
+    runtime.begin([row_of(random_tokens(length + 1, seed=length)) for length in (3, 4, 8, 20)])
+    assert shapes == [(1, 16), (2, 8), (2, 4)]
+
+
+def test_scoring_computes_no_more_logits_than_are_asked_for(runtime, monkeypatch):
+    row = row_of(random_tokens(40, seed=3))
+    runtime.begin([row])
+    row.tokens += random_tokens(6, seed=4)
+    seen = []
+    runtime.model.lm_head.register_forward_hook(lambda _, inputs, out: seen.append(out.shape[1]))
+    assert runtime.score([row], Draft.chains([NODES])).logits.shape == (1, 5, 300)
+    assert seen == [5]
+
+
+def test_half_precision_logits_are_raised_to_float32(checkpoint):
+    runtime = TransformersRuntime(plain_model(checkpoint).bfloat16())
+    row = row_of([5, 6, 7])
+    runtime.begin([row])
+    assert runtime.score([row], Draft.empty(1)).logits.dtype == torch.float32
+
+
+def test_float64_stays_float64(checkpoint, plain):
+    runtime = TransformersRuntime(plain_model(checkpoint).double())
+    row = row_of([5, 6, 7])
+    runtime.begin([row])
+    logits = runtime.score([row], Draft.empty(1)).logits
+    assert logits.dtype == torch.float64
+    assert_near(logits[0].float(), plain_logits(plain, [5, 6, 7])[-1:])
+
+
+def test_a_closed_runtime_gives_the_model_back(checkpoint):
+    model = plain_model(checkpoint).train()
+    with TransformersRuntime(model):
+        assert model.config._attn_implementation == attention.IMPLEMENTATION
+        assert not model.training
+    assert model.config._attn_implementation == "eager"
+    assert model.training
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_owner_may_call_a_borrowed_model(name, tmp_path):
+    """Our attention without a step of ours: causal, with a cache, and with padding."""
+    path = write_checkpoint(FAMILIES[name](), tmp_path)
+    plain, model = plain_model(path), plain_model(path)
+    tokens = random_tokens(20, seed=6)
+    with TransformersRuntime(model), torch.no_grad():
+        past = DynamicCache(config=model.config)
+        start = model(torch.tensor([tokens[:12]]), past_key_values=past).logits[0]
+        rest = model(torch.tensor([tokens[12:]]), past_key_values=past).logits[0]
+        assert_near(torch.cat([start, rest]), plain_logits(plain, tokens))
+        padded = model(
+            torch.tensor([[0, 0, *tokens]]), attention_mask=torch.tensor([[0, 0] + [1] * 20])
+        ).logits[0, 2:]
+        expected = plain(
+            torch.tensor([[0, 0, *tokens]]), attention_mask=torch.tensor([[0, 0] + [1] * 20])
+        ).logits
+        assert_near(padded, expected[0, 2:])
+
+
+def test_misuse_is_named(runtime, checkpoint):
+    row = row_of([5, 6])
+    runtime.begin([row])
+    with pytest.raises(BadInputError, match="begun already"):
+        runtime.begin([row])
+    runtime.score([row], Draft.chains([NODES[:2]]))
+    with pytest.raises(BadInputError, match="2 nodes"):
+        runtime.keep([row], [[0, 1, 2]])
+    with pytest.raises(BadInputError, match="hidden layer"):
+        TransformersRuntime(plain_model(checkpoint), hidden_layers=[3])
+    with pytest.raises(BadInputError, match="prefill_chunk"):
+        TransformersRuntime(plain_model(checkpoint), prefill_chunk=0)
+
+
+def test_an_attention_input_that_we_would_ignore_is_refused():
+    value = torch.zeros(1, 1, 1, 2)
+    with pytest.raises(UnsupportedModelError, match="topk_indices"):
+        attention.grouped_query_attention(
+            torch.nn.Identity(), value, value, value, None, topk_indices=torch.zeros(1)
+        )
+    with pytest.raises(UnsupportedModelError, match="dropout"):
+        attention.grouped_query_attention(torch.nn.Identity(), value, value, value, None, dropout=0.1)

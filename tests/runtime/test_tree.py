@@ -1,0 +1,64 @@
+"""Closures, depths and masks against what walking the parents says."""
+
+from __future__ import annotations
+
+import torch
+from families import root_path
+from hypothesis import given
+from hypothesis import strategies as st
+
+from secondguess.runtime import tree
+
+
+@st.composite
+def forests(draw):
+    """Parents of 1 to 12 nodes; a parent stands before its children."""
+    count = draw(st.integers(1, 12))
+    return [draw(st.integers(-1, node - 1)) for node in range(count)]
+
+
+@given(forests())
+def test_the_closure_is_the_set_of_root_paths(parents):
+    closure = tree.ancestor_closure(torch.tensor([parents]))
+    for node in range(len(parents)):
+        assert closure[0, node].nonzero().flatten().tolist() == root_path(parents, node)
+        assert tree.depths(closure)[0, node] == len(root_path(parents, node)) - 1
+
+
+@given(forests(), st.integers(1, 4))
+def test_hanging_below_prolongs_every_path_by_what_is_uncached(parents, num_uncached):
+    (hung,) = tree.hang_below([parents], [len(parents)], [num_uncached])
+    for node in range(len(parents)):
+        path = [*range(num_uncached), *(num_uncached + step for step in root_path(parents, node))]
+        assert root_path(hung, num_uncached + node) == path
+
+
+@given(forests())
+def test_a_chain_is_a_forest_whose_nodes_follow_one_another(parents):
+    longest = root_path(parents, len(parents) - 1)
+    assert tree.is_chain([parents], [len(parents)]) == (longest == list(range(len(parents))))
+
+
+def test_padding_does_not_make_a_chain_a_tree():
+    assert tree.is_chain([[-1, 0, -1], [-1, -1, -1]], [2, 0])
+    assert not tree.is_chain([[-1, 0, -1]], [3])
+
+
+@given(forests(), st.lists(st.integers(0, 5), min_size=1, max_size=3))
+def test_a_tree_mask_shows_the_cached_tokens_and_the_ancestors(parents, starts):
+    closure = tree.ancestor_closure(torch.tensor([parents] * len(starts)))
+    num_keys = max(starts) + len(parents) + 1
+    mask = tree.tree_mask(torch.tensor(starts), closure, num_keys)
+    assert mask.shape == (len(starts), 1, len(parents), num_keys)
+    for row, start in enumerate(starts):
+        for node in range(len(parents)):
+            seen = [*range(start), *(start + step for step in root_path(parents, node))]
+            assert mask[row, 0, node].nonzero().flatten().tolist() == seen
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=3))
+def test_a_chain_mask_is_the_tree_mask_of_a_chain(length, starts):
+    closure = tree.ancestor_closure(torch.arange(-1, length - 1).expand(len(starts), -1))
+    num_keys = max(starts) + length
+    tree_mask = tree.tree_mask(torch.tensor(starts), closure, num_keys)
+    assert torch.equal(tree.chain_mask(torch.tensor(starts), length, num_keys), tree_mask)

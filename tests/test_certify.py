@@ -1,0 +1,147 @@
+"""The certificate in small: sound numbers, a pass for what ships, a fail for what is bent."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from secondguess.certify import (
+    OTHER,
+    Cells,
+    CertifyOptions,
+    certify,
+    g_test,
+    tiny_subject,
+)
+from secondguess.errors import BadInputError
+from secondguess.testing import random_law
+from secondguess.verifiers import block
+
+SMALL = CertifyOptions(num_samples=4000, limit=0.08, batch_size=1000)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"verifier": "rejection"},
+        {"verifier": "coupled", "controller": "confidence:3,threshold=0.5"},
+        {"drafter": "ngram"},
+        {"drafter": "none", "controller": "fixed:0"},
+    ],
+    ids=str,
+)
+def test_what_ships_passes(parts):
+    certificate = certify(tiny_subject(**parts), SMALL)
+    assert certificate.passed, str(certificate)
+    assert certificate.num_cells == 81
+    assert certificate.covers_all_texts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_other_temperatures_pass(temperature):
+    certificate = certify(
+        tiny_subject(), CertifyOptions(num_samples=2000, limit=0.1, temperature=temperature)
+    )
+    assert certificate.passed, str(certificate)
+    if temperature == 0:
+        assert certificate.distance == 0
+
+
+def test_a_bent_law_fails(monkeypatch):
+    """Corrections drawn from the target's law instead of the excess: the classic mistake."""
+    monkeypatch.setattr(
+        block, "law_after", lambda draft, laws, lengths, weights: laws[torch.arange(len(lengths)), lengths]
+    )
+    certificate = certify(tiny_subject(), SMALL)
+    assert not certificate.passed
+    assert certificate.p_value < 1e-6
+    assert "FAILED" in str(certificate)
+
+
+def test_too_few_samples_for_the_limit_fail():
+    certificate = certify(tiny_subject(), CertifyOptions(num_samples=2000, limit=0.01))
+    assert certificate.p_value > 1e-6
+    assert not certificate.passed
+
+
+def test_the_bound_is_the_distance_plus_mcdiarmids_slack():
+    certificate = certify(tiny_subject(), CertifyOptions(num_samples=2000, delta=1e-3, limit=0.9))
+    assert certificate.bound == pytest.approx(certificate.distance + math.sqrt(math.log(1e3) / 4000))
+
+
+def test_the_default_can_pass():
+    """At its default size the slack leaves room for the distance that chance alone gives."""
+    options = CertifyOptions()
+    cells = Cells.of(lambda text: torch.full((3,), 1 / 3), options.num_tokens, options.num_cells)
+    by_chance = sum(math.sqrt(mass / options.num_samples) for mass in cells.masses.values()) / 2
+    assert options.slack < 0.7 * options.limit
+    assert by_chance < options.limit
+
+
+def test_a_certificate_speaks_to_people_and_to_machines():
+    certificate = certify(tiny_subject(), SMALL)
+    assert json.loads(json.dumps(certificate.as_dict()))["passed"] is True
+    for words in ("total variation <=", "p =", "random Llama", "float32", "model:tiny", "auto", "fixed:2"):
+        assert words in str(certificate)
+    assert 0.4 < certificate.acceptance_rate < 0.95
+
+
+def test_the_same_seed_gives_the_same_certificate():
+    first, second = (certify(tiny_subject(), SMALL).distance for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "auto"])
+def test_batches_do_not_matter(verifier):
+    small = CertifyOptions(num_samples=1000, limit=0.5, batch_size=70)
+    whole = CertifyOptions(num_samples=1000, limit=0.5, batch_size=1000)
+    subject = tiny_subject(verifier=verifier)
+    assert certify(subject, small).distance == certify(subject, whole).distance
+
+
+def test_cells_split_the_likeliest_beginnings():
+    law = random_law(50, seed=1)
+    cells = Cells.of(law, num_tokens=3, num_cells=30)
+    assert sum(cells.masses.values()) == pytest.approx(1)
+    assert 30 <= len(cells.masses) <= 35
+    assert not cells.covers_all_texts(3)
+    likeliest = int(law(()).argmax())
+    rarest = int(law(()).argmin())
+    assert cells.cell_of((rarest, 0, 0)) == (OTHER,)
+    assert cells.cell_of((likeliest, 0, 0))[0] == likeliest
+    assert cells.masses[(OTHER,)] == pytest.approx(1 - float(law(()).topk(4).values.sum()))
+
+
+def test_every_text_of_a_small_vocabulary_has_its_cell():
+    law = random_law(3, seed=1)
+    cells = Cells.of(law, num_tokens=2, num_cells=9)
+    assert cells.covers_all_texts(2)
+    for text, mass in cells.masses.items():
+        assert mass == pytest.approx(float(law(())[text[0]] * law(text[:1])[text[1]]))
+
+
+def test_g_test_knows_chi_square():
+    # G = 2 (60 ln(60/50) + 40 ln(40/50)) = 4.027 with one degree of freedom
+    assert g_test([60, 40], [50, 50]) == pytest.approx(0.04477, abs=1e-4)
+    assert g_test([50, 50], [50, 50]) == pytest.approx(1.0)
+
+
+def test_g_test_pools_rare_cells_and_refuses_the_impossible():
+    assert g_test([50, 50, 1], [50, 48.5, 1.5]) == pytest.approx(g_test([50, 51], [50, 50]), abs=1e-9)
+    assert g_test([99, 1], [100, 0]) == 0.0
+    assert g_test([100, 0], [100, 0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_samples": 10}, {"limit": 0}, {"delta": 1}, {"num_tokens": 0}, {"batch_size": 0}]
+)
+def test_senseless_options_are_refused(wrong):
+    with pytest.raises(BadInputError, match=next(iter(wrong))):
+        CertifyOptions(**wrong)
+
+
+def test_a_drafter_of_another_model_is_refused():
+    with pytest.raises(BadInputError, match="tiny model"):
+        tiny_subject(drafter="model:elsewhere")

@@ -1,0 +1,211 @@
+"""Keyed noise: uniform, independent where it should be and shared where it should be, the same in any batch.
+
+Statistical tests have fixed seeds, so they pass or fail the same way every time; each says how far off it would notice.
+"""
+
+import math
+
+import pytest
+import torch
+
+from noise_cases import ONE_SIDED, chained_text_p_value, chained_texts
+from secondguess.certify import g_test
+from secondguess.core import Row
+from secondguess.enumeration import race_joint
+from secondguess.noise import KeyedNoise, draw_by_inversion
+from secondguess.sampling import SamplingParams
+from secondguess.testing import random_law
+
+SAMPLED = SamplingParams(temperature=1.0)
+NUM_ROWS = 20_000
+LEAST_P_VALUE = 1e-6
+
+
+def noise_of(num_rows=NUM_ROWS, seed=0, position=7, coupled=False, first_stream=0):
+    rows = [
+        Row([0] * position, SAMPLED, seed=seed, stream=first_stream + stream, coupled=coupled)
+        for stream in range(num_rows)
+    ]
+    return KeyedNoise.of_rows(rows)
+
+
+def evenly(num_outcomes, num_rows=NUM_ROWS):
+    return torch.full((num_rows, num_outcomes), 1 / num_outcomes, dtype=torch.float64)
+
+
+def depths(depth, num_rows=NUM_ROWS):
+    return torch.full((num_rows,), depth)
+
+
+def draws_of(noise, purpose, depth, num_outcomes=10):
+    """Which of ten equal outcomes each row gets for a purpose at a depth."""
+    laws = evenly(num_outcomes, len(noise.positions))
+    if purpose == "draft":
+        return noise.draft(laws, depth)
+    if purpose == "draw":
+        return noise.draw(laws, depths(depth, len(laws)))
+    if purpose == "race":
+        return noise.race(laws[:, None], depths(depth, len(laws))[:, None])[:, 0]
+    # Accepting at every tenth tells which tenth the number lies in.
+    steps = torch.arange(1, num_outcomes) / num_outcomes
+    accepted = [noise.accept(torch.full((len(laws), depth + 1), step))[:, depth] for step in steps.tolist()]
+    return num_outcomes - 1 - torch.stack(accepted).sum(0)
+
+
+def p_value_of_pairs(one, other, num_outcomes=10):
+    """The chance of these pairs if both sides are uniform and independent."""
+    counts = torch.bincount(one * num_outcomes + other, minlength=num_outcomes**2).tolist()
+    return g_test(counts, [len(one) / num_outcomes**2] * num_outcomes**2)
+
+
+PURPOSES = ["draft", "accept", "draw", "race"]
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+@pytest.mark.parametrize("depth", [0, 3])
+def test_every_outcome_is_equally_likely(purpose, depth):
+    counts = torch.bincount(draws_of(noise_of(), purpose, depth), minlength=10).tolist()
+    assert g_test(counts, [NUM_ROWS / 10] * 10) > LEAST_P_VALUE
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(one, other) for i, one in enumerate(PURPOSES) for other in PURPOSES[i + 1 :]]
+)
+def test_purposes_are_independent(one, other):
+    noise = noise_of()
+    assert p_value_of_pairs(draws_of(noise, one, 1), draws_of(noise, other, 1)) > LEAST_P_VALUE
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_places_rounds_streams_and_seeds_are_independent(purpose):
+    here = draws_of(noise_of(), purpose, 1)
+    others = {
+        "next place": draws_of(noise_of(), purpose, 2),
+        "a later round": draws_of(noise_of(position=9), purpose, 1),
+        "other streams": draws_of(noise_of(first_stream=NUM_ROWS), purpose, 1),
+        "neighbouring streams": here.roll(1),
+        "another seed": draws_of(noise_of(seed=1), purpose, 1),
+        "a seed with another sign": draws_of(noise_of(seed=2**64 - 1), purpose, 1),
+    }
+    for name, there in others.items():
+        assert p_value_of_pairs(here, there) > LEAST_P_VALUE, name
+
+
+@pytest.mark.parametrize("purpose", ["draft", "accept", "draw"])
+def test_an_absolute_position_has_new_numbers_in_every_round(purpose):
+    """Round one at position 7, depth 2 and round two at position 9, depth 0 mean the same token."""
+    first, second = draws_of(noise_of(position=7), purpose, 2), draws_of(noise_of(position=9), purpose, 0)
+    assert p_value_of_pairs(first, second) > LEAST_P_VALUE
+
+
+def test_a_race_is_the_same_in_every_round():
+    first, second = draws_of(noise_of(position=7), "race", 2), draws_of(noise_of(position=9), "race", 0)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rounds_follow_rounds_without_bending_the_law(verifier, seed):
+    """The joint law of five tokens over several rounds; reused numbers gave p below 1e-18 here."""
+    assert chained_text_p_value(verifier, seed=seed) > LEAST_P_VALUE
+
+
+def test_rounds_of_coupled_rows_too():
+    assert chained_text_p_value("coupled", coupled=True) > LEAST_P_VALUE
+
+
+def test_coupled_text_depends_on_the_seed_alone():
+    crude = chained_texts("coupled", 500, seed=3, coupled=True)
+    assert torch.equal(crude, chained_texts("coupled", 500, seed=3, coupled=True, drafter=ONE_SIDED))
+    assert not torch.equal(crude, chained_texts("coupled", 500, seed=4, coupled=True))
+
+
+@pytest.mark.parametrize("purpose", ["draft", "draw", "race"])
+def test_draws_follow_their_law(purpose):
+    law = random_law(6, seed=1, zeros=0.3)(())
+    noise = noise_of()
+    laws = law.expand(NUM_ROWS, -1)
+    drawn = {
+        "draft": lambda: noise.draft(laws, 0),
+        "draw": lambda: noise.draw(3 * laws, depths(0)),  # any positive total
+        "race": lambda: noise.race(laws[:, None], depths(0)[:, None])[:, 0],
+    }[purpose]()
+    assert g_test(torch.bincount(drawn, minlength=6).tolist(), (NUM_ROWS * law).tolist()) > LEAST_P_VALUE
+
+
+def test_coupled_draft_and_race_share_their_exponentials():
+    q, p = random_law(3, seed=1)(()), random_law(3, seed=2)(())
+    noise = noise_of(coupled=True)
+    drafted = noise.draft(q.expand(NUM_ROWS, -1), 2)
+    said = noise.race(p.expand(NUM_ROWS, 1, -1), depths(2)[:, None])[:, 0]
+    counts = torch.bincount(3 * drafted + said, minlength=9).tolist()
+    x, y = torch.arange(9) // 3, torch.arange(9) % 3
+    expected = NUM_ROWS * race_joint(q.expand(9, -1), p.expand(9, -1), x, y)
+    assert g_test(counts, expected.tolist()) > LEAST_P_VALUE
+
+
+def test_queries_of_one_depth_share_a_race_and_others_do_not():
+    noise = noise_of()
+    drawn = noise.race(evenly(10)[:, None].expand(-1, 3, -1), torch.tensor([1, 1, 2]).expand(NUM_ROWS, 3))
+    assert torch.equal(drawn[:, 0], drawn[:, 1])
+    assert p_value_of_pairs(drawn[:, 0], drawn[:, 2]) > LEAST_P_VALUE
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_a_row_has_the_same_noise_in_any_batch(purpose):
+    whole = draws_of(noise_of(num_rows=50), purpose, 1)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(draws_of(noise_of(num_rows=50).select(order), purpose, 1), whole[order])
+    alone = [draws_of(noise_of(num_rows=1, first_stream=stream), purpose, 1) for stream in range(50)]
+    assert torch.equal(torch.cat(alone), whole)
+
+
+def test_mixed_batches_draw_each_row_by_its_own_rule():
+    params = [SAMPLED, SAMPLED, SamplingParams(temperature=0.0)]
+    rows = [Row([0], settings, coupled=coupled) for settings, coupled in zip(params, (False, True, False), strict=True)]
+    laws = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.0, 0.0, 1.0]])
+    together = KeyedNoise.of_rows(rows).draft(laws, 0)
+    alone = [KeyedNoise.of_rows([row]).draft(law[None], 0) for row, law in zip(rows, laws, strict=True)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_inversion_is_exact_on_a_grid():
+    law = torch.tensor([0.25, 0.0, 0.5, 0.0, 0.25, 0.0])
+    uniforms = (torch.arange(16).double() + 0.5) / 16
+    drawn = draw_by_inversion(law.expand(16, -1), uniforms)
+    assert drawn.tolist() == [0] * 4 + [2] * 8 + [4] * 4
+
+
+@pytest.mark.parametrize("uniform", [2.0**-53, 0.5, 1 - 2.0**-53, math.nextafter(1, 0)])
+def test_inversion_never_draws_what_has_no_probability(uniform):
+    laws = torch.tensor([[0.0, 0.1, 0.0, 0.9, 0.0], [0.0, 0.0, 1e-30, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3, 0, 0]])
+    drawn = draw_by_inversion(laws, torch.full((3,), uniform, dtype=torch.float64))
+    assert (laws.gather(1, drawn[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_races_never_draw_what_has_no_probability(dtype):
+    laws = torch.zeros(NUM_ROWS, 1, 5, dtype=dtype)
+    laws[..., 1], laws[..., 3] = 1e-30, 1.0
+    drawn = noise_of().race(laws, depths(0)[:, None])
+    assert torch.isin(drawn, torch.tensor([1, 3])).all()
+
+
+def test_chances_of_zero_and_one_are_certain():
+    noise = noise_of()
+    assert not noise.accept(torch.zeros(NUM_ROWS, 2)).any()
+    assert noise.accept(torch.ones(NUM_ROWS, 2)).all()
+
+
+def test_rows_at_temperature_zero_take_the_most_likely_token():
+    rows = [Row([0], SamplingParams(temperature=0.0), seed=seed) for seed in range(3)]
+    noise = KeyedNoise.of_rows(rows)
+    laws = torch.tensor([0.0, 1.0, 0.0]).expand(3, -1)
+    assert noise.draft(laws, 0).tolist() == noise.draw(laws, depths(0, 3)).tolist() == [1, 1, 1]
+
+
+def test_no_global_generator_is_touched():
+    before = torch.get_rng_state()
+    for purpose in PURPOSES:
+        draws_of(noise_of(num_rows=4), purpose, 1)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,155 @@
+"""What each rule does with drafts one can follow by hand, and what it refuses; laws are proved in test_laws."""
+
+import pytest
+import torch
+
+from secondguess.core import Draft, Row
+from secondguess.errors import BadInputError
+from secondguess.noise import KeyedNoise
+from secondguess.sampling import SamplingParams
+from secondguess.verifiers import VERIFIERS, Exactness, make_verifier
+from secondguess.verifiers.base import follow, query_depths
+from secondguess.verifiers.block import prefix_weights
+
+TREE = Draft(
+    # pending -> 4 -> 6, pending -> 5 -> {6, 7}
+    tokens=torch.tensor([[4, 5, 6, 6, 7]]),
+    parents=torch.tensor([[-1, -1, 0, 1, 1]]),
+    lengths=torch.tensor([5]),
+)
+
+
+def noise_of(num_rows, temperature=1.0, coupled=False):
+    params = SamplingParams(temperature=temperature)
+    return KeyedNoise.of_rows([Row([0], params, seed=seed, coupled=coupled) for seed in range(num_rows)])
+
+
+def certain_laws(chosen, vocab_size=8):
+    return torch.nn.functional.one_hot(torch.tensor(chosen), vocab_size).float()
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    with pytest.raises(BadInputError, match="auto, greedy, rejection, block, coupled"):
+        make_verifier("typical")
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_every_name_makes_what_it_says(name):
+    verifier = make_verifier(name)
+    assert verifier.name == name
+    assert verifier.exactness != Exactness.LOSSY
+
+
+def test_promises():
+    assert make_verifier("coupled").exactness == Exactness.DRAFTER_INVARIANT
+    assert {make_verifier(name).exactness for name in ("auto", "greedy", "rejection", "block")} == {
+        Exactness.LOSSLESS
+    }
+
+
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_chain_rules_refuse_trees(name):
+    with pytest.raises(BadInputError, match="chain"):
+        make_verifier(name).judge(TREE, certain_laws([[4, 6, 6, 0, 0, 0]]), noise_of(1))
+
+
+def test_auto_refuses_sampled_trees():
+    sampled = Draft(TREE.tokens, TREE.parents, TREE.lengths, certain_laws(TREE.tokens.tolist()))
+    with pytest.raises(BadInputError, match="chain"):
+        make_verifier("auto").judge(sampled, certain_laws([[4, 6, 6, 0, 0, 0]]), noise_of(1))
+
+
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_rules_with_fresh_noise_refuse_coupled_rows(name):
+    draft = Draft.chains([[1]])
+    with pytest.raises(BadInputError, match="coupled"):
+        make_verifier(name).judge(draft, certain_laws([[1, 2]]), noise_of(1, coupled=True))
+
+
+def test_greedy_refuses_rows_that_sample():
+    with pytest.raises(BadInputError, match="temperature 0"):
+        make_verifier("greedy").judge(Draft.chains([[1]]), certain_laws([[1, 2]]), noise_of(1))
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_ragged_chains_are_followed_as_far_as_they_are_right(name):
+    draft = Draft.chains([[1, 2, 3], [1, 5], [], [4]])
+    laws = certain_laws([[1, 2, 3, 6], [1, 2, 0, 0], [7, 0, 0, 0], [4, 3, 0, 0]])
+    temperature = 0.0 if name == "greedy" else 1.0
+    verdict = make_verifier(name).judge(draft, laws, noise_of(4, temperature))
+    assert verdict.path_lists() == [[0, 1, 2], [0], [], [0]]
+    assert verdict.next_tokens.tolist() == [6, 2, 7, 3]
+
+
+@pytest.mark.parametrize("name", ["rejection", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_draft_from_the_targets_own_law_is_always_accepted(name, dtype):
+    """p = q, where excess and deficit vanish together, at every width and in single precision too."""
+    num_rows, num_nodes, vocab_size = 400, 6, 50
+    logits = torch.randn(num_rows, num_nodes + 1, vocab_size, generator=torch.Generator().manual_seed(0))
+    laws = (4 * logits).to(dtype).softmax(-1)
+    noise = noise_of(num_rows)
+    tokens = torch.stack([noise.draft(laws[:, node], node) for node in range(num_nodes)], 1)
+    parents = torch.arange(-1, num_nodes - 1).expand(num_rows, num_nodes)
+    draft = Draft(tokens, parents, torch.full((num_rows,), num_nodes), laws[:, :-1])
+    verdict = make_verifier(name).judge(draft, laws, noise)
+    assert (verdict.lengths == num_nodes).all()
+    following = laws[:, -1].gather(1, verdict.next_tokens[:, None])
+    assert (following > 0).all()
+
+
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_what_the_target_rules_out_is_never_said(name):
+    """Disjoint supports: every node is refused and the correction comes from the target's side."""
+    target = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(100, 3, 4)
+    drafter = torch.tensor([0.0, 0.0, 0.3, 0.7]).expand(100, 2, 4)
+    draft = Draft(
+        torch.full((100, 2), 3), torch.tensor([[-1, 0]]).expand(100, 2), torch.full((100,), 2), drafter
+    )
+    verdict = make_verifier(name).judge(draft, target, noise_of(100))
+    assert (verdict.lengths == 0).all()
+    assert (verdict.next_tokens < 2).all()
+
+
+def test_walks_take_the_branch_that_was_chosen():
+    for chosen, path, after in [
+        ([5, 0, 7, 0, 0, 3], [1, 4], 3),
+        ([5, 0, 0, 0, 0, 0], [1], 0),
+        ([4, 6, 1, 2, 1, 1], [0, 2], 2),
+        ([7, 6, 6, 6, 6, 6], [], 7),
+    ]:
+        verdict = follow(TREE, torch.tensor([chosen]))
+        assert verdict.path_lists() == [path]
+        assert verdict.next_tokens.tolist() == [after]
+
+
+def test_chains_and_trees_walk_together():
+    chain = Draft.chains([[4, 6]])
+    draft = Draft(
+        torch.cat([TREE.tokens, torch.nn.functional.pad(chain.tokens, (0, 3))]),
+        torch.cat([TREE.parents, torch.nn.functional.pad(chain.parents, (0, 3), value=-1)]),
+        torch.tensor([5, 2]),
+    )
+    verdict = follow(draft, torch.tensor([[5, 0, 6, 0, 2, 0], [4, 6, 1, 0, 0, 0]]))
+    assert verdict.path_lists() == [[1, 3], [0, 1]]
+    assert verdict.next_tokens.tolist() == [2, 1]
+
+
+def test_queries_know_their_depth():
+    assert query_depths(TREE).tolist() == [[0, 1, 1, 2, 2, 2]]
+    assert query_depths(Draft.chains([[1, 2], [1]]))[0].tolist() == [0, 1, 2]
+    assert query_depths(Draft.empty(3)).tolist() == [[0], [0], [0]]
+
+
+def test_prefix_weights_are_the_capped_running_product():
+    ratios = torch.tensor([[0.5, 4.0, 0.9, 0.0, 7.0], [1.0, 1.0, 3.0, 0.25, 2.0]], dtype=torch.float64)
+    expected = [[0.5, 1.0, 0.9, 0.0, 0.0], [1.0, 1.0, 1.0, 0.25, 0.5]]
+    torch.testing.assert_close(prefix_weights(ratios), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_prefix_weights_survive_extreme_ratios():
+    """Forty nodes of ratio 1e-30, then as many of 1e30: the product would underflow to nothing."""
+    ratios = torch.tensor([[1e-30] * 40 + [1e30] * 40], dtype=torch.float64)
+    weights = prefix_weights(ratios)
+    assert weights[0, 39] == 0.0
+    assert float(weights[0, -1]) == pytest.approx(1.0, abs=1e-9)
