@@ -162,7 +162,10 @@ def test_a_row_has_the_same_noise_in_any_batch(purpose):
 
 def test_mixed_batches_draw_each_row_by_its_own_rule():
     params = [SAMPLED, SAMPLED, SamplingParams(temperature=0.0)]
-    rows = [Row([0], settings, coupled=coupled) for settings, coupled in zip(params, (False, True, False), strict=True)]
+    rows = [
+        Row([0], settings, coupled=coupled)
+        for settings, coupled in zip(params, (False, True, False), strict=True)
+    ]
     laws = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.0, 0.0, 1.0]])
     together = KeyedNoise.of_rows(rows).draft(laws, 0)
     alone = [KeyedNoise.of_rows([row]).draft(law[None], 0) for row, law in zip(rows, laws, strict=True)]

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from secondguess.bench.systems import Run, System
 from secondguess.runtime.quiet import quiet
@@ -29,7 +31,7 @@ class StockModel:
     """An unmodified Transformers model."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device) -> None:
-        with quiet():
+        with quiet(), _no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
             )
@@ -37,6 +39,18 @@ class StockModel:
         # early.
         model.generation_config.eos_token_id = None
         self.module: Any = model.to(device).eval()
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """The benchmark has a bar of its own."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
 
 
 class TransformersPlain(System):

@@ -1,8 +1,8 @@
 """``python -m secondguess.train``: run, export or install a pair without the rest of the package.
 
-    python -m secondguess.train run runs/pair --minutes 120 --corpus corpus --forbidden-prompts humaneval.jsonl
-    python -m secondguess.train export runs/pair elsewhere     # the weights of this moment, also while a run goes on
-    python -m secondguess.train install runs/pair src/secondguess/builtin
+python -m secondguess.train run runs/pair --minutes 120 --corpus corpus --forbidden-prompts humaneval.jsonl
+python -m secondguess.train export runs/pair elsewhere     # the weights of this moment, also while a run goes on
+python -m secondguess.train install runs/pair src/secondguess/builtin
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from secondguess.errors import SecondGuessError
@@ -22,16 +21,24 @@ def _report(line: str) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m secondguess.train", description="Train a target and its drafter.")
+    parser = argparse.ArgumentParser(
+        prog="python -m secondguess.train", description="Train a target and its drafter."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run or continue the whole recipe")
     run.add_argument("directory", type=Path)
     run.add_argument("--minutes", type=float, help="training time of all stages together")
-    run.add_argument("--corpus", type=Path, action="append", default=[], help="a folder of installed packages; repeatable")
-    run.add_argument("--forbidden-prompts", type=Path, help="JSON lines of evaluation prompts to keep out of the text")
+    run.add_argument(
+        "--corpus", type=Path, action="append", default=[], help="a folder of installed packages; repeatable"
+    )
+    run.add_argument(
+        "--forbidden-prompts", type=Path, help="JSON lines of evaluation prompts to keep out of the text"
+    )
     run.add_argument("--start", type=Path, help="the target folder of an earlier pair to continue")
     run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--most-threads", type=int, default=0, help="follow the load of the machine, up to so many threads")
+    run.add_argument(
+        "--most-threads", type=int, default=0, help="follow the load of the machine, up to so many threads"
+    )
     for name in ("export", "install"):
         command = commands.add_parser(name)
         command.add_argument("directory", type=Path)
@@ -48,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> None:
         most_threads=arguments.most_threads,
     )
     if arguments.minutes is not None:
-        recipe = replace(recipe.scaled(arguments.minutes))
+        recipe = recipe.scaled(arguments.minutes)
     train_pair(recipe, arguments.directory, _report)
 
 

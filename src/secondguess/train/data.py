@@ -21,13 +21,17 @@ from pathlib import Path
 
 from secondguess.errors import BadInputError
 
-PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation|0BSD|HPND|Unlicense|CC0|Zlib)\b", re.I)
-RESTRICTED = re.compile(r"GPL|Mozilla|MPL|Eclipse|EPL|CDDL|EUPL|CC-BY-NC|Proprietary|Commercial", re.I)
-SKIPPED_FOLDERS = frozenset(
-    "test tests testing _vendor vendor vendored externals extern third_party site-packages dist-packages data datasets "
-    "locale locales unicode lib2to3 idlelib idle_test turtledemo encodings pip _distutils_hack __pycache__ node_modules "
-    "migrations validators fixtures lexers validator".split()
+PERMISSIVE = re.compile(
+    r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation|0BSD|HPND|Unlicense|CC0|Zlib)\b", re.I
 )
+RESTRICTED = re.compile(r"GPL|Mozilla|MPL|Eclipse|EPL|CDDL|EUPL|CC-BY-NC|Proprietary|Commercial", re.I)
+# Tests, copies of other packages, and folders that hold tables rather than programs.
+SKIPPED = (
+    "test tests testing idle_test fixtures _vendor vendor vendored externals extern third_party site-packages "
+    "dist-packages pip data datasets locale locales unicode encodings lexers lexer validator validators lib2to3 idlelib "
+    "turtledemo migrations _distutils_hack __pycache__ node_modules"
+)
+SKIPPED_FOLDERS = frozenset(SKIPPED.split())
 LARGEST_FILE = 120_000
 LARGEST_PER_PACKAGE = 3_000_000
 
@@ -56,10 +60,12 @@ class Corpus:
     training: list[Document]
     held_out: list[Document]
     packages: list[Package] = field(default_factory=list)
+    num_forbidden: int = 0
 
     def manifest(self) -> dict[str, object]:
         return {
             "packages": [asdict(package) for package in self.packages],
+            "forbidden_prompts": self.num_forbidden,
             "training_documents": len(self.training),
             "training_bytes": sum(len(document.text.encode()) for document in self.training),
             "held_out_documents": len(self.held_out),
@@ -69,10 +75,12 @@ class Corpus:
 
 def licence_of(metadata: importlib.metadata.PackageMetadata) -> str:
     """The licence a package declares, shortened; empty where it declares none."""
-    classifiers = [line.split("::")[-1].strip() for line in metadata.get_all("Classifier") or [] if "License ::" in line]
-    free_text = str(metadata.get("License") or "").strip()
+    fields = metadata.json  # the one view of the metadata that has optional fields in its type
+    lines = [str(line) for line in fields.get("classifier", [])]
+    classifiers = [line.split("::")[-1].strip() for line in lines if "License ::" in line]
+    free_text = str(fields.get("license", "")).strip()
     # A free-text field sometimes holds the whole licence: its first line names it.
-    declared = [str(metadata.get("License-Expression") or ""), *classifiers, free_text.split("\n")[0][:60]]
+    declared = [str(fields.get("license_expression", "")), *classifiers, free_text.split("\n")[0][:60]]
     return "; ".join(dict.fromkeys(part for part in declared if part and part != "OSI Approved"))
 
 
@@ -155,7 +163,9 @@ def standard_library() -> tuple[Package, list[Path]]:
 
 def installed_packages(directory: Path) -> Iterator[tuple[Package, list[Path]]]:
     """Permissively licensed packages installed in ``directory``, with their Python files."""
-    for distribution in sorted(importlib.metadata.distributions(path=[str(directory)]), key=lambda d: d.metadata["Name"]):
+    for distribution in sorted(
+        importlib.metadata.distributions(path=[str(directory)]), key=lambda d: d.metadata["Name"]
+    ):
         licence = licence_of(distribution.metadata)
         if not is_permissive(licence):
             continue
@@ -192,7 +202,9 @@ class _Screen:
     def __init__(self, prompts: Path | None) -> None:
         self.fingerprints = forbidden_fingerprints(prompts)
         self.fragments = [fingerprint[:40] for fingerprint in self.fingerprints]
-        self.pattern = re.compile("|".join(sorted(map(re.escape, self.fragments)))) if self.fragments else None
+        self.pattern = (
+            re.compile("|".join(sorted(map(re.escape, self.fragments)))) if self.fragments else None
+        )
 
     def contains(self, text: str) -> bool:
         return self.pattern is not None and self.pattern.search(_normalised(text)) is not None
@@ -209,7 +221,9 @@ def build_corpus(
     sources = [standard_library()] if include_standard_library else []
     for directory in directories:
         if not directory.is_dir():
-            raise BadInputError(f"corpus directory {directory} does not exist; install packages there or drop it")
+            raise BadInputError(
+                f"corpus directory {directory} does not exist; install packages there or drop it"
+            )
         sources.extend(installed_packages(directory))
     screen, seen, total = _Screen(forbidden_prompts), set[bytes](), 0
     training: list[Document] = []
@@ -240,5 +254,7 @@ def build_corpus(
         if taken:
             packages.append(Package(package.name, package.version, package.licence, taken, size))
     if not training:
-        raise BadInputError("no usable Python file was found; give a directory with permissively licensed packages")
-    return Corpus(training, held_out, packages)
+        raise BadInputError(
+            "no usable Python file was found; give a directory with permissively licensed packages"
+        )
+    return Corpus(training, held_out, packages, len(screen.fingerprints))

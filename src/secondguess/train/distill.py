@@ -36,7 +36,9 @@ def initial_drafter(shape: ModelShape, target: Decoder, seed: int) -> Decoder:
     drafter.initialise(seed)
     embedding = target.model.embed_tokens.weight.detach()
     if embedding.shape[0] != shape.vocab_size:
-        raise BadInputError(f"the target has {embedding.shape[0]} tokens and the drafter {shape.vocab_size}; use one tokenizer")
+        raise BadInputError(
+            f"the target has {embedding.shape[0]} tokens and the drafter {shape.vocab_size}; use one tokenizer"
+        )
     left, values, _ = torch.linalg.svd(embedding, full_matrices=False)
     width = min(shape.hidden_size, len(values))
     with torch.no_grad():
@@ -58,7 +60,9 @@ def overlap_loss(target: Decoder) -> LossFunction:
     return loss
 
 
-def write_own_text(target: Decoder, store: TokenStore, path: Path, num_rows: int, seed: int, report: Report) -> None:
+def write_own_text(
+    target: Decoder, store: TokenStore, path: Path, num_rows: int, seed: int, report: Report
+) -> None:
     """Let ``target`` continue the beginnings of training rows, at several temperatures, and store the rows."""
     rows_at_once = min(128, num_rows)
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +72,9 @@ def write_own_text(target: Decoder, store: TokenStore, path: Path, num_rows: int
         temperature = TEMPERATURES[turn % len(TEMPERATURES)]
         prompts = store.batch(seed + 1, turn, rows_at_once, OWN_LENGTH, 0.7)[:, :prompt_length]
         new_tokens = OWN_LENGTH + 1 - prompt_length
-        rows = RowGenerator(target, rows_at_once, OWN_LENGTH + 1).run(prompts, new_tokens, temperature, generator)
+        rows = RowGenerator(target, rows_at_once, OWN_LENGTH + 1).run(
+            prompts, new_tokens, temperature, generator
+        )
         made.append(rows.numpy().astype(numpy.uint16))
         if turn % 8 == 7:
             report(f"the target wrote {sum(len(rows) for rows in made)} of {num_rows} rows")
@@ -91,7 +97,9 @@ class MixedStore:
 
     def batch(self, seed: int, step: int, rows: int, length: int, function_share: float = 0.5) -> Tensor:
         if length + 1 > self.own.shape[1]:
-            raise BadInputError(f"the target's own text has rows of {self.own.shape[1]} tokens; use windows of at most one less")
+            raise BadInputError(
+                f"the target's own text has rows of {self.own.shape[1]} tokens; use windows of at most one less"
+            )
         num_own = round(rows * self.own_share)
         picks = [epoch_draw(seed, 3, step * num_own + row, len(self.own)) for row in range(num_own)]
         own = torch.from_numpy(self.own[picks, : length + 1].astype(numpy.int64))

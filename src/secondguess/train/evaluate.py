@@ -44,7 +44,7 @@ def bits_per_byte(decoder: Decoder, store: TokenStore, rows: int = 256, length: 
     """Held-out cross-entropy in bits per byte of text, over evenly spaced windows."""
     batch = store.held_out_batch(rows, length)
     total = 0.0
-    for part in batch.split(8):
+    for part in torch.split(batch, 8):
         logits = decoder(part[:, :-1]).float()
         total += float(functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
     return total / (len(batch) * length) / math.log(2) / store.bytes_per_token
@@ -57,7 +57,7 @@ def acceptance(target: Decoder, drafter: Decoder, rows: Tensor, first: int = 0) 
         raise BadInputError(f"rows of {rows.shape[1]} tokens leave nothing to measure after position {first}")
     greedy = sampled = 0.0
     positions = 0
-    for part in rows.split(8):
+    for part in torch.split(rows, 8):
         target_logits, draft_logits = target(part)[:, first:].float(), drafter(part)[:, first:].float()
         greedy += float((target_logits.argmax(-1) == draft_logits.argmax(-1)).sum())
         sampled += float(overlap(target_logits, draft_logits).sum())
@@ -65,7 +65,9 @@ def acceptance(target: Decoder, drafter: Decoder, rows: Tensor, first: int = 0) 
     return Acceptance(greedy / positions, sampled / positions, positions)
 
 
-def measure_pair(target: Decoder, drafter: Decoder, store: TokenStore, *, rows: int = 64, seed: int = 0) -> PairFigures:
+def measure_pair(
+    target: Decoder, drafter: Decoder, store: TokenStore, *, rows: int = 64, seed: int = 0
+) -> PairFigures:
     """All figures of the model cards: on held-out text and, what decides speed, on the target's own text."""
     generator = torch.Generator().manual_seed(seed)
     prompts = store.held_out_batch(rows, 64)[:, :64]

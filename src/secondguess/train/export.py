@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from secondguess.errors import CheckpointError
 from secondguess.train.model import Decoder, ModelShape
-from secondguess.train.tokenizer import END_TOKEN, as_transformers
+from secondguess.train.tokenizer import as_transformers, end_token_id
 
 
 def llama_config(shape: ModelShape, end_token: int) -> Any:
@@ -46,7 +46,7 @@ def export_model(
 ) -> None:
     """Write configuration, weights and tokenizer; each file appears whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
-    end_token = tokenizer.token_to_id(END_TOKEN)
+    end_token = end_token_id(tokenizer)
     weights = {name: weight.detach().to(dtype).contiguous() for name, weight in decoder.state_dict().items()}
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         fresh = Path(temporary)
@@ -57,7 +57,9 @@ def export_model(
         as_transformers(tokenizer, decoder.shape.max_positions).save_pretrained(fresh)
         _name_tokenizer_class(fresh / "tokenizer_config.json")
         for path in sorted(fresh.iterdir()):
-            shutil.copyfile(path, f"{path}.whole")  # a fresh file takes the usual permissions, a temporary one is private
+            shutil.copyfile(
+                path, f"{path}.whole"
+            )  # a fresh file takes the usual permissions, a temporary one is private
             os.replace(f"{path}.whole", directory / path.name)
 
 

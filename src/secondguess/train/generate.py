@@ -17,10 +17,14 @@ from secondguess.train.model import Decoder, rotary_tables, rotate
 class RowGenerator:
     """The keys and values of a batch of rows of equal length, and the weights in the dtype of the products."""
 
-    def __init__(self, decoder: Decoder, rows: int, most_positions: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, decoder: Decoder, rows: int, most_positions: int, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         shape = decoder.shape
         if most_positions > shape.max_positions:
-            raise BadInputError(f"{most_positions} positions exceed the model's {shape.max_positions}; ask for fewer tokens")
+            raise BadInputError(
+                f"{most_positions} positions exceed the model's {shape.max_positions}; ask for fewer tokens"
+            )
         self.shape, self.dtype = shape, dtype
         self.weights = {name: weight.detach().to(dtype) for name, weight in decoder.named_parameters()}
         size = (shape.num_layers, rows, shape.num_kv_heads, most_positions, shape.head_size)

@@ -34,7 +34,15 @@ class ModelShape:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size", "vocab_size", "max_positions"):
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "mlp_size",
+            "vocab_size",
+            "max_positions",
+        ):
             if getattr(self, name) < 1:
                 raise BadInputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.hidden_size % (2 * self.num_heads):
@@ -92,7 +100,9 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_tables(shape: ModelShape, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [1, position, 1, half a head] for positions from 0."""
     steps = torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-steps)[None, :, None, :]
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-steps)[
+        None, :, None, :
+    ]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -107,11 +117,16 @@ class _Softmax(torch.autograd.Function):
         return weights
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
         (weights,) = ctx.saved_tensors
         wide, slope_wide = weights.float(), slope.float()
         inner = (wide * slope_wide).sum(-1, keepdim=True)
         return (wide * (slope_wide - inner) * ctx.scale).to(slope.dtype), None, None
+
+
+def _softmax(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
+    weights: Tensor = _Softmax.apply(scores, mask, scale)  # type: ignore[no-untyped-call]
+    return weights
 
 
 class Attention(nn.Module):
@@ -138,9 +153,10 @@ class Attention(nn.Module):
         keys = turned[:, :, heads:].transpose(1, 2).reshape(rows * kv_heads, length, size)
         values = joint[:, :, heads + kv_heads :].transpose(1, 2).reshape(rows * kv_heads, length, size)
         scores = torch.bmm(queries, keys.transpose(1, 2)).view(rows * kv_heads, group, length, length)
-        weights = _Softmax.apply(scores, mask, size**-0.5).view(rows * kv_heads, group * length, length)
+        weights = _softmax(scores, mask, size**-0.5).view(rows * kv_heads, group * length, length)
         mixed = torch.bmm(weights, values).view(rows, heads, length, size)
-        return self.o_proj(mixed.transpose(1, 2).reshape(rows, length, heads * size))
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, heads * size))
+        return output
 
 
 class Mlp(nn.Module):
@@ -153,7 +169,8 @@ class Mlp(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         weight = torch.cat((self.gate_proj.weight, self.up_proj.weight)).to(states.dtype)
         gate, up = functional.linear(states, weight).chunk(2, dim=-1)
-        return self.down_proj(functional.silu(gate) * up)
+        output: Tensor = self.down_proj(functional.silu(gate) * up)
+        return output
 
 
 class Layer(nn.Module):
@@ -166,7 +183,8 @@ class Layer(nn.Module):
 
     def forward(self, states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         states = states + self.self_attn(self.input_layernorm(states), cos, sin, mask)
-        return states + self.mlp(self.post_attention_layernorm(states))
+        output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return output
 
 
 class Backbone(nn.Module):

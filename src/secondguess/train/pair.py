@@ -84,11 +84,17 @@ class PairRecipe:
                 f"{self.drafter.vocab_size}; give both the same vocab_size"
             )
         if self.own_rows < 1:
-            raise BadInputError(f"the distillation needs at least 1 row of the target's own text, got {self.own_rows}")
+            raise BadInputError(
+                f"the distillation needs at least 1 row of the target's own text, got {self.own_rows}"
+            )
         if not self.corpus and not self.include_standard_library:
-            raise BadInputError("nothing to learn from: name a corpus directory or include the standard library")
+            raise BadInputError(
+                "nothing to learn from: name a corpus directory or include the standard library"
+            )
         if self.seed < 0 or self.most_threads < 0:
-            raise BadInputError(f"seed and most_threads cannot be negative, got {self.seed} and {self.most_threads}")
+            raise BadInputError(
+                f"seed and most_threads cannot be negative, got {self.seed} and {self.most_threads}"
+            )
 
     @classmethod
     def small(cls, **changes: object) -> PairRecipe:
@@ -111,7 +117,9 @@ class PairRecipe:
         total = sum(budget.minutes or 0.0 for budget in budgets)
         if not minutes > 0 or not total:
             raise BadInputError(f"expected a number of minutes above 0 and budgets in minutes, got {minutes}")
-        target, drafter, distill = (Budget(minutes=minutes * (budget.minutes or 0.0) / total) for budget in budgets)
+        target, drafter, distill = (
+            Budget(minutes=minutes * (budget.minutes or 0.0) / total) for budget in budgets
+        )
         return replace(self, target_budget=target, drafter_budget=drafter, distill_budget=distill)
 
     def target_settings(self) -> RunSettings:
@@ -128,7 +136,9 @@ class PairRecipe:
         return self._settings(phases, self.target_budget, self.seed)
 
     def drafter_settings(self) -> RunSettings:
-        return replace(self._settings(self._drafter_phases(), self.drafter_budget, self.seed + 1), decay_share=0.5)
+        return replace(
+            self._settings(self._drafter_phases(), self.drafter_budget, self.seed + 1), decay_share=0.5
+        )
 
     def distill_settings(self) -> RunSettings:
         """Gentler than a start from nothing, and falling nearly from the beginning."""
@@ -152,7 +162,7 @@ def train_pair(recipe: PairRecipe, directory: Path, report: Report = print) -> P
     for name in ("target", "drafter"):
         export_checkpoint(directory, name, directory / name)
     figures = measure(recipe, directory, report)
-    write_cards(directory, figures)
+    write_cards(directory, figures, recipe.seed)
     report(f"finished: {directory / 'target'} and {directory / 'drafter'}")
     return figures
 
@@ -177,14 +187,18 @@ def prepare_data(recipe: PairRecipe, directory: Path, report: Report) -> TokenSt
     else:
         report("learning the tokenizer")
         # All functions and a quarter of the files: the merges settle long before the text is used up.
-        sample = [document.text for i, document in enumerate(corpus.training) if document.is_function or i % 4 == 0]
+        sample = [
+            document.text for i, document in enumerate(corpus.training) if document.is_function or i % 4 == 0
+        ]
         tokenizer = train_tokenizer(sample, recipe.target.vocab_size)
     with write_atomically(directory / "tokenizer.json") as stream:
         stream.write(tokenizer.to_str().encode())
     report("tokenising")
     write_tokens(corpus, tokenizer, tokens, recipe.seed)
     store = TokenStore.open(tokens)
-    report(f"{len(store.files)} tokens of files, {len(store.functions)} of functions, {len(store.held_out)} held out")
+    report(
+        f"{len(store.files)} tokens of files, {len(store.functions)} of functions, {len(store.held_out)} held out"
+    )
     return store
 
 
@@ -193,7 +207,12 @@ def train_target(recipe: PairRecipe, directory: Path, report: Report) -> None:
     store = prepare_data(recipe, directory, report)
     initial = load_exported(recipe.start) if recipe.start is not None else None
     trainer = Trainer(
-        recipe.target, recipe.target_settings(), store, directory / "target.pt", initial=initial, report=report
+        recipe.target,
+        recipe.target_settings(),
+        store,
+        directory / "target.pt",
+        initial=initial,
+        report=report,
     )
     trainer.run(after_checkpoint=_held_out_teller(store, report))
 
@@ -212,9 +231,9 @@ def train_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
     target = decoder_from(read_checkpoint(directory / "target.pt"))
     start = initial_drafter(recipe.drafter, target, recipe.seed)
     checkpoint = directory / "drafter-alone.pt"
-    Trainer(
-        recipe.drafter, recipe.drafter_settings(), store, checkpoint, initial=start, report=report
-    ).run(after_checkpoint=_held_out_teller(store, report))
+    Trainer(recipe.drafter, recipe.drafter_settings(), store, checkpoint, initial=start, report=report).run(
+        after_checkpoint=_held_out_teller(store, report)
+    )
 
 
 def distil_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
@@ -238,7 +257,9 @@ def distil_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
 
 def measure(recipe: PairRecipe, directory: Path, report: Report, rows: int = 64) -> PairFigures:
     """The figures of the model cards, for the checkpoints as they are now."""
-    target, drafter = (decoder_from(read_checkpoint(directory / f"{name}.pt")) for name in ("target", "drafter"))
+    target, drafter = (
+        decoder_from(read_checkpoint(directory / f"{name}.pt")) for name in ("target", "drafter")
+    )
     store = prepare_data(recipe, directory, report)
     figures = measure_pair(target, drafter, store, rows=rows, seed=recipe.seed)
     with write_atomically(directory / "figures.json") as stream:

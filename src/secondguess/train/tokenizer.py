@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, CheckpointError
 
 END_TOKEN = "<|endoftext|>"
 PIECES = (
@@ -66,4 +66,24 @@ def as_transformers(tokenizer: Tokenizer, max_positions: int) -> Any:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(path))
+    """The tokenizer of a run, or an error that says what to do."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"there is no tokenizer at {path}; run `secondguess train pair`, which makes one"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is not a readable tokenizer ({error}); delete the run's folder"
+        ) from error
+
+
+def end_token_id(tokenizer: Tokenizer) -> int:
+    """The token that ends a document."""
+    token: int | None = tokenizer.token_to_id(END_TOKEN)
+    if token is None:
+        raise CheckpointError(
+            f"the tokenizer has no {END_TOKEN} token; use one that `secondguess train pair` made"
+        )
+    return token

@@ -20,14 +20,16 @@ from torch import Tensor
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.data import Corpus, Document
 from secondguess.train.files import write_atomically
-from secondguess.train.tokenizer import END_TOKEN
+from secondguess.train.tokenizer import end_token_id
 
 PARTS = ("files", "functions", "held_out")
 
 
-def _encode(documents: Sequence[Document], tokenizer: Tokenizer) -> tuple[NDArray[numpy.uint16], NDArray[numpy.int64]]:
+def _encode(
+    documents: Sequence[Document], tokenizer: Tokenizer
+) -> tuple[NDArray[numpy.uint16], NDArray[numpy.int64]]:
     """All documents in one array, an end token after each, with the position where each begins."""
-    end = tokenizer.token_to_id(END_TOKEN)
+    end = end_token_id(tokenizer)
     pieces: list[NDArray[numpy.uint16]] = []
     for first in range(0, len(documents), 512):
         batch = [document.text for document in documents[first : first + 512]]
@@ -76,7 +78,9 @@ class TokenStore:
     def open(cls, directory: Path) -> TokenStore:
         summary_path = directory / "summary.json"
         if not summary_path.is_file():
-            raise CheckpointError(f"{directory} holds no tokenised corpus (summary.json is missing); run the data step first")
+            raise CheckpointError(
+                f"{directory} holds no tokenised corpus (summary.json is missing); run the data step first"
+            )
         held_out = json.loads(summary_path.read_text())["held_out"]
         files, functions, held = (numpy.load(directory / f"{part}.npy", mmap_mode="r") for part in PARTS)
         starts = numpy.load(directory / "functions.starts.npy")
@@ -99,9 +103,13 @@ class TokenStore:
         """Evenly spaced held-out windows, the same at every call."""
         rows = max(1, min(rows, (len(self.held_out) - 1) // length))
         if len(self.held_out) <= length:
-            raise BadInputError(f"the held-out text has {len(self.held_out)} tokens, fewer than one window of {length}")
+            raise BadInputError(
+                f"the held-out text has {len(self.held_out)} tokens, fewer than one window of {length}"
+            )
         starts = numpy.linspace(0, len(self.held_out) - length - 1, rows).astype(numpy.int64)
-        return torch.from_numpy(numpy.stack([self.held_out[s : s + length + 1] for s in starts]).astype(numpy.int64))
+        return torch.from_numpy(
+            numpy.stack([self.held_out[s : s + length + 1] for s in starts]).astype(numpy.int64)
+        )
 
     def _usable_functions(self, length: int) -> int:
         return int(numpy.searchsorted(self.function_starts, len(self.functions) - length - 1))
@@ -110,7 +118,9 @@ class TokenStore:
         if not rows:
             return []
         usable = self._usable_functions(length)
-        starts = [int(self.function_starts[epoch_draw(seed, 1, step * rows + row, usable)]) for row in range(rows)]
+        starts = [
+            int(self.function_starts[epoch_draw(seed, 1, step * rows + row, usable)]) for row in range(rows)
+        ]
         return [self.functions[start : start + length + 1] for start in starts]
 
     def _file_rows(self, seed: int, step: int, rows: int, length: int) -> list[NDArray[numpy.uint16]]:

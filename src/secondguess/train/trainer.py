@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,7 +60,9 @@ class Budget:
         if self.minutes is None and self.steps is None:
             raise BadInputError("a training budget needs minutes or steps")
         if (self.minutes is not None and self.minutes <= 0) or (self.steps is not None and self.steps < 1):
-            raise BadInputError(f"a training budget must be positive, got minutes={self.minutes}, steps={self.steps}")
+            raise BadInputError(
+                f"a training budget must be positive, got minutes={self.minutes}, steps={self.steps}"
+            )
 
     def progress(self, seconds: float, step: int) -> float:
         shares = [0.0]
@@ -86,16 +89,20 @@ class RunSettings:
     function_share: float = 0.5
     checkpoint_seconds: float = 180.0
     compile: bool = True
-    most_threads: int = 0  # 0 keeps PyTorch's number; otherwise at most so many, fewer while others need the cores
+    most_threads: int = (
+        0  # 0 keeps PyTorch's number; otherwise at most so many, fewer while others need the cores
+    )
 
     def __post_init__(self) -> None:
         ends = [phase.until for phase in self.phases]
         if not ends or ends != sorted(ends) or ends[-1] != 1.0:
             raise BadInputError(f"phases must be in order and the last must end at 1.0, got {ends}")
         depths = [phase.num_layers for phase in self.phases]
-        for shallow, deep in zip(depths, depths[1:], strict=False):
+        for shallow, deep in pairwise(depths):
             if deep % shallow:
-                raise BadInputError(f"a deeper phase must hold a multiple of the layers before it, got {depths}")
+                raise BadInputError(
+                    f"a deeper phase must hold a multiple of the layers before it, got {depths}"
+                )
         if not 0 < self.decay_share <= 1:
             raise BadInputError(f"decay_share must be in (0, 1], got {self.decay_share}")
 
@@ -200,7 +207,9 @@ class Trainer:
         """Cross-entropy on fixed held-out windows, in nats per token."""
         batch = self.store.held_out_batch(rows, length)
         with torch.no_grad():
-            losses = [float(next_token_loss(self.decoder, part)) * len(part) for part in batch.split(8)]
+            losses = [
+                float(next_token_loss(self.decoder, part)) * len(part) for part in torch.split(batch, 8)
+            ]
         return sum(losses) / len(batch)
 
     def _take_step(self) -> float:
@@ -209,7 +218,9 @@ class Trainer:
         if phase.num_layers != self.decoder.shape.num_layers:
             self._deepen(phase.num_layers)
         rows = max(1, phase.tokens_per_step // phase.length)
-        batch = self.store.batch(self.settings.seed, self.step, rows, phase.length, self.settings.function_share)
+        batch = self.store.batch(
+            self.settings.seed, self.step, rows, phase.length, self.settings.function_share
+        )
         # Rows are dealt out in turn so that every micro-batch holds both kinds of text.
         num_micro = max(1, rows * phase.length // self.settings.micro_tokens)
         total = 0.0
@@ -223,7 +234,7 @@ class Trainer:
         for optimiser, base in ((self.muon, self.settings.muon_rate), (self.adam, self.settings.adam_rate)):
             for group in optimiser.param_groups:
                 group["lr"] = base * rate
-            optimiser.step()
+            optimiser.step()  # type: ignore[no-untyped-call]
             optimiser.zero_grad(set_to_none=True)
         self.step += 1
         self._updating = False
@@ -237,9 +248,12 @@ class Trainer:
             return self.loss_function(self.decoder, micro)
         key = (*micro.shape, self.decoder.shape.num_layers)
         if key not in self._compiled:
-            self._compiled[key] = torch.compile(
-                lambda rows, decoder=self.decoder: self.loss_function(decoder, rows), dynamic=False
-            )
+            decoder, loss_function = self.decoder, self.loss_function
+
+            def compute(rows: Tensor) -> Tensor:
+                return loss_function(decoder, rows)
+
+            self._compiled[key] = torch.compile(compute, dynamic=False)
         return self._compiled[key](micro)
 
     def _make_optimisers(self) -> None:
@@ -263,7 +277,9 @@ class Trainer:
             for name, parameter in self.decoder.named_parameters():
                 parameter.copy_(weights[source[name]])
         self._make_optimisers()
-        self._set_named_state({name: _copied(old_state[source[name]]) for name in source if source[name] in old_state})
+        self._set_named_state(
+            {name: _copied(old_state[source[name]]) for name in source if source[name] in old_state}
+        )
         self.report(f"step {self.step}: stacked {depth} layers to {num_layers}")
 
     def _named_state(self) -> dict[str, Any]:
@@ -321,7 +337,11 @@ class Trainer:
         self._set_named_state(content["optimisers"])
         self.step, self.tokens, self.seconds = content["step"], content["tokens"], content["seconds"]
         self._in_decay = bool(content.get("in_decay", False))
-        if self._in_decay and self.progress < 1.0 - self.settings.decay_share and self._flat_checkpoint.is_file():
+        if (
+            self._in_decay
+            and self.progress < 1.0 - self.settings.decay_share
+            and self._flat_checkpoint.is_file()
+        ):
             # The budget has grown: weights that were annealed for the old one are a worse start than the flat part.
             self._load(self._flat_checkpoint)
             return
@@ -331,14 +351,20 @@ class Trainer:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The content of a training checkpoint, or an error that says what to do."""
     if not path.is_file():
-        raise CheckpointError(f"there is no training checkpoint at {path}; start the run with `secondguess train pair`")
+        raise CheckpointError(
+            f"there is no training checkpoint at {path}; start the run with `secondguess train pair`"
+        )
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         missing = {"shape", "weights", "optimisers", "step", "tokens", "seconds"} - content.keys()
     except Exception as error:
-        raise CheckpointError(f"{path} is not a readable training checkpoint ({error}); delete it to start anew") from error
+        raise CheckpointError(
+            f"{path} is not a readable training checkpoint ({error}); delete it to start anew"
+        ) from error
     if missing:
-        raise CheckpointError(f"{path} lacks {sorted(missing)}: it was not written by this trainer; delete it to start anew")
+        raise CheckpointError(
+            f"{path} lacks {sorted(missing)}: it was not written by this trainer; delete it to start anew"
+        )
     return content
 
 

@@ -1,0 +1,201 @@
+"""The model cards: every number in them is read from the run that made the models."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+
+from secondguess.train.evaluate import Acceptance, PairFigures
+from secondguess.train.files import write_atomically
+from secondguess.train.generate import RowGenerator
+from secondguess.train.model import Decoder
+from secondguess.train.tokenizer import load_tokenizer
+from secondguess.train.trainer import decoder_from, read_checkpoint
+
+SAMPLE_PROMPTS = (
+    "def quicksort(items):",
+    'def is_prime(number: int) -> bool:\n    """Return whether the number is prime.\n\n'
+    '    >>> is_prime(7)\n    True\n    """\n',
+)
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What one training stage took."""
+
+    steps: int
+    tokens: int
+    minutes: float
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> StageFacts:
+        content = read_checkpoint(checkpoint)
+        return cls(content["step"], content["tokens"], content["seconds"] / 60)
+
+    def __str__(self) -> str:
+        return f"{self.steps:,} steps, {self.tokens / 1e6:.1f} million tokens, {self.minutes:.0f} minutes"
+
+
+def machine() -> str:
+    """The kind of machine, without its name."""
+    processor = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor
+        )
+    except OSError:
+        pass
+    accelerated = "with" if torch.cpu._is_amx_tile_supported() else "without"
+    return f"{os.cpu_count()} cores of {processor}, {accelerated} bf16 matrix instructions (AMX), no GPU"
+
+
+def write_cards(directory: Path, figures: PairFigures, seed: int) -> None:
+    """Write ``README.md`` beside both exported models of a finished run."""
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    summary = json.loads((directory / "tokens" / "summary.json").read_text(encoding="utf-8"))
+    stages = {
+        name: StageFacts.read(directory / f"{name}.pt") for name in ("target", "drafter-alone", "drafter")
+    }
+    tokenizer = load_tokenizer(directory / "tokenizer.json")
+    target, drafter = (
+        decoder_from(read_checkpoint(directory / f"{name}.pt")) for name in ("target", "drafter")
+    )
+    shared = "\n".join([_figures(figures), _data(manifest, summary), _training(stages, seed)])
+    texts = {
+        "target": _target_head(target) + shared + _samples(target, tokenizer),
+        "drafter": _drafter_head(drafter) + shared,
+    }
+    for name, text in texts.items():
+        with write_atomically(directory / name / "README.md") as stream:
+            stream.write((_FRONT_MATTER + text).encode())
+
+
+_FRONT_MATTER = """---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [code, python, speculative-decoding]
+---
+"""
+
+
+def _shape(decoder: Decoder) -> str:
+    shape = decoder.shape
+    return (
+        f"Llama architecture, {shape.num_layers} layer{'s' if shape.num_layers > 1 else ''} of width {shape.hidden_size}, "
+        f"{shape.num_heads} heads of {shape.head_size} ({shape.num_kv_heads} for keys and values), "
+        f"feed-forward width {shape.mlp_size}, tied embeddings, {shape.vocab_size:,} tokens, "
+        f"{shape.num_parameters / 1e6:.1f} million parameters, bf16."
+    )
+
+
+def _target_head(decoder: Decoder) -> str:
+    return f"""
+# secondguess built-in target: a small model that completes Python
+
+{_shape(decoder)}
+
+The large half of the pair that comes with `secondguess`: it exists so that speculative decoding can be tried, tested and
+measured offline. It writes text that looks like Python; it does not understand programming, and its code is seldom right.
+Trained on windows of at most 512 tokens: longer contexts work, less well.
+"""
+
+
+def _drafter_head(decoder: Decoder) -> str:
+    return f"""
+# secondguess built-in drafter: guesses what the built-in target will write
+
+{_shape(decoder)}
+
+The small half of the pair that comes with `secondguess`; it has the target's tokenizer and is of no use alone.
+"""
+
+
+def _row(name: str, acceptance: Acceptance) -> str:
+    return f"| {name} | {acceptance.greedy:.3f} | {acceptance.sampled:.3f} | {acceptance.positions:,} |"
+
+
+def _figures(figures: PairFigures) -> str:
+    return f"""
+## Figures
+
+Held-out text: target {figures.target_bits_per_byte:.3f} bits per byte, drafter {figures.drafter_bits_per_byte:.3f}.
+
+Acceptance of one drafted token, as the text's every position would have it (temperature 0: both models prefer the same
+token; temperature 1: overlap of their laws):
+
+| text | temperature 0 | temperature 1 | positions |
+|---|---|---|---|
+{_row("held-out files", figures.held_out)}
+{_row("written by the target at temperature 0", figures.own_greedy)}
+{_row("written by the target at temperature 1", figures.own_sampled)}
+"""
+
+
+def _data(manifest: dict[str, Any], summary: dict[str, Any]) -> str:
+    packages = "\n".join(
+        f"| {package['name']} | {package['version']} | {package['licence'][:60]} | {package['num_files']} | "
+        f"{package['num_bytes'] / 1e6:.2f} |"
+        for package in manifest["packages"]
+    )
+    return f"""
+## Data
+
+Python source of the standard library and of packages whose metadata declare a permissive licence: whole files
+({summary["files"]["bytes"] / 1e6:.0f} MB) and, once more, every short documented function by itself
+({summary["functions"]["bytes"] / 1e6:.0f} MB); together {(summary["files"]["tokens"] + summary["functions"]["tokens"]) / 1e6:.0f}
+million tokens. Tests, vendored copies, generated and tabular files are left out, identical files are read once, and
+{summary["held_out"]["bytes"] / 1e6:.1f} MB (every fiftieth file, chosen by a hash of its text) are held out.
+{_screening(manifest)}
+
+<details><summary>Packages, versions, declared licences, files, MB</summary>
+
+| package | version | licence | files | MB |
+|---|---|---|---|---|
+{packages}
+
+</details>
+"""
+
+
+def _screening(manifest: dict[str, Any]) -> str:
+    count = manifest.get("forbidden_prompts", 0)
+    if not count:
+        return "The text was not searched for evaluation prompts."
+    return f"No file contains the signature and docstring of any of {count} evaluation prompts (HumanEval)."
+
+
+def _training(stages: dict[str, StageFacts], seed: int) -> str:
+    return f"""
+## Training
+
+- Target: {stages["target"]}. Next-token cross-entropy; Muon for the matrices, AdamW for the rest; half the layers and short
+  windows first, then the trained layers repeated once, then longer windows while the learning rate falls to zero.
+- Drafter by itself: {stages["drafter-alone"]}. Cross-entropy, from the target's embedding.
+- Drafter towards the target: {stages["drafter"]}. Hybrid LK loss (overlap of the two laws, arXiv 2602.23881), half on corpus
+  text and half on text written by the target.
+- Seed {seed}. Machine: {machine()}, shared with other work. PyTorch {torch.__version__}, tokenizers {tokenizers.__version__},
+  Python {platform.python_version()}.
+
+Made with `pip install --no-deps --target corpus PACKAGES...` and `secondguess train pair --corpus corpus`
+(see `docs/training.md`).
+"""
+
+
+def _samples(target: Decoder, tokenizer: Any) -> str:
+    parts = ["\n## What it writes (temperature 0)\n"]
+    for prompt in SAMPLE_PROMPTS:
+        tokens = torch.tensor([tokenizer.encode(prompt).ids])
+        space = min(100, target.shape.max_positions - tokens.shape[1])
+        rows = RowGenerator(target, 1, tokens.shape[1] + space).run(tokens, space, 0.0, torch.Generator())
+        text = tokenizer.decode(rows[0].tolist(), skip_special_tokens=False).split("<|endoftext|>")[0]
+        parts.append(f"```python\n{text.rstrip()}\n```\n")
+    return "\n".join(parts)

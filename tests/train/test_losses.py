@@ -1,0 +1,54 @@
+"""The distillation losses against sums written out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from secondguess.errors import BadInputError
+from secondguess.train.losses import forward_divergence, hybrid_overlap_loss, log_overlap_loss, overlap
+
+TARGET = [0.5, 0.3, 0.15, 0.05]
+DRAFT = [0.25, 0.25, 0.4, 0.1]
+OVERLAP = 0.25 + 0.25 + 0.15 + 0.05
+DIVERGENCE = sum(p * math.log(p / q) for p, q in zip(TARGET, DRAFT, strict=True))
+
+
+def _logits(probabilities: list[float], shift: float = 0.0) -> torch.Tensor:
+    return torch.tensor(probabilities).log()[None, None] + shift
+
+
+def test_overlap_is_the_sum_of_minima_whatever_the_logits_are_shifted_by() -> None:
+    assert overlap(_logits(TARGET, 3.0), _logits(DRAFT, -1.0)).item() == pytest.approx(OVERLAP)
+
+
+def test_divergence_is_the_written_out_sum() -> None:
+    assert forward_divergence(_logits(TARGET), _logits(DRAFT)).item() == pytest.approx(DIVERGENCE)
+
+
+def test_hybrid_loss_weighs_divergence_and_overlap_by_the_overlap() -> None:
+    weight = math.exp(-3 * OVERLAP)
+    expected = weight * DIVERGENCE + (1 - weight) * (1 - OVERLAP)
+    assert hybrid_overlap_loss(_logits(TARGET), _logits(DRAFT)).item() == pytest.approx(expected)
+    assert log_overlap_loss(_logits(TARGET), _logits(DRAFT)).item() == pytest.approx(-math.log(OVERLAP))
+
+
+def test_the_weight_of_the_hybrid_loss_is_held_constant() -> None:
+    draft = _logits(DRAFT).requires_grad_()
+    hybrid_overlap_loss(_logits(TARGET), draft).backward()
+    weight = math.exp(-3 * OVERLAP)
+    by_hand = _logits(DRAFT).requires_grad_()
+    divergence, alpha = forward_divergence(_logits(TARGET), by_hand), overlap(_logits(TARGET), by_hand)
+    (weight * divergence + (1 - weight) * (1 - alpha)).sum().backward()
+    torch.testing.assert_close(draft.grad, by_hand.grad)
+
+
+def test_equal_laws_lose_nothing() -> None:
+    assert hybrid_overlap_loss(_logits(TARGET), _logits(TARGET)).item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_two_vocabularies_are_refused() -> None:
+    with pytest.raises(BadInputError, match="share one vocabulary"):
+        overlap(torch.zeros(1, 4), torch.zeros(1, 5))

@@ -1,0 +1,124 @@
+"""The training module is Llama: the exported checkpoint has its logits, and generation has its choices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.train.export import export_model, load_exported
+from secondguess.train.generate import RowGenerator
+from secondguess.train.model import Decoder, ModelShape
+from secondguess.train.tokenizer import train_tokenizer
+
+SHAPES = [
+    ModelShape(3, 64, 4, 2, 96, 320),
+    ModelShape(1, 48, 3, 1, 80, 320),
+    ModelShape(2, 32, 2, 2, 64, 320),
+]
+
+
+def random_decoder(shape: ModelShape, seed: int = 0) -> Decoder:
+    """A decoder in which every weight matters: nothing is zero or one."""
+    decoder = Decoder(shape)
+    decoder.initialise(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["def f(x):\n    return x\n" * 50], 300)
+
+
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda shape: f"{shape.num_heads} heads {shape.num_kv_heads} kv"
+)
+def test_the_exported_checkpoint_gives_the_logits_of_the_training_module(
+    shape: ModelShape, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    decoder = random_decoder(shape)
+    export_model(decoder, tokenizer, tmp_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert type(model).__name__ == "LlamaForCausalLM"
+    tokens = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(tokens, torch.float32), model(tokens).logits, atol=2e-5, rtol=1e-5)
+    text = "def é(x):\n    return  'x' .\n"
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert loaded.eos_token_id == model.config.eos_token_id == 0
+
+
+def test_an_export_comes_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    decoder = random_decoder(SHAPES[0])
+    export_model(decoder, tokenizer, tmp_path, dtype=torch.float32)
+    again = load_exported(tmp_path)
+    assert again.shape == decoder.shape
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in decoder.state_dict().items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_the_parameter_count_is_that_of_the_module() -> None:
+    for shape in SHAPES:
+        assert shape.num_parameters == sum(parameter.numel() for parameter in Decoder(shape).parameters())
+
+
+def test_gradients_reach_every_weight_and_match_finite_differences() -> None:
+    decoder = random_decoder(SHAPES[0])
+    tokens = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(2, 12, 320, generator=torch.Generator().manual_seed(3))
+    (decoder(tokens, torch.float32) * weights).sum().backward()
+    query = decoder.model.layers[1].self_attn.q_proj.weight
+    assert query.grad is not None
+    direction = torch.randn(query.shape, generator=torch.Generator().manual_seed(4))
+    slope = float((query.grad * direction).sum())
+    values = []
+    with torch.no_grad():
+        for step in (1e-3, -1e-3):
+            query.add_(direction, alpha=step)
+            values.append(float((decoder(tokens, torch.float32).double() * weights).sum()))
+            query.add_(direction, alpha=-step)
+    assert (values[0] - values[1]) / 2e-3 == pytest.approx(slope, rel=0.02)
+    assert all(
+        parameter.grad is not None and bool(parameter.grad.any()) for parameter in decoder.parameters()
+    )
+
+
+def test_generation_with_a_cache_chooses_what_the_whole_sequence_chooses() -> None:
+    decoder = random_decoder(SHAPES[0])
+    prompts = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(5))
+    made = RowGenerator(decoder, 3, 24, torch.float32).run(prompts, 16, 0.0, torch.Generator())
+    with torch.no_grad():
+        expected = decoder(made, torch.float32)[:, 6:-1].argmax(-1)
+    assert torch.equal(made[:, 7:], expected)
+    with pytest.raises(BadInputError, match="exceed"):
+        RowGenerator(Decoder(replace(SHAPES[0], max_positions=16)), 1, 17)
+
+
+def test_shapes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(BadInputError, match="multiple of num_kv_heads"):
+        ModelShape(1, 64, 4, 3, 64, 300)
+    with pytest.raises(BadInputError, match="even multiple of num_heads"):
+        ModelShape(1, 60, 4, 2, 64, 300)
+    with pytest.raises(BadInputError, match="num_layers must be at least 1"):
+        ModelShape(0, 64, 4, 2, 64, 300)
+
+
+def test_a_folder_that_is_no_export_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a model exported by"):
+        load_exported(tmp_path)

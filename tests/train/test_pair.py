@@ -1,0 +1,147 @@
+"""The whole recipe on a tiny corpus: one command, interrupted, continued, measured, exported, installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.train import pair as stages
+from secondguess.train.distill import MixedStore, initial_drafter
+from secondguess.train.evaluate import acceptance
+from secondguess.train.model import Decoder, ModelShape
+from secondguess.train.pair import PairRecipe, export_checkpoint, install_pair, train_pair
+from secondguess.train.tokens import TokenStore
+from secondguess.train.trainer import Budget
+
+
+def test_the_recipe_makes_a_pair_that_transformers_loads(recipe: PairRecipe, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lines: list[str] = []
+    figures = train_pair(recipe, tmp_path / "run", lines.append)
+    assert figures.target_bits_per_byte < 5.0
+    assert 0.0 < figures.own_sampled.sampled <= 1.0
+    install_pair(tmp_path / "run", tmp_path / "box")
+    for name in ("target", "drafter"):
+        folder = tmp_path / "box" / name
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert model.dtype == torch.bfloat16
+        assert model.config.vocab_size == 512
+        tokens = AutoTokenizer.from_pretrained(folder)("def size1_of(", return_tensors="pt")["input_ids"]
+        assert model(tokens).logits.isfinite().all()
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        assert f"{figures.target_bits_per_byte:.3f} bits per byte" in card
+        assert "| things | 1.0 | MIT |" in card
+    again: list[str] = []
+    assert train_pair(recipe, tmp_path / "run", again.append) == figures
+    assert not any("collecting" in line for line in again)
+
+
+def test_a_pair_can_be_the_start_of_the_next(recipe: PairRecipe, tmp_path: Path) -> None:
+    stages.train_target(recipe, tmp_path / "first", lambda line: None)
+    export_checkpoint(tmp_path / "first", "target", tmp_path / "first" / "target")
+    following = replace(recipe, start=tmp_path / "first" / "target", target_budget=Budget(steps=1))
+    stages.train_target(following, tmp_path / "second", lambda line: None)
+    first, second = (
+        (tmp_path / name / "tokenizer.json").read_text(encoding="utf-8") for name in ("first", "second")
+    )
+    assert first == second
+    weights = [torch.load(tmp_path / name / "target.pt")["weights"] for name in ("first", "second")]
+    name = "model.layers.3.mlp.up_proj.weight"
+    assert (weights[0][name] - weights[1][name]).norm() < 0.2 * weights[0][name].norm()
+
+
+def test_a_drafter_starts_from_the_embedding_that_best_keeps_its_targets_inner_products() -> None:
+    target = Decoder(ModelShape(1, 64, 2, 1, 64, 300))
+    target.initialise(0)
+    drafter = initial_drafter(ModelShape(1, 32, 2, 1, 64, 300), target, 1)
+    wide, narrow = target.model.embed_tokens.weight.detach(), drafter.model.embed_tokens.weight.detach()
+    random = torch.randn(300, 32, generator=torch.Generator().manual_seed(2))
+
+    def likeness(embedding: torch.Tensor) -> float:
+        return float(
+            torch.corrcoef(torch.stack([(wide @ wide.T).flatten(), (embedding @ embedding.T).flatten()]))[
+                0, 1
+            ]
+        )
+
+    assert likeness(narrow) > 0.9 > likeness(random)
+    with pytest.raises(BadInputError, match="one tokenizer"):
+        initial_drafter(ModelShape(1, 32, 2, 1, 64, 301), target, 1)
+
+
+def test_half_of_a_mixed_batch_is_the_targets_own_text(store: TokenStore) -> None:
+    own = torch.full((3, 65), 7).numpy().astype("uint16")
+    batch = MixedStore(store, own).batch(0, 0, 8, 64)
+    assert batch.shape == (8, 65)
+    assert int((batch == 7).all(dim=1).sum()) == 4
+    with pytest.raises(BadInputError, match="rows of 65"):
+        MixedStore(store, own).batch(0, 0, 8, 65)
+
+
+def test_a_model_accepts_itself_always() -> None:
+    decoder = Decoder(ModelShape(1, 32, 2, 1, 64, 300))
+    decoder.initialise(0)
+    same = acceptance(decoder, decoder, torch.randint(0, 300, (2, 16)), first=4)
+    assert same.greedy == 1.0
+    assert same.sampled == pytest.approx(1.0, abs=1e-5)
+    assert same.positions == 24
+
+
+def test_recipes_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="share a tokenizer"):
+        PairRecipe(drafter=ModelShape(1, 32, 2, 1, 64, 300))
+    with pytest.raises(BadInputError, match="nothing to learn from"):
+        PairRecipe(include_standard_library=False)
+    with pytest.raises(BadInputError, match="at least 1 row"):
+        PairRecipe(own_rows=0)
+    with pytest.raises(BadInputError, match="minutes above 0"):
+        PairRecipe().scaled(0)
+    with pytest.raises(CheckpointError, match="no training checkpoint"):
+        export_checkpoint(tmp_path, "target", tmp_path / "out")
+
+
+def test_a_scaled_recipe_keeps_the_proportions() -> None:
+    recipe = PairRecipe().scaled(10)
+    minutes = [
+        budget.minutes for budget in (recipe.target_budget, recipe.drafter_budget, recipe.distill_budget)
+    ]
+    assert sum(filter(None, minutes)) == pytest.approx(10)
+    assert minutes[0] == pytest.approx(10 * 87 / 119)
+
+
+def test_the_module_ends_with_one_line_and_code_2_on_bad_input(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "secondguess.train",
+        "export",
+        str(tmp_path / "none"),
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no training checkpoint")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_box_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import secondguess.builtin as box
+
+    monkeypatch.setattr(box, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(CheckpointError, match="built-in pair is missing"):
+        box.builtin_paths()
+
+
+def test_figures_and_manifest_are_plain_json(recipe: PairRecipe, tmp_path: Path) -> None:
+    stages.prepare_data(recipe, tmp_path, lambda line: None)
+    manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["packages"][0]["licence"] == "MIT"
+    assert manifest["held_out_documents"] > 0

@@ -1,0 +1,92 @@
+"""The tokenizer: any text comes back as it was, and a prompt may end anywhere."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.train.tokenizer import (
+    END_TOKEN,
+    as_transformers,
+    end_token_id,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+TEXT = 'def total(items):\n    """Add them."""\n    for item in items:\n        if item:\n            yield item\n\n\n'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer([TEXT * 20] * 5, 350)
+
+
+def _awkward_texts() -> list[str]:
+    choice = random.Random(3)
+    alphabet = [
+        "\n",
+        "\r\n",
+        "\t",
+        " ",
+        "  ",
+        "a",
+        "_",
+        "__init__",
+        "é",
+        "漢",
+        "😀",
+        "\u200b",
+        "1234",
+        "'",
+        '"""',
+        ".",
+        " ,",
+        "\x00",
+    ]
+    mixed = ["".join(choice.choices(alphabet, k=40)) for _ in range(200)]
+    anything = [
+        "".join(chr(choice.choice([*range(0xD800), *range(0xE000, 0x110000)])) for _ in range(20))
+        for _ in range(50)
+    ]
+    return [TEXT, "", " ", "\n", "don 't stop . now ?", END_TOKEN, *mixed, *anything]
+
+
+def test_every_text_comes_back(tokenizer: Tokenizer) -> None:
+    fast = as_transformers(tokenizer, 64)
+    for text in _awkward_texts():
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+        assert fast.decode(fast(text)["input_ids"]) == text
+
+
+def test_a_prompt_that_ends_with_a_line_is_tokenised_as_in_the_middle_of_a_file(tokenizer: Tokenizer) -> None:
+    whole = tokenizer.encode(TEXT).ids
+    for end in (
+        TEXT.index("(items)") + len("(items):"),
+        TEXT.index('."""') + len('."""\n'),
+        TEXT.index("if item"),
+    ):
+        prompt = tokenizer.encode(TEXT[:end]).ids
+        assert whole[: len(prompt)] == prompt
+
+
+def test_indentation_is_one_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("\n        if").tokens[1] == "Ġ" * 8
+
+
+def test_learning_is_repeatable(tokenizer: Tokenizer) -> None:
+    assert train_tokenizer([TEXT * 20] * 5, 350).to_str() == tokenizer.to_str()
+
+
+def test_a_missing_or_foreign_tokenizer_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no tokenizer"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not a readable tokenizer"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    assert end_token_id(tokenizer) == 0
+    with pytest.raises(BadInputError, match="at least 300"):
+        train_tokenizer([TEXT], 100)
