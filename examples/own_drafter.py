@@ -24,7 +24,9 @@ class PeriodicDrafter(Drafter):
 
 
 table = random_law(vocab_size=5, seed=0)
-target = TableModel(5, lambda context: table(context[-2:]))  # remembers two tokens, so greedy text soon repeats
+target = TableModel(
+    5, lambda context: table(context[-2:])
+)  # remembers two tokens, so greedy text soon repeats
 row = Row([0], SamplingParams(max_tokens=40))
 team = Team(target, PeriodicDrafter(period=3), make_verifier("auto"), make_controller("fixed:4"))
 for _ in decode(team, [row]):

@@ -16,7 +16,18 @@ REPOSITORY = PACKAGE.parents[1]
 LAYERS = [
     ("core", "errors"),
     ("names", "penalties", "truncation"),
-    ("builtin", "sampling", "text", "noise", "stats", "runtime", "drafters", "verifiers", "controllers", "train"),
+    (
+        "builtin",
+        "sampling",
+        "text",
+        "noise",
+        "stats",
+        "runtime",
+        "drafters",
+        "verifiers",
+        "controllers",
+        "train",
+    ),
     ("decode", "testing"),
     ("engine", "api", "certify", "enumeration"),
     ("custom_generate",),
@@ -129,7 +140,9 @@ def test_the_readme_shows_the_tree_that_exists():
     readme = (REPOSITORY / "README.md").read_text()
     listing = readme.split("<!-- tree -->")[1]
     named = {match.rstrip("/") for match in re.findall(r"^ {2}([a-z_]+(?:\.py|/))", listing, re.MULTILINE)}
-    exists = {path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    exists = {
+        path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
     assert named == exists - {"__init__.py"}
 
 

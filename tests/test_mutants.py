@@ -485,7 +485,7 @@ MUTANTS = [
     Mutant(places_share_accept_numbers, lambda: keyed_law_holds("rejection")),
     Mutant(rounds_share_numbers, lambda: keyed_law_holds("block")),
     Mutant(race_forgets_the_position, lambda: keyed_law_holds("coupled", coupled=True)),
-    Mutant(neighbouring_races_are_the_same, lambda: keyed_law_holds("coupled")),
+    Mutant(neighbouring_races_are_the_same, lambda: keyed_law_holds("coupled", coupled=True)),
     Mutant(race_is_off_by_one_from_the_draft, lambda: acceptance_holds("coupled", coupled=True)),
     Mutant(streams_share_numbers, lambda: keyed_law_holds("block")),
 ]

@@ -44,7 +44,9 @@ def draws_of(noise, purpose, depth, num_outcomes=10):
         return noise.draft(laws, depth)
     if purpose == "draw":
         return noise.draw(laws, depths(depth, len(laws)))
-    if purpose == "race":
+    if purpose == "coupled race":
+        noise = KeyedNoise(noise.keys, noise.positions, torch.ones_like(noise.coupled), noise.greedy)
+    if purpose.endswith("race"):
         return noise.race(laws[:, None], depths(depth, len(laws))[:, None])[:, 0]
     # Accepting at every tenth tells which tenth the number lies in.
     steps = torch.arange(1, num_outcomes) / num_outcomes
@@ -58,7 +60,7 @@ def p_value_of_pairs(one, other, num_outcomes=10):
     return g_test(counts, [len(one) / num_outcomes**2] * num_outcomes**2)
 
 
-PURPOSES = ["draft", "accept", "draw", "race"]
+PURPOSES = ["draft", "accept", "draw", "race", "coupled race"]
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)
@@ -91,16 +93,28 @@ def test_places_rounds_streams_and_seeds_are_independent(purpose):
         assert p_value_of_pairs(here, there) > LEAST_P_VALUE, name
 
 
-@pytest.mark.parametrize("purpose", ["draft", "accept", "draw"])
+@pytest.mark.parametrize("purpose", ["draft", "accept", "draw", "race"])
 def test_an_absolute_position_has_new_numbers_in_every_round(purpose):
     """Round one at position 7, depth 2 and round two at position 9, depth 0 mean the same token."""
     first, second = draws_of(noise_of(position=7), purpose, 2), draws_of(noise_of(position=9), purpose, 0)
     assert p_value_of_pairs(first, second) > LEAST_P_VALUE
 
 
-def test_a_race_is_the_same_in_every_round():
-    first, second = draws_of(noise_of(position=7), "race", 2), draws_of(noise_of(position=9), "race", 0)
+def test_the_race_of_coupled_rows_is_the_same_in_every_round():
+    first, second = (
+        draws_of(noise_of(position=position), "coupled race", depth) for position, depth in ((7, 2), (9, 0))
+    )
     assert torch.equal(first, second)
+
+
+def test_a_rows_race_does_not_depend_on_whether_its_neighbours_are_coupled():
+    laws = torch.full((NUM_ROWS, 2, 5), 0.2, dtype=torch.float64)
+    places = torch.tensor([0, 1]).expand(NUM_ROWS, 2)
+    alone = {coupled: noise_of(coupled=coupled).race(laws, places) for coupled in (False, True)}
+    noise = noise_of()
+    coupled = torch.arange(NUM_ROWS) % 3 == 0
+    mixed = KeyedNoise(noise.keys, noise.positions, coupled, noise.greedy).race(laws, places)
+    assert torch.equal(mixed, torch.where(coupled[:, None], alone[True], alone[False]))
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])

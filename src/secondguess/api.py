@@ -224,9 +224,7 @@ def load(
         draft_models.append(loaded)
         return loaded.runtime
 
-    made = make_drafter(
-        name, target_vocab_size=target.runtime.vocab_size, load_draft_model=load_draft_model
-    )
+    made = make_drafter(name, target_vocab_size=target.runtime.vocab_size, load_draft_model=load_draft_model)
     if drafter_quantize and not draft_models:
         raise BadInputError(
             f"expected a drafter with a model for drafter_quantize={drafter_quantize}, got {made.name}; "

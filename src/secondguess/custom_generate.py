@@ -92,7 +92,9 @@ def custom_generate(
     _refuse_unknown(generation_config, logits_processor, stopping_criteria)
     params = params_of(generation_config, input_ids.shape[1], seed)
     if streamer is not None and input_ids.shape[0] > 1:
-        raise BadInputError(f"expected one row with a streamer, got {input_ids.shape[0]}; stream rows separately")
+        raise BadInputError(
+            f"expected one row with a streamer, got {input_ids.shape[0]}; stream rows separately"
+        )
     with borrow_model(model) as target:
         rows = _rows(target, make_verifier(verifier), input_ids, attention_mask, generation_config, params)
         made = make_drafter(
@@ -101,7 +103,10 @@ def custom_generate(
             load_draft_model=lambda path: _draft_runtime(target, path),
         )
         team = Team(
-            target.runtime, made, make_verifier(verifier), make_controller(controller or made.default_controller)
+            target.runtime,
+            made,
+            make_verifier(verifier),
+            make_controller(controller or made.default_controller),
         )
         for commits in decode(team, rows):
             if streamer is not None:

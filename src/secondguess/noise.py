@@ -59,10 +59,11 @@ class Noise(ABC):
 
     @abstractmethod
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
-        """Draw `[row, query]` tokens from `laws` `[row, query, vocab]` by exponential races.
+        """Draw `[row, query]` tokens from `laws` `[row, query, vocab]`, the text of rows that keep what matches.
 
-        `depths` `[row, query]` is how many nodes lie before each query. Queries of one depth share one race,
-        and a coupled row's drafts at that depth were drawn by it too (arXiv 2408.07978).
+        `depths` `[row, query]` is how many nodes lie before each query. Queries of one depth share their noise.
+        For a coupled row it is an exponential race, keyed by the absolute position, and the row's drafts at
+        that depth were drawn by it too (arXiv 2408.07978).
         """
 
     @abstractmethod
@@ -113,7 +114,13 @@ class KeyedNoise(Noise):
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
         if bool(self.greedy.all()):
             return laws.max(-1).indices
-        return self._race(laws, depths)
+        if bool(self.coupled.all()):
+            return self._race(laws, depths)
+        # No draft was drawn by the race of an uncoupled row, so one number per query serves as well as one per token.
+        independent = draw_by_inversion(laws, self._uniforms(depths, Purpose.RACE))
+        if not bool(self.coupled.any()):
+            return independent
+        return torch.where(self.coupled[:, None], self._race(laws, depths), independent)
 
     def select(self, rows: Tensor) -> KeyedNoise:
         return KeyedNoise(self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows])
@@ -148,12 +155,12 @@ class KeyedNoise(Noise):
 
 
 def draw_by_inversion(laws: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from `laws` `[row, vocab]` (any positive total) with one uniform per row, by inverting the sum."""
+    """Draw from each of `laws` `[..., vocab]` (any positive total) with its uniform `[...]`, by inverting the sum."""
     totals = laws.double().cumsum(-1)
-    total = totals[:, -1:].contiguous()
-    index = torch.searchsorted(totals, uniforms[:, None] * total, right=True)
+    total = totals[..., -1:].contiguous()
+    index = torch.searchsorted(totals, uniforms[..., None] * total, right=True)
     # Rounding may carry u * total up to the total itself; the last token with mass is then meant.
-    return torch.minimum(index, torch.searchsorted(totals, total))[:, 0]
+    return torch.minimum(index, torch.searchsorted(totals, total))[..., 0]
 
 
 _DEPTHS_AT_ONCE = 16

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -114,6 +114,20 @@ class SamplingParams:
             self._check_integer("seed", 0, 2**64 - 1, "leave it out for a fresh text each time")
         if self.logprobs is not None:
             self._check_integer("logprobs", 0, MAX_LOGPROBS, "leave it out to report none")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Asked for every row in every round, as the key under which a batch's settings are kept as tensors.
+        return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether these settings may change which logit is the largest."""
+        penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids that a model with `vocab_size` tokens does not have.

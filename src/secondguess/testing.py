@@ -53,7 +53,9 @@ class TableModel(Runtime):
     def _score_row(self, row: Row, draft: Draft, index: int) -> Tensor:
         cached = self._cached[row]
         if cached != row.tokens[: len(cached)]:
-            raise BadInputError("expected a cache that is a prefix of the row, got a stale one: keep or rewind it")
+            raise BadInputError(
+                "expected a cache that is a prefix of the row, got a stale one: keep or rewind it"
+            )
         self.num_scored_tokens += len(row.tokens) - len(cached) + int(draft.lengths[index])
         self._cached[row] = list(row.tokens)
         paths: list[list[int]] = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from secondguess.train.pair import PairRecipe, prepare_data
 from secondguess.train.tokens import TokenStore
@@ -41,6 +43,15 @@ class {name}Keeper:
 '''
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Models this small lose time to every parallel region, most of all beside other test processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
@@ -50,7 +61,7 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "Metadata-Version: 2.4\nName: things\nVersion: 1.0\nLicense-Expression: MIT\n"
     )
     (folder / "things").mkdir()
-    names = [f"{word}{number}" for word in ("size", "weight", "colour", "speed") for number in range(60)]
+    names = [f"{word}{number}" for word in ("size", "weight", "colour", "speed") for number in range(200)]
     for index, name in enumerate(names):
         (folder / "things" / f"{name}.py").write_text(MODULE.format(name=name, number=index % 9 + 2))
     (record / "RECORD").write_text("".join(f"things/{name}.py,,\n" for name in names))

@@ -165,9 +165,14 @@ def test_a_checkpoint_of_another_kind_or_shape_is_named(store: TokenStore, tmp_p
 def test_a_file_that_could_not_be_finished_leaves_the_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"earlier")
-    with pytest.raises(KeyboardInterrupt), write_atomically(path) as stream:
-        stream.write(b"half")
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with write_atomically(path) as stream:
+            stream.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert path.read_bytes() == b"earlier"
     assert list(tmp_path.iterdir()) == [path]
 

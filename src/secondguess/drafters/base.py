@@ -37,13 +37,11 @@ class Drafter(ABC):
     Attributes:
         name: as given to `--drafter`, with the options that were used.
         certain: True when drafts never carry a law (`Draft.probs` is None): look-ups and argmax heads.
-        hidden_layers: target layers whose hidden states `observe` wants; empty for most drafters.
         default_controller: name of the controller that suits it when the user names none.
     """
 
     name: str
     certain: bool
-    hidden_layers: tuple[int, ...] = ()
     default_controller: str = "fixed"
 
     @classmethod

@@ -21,7 +21,7 @@ from secondguess.errors import BadInputError
 from secondguess.names import Name, refuse_options
 from secondguess.noise import Noise
 from secondguess.runtime.base import Runtime
-from secondguess.sampling import SamplingParams, drafter_laws
+from secondguess.sampling import drafter_laws
 
 UNREADABLE = 0
 """What a draft model is shown in place of a token that its vocabulary lacks."""
@@ -79,7 +79,7 @@ class ModelDrafter(Drafter):
         limits = [min(limit, self._room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
         active = [index for index, limit in enumerate(limits) if limit > 0]
         certain = all(row.params.temperature == 0 for row in rows)
-        plain = certain and not any(edits_logits(row.params) for row in rows)
+        plain = certain and not any(row.params.edits_logits for row in rows)
         chains: list[list[int]] = [[] for _ in rows]
         drawn: list[Tensor] = []
         laws: list[Tensor] = []
@@ -162,17 +162,6 @@ class ModelDrafter(Drafter):
 
     def _readable(self, token: int) -> int:
         return token if token < self.runtime.vocab_size else UNREADABLE
-
-
-def edits_logits(params: SamplingParams) -> bool:
-    """Whether these settings change which logit is the largest."""
-    return (
-        params.repetition_penalty != 1
-        or params.frequency_penalty != 0
-        or params.presence_penalty != 0
-        or params.min_tokens > 0
-        or bool(params.logit_bias)
-    )
 
 
 def _beside(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:

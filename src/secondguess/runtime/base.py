@@ -38,15 +38,11 @@ class Runtime(ABC):
         vocab_size: width of the logits.
         context_length: positions the model can hold.
         device: where tensors that are handed in should live.
-        supports_tree: whether drafts may branch.
-        supports_rollback: whether cached tokens can be forgotten.
     """
 
     vocab_size: int
     context_length: int
     device: torch.device
-    supports_tree: bool = True
-    supports_rollback: bool = True
 
     @abstractmethod
     def begin(self, rows: Sequence[Row]) -> None:

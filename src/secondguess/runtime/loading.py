@@ -13,6 +13,7 @@ import torch
 
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
 from secondguess.runtime.memory import MemoryNeed, check_memory, count_parameters, estimate_memory
+from secondguess.runtime.packing import can_pack, pack_linears
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import check_class, check_config
 from secondguess.runtime.transformers import TransformersRuntime
@@ -94,11 +95,13 @@ def load_runtime(
     path = find_checkpoint(str(name_or_path))
     config = read_config(path)
     check_loadable(config, path)
-    check_memory([_need(name_or_path, path, config, number, quantize, num_cached_tokens)], place)
+    check_memory([_need(name_or_path, path, config, number, place, quantize, num_cached_tokens)], place)
     tokenizer = read_tokenizer(path)
     model = _read_model(path, number).to(place)
     if quantize is not None:
         _quantize_to_int8(model)
+    elif can_pack(number, place):
+        pack_linears(model)
     return LoadedModel(
         TransformersRuntime(model, hidden_layers),
         tokenizer,
@@ -121,10 +124,11 @@ def memory_need(
 ) -> MemoryNeed:
     """What `load_runtime` with these arguments would take, so that several models can be checked together."""
     path = find_checkpoint(str(name_or_path))
-    number = pick_dtype(dtype, pick_device(device))
+    place = pick_device(device)
+    number = pick_dtype(dtype, place)
     config = read_config(path)
     check_loadable(config, path)
-    return _need(name_or_path, path, config, number, quantize, num_cached_tokens)
+    return _need(name_or_path, path, config, number, place, quantize, num_cached_tokens)
 
 
 @contextmanager
@@ -315,12 +319,17 @@ def _is_quantizable(model: Any) -> Any:
 
 
 def _need(
-    name: str | Path, path: str, config: Any, dtype: torch.dtype, quantize: str | None, num_cached_tokens: int
+    name: str | Path,
+    path: str,
+    config: Any,
+    dtype: torch.dtype,
+    place: torch.device,
+    quantize: str | None,
+    num_cached_tokens: int,
 ) -> MemoryNeed:
     num_parameters = count_parameters(Path(path))
-    if (
-        num_parameters is None
-    ):  # weights in the older pickle format; they are rarely wider than two bytes a number
+    if num_parameters is None:
+        # Weights in the older pickle format; they are rarely wider than two bytes a number.
         num_parameters = sum(file.stat().st_size for file in Path(path).glob("*.bin")) // 2
     return estimate_memory(
         str(name),
@@ -328,6 +337,7 @@ def _need(
         num_parameters,
         dtype,
         quantized=quantize is not None,
+        packed=quantize is None and can_pack(dtype, place),
         num_cached_tokens=num_cached_tokens,
     )
 

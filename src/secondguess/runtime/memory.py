@@ -16,8 +16,8 @@ from secondguess.errors import CheckpointError, OutOfMemoryError
 
 GIB = 2**30
 HEADER_LIMIT = 100_000_000
-INT8_OVERHEAD = 1.1
-"""Scales, and the matrices (embeddings) that stay as they are, in proportion; measured on small decoders."""
+INT8_BYTES = 1.02
+"""Bytes per weight under int8: one, and the scales of the output channels."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,25 @@ def estimate_memory(
     dtype: torch.dtype,
     *,
     quantized: bool = False,
+    packed: bool = False,
     num_cached_tokens: int = 4096,
 ) -> MemoryNeed:
-    """Bytes for the weights and for keys and values of all layers."""
+    """Bytes for the weights and for keys and values of all layers.
+
+    Packing gives a head that was tied to the embeddings a copy of its own.
+    """
     text = config.get_text_config()
     num_heads = text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     cached_numbers = 2 * text.num_hidden_layers * num_kv_heads * head_size * num_cached_tokens
-    weight_bytes = INT8_OVERHEAD if quantized else dtype.itemsize
-    weights = int(num_parameters * weight_bytes)
+    num_embedded = text.vocab_size * text.hidden_size
+    if packed and text.tie_word_embeddings:
+        num_parameters += num_embedded
+    if quantized:  # embeddings, and a head tied to them, stay as they are
+        weights = int((num_parameters - num_embedded) * INT8_BYTES) + num_embedded * dtype.itemsize
+    else:
+        weights = num_parameters * dtype.itemsize
     return MemoryNeed(name, weights, cached_numbers * dtype.itemsize, num_cached_tokens)
 
 

@@ -18,7 +18,6 @@ class AutoVerifier(Verifier):
 
     name = "auto"
     exactness = Exactness.LOSSLESS
-    supports_tree = True
 
     def __init__(self) -> None:
         self._greedy = make_verifier("greedy")

@@ -32,7 +32,6 @@ class Verifier(ABC):
 
     name: str
     exactness: Exactness
-    supports_tree: bool = False
 
     def couples(self, seeded: bool) -> bool:
         """Whether a row's drafts are to be drawn by the race that decides its text (`Row.coupled`)."""

@@ -21,7 +21,6 @@ class CoupledVerifier(Verifier):
 
     name = "coupled"
     exactness = Exactness.DRAFTER_INVARIANT
-    supports_tree = True
 
     def couples(self, seeded: bool) -> bool:
         return True

@@ -15,7 +15,6 @@ class GreedyVerifier(Verifier):
 
     name = "greedy"
     exactness = Exactness.LOSSLESS
-    supports_tree = True
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         if not bool(noise.greedy.all()):

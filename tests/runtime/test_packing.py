@@ -1,0 +1,88 @@
+"""Packed linear layers say the same as the originals, bit for bit, and are given up where they would not."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from secondguess.runtime.packing import PackedLinear, can_pack, pack_linears
+
+needs_packing = pytest.mark.skipif(
+    not can_pack(torch.bfloat16, torch.device("cpu")),
+    reason="this processor has no bfloat16 products in oneDNN",
+)
+
+
+def tiny_model(tied: bool = True) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        attention_bias=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def logits(model, width=7):
+    with torch.inference_mode():
+        return model(input_ids=torch.arange(width)[None] + 5, use_cache=False).logits
+
+
+@needs_packing
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_model_says_the_same_to_the_last_bit(tied):
+    model = tiny_model(tied)
+    expected = logits(model)
+    assert pack_linears(model)
+    assert torch.equal(logits(model), expected)
+    assert all(type(module) is not nn.Linear for module in model.modules())
+
+
+@needs_packing
+def test_one_row_does_not_depend_on_how_many_come_with_it():
+    linear = nn.Linear(48, 40).to(torch.bfloat16)
+    packed = PackedLinear(linear)
+    values = torch.randn(8, 48, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    with torch.inference_mode():
+        alone = packed(values[:1])
+        assert all(torch.equal(packed(values[:count])[:1], alone) for count in range(1, 9))
+
+
+class ReadsItsWeights(nn.Linear):
+    pass
+
+
+@needs_packing
+def test_subclasses_are_left_alone():
+    model = tiny_model()
+    q_proj = model.model.layers[0].self_attn.q_proj
+    q_proj.__class__ = ReadsItsWeights
+    pack_linears(model)
+    assert model.model.layers[0].self_attn.q_proj is q_proj
+
+
+@needs_packing
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_would_change_is_given_back_as_it_was(tied, monkeypatch):
+    model = tiny_model(tied)
+    expected = logits(model)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    # A layer that is off by one bit stands for any kernel that does not reproduce the original.
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, values: values.new_zeros(*values.shape[:-1], 1))
+    assert not pack_linears(model)
+    assert torch.equal(logits(model), expected)
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+    assert not tied or model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_only_bfloat16_on_a_cpu_is_packed():
+    assert not can_pack(torch.float32, torch.device("cpu"))
+    assert not can_pack(torch.bfloat16, torch.device("cuda"))
