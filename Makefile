@@ -13,6 +13,7 @@ setup: .venv/.ready
 
 demo: setup
 	$(BIN)/secondguess generate "def quicksort(items):" --max-tokens 200
+	$(BIN)/python examples/plain_against_speculative.py
 	$(BIN)/secondguess verify
 
 test: setup
