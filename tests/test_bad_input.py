@@ -8,9 +8,13 @@ import shutil
 import subprocess
 import sys
 
+import numpy
 import pytest
+import torch
 
 from checkpoints import write_llama
+from secondguess import load
+from secondguess.errors import BadInputError
 
 REFUSED = "secondguess: error: "
 
@@ -65,6 +69,12 @@ def change_config(directory, **changes):
         (["generate", "x", "--prompt-file", "y"], ["PROMPT", "both"]),
         (["generate", "x", "--batch-size", "2"], ["--batch-size", "--prompt-file"]),
         (["generate", "x", "--logprobs", "2"], ["--logprobs", "--json"]),
+        (["generate", "x", "--drafter", ""], ["drafter", "''"]),
+        (["generate", "x", "--controller", ""], ["controller", "''"]),
+        (["verify", "--drafter", ""], ["drafter", "''"]),
+        (["verify", "--controller", ""], ["controller", "''"]),
+        (["verify", "--drafter", "none", "--controller", "fixed:2"], ["none", "fixed:2"]),
+        (["verify", "--drafter", "ngram", "--controller", "confidence"], ["ngram", "confidence"]),
     ],
     ids=" ".join,
 )
@@ -128,6 +138,18 @@ def test_a_prompt_longer_than_the_context(ask):
     assert_refused(ask("-", stdin=b"z9" * 200), "255", "256", "400", "shorten")
 
 
+OPTIONS_OF_LOAD = [
+    "model",
+    "drafter",
+    "verifier",
+    "controller",
+    "dtype",
+    "device",
+    "quantize",
+    "drafter_quantize",
+]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -145,6 +167,11 @@ def test_a_prompt_longer_than_the_context(ask):
         (b'{"prompt": "x", "temperature": "hot"}', ["line 1", "temperature", "hot"]),
         (b'{"prompt": "x", "top_p": NaN}', ["line 1", "top_p", "nan"]),
         (b'{"prompt": "x", "logit_bias": {"a": 1}}', ["line 1", "logit_bias", "'a'"]),
+        (b'{"prompt": "x"}\n{"prompt": "y", "logprobs": 2}', ["line 2", "--json", "logprobs"]),
+        *[
+            (b'{"prompt": "x", "%s": "y"}' % name.encode(), ["line 1", name, f"--{name.replace('_', '-')}"])
+            for name in OPTIONS_OF_LOAD
+        ],
     ],
 )
 def test_prompt_files(ask, tmp_path, content, words):
@@ -157,6 +184,14 @@ def test_a_prompt_that_does_not_fit_is_told_before_any_is_answered(ask, tmp_path
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps({"prompt": "z9" * 200}))
     assert_refused(ask("--prompt-file", file), "line 2", "400")
+
+
+def test_settings_that_the_verifier_refuses_are_told_before_any_prompt_is_answered(ask, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps({"prompt": "y", "temperature": 0.5}))
+    assert_refused(
+        ask("--prompt-file", file, "--verifier", "greedy"), "line 2", "greedy", "temperature", "0.5"
+    )
 
 
 def test_a_prompt_file_that_cannot_be_read(ask, tmp_path):
@@ -193,6 +228,27 @@ def test_unknown_names(ask, option, value, words):
 
 def test_an_option_that_nothing_would_read_is_refused(ask):
     assert_refused(ask("x", "--drafter-quantize", "int8"), "drafter_quantize", "none")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "controller"),
+    [
+        ("none", "fixed:3"),
+        ("none", "confidence:4"),
+        ("ngram", "confidence"),
+        ("suffix", "confidence:4,threshold=0.5"),
+    ],
+)
+def test_a_controller_that_the_drafter_would_not_ask_is_refused(ask, drafter, controller):
+    assert_refused(ask("x", "--drafter", drafter, "--controller", controller), drafter, controller)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "controller"), [("none", "fixed:0"), ("ngram", "fixed:0"), ("suffix", "fixed:3")]
+)
+def test_a_controller_that_the_drafter_asks_is_taken(ask, drafter, controller):
+    done = ask("x", "--max-tokens", "2", "--json", "--drafter", drafter, "--controller", controller)
+    assert (done.code, done.records[0]["controller"]) == (0, controller)
 
 
 # checkpoints
@@ -275,7 +331,117 @@ def test_a_drafter_whose_vocabulary_does_not_fit(ask, tmp_path):
     assert_refused(ask("x", "--drafter", f"model:{other}"), "tokenizer", "279", "299")
 
 
+# Python
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_checkpoint):
+    return load(tiny_checkpoint, "none", dtype="float32")
+
+
+BAD_PROMPTS = [
+    (None, "NoneType"),
+    ([None], "None at place 0"),
+    (3, "int"),
+    ({"prompt": "x"}, "dict"),
+    ({5, 6}, "set"),
+    (iter([5, 6]), "iterator"),
+    (b"def f", "bytes"),
+    (bytearray(b"def f"), "bytes"),
+    ([b"def f"], "bytes"),
+    ("x\ud800", "lone surrogate '\\\\ud800' at character 1"),
+    (["x", "\udfff"], "lone surrogate"),
+    ([True, False], "True at place 0"),
+    ([5, True], "True at place 1"),
+    ([[5, 6.5]], "6.5 at place 1"),
+    ([6.5, 5], "6.5 at place 0"),
+    ([5, "x"], "'x' at place 1"),
+    (["x", 5], "int"),
+    ("", "empty"),
+    ([[]], "empty"),
+    (numpy.array([], dtype=int), "empty"),
+    (numpy.array([5.0]), "5.0 at place 0"),
+    (numpy.array([True]), "True at place 0"),
+    (torch.tensor([5.0]), "5.0 at place 0"),
+    (torch.tensor([True]), "True at place 0"),
+    (torch.tensor(5), r"shape \[\]"),
+    (numpy.array([[5, 6]]), r"shape \[1, 2\]"),
+    (torch.tensor([[5, 6]]), r"shape \[1, 2\]"),
+    ([5, 300], "0 to 299"),
+    ([-1], "0 to 299"),
+    ([5] * 256, "255"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "words"), BAD_PROMPTS, ids=lambda value: ascii(value)[:20])
+def test_what_is_no_prompt(llm, prompt, words):
+    with pytest.raises(BadInputError, match=f"expected .*{words}"):
+        llm.generate(prompt, max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        (5, 6, 7),
+        range(5, 8),
+        numpy.array([5, 6, 7], dtype=numpy.int32),
+        list(numpy.array([5, 6, 7])),
+        torch.tensor([5, 6, 7]),
+    ],
+    ids=["tuple", "range", "array", "numpy integers", "tensor"],
+)
+def test_token_ids_in_any_usual_form(llm, ids):
+    expected = llm.generate([5, 6, 7], max_tokens=3).token_ids
+    assert llm.generate(ids, max_tokens=3).token_ids == expected
+    (first, second) = llm.generate([ids, "x"], max_tokens=3)
+    assert first.token_ids == expected
+    assert second.token_ids == llm.generate("x", max_tokens=3).token_ids
+
+
+def test_params_that_are_none(llm):
+    for generate in (llm.generate, llm.stream):
+        with pytest.raises(
+            BadInputError, match=r"expected params to be SamplingParams, got dict.*max_tokens="
+        ):
+            generate("x", params={"max_tokens": 2})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings"), [("", {}), ("x", {"temperature": -3}), ("x", {"nonsense": 1}), (b"x", {})]
+)
+def test_a_stream_is_refused_when_it_is_asked_for(llm, prompt, settings):
+    with pytest.raises(BadInputError):
+        llm.stream(prompt, **settings)
+
+
+@pytest.mark.parametrize("name", OPTIONS_OF_LOAD)
+def test_options_of_load_that_are_not_texts(tiny_checkpoint, name):
+    with pytest.raises(BadInputError, match=f"expected {name} to be a text, got 3"):
+        load(**{"model": str(tiny_checkpoint), name: 3})
+
+
+def test_no_text_is_not_the_default(tiny_checkpoint):
+    for name in ("drafter", "controller", "quantize", "drafter_quantize"):
+        with pytest.raises(BadInputError, match="''"):
+            load(str(tiny_checkpoint), **{"drafter": "suffix", name: ""})
+
+
 # memory
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        (lambda *_, **__: torch.empty(2**60, dtype=torch.uint8), ["allocate", str(2**60)]),
+        (lambda *_, **__: bytearray(2**62), ["the machine has no more"]),
+    ],
+    ids=["torch", "Python"],
+)
+def test_running_out_of_memory_is_no_bug(ask, monkeypatch, fail, words):
+    monkeypatch.setattr("secondguess.api.load", fail)
+    done = ask("x")
+    assert_refused(done, "out of memory: ", "smaller", *words)
+    assert "alloc_cpu" not in done.err
 
 
 def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(

@@ -267,6 +267,46 @@ def test_a_terminal_shows_who_wrote_each_token(secondguess_command, tiny_checkpo
     assert "\x1b" not in secondguess_command(*arguments).out
 
 
+ESCAPING = "evil\x1b[2J\x07"
+
+
+@pytest.mark.parametrize("variable", ["NO_COLOR", "NOTHING"])
+def test_what_a_model_writes_does_not_steer_the_terminal(secondguess_command, team, monkeypatch, variable):
+    from transformers import AutoTokenizer
+
+    (escape,) = AutoTokenizer.from_pretrained(team[1])("\x1b").input_ids
+    arguments = ["generate", ESCAPING, "--logit-bias", f"{escape}=100", "--max-tokens", 3, *team]
+    assert secondguess_command(*arguments).out.startswith(ESCAPING + "\x1b" * 3)
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv(variable, "1")
+    coloured = secondguess_command(*arguments).out
+    shown = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    assert (coloured == shown) is (variable == "NO_COLOR")
+    assert "evil\\x1b[2J\\x07" + "\\x1b" * 3 in shown
+    assert "\x1b" not in shown
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_real_terminal_is_told_from_a_pipe_whatever_the_colours(team):
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*PROGRAM, "generate", ESCAPING, "--max-tokens", "1", *map(str, team)],
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "NO_COLOR": "1", "FORCE_COLOR": "", "OMP_NUM_THREADS": "1"},
+    )
+    os.close(theirs)
+    assert os.read(ours, 4) == b"evil"
+    assert os.read(ours, 12).startswith(b"\\x1b[2J\\x07")
+    assert process.wait(timeout=60) == 0
+    os.close(ours)
+
+
 def test_an_interruption_keeps_what_was_written(secondguess_command, team, monkeypatch):
     monkeypatch.setattr("secondguess.cli.output.JsonWriter.show", interrupt_after(3))
     arguments = ["generate", "def f(", "--max-tokens", 200, *team]

@@ -90,27 +90,37 @@ def test_what_cannot_be_carried_out_is_refused_by_name(model, settings, named):
         )
 
 
-class Collector:
-    def __init__(self):
-        self.tokens = []
-        self.ended = False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
+def test_the_name_means_the_function_however_often_it_is_used():
+    assert secondguess.custom_generate is secondguess.custom_generate
+    assert callable(secondguess.custom_generate)
 
 
-def test_a_streamer_receives_prompt_and_every_token(model):
-    collector = Collector()
-    out = model.generate(
-        PROMPT,
-        max_new_tokens=12,
-        do_sample=False,
-        streamer=collector,
-        custom_generate=secondguess.custom_generate,
-        drafter="ngram",
-    )
-    assert collector.tokens == out[0].tolist()
-    assert collector.ended
+def test_an_attention_mask_may_come_along(model):
+    mask = torch.ones_like(PROMPT)
+    settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    ours = model.generate(PROMPT, custom_generate=secondguess.custom_generate, drafter="ngram", **settings)
+    assert torch.equal(ours, model.generate(PROMPT, **settings))
+
+
+def test_inputs_that_would_change_the_text_are_refused(model):
+    embeddings = model.get_input_embeddings()(PROMPT + 3).detach()
+    for extra in ({"inputs_embeds": embeddings}, {"use_cache": False}, {"position_ids": PROMPT * 0}):
+        with pytest.raises(secondguess.BadInputError, match=next(iter(extra))):
+            model.generate(
+                PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, drafter="none", **extra
+            )
+
+
+def test_more_than_the_context_is_refused(model):
+    with pytest.raises(secondguess.BadInputError, match="context of 128"):
+        model.generate(
+            PROMPT.repeat(1, 12), max_new_tokens=20, custom_generate=secondguess.custom_generate, drafter="none"
+        )
+
+
+def test_training_modes_are_given_back_one_by_one(model):
+    model.train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    model.generate(PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, drafter="none")
+    assert [module.training for module in model.modules()] == before

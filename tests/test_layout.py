@@ -30,7 +30,7 @@ LAYERS = [
     ),
     ("decode", "testing"),
     ("engine", "api", "certify", "enumeration"),
-    ("custom_generate",),
+    ("drop_in",),
     ("server", "bench"),
     ("cli",),
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from secondguess.api import LLM, Output, load
-    from secondguess.custom_generate import custom_generate
+    from secondguess.drop_in import custom_generate
     from secondguess.errors import (
         BadInputError,
         CheckpointError,
@@ -41,7 +41,7 @@ _HOMES = {
     "LLM": "api",
     "Output": "api",
     "load": "api",
-    "custom_generate": "custom_generate",
+    "custom_generate": "drop_in",
     "SamplingParams": "sampling",
     "Stats": "stats",
     "Piece": "text",

@@ -5,9 +5,14 @@ Everything here is preparation and bookkeeping around `decode.decode`; no token 
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike, fspath
+
+import numpy
+from torch import Tensor
 
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
@@ -31,7 +36,13 @@ from secondguess.text import Piece, TextStream
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Exactness, Verifier
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | numpy.ndarray | Tensor
+"""Text, or token ids: a sequence of whole numbers, or an array or a tensor `[position]` of them."""
+
+NO_DRAFTING = "fixed:0"
+"""Controller of whoever never drafts."""
+
+_ARRAYS = (numpy.ndarray, Tensor)
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,8 @@ class LLM:
                 `SamplingParams`) make or change them.
 
         Raises:
-            BadInputError: an empty prompt, one that fills the context, or a setting that makes no sense.
+            BadInputError: what is neither text nor token ids, an empty prompt, one that fills the context, or
+                a setting that makes no sense.
         """
         if is_single(prompts):
             return self.generate_batch([prompts], [self.sampling(params, **settings)])[0]  # type: ignore[list-item]
@@ -96,13 +108,22 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: object
     ) -> Iterator[Piece]:
-        """Yield text as it is decided; each piece knows which of its tokens were drafted."""
-        for _, piece in Generation(self, [prompt], [self.sampling(params, **settings)]):
-            yield piece
+        """Yield text as it is decided; each piece knows which of its tokens were drafted.
+
+        Raises:
+            BadInputError: as `generate`, and at once: not only when the first piece is asked for.
+        """
+        generation = Generation(self, [prompt], [self.sampling(params, **settings)])
+        return (piece for _, piece in generation)
 
     @staticmethod
     def sampling(params: SamplingParams | None = None, **settings: object) -> SamplingParams:
         """Sampling settings from a base and changes to it; unknown names are refused."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise BadInputError(
+                f"expected params to be SamplingParams, got {type(params).__name__}; "
+                "give single settings by name, such as max_tokens=64"
+            )
         known = SamplingParams.__dataclass_fields__
         for name in settings:
             if name not in known:
@@ -178,7 +199,7 @@ class Generation:
 
 
 def load(
-    model: str = "builtin",
+    model: str | PathLike[str] = "builtin",
     drafter: str | None = None,
     *,
     verifier: str = "auto",
@@ -203,14 +224,19 @@ def load(
 
     Raises:
         CheckpointError: a model that is missing, broken or cannot be decoded speculatively.
-        BadInputError: a name or a value that does not exist.
+        BadInputError: a name or a value that does not exist, or a controller that the drafter would not ask.
         OutOfMemoryError: both models and their caches would not fit.
     """
-    name = drafter or default_drafter(model)
+    model = fspath(model) if isinstance(model, PathLike) else model
+    name = default_drafter(model) if drafter is None else drafter
+    optional = {"controller": controller, "quantize": quantize, "drafter_quantize": drafter_quantize}
+    given = {option: value for option, value in optional.items() if value is not None}
+    _require_texts(model=model, drafter=name, verifier=verifier, dtype=dtype, device=device, **given)
     # Names are cheap to check, weights are not to load.
     parsed = parse_drafter_name(name)
     chosen_verifier = make_verifier(verifier)
-    chosen_controller = make_controller(controller) if controller else None
+    if controller is not None:
+        make_controller(controller)
     needs = [memory_need(model, dtype=dtype, device=device, quantize=quantize)]
     if parsed.kind == "model" and parsed.argument:
         needs.append(memory_need(parsed.argument, dtype=dtype, device=device, quantize=drafter_quantize))
@@ -225,12 +251,41 @@ def load(
         return loaded.runtime
 
     made = make_drafter(name, target_vocab_size=target.runtime.vocab_size, load_draft_model=load_draft_model)
-    if drafter_quantize and not draft_models:
+    chosen_controller = choose_controller(controller, made)
+    if drafter_quantize is not None and not draft_models:
         raise BadInputError(
-            f"expected a drafter with a model for drafter_quantize={drafter_quantize}, got {made.name}; "
+            f"expected a drafter with a model for drafter_quantize={drafter_quantize!r}, got {made.name}; "
             "leave it out"
         )
-    return LLM(target, made, chosen_verifier, chosen_controller or make_controller(made.default_controller))
+    return LLM(target, made, chosen_verifier, chosen_controller)
+
+
+def choose_controller(name: str | None, drafter: Drafter) -> Controller:
+    """The controller of that name, or what suits the drafter when none is named.
+
+    Raises:
+        BadInputError: no such controller, or one whose every answer this drafter would leave unheard.
+    """
+    if name is None:
+        return make_controller(drafter.default_controller)
+    controller = make_controller(name)
+    if drafter.default_controller == NO_DRAFTING and controller.name != NO_DRAFTING:
+        raise BadInputError(
+            f"expected no controller for the drafter {drafter.name}, which never drafts, got {name!r}; "
+            "leave it out or take another drafter"
+        )
+    if drafter.certain and controller.reads_laws:
+        raise BadInputError(
+            f"expected a controller that reads no laws for the drafter {drafter.name}, which has none, got "
+            f"{name!r}; use fixed:K or a drafter with a model"
+        )
+    return controller
+
+
+def _require_texts(**values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise BadInputError(f"expected {name} to be a text, got {value!r}")
 
 
 def default_drafter(model: str) -> str:
@@ -239,25 +294,87 @@ def default_drafter(model: str) -> str:
 
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt (text or token ids) and not a list of them."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    """Whether this is one prompt (or nothing that could hold several) and not a list of them."""
+    if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence):
+        return True
+    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, *_ARRAYS))
+
+
+def checked_prompt(prompt: object) -> str | list[int]:
+    """Text that can be encoded, or token ids as plain numbers.
+
+    Raises:
+        BadInputError: anything else, naming it.
+    """
+    if isinstance(prompt, str):
+        return _checked_text(prompt)
+    if isinstance(prompt, bytes | bytearray):
+        raise BadInputError("expected text or token ids, got bytes; decode them first: prompt.decode()")
+    if isinstance(prompt, _ARRAYS):
+        if prompt.ndim != 1:
+            raise BadInputError(
+                f"expected token ids of one prompt [position], got an array of shape {list(prompt.shape)}; "
+                "give a list of prompts, each without its padding"
+            )
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence):
+        raise BadInputError(
+            f"expected text or a list of token ids, got {type(prompt).__name__}; "
+            'give "text", [5, 6, 7], or a list of such prompts'
+        )
+    return [_checked_token(token, place) for place, token in enumerate(prompt)]
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInputError(
+            f"expected text that UTF-8 can write, got the lone surrogate {text[error.start]!r} at character "
+            f"{error.start}; remove it"
+        ) from None
+    return text
+
+
+def _checked_token(token: object, place: int) -> int:
+    # Python lets True pass for 1; nobody means that as a token.
+    if not isinstance(token, bool):
+        try:
+            return operator.index(token)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise BadInputError(f"expected token ids to be whole numbers, got {token!r} at place {place}")
 
 
 def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt, refused when there is nothing to continue or no place left to do so."""
-    ids = target.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    if not prompt or not ids:
+    """Token ids of a prompt, refused when it is no prompt or there is nothing to continue."""
+    checked = checked_prompt(prompt)
+    ids = target.encode(checked) if isinstance(checked, str) else checked
+    if not checked or not ids:
         raise BadInputError("expected a prompt with at least one token, got an empty one")
     vocab_size = target.runtime.vocab_size
     if any(not 0 <= token < vocab_size for token in ids):
         raise BadInputError(f"expected token ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
+    return ids
+
+
+def check_request(
+    target: LoadedModel, verifier: Verifier, ids: Sequence[int], params: SamplingParams
+) -> None:
+    """Refuse, before any work is spent, what could not be decoded.
+
+    Raises:
+        BadInputError: a prompt that leaves no place in the model's context, settings that name tokens outside
+            its vocabulary, or settings that the verifier cannot serve.
+    """
     context = target.runtime.context_length
     if len(ids) >= context:
         raise BadInputError(
             f"expected a prompt of at most {context - 1} tokens (the model's context is {context} and one "
             f"place must stay free), got {len(ids)}; shorten it"
         )
-    return ids
+    params.check_vocab(target.runtime.vocab_size)
+    verifier.check(params)
 
 
 def make_row(
@@ -270,9 +387,9 @@ def make_row(
     """A row for one prompt; without a seed its noise is keyed by fresh entropy.
 
     Raises:
-        BadInputError: settings that name tokens outside the model's vocabulary.
+        BadInputError: what `check_request` refuses.
     """
-    params.check_vocab(target.runtime.vocab_size)
+    check_request(target, verifier, ids, params)
     seeded = params.seed is not None
     return Row(
         tokens=list(ids),

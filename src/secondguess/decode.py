@@ -43,7 +43,7 @@ def decode(team: Team, rows: Sequence[Row]) -> Iterator[list[Commit]]:
 
     Closing the iterator early (a break, Ctrl-C) releases what the rows hold; the rows keep their tokens.
     """
-    held = list(rows)
+    held = [row for row in rows if not row.finished]
     try:
         begin(team, held)
         while held:

@@ -79,7 +79,7 @@ class TableModel(Runtime):
             self._held[row] = []
 
     def end(self, row: Row) -> None:
-        del self._cached[row]
+        self._cached.pop(row, None)
         self._held.pop(row, None)
 
     @property

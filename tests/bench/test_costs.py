@@ -38,6 +38,13 @@ def test_passes_cost_what_they_cost(clock):
     assert probe.costs().draft_step == 0.0
 
 
+def test_a_pass_is_as_wide_as_it_is_called_even_over_a_short_context(clock):
+    target = SlowModel(clock, 10.0, 1.0)
+    probe = CostProbe(target, {}, context=[0, 1])
+    probe.sample()
+    assert probe.costs().target == pytest.approx({width: 10.0 + width for width in range(1, 10)})
+
+
 def test_nothing_is_left_behind(clock):
     target, draft = SlowModel(clock, 1.0, 0.0), SlowModel(clock, 1.0, 0.0)
     probe = CostProbe(target, {"small": draft}, context=[0, 1, 2], widths=(1, 3))

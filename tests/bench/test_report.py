@@ -39,18 +39,18 @@ def results(temperature=0.0):
     by_system = {
         "ours plain": runs([10.0, 20.0, 30.0], stats=stats_of([(0, 0)] * 4)),
         "ours fast": runs([40.0, 10.0, 90.0], tokens=(1, 2, 9, 9), stats=stats_of([(3, 3)])),
-        "theirs plain": runs([5.0, 10.0, 20.0]),
-        "theirs fast": runs([20.0, 20.0, 20.0]),
+        "theirs plain": runs([5.0, 10.0, 20.0], tokens=(1, 2, 3, 5)),
+        "theirs fast": runs([20.0, 20.0, 20.0], tokens=(1, 2, 3, 5)),
     }
     timed = {name: {temperature: each} for name, each in by_system.items()}
     return make_results(systems(), timed, {"ours plain": COSTS, "ours fast": COSTS}, seed=0)
 
 
-def report(complete=True):
+def report(complete=True, note=""):
     return Report(
         name="tiny",
         complete=complete,
-        workbench=Workbench("prompts.jsonl", "abc", 3, 4, 4, 17.0),
+        workbench=Workbench("prompts.jsonl", "abc", note, 3, 4, 4, 17.0),
         costs=make_cost_table(20, {None: COSTS, "draft": COSTS}),
         results=results(),
         provenance=Provenance(
@@ -112,6 +112,15 @@ def test_flips_are_counted_against_plain_decoding_of_the_same_family():
     assert fast.equality.num_tokens == 12
     assert fast.equality.first_differences == [2, 2, 2]
     assert theirs.equality.num_prompts_differing == 0
+    assert [fast.equality.reference, theirs.equality.reference] == ["ours plain", "theirs plain"]
+
+
+def test_a_runtime_that_writes_another_text_shows_in_its_plain_decoding():
+    """Within each family everybody may agree on a text that is wrong."""
+    crossed = results()[2].equality
+    assert crossed.reference == "ours plain"
+    assert crossed.first_differences == [3, 3, 3]
+    assert (crossed.num_prompts_differing, crossed.num_tokens_differing) == (3, 3)
 
 
 def test_flips_are_a_matter_of_temperature_zero():
@@ -119,7 +128,7 @@ def test_flips_are_a_matter_of_temperature_zero():
 
 
 def test_an_equal_text_is_no_flip():
-    equality = count_flips(runs([1.0, 1.0]), runs([2.0, 2.0]))
+    equality = count_flips(runs([1.0, 1.0]), runs([2.0, 2.0]), "plain")
     assert equality.first_differences == [None, None]
     assert equality.num_tokens_differing == 0
 
@@ -170,11 +179,19 @@ def test_the_page_shows_ratios_flips_costs_and_where_it_comes_from():
     page = report().to_markdown()
     assert "| ours fast | 40.0 | 2.00x [" in page
     assert "worst 0.50x" in page
-    assert "| ours fast | 3 of 3 | 6 of 12 |" in page
+    assert "| ours fast | ours plain | 3 of 3 | 6 of 12 |" in page
+    assert "| theirs plain | ours plain | 3 of 3 | 3 of 12 |" in page
     assert "| system | tokens/s | against ours plain | against theirs plain | against theirs fast |" in page
     assert "| v(m) | 1.00 | 1.30 |" in page
     assert "with uncommitted changes" in page
     assert "| ours fast | 4.00 | 100.0% | 1.00 1.00 1.00 | 3.00 | 0.100 |" in page
+
+
+def test_a_note_on_the_prompts_is_on_the_page_and_in_the_data():
+    noted = report(note="other prompts")
+    assert "Note: other prompts." in noted.to_markdown()
+    assert json.loads(noted.to_json())["workbench"]["workload_note"] == "other prompts"
+    assert "Note:" not in report().to_markdown()
 
 
 def test_models_are_shown_without_their_folders():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from secondguess.bench import BenchConfig, run_bench
+from secondguess.bench.harness import make_systems
 from secondguess.bench.peers import StockModel, TransformersAssisted, TransformersPlain, transformers_systems
 from secondguess.bench.systems import Models, Speculator
 from secondguess.errors import BadInputError, CheckpointError
@@ -67,9 +68,10 @@ def test_every_system_runs_at_every_temperature(report, tiny_draft_checkpoint):
 
 def test_greedy_texts_are_equal_in_full_precision(report):
     compared = [result.equality for result in report.results if result.equality is not None]
-    assert len(compared) == 6
+    assert len(compared) == 7
     assert all(equality.num_tokens == 20 for equality in compared)
-    assert [equality.num_prompts_differing for equality in compared] == [0] * 6
+    assert [equality.num_prompts_differing for equality in compared] == [0] * 7
+    assert report.result("transformers plain", 0.0).equality.reference == "secondguess plain"
 
 
 def test_a_constant_draft_length_is_kept_and_costs_are_measured(report, tiny_draft_checkpoint):
@@ -127,27 +129,71 @@ def test_end_tokens_end_nobodys_text(models, stock, tiny_checkpoint, tmp_path):
     ended = Models(str(ending), "float32", "cpu")
     assert usual[1] in ended.target.end_tokens
     assert Speculator(ended, "none").generate(PROMPT, 8, 0.0, seed=0).tokens == usual
-    for system in transformers_systems(StockModel(ending, torch.float32, CPU), None, ()):
+    for system in transformers_systems(StockModel(ending, torch.float32, CPU), {}, ()):
         assert system.generate(PROMPT, 8, 0.0, seed=0).tokens == usual
 
 
-def test_the_assistant_drafts_as_many_tokens_as_the_system_is_named_for(stock, assistant, monkeypatch):
-    lengths = []
-    generate = assistant.module.generate
+def test_the_assistant_drafts_as_many_tokens_as_the_system_is_named_for(stock, assistant):
+    """Counted in forwards: what the assistant really ran between two passes of the target."""
+    drafted = []
 
-    def spy(**options):
-        output = generate(**options)
-        lengths.append(len(output.scores))
-        return output
+    def start_round(*_):
+        drafted.append(0)
 
-    monkeypatch.setattr(assistant.module, "generate", spy, raising=False)
-    # The systems share an assistant, so each must bring its own settings along, whatever ran before.
-    three, default = TransformersAssisted(stock, assistant, 3), TransformersAssisted(stock, assistant)
-    for system, expected in ((three, 3), (default, 1), (three, 3)):
-        lengths.clear()
-        system.generate(PROMPT, 12, 0.0, seed=0)
-        # The untrained drafter is unsure, so the default stops after one token.
-        assert set(lengths[:-3]) == {expected}
+    def count_step(*_):
+        drafted[-1] += 1
+
+    def run(draft_length):
+        drafted[:] = [0]
+        TransformersAssisted(stock, assistant, "draft", draft_length).generate(PROMPT, 24, 0.0, seed=0)
+        return drafted[:5]
+
+    handles = [
+        stock.module.register_forward_hook(start_round),
+        assistant.module.register_forward_hook(count_step),
+    ]
+    try:
+        # The systems share an assistant, so each must bring its own settings along, whatever ran before. The untrained
+        # drafter is unsure: by default it stops after one token.
+        counts = {length: run(length) for length in (3, 8, None)}
+        assert run(3) == counts[3]
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert counts == {3: [3] * 5, 8: [8] * 5, None: [1] * 5}
+
+
+def test_peers_are_assisted_by_every_draft_model(models, tiny_checkpoint, tiny_draft_checkpoint):
+    both = (f"model:{tiny_draft_checkpoint}", f"model:{tiny_checkpoint}")
+    config = BenchConfig(drafters=both, against=("transformers",), draft_lengths=(3,), dtype="float32")
+    systems = make_systems(config, models)
+    assert [(system.name, system.draft_model) for system in systems if system.family == "transformers"] == [
+        ("transformers plain", None),
+        (f"transformers assisted {tiny_draft_checkpoint.name} 3", str(tiny_draft_checkpoint)),
+        (f"transformers assisted {tiny_draft_checkpoint.name}", str(tiny_draft_checkpoint)),
+        (f"transformers assisted {tiny_checkpoint.name} 3", str(tiny_checkpoint)),
+        (f"transformers assisted {tiny_checkpoint.name}", str(tiny_checkpoint)),
+        ("transformers prompt lookup", None),
+    ]
+    sizes = {
+        system.draft_model: system._assistant.module.num_parameters()
+        for system in systems
+        if isinstance(system, TransformersAssisted)
+    }
+    assert sizes[str(tiny_draft_checkpoint)] < sizes[str(tiny_checkpoint)]
+
+
+def test_prompts_that_stand_in_for_humaneval_are_told_first_and_in_the_report(
+    tiny_checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    told = []
+    config = BenchConfig(
+        model=str(tiny_checkpoint), drafters=(), num_prompts=1, num_tokens=2, dtype="float32", num_threads=1
+    )
+    report = run_bench(config, lambda done, total, what: told.append(what))
+    assert "no HumanEval" in told[0]
+    assert (report.workbench.workload, report.workbench.workload_note) == ("builtin", told[0])
 
 
 def test_seeds_make_sampled_runs_repeatable(models, stock):

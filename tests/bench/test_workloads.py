@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from secondguess.bench.workloads import load_workload, spread
+from secondguess.bench.workloads import HUMANEVAL, load_workload, spread
 from secondguess.errors import BadInputError
 
 
@@ -37,6 +37,28 @@ def test_our_own_prompts_are_a_workload():
 
 def test_a_sample_of_everything_is_everything():
     assert spread(("a", "b"), 2) == spread(("a", "b"), 3) == ("a", "b")
+
+
+def test_humaneval_is_the_default_where_it_is_present(tmp_path, monkeypatch):
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    monkeypatch.chdir(checkout)
+    file = checkout / HUMANEVAL
+    file.parent.mkdir(parents=True)
+    file.write_text('{"prompt": "def f():"}\n')
+    workload = load_workload()
+    assert (workload.name, workload.prompts, workload.note) == ("humaneval.jsonl", ("def f():",), "")
+
+
+def test_without_humaneval_the_default_is_our_own_prompts_with_a_note(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    workload = load_workload(num_prompts=3)
+    assert workload.prompts == load_workload("builtin", 3).prompts
+    assert HUMANEVAL in workload.note
+    assert load_workload("builtin", 3).note == ""
+    for given in (HUMANEVAL, ""):
+        with pytest.raises(BadInputError, match="--prompts FILE"):
+            load_workload(given)
 
 
 def test_an_absent_file_says_what_to_give():

@@ -17,9 +17,9 @@ from secondguess.train.distill import MixedStore, initial_drafter
 from secondguess.train.evaluate import acceptance
 from secondguess.train.model import Decoder, ModelShape
 from secondguess.train.pair import PairRecipe, export_checkpoint, install_pair, train_pair
+from secondguess.train.schedule import Budget
 from secondguess.train.tokenizer import load_tokenizer
 from secondguess.train.tokens import TokenStore
-from secondguess.train.trainer import Budget
 
 
 def test_the_recipe_makes_a_pair_that_transformers_loads(recipe: PairRecipe, tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.train.checkpoints import read_checkpoint
 from secondguess.train.files import write_atomically
 from secondguess.train.model import Decoder, ModelShape
+from secondguess.train.schedule import Budget, Phase, RunSettings
 from secondguess.train.threads import threads_to_use
 from secondguess.train.tokens import TokenStore, epoch_draw
-from secondguess.train.trainer import Budget, Phase, RunSettings, Trainer, read_checkpoint
+from secondguess.train.trainer import Trainer
 
 SHAPE = ModelShape(4, 32, 2, 1, 64, 512)
 PHASES = (Phase(0.5, 2, 16, 64), Phase(1.0, 4, 32, 128))

@@ -71,6 +71,15 @@ def test_greedy_refuses_rows_that_sample():
         make_verifier("greedy").judge(Draft.chains([[1]]), certain_laws([[1, 2]]), noise_of(1))
 
 
+def test_greedy_refuses_a_request_that_samples_and_the_others_take_any():
+    sampled, greedy = SamplingParams(temperature=0.5), SamplingParams(temperature=0)
+    with pytest.raises(BadInputError, match=r"temperature 0, got 0\.5"):
+        make_verifier("greedy").check(sampled)
+    make_verifier("greedy").check(greedy)
+    for name in set(VERIFIERS) - {"greedy"}:
+        make_verifier(name).check(sampled)
+
+
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_ragged_chains_are_followed_as_far_as_they_are_right(name):
     draft = Draft.chains([[1, 2, 3], [1, 5], [], [4]])

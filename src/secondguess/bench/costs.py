@@ -83,7 +83,7 @@ class CostProbe:
 
 def _timed_pass(runtime: Runtime, row: Row, num_tokens: int) -> float:
     """Seconds of one forward over pending and `num_tokens - 1` nodes; leaves the cache as it was."""
-    draft = Draft.chains([row.tokens[: num_tokens - 1]], device=runtime.device)
+    draft = Draft.chains([stretch(row.tokens, num_tokens - 1)], device=runtime.device)
     synchronise(runtime.device)
     start = time.perf_counter()
     runtime.score([row], draft)
@@ -91,6 +91,15 @@ def _timed_pass(runtime: Runtime, row: Row, num_tokens: int) -> float:
     seconds = time.perf_counter() - start
     runtime.rewind([row], [len(row.tokens) - 1])
     return seconds
+
+
+def stretch(tokens: Sequence[int], length: int) -> list[int]:
+    """Exactly so many tokens: cut, or repeated from the start.
+
+    >>> stretch([1, 2, 3], 2), stretch([1, 2, 3], 7)
+    ([1, 2], [1, 2, 3, 1, 2, 3, 1])
+    """
+    return (list(tokens) * (length // len(tokens) + 1))[:length]
 
 
 def synchronise(device: torch.device) -> None:

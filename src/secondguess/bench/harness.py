@@ -11,11 +11,11 @@ from statistics import median
 import torch
 
 from secondguess.api import default_drafter, encode
-from secondguess.bench.costs import CostProbe
+from secondguess.bench.costs import CostProbe, stretch
 from secondguess.bench.provenance import gather
 from secondguess.bench.report import Report, Workbench, make_cost_table, make_results
 from secondguess.bench.systems import Models, Run, Speculator, System, draft_models, public_name
-from secondguess.bench.workloads import HUMANEVAL, Workload, load_workload
+from secondguess.bench.workloads import Workload, load_workload
 from secondguess.errors import BadInputError
 from secondguess.runtime.loading import LoadedModel
 
@@ -34,7 +34,8 @@ class BenchConfig:
         model: the target.
         drafters: names of the drafters to compare; None takes the target's default one, `ngram` and `suffix`.
         against: other libraries to run beside ours, of `PEERS`.
-        prompts: a JSONL file with a `prompt` per line, or `builtin`.
+        prompts: a JSONL file with a `prompt` per line, or `builtin`; None takes HumanEval where it lies beside
+            the checkout, else `builtin`.
         num_prompts: how many of them, evenly spread.
         num_tokens: new tokens per prompt, exactly.
         temperatures: each is a table of its own.
@@ -53,7 +54,7 @@ class BenchConfig:
     model: str = "builtin"
     drafters: tuple[str, ...] | None = None
     against: tuple[str, ...] = ()
-    prompts: str = HUMANEVAL
+    prompts: str | None = None
     num_prompts: int = 40
     num_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -106,6 +107,8 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
         CheckpointError: a model that cannot be loaded.
     """
     workload = load_workload(config.prompts, config.num_prompts)
+    if workload.note:
+        progress(0, 0, workload.note)
     with _threads(config.num_threads):
         models = Models(config.model, config.dtype, config.device)
         prompts = encode_workload(models.target, workload, config.num_tokens)
@@ -218,8 +221,8 @@ def _transformers_systems(config: BenchConfig, models: Models, draft_names: Sequ
     def stock(loaded: LoadedModel) -> StockModel:
         return StockModel(loaded.path, getattr(torch, loaded.dtype), loaded.runtime.device)
 
-    assistant = stock(models.draft_model(draft_names[0])) if draft_names else None
-    return transformers_systems(stock(models.target), assistant, config.draft_lengths)
+    assistants = {name: stock(models.draft_model(name)) for name in draft_names}
+    return transformers_systems(stock(models.target), assistants, config.draft_lengths)
 
 
 def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) -> list[list[int]]:
@@ -237,8 +240,7 @@ def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) ->
 def typical_context(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
     """Tokens of the prompts, as many as a row of median length holds halfway through."""
     length = int(median(len(prompt) for prompt in prompts)) + num_tokens // 2
-    text = [token for prompt in prompts for token in prompt]
-    return (text * (length // len(text) + 1))[:length]
+    return stretch([token for prompt in prompts for token in prompt], length)
 
 
 def make_report(
@@ -256,6 +258,7 @@ def make_report(
         workbench=Workbench(
             workload=workload.name,
             workload_sha256=workload.sha256,
+            workload_note=workload.note,
             num_prompts=measured.num_finished,
             num_prompts_asked=len(workload.prompts),
             num_tokens=config.num_tokens,

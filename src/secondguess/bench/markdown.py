@@ -40,6 +40,7 @@ def _conditions(report: Report) -> str:
         f"{bench.num_prompts} prompts of {bench.workload} (median {bench.median_prompt_tokens:g} tokens), "
         f"{bench.num_tokens} new tokens each, {about.dtype} on {about.device}, {about.num_threads} threads, "
         f"{about.processor}. Systems ran in turn within one process, in alternating order, after warm-up."
+        + (f" Note: {bench.workload_note}." if bench.workload_note else "")
     )
 
 
@@ -51,7 +52,10 @@ def _at_temperature(report: Report, temperature: float) -> str:
         _rounds_table(results),
     ]
     if any(result.equality for result in results):
-        parts += ["Texts compared with the plain decoding of the same family:", _equality_table(results)]
+        parts += [
+            "Texts compared, speculation with its own plain decoding and plain decodings with each other:",
+            _equality_table(results),
+        ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -102,13 +106,15 @@ def _equality_table(results: Sequence[Result]) -> str:
     rows = [
         [
             result.system,
+            equality.reference,
             f"{equality.num_prompts_differing} of {len(equality.first_differences)}",
             f"{equality.num_tokens_differing} of {equality.num_tokens}",
         ]
         for result in results
         if (equality := result.equality) is not None
     ]
-    return table(["system", "texts that part (flips)", "tokens that differ, all after a flip included"], rows)
+    header = ["system", "compared with", "texts that part (flips)"]
+    return table([*header, "tokens that differ, all after a flip included"], rows)
 
 
 def _costs(costs: CostTable) -> str:

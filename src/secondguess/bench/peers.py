@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from secondguess.bench.systems import Run, System
+from secondguess.bench.systems import Run, System, public_name
 from secondguess.runtime.quiet import quiet
 
 FAMILY = "transformers"
@@ -96,17 +96,33 @@ class TransformersAssisted(TransformersPlain):
     """`generate(assistant_model=...)` with a constant draft length, or with Transformers' defaults.
 
     Args:
+        draft_model: name of the assistant.
         draft_length: tokens to draft per round, without an early stop; None for the defaults (up to 20
             tokens, stopping below a confidence of 0.4).
+        shows_draft_model: whether the name tells the assistant, to tell systems with several of them apart.
     """
 
     speculates = True
 
-    def __init__(self, target: StockModel, assistant: StockModel, draft_length: int | None = None) -> None:
+    def __init__(
+        self,
+        target: StockModel,
+        assistant: StockModel,
+        draft_model: str,
+        draft_length: int | None = None,
+        shows_draft_model: bool = False,
+    ) -> None:
         super().__init__(target)
         self._assistant = assistant
         self._generation_config = copy.deepcopy(assistant.module.generation_config)
-        self.name = f"transformers assisted{'' if draft_length is None else f' {draft_length}'}"
+        self.draft_model = draft_model
+        self.name = " ".join(
+            [
+                "transformers assisted",
+                *([public_name(draft_model)] if shows_draft_model else []),
+                *([] if draft_length is None else [str(draft_length)]),
+            ]
+        )
         if draft_length is not None:
             self._generation_config.num_assistant_tokens = draft_length
             self._generation_config.num_assistant_tokens_schedule = "constant"
@@ -129,11 +145,13 @@ class TransformersLookup(TransformersPlain):
 
 
 def transformers_systems(
-    target: StockModel, assistant: StockModel | None, draft_lengths: Sequence[int]
+    target: StockModel, assistants: Mapping[str, StockModel], draft_lengths: Sequence[int]
 ) -> list[System]:
-    """Plain, prompt lookup and, where there is an assistant, every draft length and the defaults."""
-    systems: list[System] = [TransformersPlain(target)]
-    if assistant is not None:
-        lengths: list[int | None] = [*draft_lengths, None]
-        systems += [TransformersAssisted(target, assistant, length) for length in lengths]
-    return [*systems, TransformersLookup(target)]
+    """Plain, prompt lookup and, with each assistant (by the draft model's name), every draft length and the defaults."""
+    lengths: list[int | None] = [*draft_lengths, None]
+    assisted = [
+        TransformersAssisted(target, assistant, name, length, shows_draft_model=len(assistants) > 1)
+        for name, assistant in assistants.items()
+        for length in lengths
+    ]
+    return [TransformersPlain(target), *assisted, TransformersLookup(target)]

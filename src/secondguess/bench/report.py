@@ -45,16 +45,19 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Equality:
-    """Whether a system wrote at temperature 0 what its family's plain decoding wrote.
+    """Whether a system wrote at temperature 0 what its reference wrote.
 
     Args:
-        num_prompts_differing: texts that part from plain decoding's at some token: each is one flip, and
+        reference: the system compared with: for a speculating one its family's plain decoding, for another
+            family's plain decoding ours.
+        num_prompts_differing: texts that part from the reference's at some token: each is one flip, and
             what follows it continues another text.
         num_tokens_differing: positions at which the tokens differ, all that follows a flip included.
         num_tokens: positions compared.
         first_differences: by prompt, where the texts part; None where they are equal.
     """
 
+    reference: str
     num_prompts_differing: int
     num_tokens_differing: int
     num_tokens: int
@@ -70,7 +73,7 @@ class Result:
         per_prompt: tokens per second of each prompt, in the workload's order.
         against: ratios to each family's plain system and to its fastest speculating one, by their names.
         rounds: None for systems that report no statistics.
-        equality: None at other temperatures and for the plain systems themselves.
+        equality: None at other temperatures and for our plain decoding, the reference of all others in the end.
     """
 
     system: str
@@ -86,10 +89,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Workbench:
-    """The conditions that all systems shared."""
+    """The conditions that all systems shared.
+
+    Args:
+        workload_note: why these prompts and not the default ones; empty if there is nothing to say.
+    """
 
     workload: str
     workload_sha256: str
+    workload_note: str
     num_prompts: int
     num_prompts_asked: int
     num_tokens: int
@@ -176,7 +184,7 @@ def make_results(
         champions = fastest_speculators(systems, speeds)
         for system in systems:
             own = runs[system.name][temperature]
-            family_plain = runs[plain[system.family]][temperature]
+            reference = reference_of(system, plain)
             results.append(
                 Result(
                     system=system.name,
@@ -191,12 +199,21 @@ def make_results(
                         if baseline != system.name
                     },
                     rounds=summarise_rounds(own, costs[system.name]) if system.name in costs else None,
-                    equality=count_flips(own, family_plain)
-                    if system.speculates and temperature == 0
+                    equality=count_flips(own, runs[reference][temperature], reference)
+                    if temperature == 0 and reference != system.name
                     else None,
                 )
             )
     return results
+
+
+def reference_of(system: System, plain: Mapping[str, str]) -> str:
+    """Whose text a system should write at temperature 0, given each family's plain system, ours first.
+
+    Speculation has to keep the text of its own runtime. The runtimes are compared by their plain systems: one that
+    is fast because it computes something else would agree with itself.
+    """
+    return plain[system.family] if system.speculates else next(iter(plain.values()))
 
 
 def fastest_speculators(systems: Sequence[System], speeds: Mapping[str, Sequence[float]]) -> dict[str, str]:
@@ -238,11 +255,12 @@ def summarise_rounds(runs: Sequence[Run], costs: Costs) -> Rounds | None:
     )
 
 
-def count_flips(runs: Sequence[Run], plain: Sequence[Run]) -> Equality:
-    """Compare texts with plain decoding's, prompt by prompt."""
-    pairs = [(run.tokens, reference.tokens) for run, reference in zip(runs, plain, strict=True)]
+def count_flips(runs: Sequence[Run], reference_runs: Sequence[Run], reference: str) -> Equality:
+    """Compare texts with those of the system named `reference`, prompt by prompt."""
+    pairs = [(run.tokens, expected.tokens) for run, expected in zip(runs, reference_runs, strict=True)]
     parted = [first_difference(text, reference) for text, reference in pairs]
     return Equality(
+        reference=reference,
         num_prompts_differing=sum(place is not None for place in parted),
         num_tokens_differing=sum(
             ours != theirs for text, reference in pairs for ours, theirs in zip(text, reference, strict=False)

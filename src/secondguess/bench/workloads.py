@@ -1,13 +1,14 @@
 """What the systems are asked to continue: prompts from a JSONL file, or a small set of our own.
 
-HumanEval is never in the training text of the built-in pair, which makes it the default workload.
+HumanEval is never in the training text of the built-in pair, which makes it the default workload where it is
+present.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from secondguess.errors import BadInputError
@@ -33,29 +34,38 @@ _OWN_PROMPTS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts with the name and the hash that identify them in a report."""
+    """Prompts with the name and the hash that identify them in a report.
+
+    Args:
+        note: why these prompts and not the default ones, for readers of a report; empty if there is nothing to say.
+    """
 
     name: str
     prompts: tuple[str, ...]
+    note: str = ""
 
     @property
     def sha256(self) -> str:
         return hashlib.sha256("\0".join(self.prompts).encode()).hexdigest()
 
 
-def load_workload(source: str = HUMANEVAL, num_prompts: int = 40) -> Workload:
+def load_workload(source: str | None = None, num_prompts: int = 40) -> Workload:
     """`num_prompts` prompts spread evenly over a source, always the same ones.
 
     Args:
-        source: a file with one JSON object per line whose `prompt` is text, or `builtin` for our own prompts.
+        source: a file with one JSON object per line whose `prompt` is text, or `builtin` for our own prompts;
+            None for HumanEval at `HUMANEVAL` where that is a file, else our own, with a note.
         num_prompts: how many to take; all of them when the source has fewer.
 
     Raises:
         BadInputError: the file is absent, empty, or a line holds no prompt.
     """
+    if source is None and not Path(HUMANEVAL).is_file():
+        note = f"no HumanEval at {HUMANEVAL}: the built-in prompts instead"
+        return replace(load_workload(BUILTIN, num_prompts), note=note)
     if source == BUILTIN:
         return Workload(BUILTIN, spread(_OWN_PROMPTS, num_prompts))
-    path = Path(source)
+    path = Path(HUMANEVAL if source is None else source)
     return Workload(path.name, spread(_read_prompts(path), num_prompts))
 
 

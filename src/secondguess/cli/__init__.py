@@ -18,6 +18,7 @@ from secondguess.cli import bench, generate, inspect, train, verify
 from secondguess.errors import SecondGuessError
 
 CHECK_FAILED, BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 130, 141
+CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 app = typer.Typer(
     name="secondguess",
@@ -76,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("SECONDGUESS_TRACEBACK"):
             raise
         if _is_out_of_memory(error):
-            return _fail(f"error: out of memory: {error}; use a smaller model, dtype or batch", BAD_INPUT)
+            # What stands before the allocator's own words is a place in torch's sources.
+            words = str(error).rpartition(CPU_ALLOCATOR)[2].strip(" :") or "the machine has no more"
+            return _fail(f"error: out of memory: {words}; use a smaller model, dtype or batch", BAD_INPUT)
         bug = f"internal error: {type(error).__name__}: {error} (SECONDGUESS_TRACEBACK=1 shows where)"
         return _fail(bug, INTERNAL_ERROR)
 
@@ -105,8 +108,9 @@ def _fail(message: str, code: int) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # torch's class goes by its name, because asking for it would import torch.
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    # torch's class goes by its name, because asking for it would import torch; its CPU allocator has no class.
+    of_torch = type(error).__name__ == "OutOfMemoryError" or CPU_ALLOCATOR in str(error)
+    return isinstance(error, MemoryError) or of_torch
 
 
 def _print_whatever_the_encoding() -> None:

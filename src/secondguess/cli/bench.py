@@ -23,12 +23,13 @@ def bench(
         ),
     ] = None,
     prompts: Annotated[
-        str,
+        str | None,
         Option(
             help="A file with one JSON object with a prompt per line, or builtin for a small set of our own.",
+            show_default="../shared/data/humaneval.jsonl if it exists, else builtin",
             rich_help_panel=WORKLOAD,
         ),
-    ] = "../shared/data/humaneval.jsonl",
+    ] = None,
     num_prompts: Annotated[
         int, Option(help="How many prompts, evenly spread over the file.", rich_help_panel=WORKLOAD)
     ] = 40,

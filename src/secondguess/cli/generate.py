@@ -76,10 +76,6 @@ def generate(
     if batch_size is not None and (prompt_file is None or batch_size < 1):
         got = f"{batch_size}" if prompt_file else f"{batch_size} without a file"
         raise BadInputError(f"expected --batch-size of at least 1, together with --prompt-file; got {got}")
-    if logprobs is not None and not json:
-        raise BadInputError(
-            "expected --json together with --logprobs: log-probabilities are only shown there"
-        )
 
     from secondguess.api import load
     from secondguess.sampling import SamplingParams
@@ -101,6 +97,8 @@ def generate(
         logprobs=logprobs,
     )
     params = [_settings(base, request) for request in requests]
+    if not json:
+        _refuse_logprobs(requests, params)
     llm = load(
         model,
         drafter,
@@ -126,12 +124,12 @@ def answer(
     Every prompt is encoded before the first is answered: a bad last line is told before work is spent.
 
     Raises:
-        BadInputError: a prompt that does not fit, naming its place.
+        BadInputError: a prompt that does not fit or settings that cannot be served, naming the place.
         KeyboardInterrupt: after everything that was generated has been written.
     """
     from secondguess.api import Generation
 
-    prompts = [_encode(llm, request) for request in requests]
+    prompts = [_encode(llm, request, settings) for request, settings in zip(requests, params, strict=True)]
     writer = make_writer(llm)
     for batch in _batches(len(requests), batch_size):
         writer.begin([requests[index].prompt for index in batch])
@@ -162,10 +160,21 @@ def _settings(base: SamplingParams, request: Request) -> SamplingParams:
         raise BadInputError(f"{request.source}: {error}") from None
 
 
-def _encode(llm: LLM, request: Request) -> list[int]:
-    from secondguess.api import encode
+def _refuse_logprobs(requests: Sequence[Request], params: Sequence[SamplingParams]) -> None:
+    for request, settings in zip(requests, params, strict=True):
+        if settings.logprobs is not None:
+            raise BadInputError(
+                f"{request.source}: expected --json together with --logprobs (or a line's logprobs): "
+                "log-probabilities are only shown there"
+            )
+
+
+def _encode(llm: LLM, request: Request, params: SamplingParams) -> list[int]:
+    from secondguess.api import check_request, encode
 
     try:
-        return encode(llm.target, request.prompt)
+        ids = encode(llm.target, request.prompt)
+        check_request(llm.target, llm.verifier, ids, params)
+        return ids
     except BadInputError as error:
         raise BadInputError(f"{request.source}: {error}") from None

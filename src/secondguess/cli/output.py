@@ -62,6 +62,8 @@ class TerminalWriter:
 
     def __init__(self, llm: LLM) -> None:
         self._console = Console(highlight=False)
+        # Rich may be told that a terminal is none; it would still obey what is written to it.
+        self._for_terminal = self._console.is_terminal or sys.stdout.isatty()
         self._coloured = self._console.is_terminal and not self._console.no_color
         self._any_shown = False
         self._prompts: list[str] = []
@@ -105,10 +107,11 @@ class TerminalWriter:
             self._write(text, DRAFTED_STYLE if drafted else TARGET_STYLE)
 
     def _write(self, text: str, style: str) -> None:
+        shown = text.translate(_SHOWN) if self._for_terminal else text
         if self._coloured:
-            self._console.out(text.translate(_SHOWN), style=style, end="")
+            self._console.out(shown, style=style, end="")
         else:
-            sys.stdout.write(text)
+            sys.stdout.write(shown)
         sys.stdout.flush()
 
 

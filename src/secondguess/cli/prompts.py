@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 
 from secondguess.errors import BadInputError
@@ -89,12 +90,20 @@ def _settings(record: Mapping[str, object], source: str) -> dict[str, object]:
     """The sampling settings among a line's fields.
 
     Prompt sets carry fields of their own (`task_id`, `test`), which are not ours to judge; but what looks
-    like a setting and is none would be ignored silently, so that is refused.
+    like a setting and is none would be ignored silently, so that is refused. So is what belongs to `load`:
+    one team answers all lines.
     """
+    from secondguess.api import load
     from secondguess.sampling import SamplingParams
 
     known = [setting.name for setting in fields(SamplingParams)]
     for name in record:
+        if name in signature(load).parameters:
+            option = f"--{name.replace('_', '-')}"
+            raise BadInputError(
+                f"{source}: expected sampling settings, got {name!r}, which is the same for every line; "
+                f"use {option}"
+            )
         if name not in known and (meant := get_close_matches(name, known, n=1, cutoff=0.8)):
             raise BadInputError(f"{source}: unknown setting {name!r}; did you mean {meant[0]!r}?")
     settings = {name: value for name, value in record.items() if name in known}

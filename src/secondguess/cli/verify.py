@@ -12,6 +12,7 @@ from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
     from secondguess.certify import Subject
+    from secondguess.sampling import SamplingParams
 
 TEST = "How hard to look"
 CHECK_FAILED = 1
@@ -73,6 +74,7 @@ def verify(
         raise BadInputError(f"expected --seed from 0 to {2**64 - 1}, got {seed}")
 
     from secondguess.certify import CertifyOptions, certify
+    from secondguess.sampling import SamplingParams
 
     how = CertifyOptions(
         num_samples=samples,
@@ -90,7 +92,8 @@ def verify(
                 raise BadInputError(f"expected --model together with {name}, got {name} {value} alone")
         subject = _random_subject(drafter, verifier, controller)
     else:
-        subject = _loaded_subject(model, drafter, verifier, controller, dtype, device, prompt)
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        subject = _loaded_subject(model, drafter, verifier, controller, dtype, device, prompt, params)
     room = subject.team.target.context_length - len(subject.prompt)
     if max_tokens > room:
         raise BadInputError(
@@ -106,9 +109,15 @@ def verify(
 
 
 def _random_subject(drafter: str | None, verifier: str, controller: str | None) -> Subject:
+    from secondguess.api import choose_controller
     from secondguess.certify import tiny_subject
 
-    return tiny_subject(drafter or "model", verifier, controller or "fixed:2")
+    subject = tiny_subject(
+        "model" if drafter is None else drafter, verifier, "fixed:2" if controller is None else controller
+    )
+    if controller is not None:
+        choose_controller(controller, subject.team.drafter)
+    return subject
 
 
 def _loaded_subject(
@@ -119,8 +128,9 @@ def _loaded_subject(
     dtype: str | None,
     device: str | None,
     prompt: str | None,
+    params: SamplingParams,
 ) -> Subject:
-    from secondguess.api import encode, load
+    from secondguess.api import check_request, encode, load
     from secondguess.certify import subject_of
 
     llm = load(
@@ -128,7 +138,9 @@ def _loaded_subject(
         drafter,
         verifier=verifier,
         controller=controller,
-        dtype=dtype or "auto",
-        device=device or "auto",
+        dtype="auto" if dtype is None else dtype,
+        device="auto" if device is None else device,
     )
-    return subject_of(llm, encode(llm.target, "def quicksort(items):" if prompt is None else prompt))
+    ids = encode(llm.target, "def quicksort(items):" if prompt is None else prompt)
+    check_request(llm.target, llm.verifier, ids, params)
+    return subject_of(llm, ids)

@@ -71,9 +71,10 @@ class ModelDrafter(Drafter):
         """Prefill the draft model; rows longer than its context are left to be decoded without drafts."""
         admitted = [row for row in rows if len(row.tokens) <= self.runtime.context_length]
         shadows = [Row([self._readable(token) for token in row.tokens], row.params) for row in admitted]
-        self.runtime.begin(shadows)
+        # Known before the prefill, so that `end` releases them even if it is interrupted.
         for row, shadow in zip(admitted, shadows, strict=True):
             self._shadows[row] = Shadow(shadow, num_agreed=len(shadow.tokens))
+        self.runtime.begin(shadows)
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = [min(limit, self._room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
@@ -89,7 +90,11 @@ class ModelDrafter(Drafter):
             if plain:
                 tokens = logits.max(-1).indices  # half the time of argmax on a CPU, the same answer
             else:
-                law = drafter_laws(logits, rows, _beside(drawn, len(rows), logits.device))
+                try:
+                    law = drafter_laws(logits, rows, _beside(drawn, len(rows), logits.device))
+                except BadInputError:
+                    # A narrower vocabulary may hold nothing that a row's settings allow: nothing to guess then.
+                    break
                 tokens = noise.draft(law, depth)
                 laws.append(law)
             drawn.append(tokens)

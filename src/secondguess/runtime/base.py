@@ -68,4 +68,4 @@ class Runtime(ABC):
 
     @abstractmethod
     def end(self, row: Row) -> None:
-        """Release what is held for a row."""
+        """Release what is held for a row; nothing, for one that never began."""

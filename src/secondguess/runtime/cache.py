@@ -81,8 +81,8 @@ class KeyValueCache:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values `[row, kv_head, query, head_size]`; return all that may be seen."""
         if layer_idx == len(self.keys):
-            self.keys.append(self._allocate(key))
-            self.values.append(self._allocate(value))
+            self.keys.append(_empty(key, self.num_slots, self.capacity))
+            self.values.append(_empty(value, self.num_slots, self.capacity))
         return self._write(self.keys[layer_idx], key), self._write(self.values[layer_idx], value)
 
     def _write(self, block: Tensor, new: Tensor) -> Tensor:
@@ -118,19 +118,23 @@ class KeyValueCache:
     def _reserve(self, num_slots: int, num_positions: int) -> None:
         if num_slots <= self.num_slots and num_positions <= self.capacity:
             return
-        self.num_slots = _doubled(self.num_slots or 1, num_slots)
-        self.capacity = _doubled(self.capacity or MIN_CAPACITY, num_positions)
-        self.keys = [self._grown(block) for block in self.keys]
-        self.values = [self._grown(block) for block in self.values]
+        slots = _doubled(self.num_slots or 1, num_slots)
+        capacity = _doubled(self.capacity or MIN_CAPACITY, num_positions)
+        # Nothing is changed before all of it was allocated: running out of memory leaves the cache as it was.
+        grown = [_grown(block, slots, capacity) for block in (*self.keys, *self.values)]
+        self.keys, self.values = grown[: len(self.keys)], grown[len(self.keys) :]
+        self.num_slots, self.capacity = slots, capacity
 
-    def _grown(self, block: Tensor) -> Tensor:
-        grown = self._allocate(block)
-        grown[: block.shape[0], :, : block.shape[2]] = block
-        return grown
 
-    def _allocate(self, like: Tensor) -> Tensor:
-        # zeros, not empty: attention multiplies what it masks by zero, and 0 * nan is nan
-        return like.new_zeros(self.num_slots, like.shape[1], self.capacity, like.shape[3])
+def _grown(block: Tensor, num_slots: int, capacity: int) -> Tensor:
+    grown = _empty(block, num_slots, capacity)
+    grown[: block.shape[0], :, : block.shape[2]] = block
+    return grown
+
+
+def _empty(like: Tensor, num_slots: int, capacity: int) -> Tensor:
+    # zeros, not empty: attention multiplies what it masks by zero, and 0 * nan is nan
+    return like.new_zeros(num_slots, like.shape[1], capacity, like.shape[3])
 
 
 def _doubled(size: int, needed: int) -> int:

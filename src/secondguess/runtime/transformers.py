@@ -79,16 +79,17 @@ class TransformersRuntime(Runtime):
         self._by_slot: list[_Cached] = []
         self._can_skip_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._hidden_options = {"output_hidden_states": True} if hidden_layers else {}
-        self._found = (model.config._attn_implementation, model.training)
+        self._found_attention = model.config._attn_implementation
+        self._found_training = {module: module.training for module in model.modules()}
         attention.register()
         model.set_attn_implementation(attention.IMPLEMENTATION)
         model.eval()
 
     def close(self) -> None:
         """Give the model back as it was found and release the cache."""
-        implementation, training = self._found
-        self.model.set_attn_implementation(implementation)
-        self.model.train(training)
+        self.model.set_attn_implementation(self._found_attention)
+        for module, training in self._found_training.items():
+            module.training = training
         self.cache = KeyValueCache(self.device)
         self._states.clear()
         self._by_slot.clear()
@@ -112,17 +113,22 @@ class TransformersRuntime(Runtime):
                 raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
             if not row.tokens:
                 raise BadInputError("expected a row of at least one token, got an empty one")
+        for row in rows:
             state = _Cached(row, slot=len(self._by_slot))
             self._states[row] = state
             self._by_slot.append(state)
         self._prefill([self._states[row] for row in rows])
 
     def end(self, row: Row) -> None:
-        state = self._states.pop(row)
+        state = self._states.pop(row, None)
+        if state is None:
+            return
         last = self._by_slot.pop()
         if last is not state:  # slots stay contiguous: the last row moves into the hole
-            with torch.inference_mode():
-                self.cache.move(last.slot, state.slot, last.length + last.num_nodes)
+            num_cached = last.length + last.num_nodes
+            if num_cached:  # a row whose prefill failed has no place in the cache yet
+                with torch.inference_mode():
+                    self.cache.move(last.slot, state.slot, num_cached)
             last.slot = state.slot
             self._by_slot[state.slot] = last
 

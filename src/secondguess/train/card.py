@@ -12,12 +12,12 @@ from typing import Any
 import tokenizers
 import torch
 
+from secondguess.train.checkpoints import decoder_from, read_checkpoint
 from secondguess.train.evaluate import Acceptance, PairFigures
 from secondguess.train.files import write_atomically
 from secondguess.train.generate import RowGenerator
 from secondguess.train.model import Decoder
 from secondguess.train.tokenizer import load_tokenizer
-from secondguess.train.trainer import decoder_from, read_checkpoint
 
 SAMPLE_PROMPTS = (
     "def quicksort(items):",

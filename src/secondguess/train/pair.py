@@ -16,6 +16,7 @@ import numpy
 
 from secondguess.errors import BadInputError
 from secondguess.train.card import write_cards
+from secondguess.train.checkpoints import decoder_from, read_checkpoint
 from secondguess.train.data import build_corpus
 from secondguess.train.distill import (
     OWN_LENGTH,
@@ -28,17 +29,10 @@ from secondguess.train.evaluate import PairFigures, bits_per_byte, measure_pair
 from secondguess.train.export import export_model, load_exported
 from secondguess.train.files import write_atomically
 from secondguess.train.model import ModelShape
+from secondguess.train.schedule import Budget, Phase, RunSettings
 from secondguess.train.tokenizer import load_tokenizer, train_tokenizer
 from secondguess.train.tokens import TokenStore, write_tokens
-from secondguess.train.trainer import (
-    Budget,
-    Phase,
-    Report,
-    RunSettings,
-    Trainer,
-    decoder_from,
-    read_checkpoint,
-)
+from secondguess.train.trainer import Report, Trainer
 
 TARGET_SHAPE = ModelShape(12, 256, 4, 2, 768, 6144)
 DRAFTER_SHAPE = ModelShape(1, 160, 5, 1, 640, 6144)
@@ -137,18 +131,18 @@ class PairRecipe:
 
     def drafter_settings(self) -> RunSettings:
         return replace(
-            self._settings(self._drafter_phases(), self.drafter_budget, self.seed + 1), decay_share=0.5
+            self._settings(self._drafter_phases(8192), self.drafter_budget, self.seed + 1), decay_share=0.5
         )
 
     def distill_settings(self) -> RunSettings:
         """Gentler than a start from nothing, and falling nearly from the beginning."""
-        settings = self._settings(self._drafter_phases(), self.distill_budget, self.seed + 2)
+        settings = self._settings(self._drafter_phases(4096), self.distill_budget, self.seed + 2)
         return replace(
             settings, muon_rate=0.01, adam_rate=0.002, weight_decay=0.0, warmup_steps=20, decay_share=0.8
         )
 
-    def _drafter_phases(self) -> tuple[Phase, ...]:
-        return (Phase(1.0, self.drafter.num_layers, OWN_LENGTH, 8192),)
+    def _drafter_phases(self, tokens_per_step: int) -> tuple[Phase, ...]:
+        return (Phase(1.0, self.drafter.num_layers, OWN_LENGTH, tokens_per_step),)
 
     def _settings(self, phases: tuple[Phase, ...], budget: Budget, seed: int) -> RunSettings:
         return RunSettings(phases, budget, seed=seed, compile=self.compile, most_threads=self.most_threads)

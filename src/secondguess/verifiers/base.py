@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from secondguess.core import Draft, Row, Verdict
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
+
+if TYPE_CHECKING:
+    from secondguess.sampling import SamplingParams
 
 
 class Exactness(StrEnum):
@@ -40,6 +44,13 @@ class Verifier(ABC):
     def promise(self, row: Row) -> Exactness:
         """What the text of this very row may claim."""
         return self.exactness
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuse, before any work is spent, the settings of a request that this rule cannot serve.
+
+        Raises:
+            BadInputError: naming the setting.
+        """
 
     @abstractmethod
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:

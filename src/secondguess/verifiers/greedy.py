@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
@@ -9,12 +11,22 @@ from secondguess.errors import BadInputError
 from secondguess.noise import Noise
 from secondguess.verifiers.base import Exactness, Verifier, follow
 
+if TYPE_CHECKING:
+    from secondguess.sampling import SamplingParams
+
 
 class GreedyVerifier(Verifier):
     """Follow the target's most likely token (chains and trees); for rows at temperature 0."""
 
     name = "greedy"
     exactness = Exactness.LOSSLESS
+
+    def check(self, params: SamplingParams) -> None:
+        if params.temperature != 0:
+            raise BadInputError(
+                f"verifier 'greedy' expects temperature 0, got {params.temperature:g}; "
+                "set temperature to 0 or use verifier 'auto'"
+            )
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         if not bool(noise.greedy.all()):

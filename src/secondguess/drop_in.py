@@ -7,13 +7,13 @@ used or refused by name; nothing is ignored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from secondguess.api import make_row
-from secondguess.controllers import make_controller
+from secondguess.api import choose_controller, make_row
 from secondguess.core import Row
 from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
@@ -22,6 +22,7 @@ from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import LoadedModel, borrow_model, check_vocabularies, load_runtime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
+from secondguess.verifiers.base import Verifier
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
@@ -47,6 +48,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "remove_invalid_values": (None, False),
     "renormalize_logits": (None, False),
     "max_time": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "use_mtp": (None,),
+    "speculation_type": (None,),
+    "token_healing": (None, False),
     "stop_strings": (None, []),
     "output_scores": (None, False),
     "output_logits": (None, False),
@@ -57,63 +63,101 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """Generation settings that we do not carry out, with the values at which they do nothing."""
 
 
+_INERT = ("logits_to_keep", "cache_position")
+"""Inputs that Transformers adds for its own forwards; they say nothing about the text."""
+
+
 def custom_generate(
     model: Any,
     input_ids: Tensor,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
     generation_config: Any,
     *,
     drafter: str = "suffix",
     verifier: str = "auto",
     controller: str | None = None,
     seed: int | None = None,
-    logits_processor: Sequence[Any] = (),
-    stopping_criteria: Sequence[Any] = (),
-    streamer: Any = None,
-    attention_mask: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
     """Generate with speculation, through `model.generate(custom_generate=...)`.
 
+    Transformers 5 keeps `streamer` and `assistant_model` to itself when it is handed a function: for text as
+    it comes use `LLM.stream`, for a draft model `drafter="model:PATH"`.
+
     Args:
-        model: the user's own model; its attention implementation is restored afterwards.
+        model: the user's own model; given back as it was found.
         input_ids: `[row, position]`, left-padded where rows differ in length.
+        logits_processor, stopping_criteria: what Transformers made of the settings; others are refused.
         generation_config: Transformers' settings; sampling, lengths, penalties and end tokens are honoured.
-        drafter, verifier, controller: names as for `secondguess.load`.
-        seed: makes sampled text reproducible and independent of the drafter.
-        streamer: receives tokens as they are decided (one row only).
-        attention_mask: `[row, position]`, 0 at padding.
+        drafter, verifier, controller: names as for `secondguess.load`; a draft model is kept for later calls.
+        seed: makes sampled text reproducible and, with the default verifier, independent of the drafter.
+        model_kwargs: `attention_mask` `[row, position]`, 0 at padding, and what Transformers always adds.
 
     Returns:
         `[row, position]` prompts and new tokens, padded on the right as Transformers does.
 
     Raises:
-        BadInputError: a setting that we cannot carry out exactly, named.
+        BadInputError: a setting or an input that we cannot carry out exactly, named.
     """
     _refuse_unknown(generation_config, logits_processor, stopping_criteria)
+    mask = _attention_mask(input_ids, model_kwargs)
     params = params_of(generation_config, input_ids.shape[1], seed)
-    if streamer is not None and input_ids.shape[0] > 1:
-        raise BadInputError(
-            f"expected one row with a streamer, got {input_ids.shape[0]}; stream rows separately"
-        )
+    judge = make_verifier(verifier)
     with borrow_model(model) as target:
-        rows = _rows(target, make_verifier(verifier), input_ids, attention_mask, generation_config, params)
-        made = make_drafter(
+        _require_room(target, generation_config)
+        rows = _rows(target, judge, input_ids, mask, generation_config, params)
+        guesser = make_drafter(
             drafter,
             target_vocab_size=target.runtime.vocab_size,
             load_draft_model=lambda path: _draft_runtime(target, path),
         )
-        team = Team(
-            target.runtime,
-            made,
-            make_verifier(verifier),
-            make_controller(controller or made.default_controller),
-        )
-        for commits in decode(team, rows):
-            if streamer is not None:
-                streamer.put(torch.tensor([commits[0].tokens]))
-    if streamer is not None:
-        streamer.end()
+        team = Team(target.runtime, guesser, judge, choose_controller(controller, guesser))
+        for _ in decode(team, rows):
+            pass
     return _padded(input_ids, rows, generation_config)
+
+
+def _attention_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+    """The mask among what Transformers hands on; anything that would change the text is refused.
+
+    An empty cache, the flag to use it and the usual positions come with every call.
+    """
+    cache = model_kwargs.pop("past_key_values", None)
+    if cache is not None and cache.get_seq_length() > 0:
+        raise BadInputError("expected an empty cache, got past_key_values with tokens; leave it out")
+    if model_kwargs.pop("use_cache", True) is False:
+        raise BadInputError("expected a cache to be used, got use_cache=False; leave it out")
+    mask = model_kwargs.pop("attention_mask", None)
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    _check_positions(model_kwargs.pop("position_ids", None), mask)
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _INERT:
+            raise BadInputError(
+                f"expected no {name}: custom_generate cannot carry it out; "
+                "leave it out or generate without custom_generate"
+            )
+    return mask
+
+
+def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
+    """Transformers counts a row's own tokens from 0; other positions would mean another text."""
+    usual = mask.long().cumsum(-1) - 1
+    if positions is not None and not torch.equal(positions[mask.bool()], usual[mask.bool()]):
+        raise BadInputError(
+            "expected position_ids that count each row's tokens from 0, got others; leave them out "
+            "or generate without custom_generate"
+        )
+
+
+def _require_room(target: LoadedModel, config: Any) -> None:
+    context = target.runtime.context_length
+    if config.max_length > context:
+        raise BadInputError(
+            f"expected prompt and new tokens within the model's context of {context}, got a max_length of "
+            f"{config.max_length}; shorten the prompt or lower max_new_tokens"
+        )
 
 
 def params_of(config: Any, prompt_width: int, seed: int | None) -> SamplingParams:
@@ -164,13 +208,12 @@ def _refuse_unknown(config: Any, processors: Sequence[Any], criteria: Sequence[A
 
 def _rows(
     target: LoadedModel,
-    verifier: Any,
+    verifier: Verifier,
     input_ids: Tensor,
-    attention_mask: Tensor | None,
+    mask: Tensor,
     config: Any,
     params: SamplingParams,
 ) -> list[Row]:
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ends = config.eos_token_id
     end_tokens = frozenset([ends] if isinstance(ends, int) else ends or [])
     rows = []
@@ -182,9 +225,15 @@ def _rows(
 
 
 def _draft_runtime(target: LoadedModel, path: str) -> Runtime:
-    loaded = load_runtime(path, dtype=target.dtype, device=target.device)
+    loaded = _loaded_draft_model(path, target.dtype, target.device)
     check_vocabularies(target, loaded)
     return loaded.runtime
+
+
+@lru_cache(maxsize=1)
+def _loaded_draft_model(path: str, dtype: str, device: str) -> LoadedModel:
+    """The draft model used last: `generate` is called for every prompt."""
+    return load_runtime(path, dtype=dtype, device=device)
 
 
 def _padded(input_ids: Tensor, rows: Sequence[Row], config: Any) -> Tensor:

@@ -1,0 +1,37 @@
+"""Training checkpoints: the whole state of a run in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from secondguess.errors import CheckpointError
+from secondguess.train.model import Decoder, ModelShape
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The content of a training checkpoint, or an error that says what to do."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"there is no training checkpoint at {path}; start the run with `secondguess train pair`"
+        )
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        missing = {"shape", "weights", "optimisers", "step", "tokens", "seconds"} - content.keys()
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is not a readable training checkpoint ({error}); delete it to start anew"
+        ) from error
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {sorted(missing)}: it was not written by this trainer; delete it to start anew"
+        )
+    return content
+
+
+def decoder_from(content: dict[str, Any]) -> Decoder:
+    decoder = Decoder(ModelShape(**content["shape"]))
+    decoder.load_state_dict(content["weights"])
+    return decoder

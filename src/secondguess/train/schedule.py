@@ -1,0 +1,93 @@
+"""What decides a training run besides its data, its shape and its loss: phases, budget, rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from secondguess.errors import BadInputError
+
+
+@dataclass(frozen=True)
+class Phase:
+    """How training goes until a share ``until`` of the budget is spent."""
+
+    until: float
+    num_layers: int
+    length: int
+    tokens_per_step: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.until <= 1:
+            raise BadInputError(f"a phase ends at a share of the budget in (0, 1], got {self.until}")
+        if self.num_layers < 1 or self.length < 2 or self.tokens_per_step < self.length:
+            raise BadInputError(
+                "a phase needs at least one layer, windows of 2 tokens and one window per step, "
+                f"got {self.num_layers} layers, length {self.length}, {self.tokens_per_step} tokens per step"
+            )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Minutes, steps or both; the run ends with whichever is spent first."""
+
+    minutes: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.minutes is None and self.steps is None:
+            raise BadInputError("a training budget needs minutes or steps")
+        if (self.minutes is not None and self.minutes <= 0) or (self.steps is not None and self.steps < 1):
+            raise BadInputError(
+                f"a training budget must be positive, got minutes={self.minutes}, steps={self.steps}"
+            )
+
+    def progress(self, seconds: float, step: int) -> float:
+        shares = [0.0]
+        if self.minutes is not None:
+            shares.append(seconds / (60 * self.minutes))
+        if self.steps is not None:
+            shares.append(step / self.steps)
+        return min(1.0, max(shares))
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything that decides a run except the data, the shape and the loss."""
+
+    phases: tuple[Phase, ...]
+    budget: Budget
+    seed: int = 0
+    micro_tokens: int = 4096
+    muon_rate: float = 0.02
+    adam_rate: float = 0.003
+    weight_decay: float = 0.05
+    warmup_steps: int = 60
+    decay_share: float = 0.35
+    function_share: float = 0.5
+    checkpoint_seconds: float = 180.0
+    compile: bool = True
+    most_threads: int = (
+        0  # 0 keeps PyTorch's number; otherwise at most so many, fewer while others need the cores
+    )
+
+    def __post_init__(self) -> None:
+        ends = [phase.until for phase in self.phases]
+        if not ends or ends != sorted(ends) or ends[-1] != 1.0:
+            raise BadInputError(f"phases must be in order and the last must end at 1.0, got {ends}")
+        depths = [phase.num_layers for phase in self.phases]
+        for shallow, deep in pairwise(depths):
+            if deep % shallow:
+                raise BadInputError(
+                    f"a deeper phase must hold a multiple of the layers before it, got {depths}"
+                )
+        if not 0 < self.decay_share <= 1:
+            raise BadInputError(f"decay_share must be in (0, 1], got {self.decay_share}")
+
+    def phase_at(self, progress: float) -> Phase:
+        return next((phase for phase in self.phases if progress < phase.until), self.phases[-1])
+
+    def rate_at(self, progress: float, step: int) -> float:
+        """The factor on both learning rates."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        return warm * min(1.0, (1.0 - progress) / self.decay_share)
