@@ -39,6 +39,8 @@ class StockModel:
         # early.
         model.generation_config.eos_token_id = None
         self.module: Any = model.to(device).eval()
+        # As loaded: systems that share the module put other settings in place.
+        self.generation_config: GenerationConfig = copy.deepcopy(model.generation_config)
 
 
 @contextmanager
@@ -114,7 +116,7 @@ class TransformersAssisted(TransformersPlain):
     ) -> None:
         super().__init__(target)
         self._assistant = assistant
-        self._generation_config = copy.deepcopy(assistant.module.generation_config)
+        self._generation_config = copy.deepcopy(assistant.generation_config)
         self.draft_model = draft_model
         self.name = " ".join(
             [
@@ -129,8 +131,9 @@ class TransformersAssisted(TransformersPlain):
             self._generation_config.assistant_confidence_threshold = 0.0
 
     def _options(self) -> dict[str, Any]:
-        # The assistant is shared, so its settings are put in place before each run and not once.
-        self._assistant.module.generation_config = self._generation_config
+        # The assistant is shared, so its settings are put in place before each run and not once;
+        # copied, because Transformers may tune them as it goes.
+        self._assistant.module.generation_config = copy.deepcopy(self._generation_config)
         return {"assistant_model": self._assistant.module}
 
 
