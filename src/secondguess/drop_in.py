@@ -128,7 +128,7 @@ def _attention_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         raise BadInputError("expected an empty cache, got past_key_values with tokens; leave it out")
     if model_kwargs.pop("use_cache", True) is False:
         raise BadInputError("expected a cache to be used, got use_cache=False; leave it out")
-    mask = model_kwargs.pop("attention_mask", None)
+    mask: Tensor | None = model_kwargs.pop("attention_mask", None)
     if mask is None:
         mask = torch.ones_like(input_ids)
     _check_positions(model_kwargs.pop("position_ids", None), mask)
