@@ -114,7 +114,10 @@ def test_inputs_that_would_change_the_text_are_refused(model):
 def test_more_than_the_context_is_refused(model):
     with pytest.raises(secondguess.BadInputError, match="context of 128"):
         model.generate(
-            PROMPT.repeat(1, 12), max_new_tokens=20, custom_generate=secondguess.custom_generate, drafter="none"
+            PROMPT.repeat(1, 12),
+            max_new_tokens=20,
+            custom_generate=secondguess.custom_generate,
+            drafter="none",
         )
 
 

@@ -51,7 +51,10 @@ def test_a_draft_models_interrupted_prefill_leaves_nothing_behind(monkeypatch):
     model, draft = tiny_pair()
     target, draft_runtime = TransformersRuntime(model), TransformersRuntime(draft)
     team = Team(
-        target, ModelDrafter(draft_runtime, "model:tiny", 3), make_verifier("auto"), make_controller("fixed:2")
+        target,
+        ModelDrafter(draft_runtime, "model:tiny", 3),
+        make_verifier("auto"),
+        make_controller("fixed:2"),
     )
 
     def interrupt(states):

@@ -15,7 +15,7 @@ CONTROLLERS = {
 
 
 def make_controller(text: str) -> Controller:
-    """Make the controller that a name such as `fixed:5` or `confidence:8,threshold=0.4` asks for.
+    """Make the controller that a name such as `fixed:5` or `confidence:8,threshold=0.2` asks for.
 
     Raises:
         BadInputError: a kind, an argument, an option or a value that does not exist or makes no sense.

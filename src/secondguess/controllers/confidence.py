@@ -23,7 +23,7 @@ class ConfidenceOptions:
     """
 
     length: int = 8
-    threshold: float = 0.4
+    threshold: float = 0.2
 
     def __post_init__(self) -> None:
         require_between("the draft length of the controller confidence", self.length, 0, MAX_DRAFT_LENGTH)
