@@ -112,7 +112,7 @@ def test_confidence_begins_anew_with_every_round() -> None:
         ("fixed:0", "fixed:0"),
         ("fixed:64", "fixed:64"),
         ("confidence", "confidence:8,threshold=0.2"),
-        ("confidence:12", "confidence:12,threshold=0.4"),
+        ("confidence:12", "confidence:12,threshold=0.2"),
         ("confidence:4,threshold=0.75", "confidence:4,threshold=0.75"),
         ("confidence,threshold=0", "confidence:8,threshold=0"),
     ],
