@@ -525,34 +525,25 @@ def test_bench_passes_its_options_on_and_saves_the_report(secondguess_command, t
     ]  # fmt: skip
 
 
-def test_training_runs_its_stages_within_the_budget_and_can_be_interrupted(
+def test_training_runs_the_recipe_within_the_budget_and_can_be_interrupted(
     secondguess_command, tmp_path, monkeypatch
 ):
     seen = []
-
-    def stage(name):
-        return lambda recipe, directory, report: seen.append((name, recipe, directory))
-
-    names = ("train_target", "train_drafter", "distil_drafter")
-    for name in names:
-        monkeypatch.setattr(f"secondguess.train.pair.{name}", stage(name))
-    exported = []
-    monkeypatch.setattr(
-        "secondguess.train.pair.export_checkpoint", lambda *arguments: exported.append(arguments)
-    )
+    monkeypatch.setattr("secondguess.train.pair.train_pair", lambda *arguments: seen.append(arguments))
     options = ["--directory", tmp_path, "--seed", 5, "--minutes", 10, "--corpus", tmp_path]
-    assert secondguess_command("train", "pair", *options).code == 0
-    assert [(name, directory) for name, _, directory in seen] == [(name, tmp_path) for name in names]
-    recipe = seen[0][1]
+    more = ["--start", tmp_path, "--most-threads", 2]
+    assert secondguess_command("train", "pair", *options, *more).code == 0
+    recipe, directory, _ = seen[0]
+    assert directory == tmp_path
     assert (recipe.seed, recipe.corpus) == (5, (tmp_path,))
+    assert (recipe.start, recipe.most_threads) == (tmp_path, 2)
     budgets = (recipe.target_budget, recipe.drafter_budget, recipe.distill_budget)
     assert sum(budget.minutes for budget in budgets) == pytest.approx(10)
-    assert exported == [(tmp_path, name, tmp_path / name) for name in ("target", "drafter")]
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("secondguess.train.pair.train_drafter", interrupt)
+    monkeypatch.setattr("secondguess.train.pair.train_pair", interrupt)
     done = secondguess_command("train", "pair", *options)
     assert (done.code, done.out) == (130, "")
     assert f"secondguess train pair --directory {tmp_path}" in done.err
