@@ -42,7 +42,17 @@ STATS = [
     "tokens_per_second",
     "seconds",
 ]
-TEAM = ["model", "drafter", "verifier", "controller", "dtype", "device", "quantize", "drafter_quantize"]
+TEAM = [
+    "model",
+    "drafter",
+    "verifier",
+    "controller",
+    "dtype",
+    "device",
+    "quantize",
+    "drafter_quantize",
+    "runtime",
+]
 PROGRAM = [sys.executable, "-c", "import sys; from secondguess.cli import main; sys.exit(main())"]
 CLOSING_LINE = re.compile(r"[\d.]+ tokens/s, acceptance \d+%, [\d.]+ tokens per target pass\n$")
 

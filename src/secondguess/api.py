@@ -208,6 +208,7 @@ def load(
     device: str = "auto",
     quantize: str | None = None,
     drafter_quantize: str | None = None,
+    runtime: str = "auto",
 ) -> LLM:
     """Load a target and its drafter.
 
@@ -221,6 +222,8 @@ def load(
         device: `auto`, `cpu` or `cuda[:N]`.
         quantize: `int8` stores the target's weights in 8 bits (needs `pip install secondguess[quant]`).
         drafter_quantize: the same for a draft model.
+        runtime: `fused` (fewer, faster calls; dense decoders on a CPU), `transformers` (the module itself), or `auto`:
+            fused where it covers a model and says what the module says. A draft model always gets `auto`.
 
     Raises:
         CheckpointError: a model that is missing, broken or cannot be decoded speculatively.
@@ -231,7 +234,9 @@ def load(
     name = default_drafter(model) if drafter is None else drafter
     optional = {"controller": controller, "quantize": quantize, "drafter_quantize": drafter_quantize}
     given = {option: value for option, value in optional.items() if value is not None}
-    _require_texts(model=model, drafter=name, verifier=verifier, dtype=dtype, device=device, **given)
+    _require_texts(
+        model=model, drafter=name, verifier=verifier, dtype=dtype, device=device, runtime=runtime, **given
+    )
     # Names are cheap to check, weights are not to load.
     parsed = parse_drafter_name(name)
     chosen_verifier = make_verifier(verifier)
@@ -241,7 +246,7 @@ def load(
     if parsed.kind == "model" and parsed.argument:
         needs.append(memory_need(parsed.argument, dtype=dtype, device=device, quantize=drafter_quantize))
     check_memory(needs, pick_device(device))
-    target = load_runtime(model, dtype=dtype, device=device, quantize=quantize)
+    target = load_runtime(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
     draft_models: list[LoadedModel] = []
 
     def load_draft_model(path: str) -> Runtime:

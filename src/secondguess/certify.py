@@ -201,7 +201,7 @@ def tiny_subject(
 def subject_of(llm: LLM, prompt: Sequence[int]) -> Subject:
     """A loaded model with its drafter; every text continues the prompt's token ids."""
     team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller)
-    model = llm.target.runtime.model
+    model = llm.target.module()
     return Subject(team, plain_logits_of(model), tuple(prompt), llm.target.name, _name(model.dtype))
 
 

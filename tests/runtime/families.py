@@ -12,8 +12,9 @@ from torch import Tensor
 
 from checkpoints import write_tokenizer
 from secondguess.core import Draft, Row
+from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.fused import FAMILIES as FUSED
 from secondguess.runtime.loading import load_runtime
-from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 
 VOCAB_SIZE = 300
@@ -72,6 +73,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+CASES = [
+    *((name, "transformers") for name in FAMILIES),
+    *((name, "fused") for name, config in FAMILIES.items() if config().model_type in FUSED),
+]
+"""Every family by the module that Transformers has for it, and those that are covered by the fused runtime."""
+
+
 def write_checkpoint(config: Any, directory: Path, seed: int = 0) -> Path:
     """Random weights of a configuration, with a tokenizer, as `save_pretrained` leaves them."""
     with torch.random.fork_rng():
@@ -98,7 +106,7 @@ def plain_logits(model: Any, tokens: Sequence[int]) -> Tensor:
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
 
 
-def runtime_of(directory: Path, **options: Any) -> TransformersRuntime:
+def runtime_of(directory: Path, **options: Any) -> CachedRuntime:
     return load_runtime(directory, dtype="float32", device="cpu", **options).runtime
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import (
+    CASES,
     FAMILIES,
     WINDOW,
     assert_near,
@@ -28,19 +29,20 @@ PARENTS = [-1, 0, 0, -1, 2, 2, 3]
 class Family:
     """A checkpoint read twice: by our runtime, and plainly."""
 
-    def __init__(self, name, directory):
+    def __init__(self, name, runtime, directory):
         path = write_checkpoint(FAMILIES[name](), directory)
         self.path = path
-        self.runtime = runtime_of(path)
+        self.kind = runtime
+        self.runtime = runtime_of(path, runtime=runtime)
         self.plain = plain_model(path)
 
     def expected(self, tokens, num_last):
         return plain_logits(self.plain, tokens)[-num_last:]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def family(request, tmp_path_factory):
-    return Family(request.param, tmp_path_factory.mktemp(request.param))
+    return Family(*request.param, tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture
@@ -164,7 +166,7 @@ def test_the_last_places_of_the_context(family, runtime):
 
 
 def test_hidden_states_are_those_of_the_model(family, tmp_path):
-    runtime = runtime_of(family.path, hidden_layers=(0, 1, -1))
+    runtime = runtime_of(family.path, runtime=family.kind, hidden_layers=(0, 1, -1))
     rows = [row_of(PROMPT), row_of(PROMPT[:4])]
     runtime.begin(rows)
     rows[1].tokens.append(3)

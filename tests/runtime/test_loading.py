@@ -58,8 +58,9 @@ def test_auto_is_bfloat16_where_the_processor_has_it(monkeypatch, has_it, expect
 def test_the_dtype_that_was_asked_for_computes(checkpoint, dtype):
     loaded = load_runtime(checkpoint, dtype=dtype, device="cpu")
     assert loaded.dtype == dtype
-    assert loaded.runtime.model.dtype == getattr(torch, dtype)
+    assert loaded.module().dtype == getattr(torch, dtype)
     assert_near(score(loaded).float(), plain_logits(plain_model(checkpoint), TOKENS)[-1], tolerance=0.2)
+    assert loaded.runtime.cache.keys[0].dtype == getattr(torch, dtype)
 
 
 def test_int8_weights_stay_near(checkpoint):
@@ -188,7 +189,7 @@ def test_too_little_memory_is_told_before_loading(checkpoint, monkeypatch):
 
 def test_the_estimate_is_what_a_model_and_its_cache_take(checkpoint):
     need = loading.memory_need(checkpoint, dtype="float32", num_cached_tokens=256)
-    loaded = load_runtime(checkpoint, dtype="float32", device="cpu")
+    loaded = load_runtime(checkpoint, dtype="float32", device="cpu", runtime="transformers")
     assert need.weights == sum(weight.nbytes for weight in loaded.runtime.model.parameters())
     score(loaded)
     cache = loaded.runtime.cache

@@ -35,9 +35,9 @@ def plain(checkpoint):
     return plain_model(checkpoint)
 
 
-@pytest.fixture
-def runtime(checkpoint):
-    return runtime_of(checkpoint)
+@pytest.fixture(params=["transformers", "fused"])
+def runtime(checkpoint, request):
+    return runtime_of(checkpoint, runtime=request.param)
 
 
 def check_round(runtime, plain, rows, path=()):
@@ -112,12 +112,13 @@ def test_a_chain_is_kept_without_moving_anything(runtime, monkeypatch):
 
 def test_rows_of_similar_length_are_prefilled_together(runtime, monkeypatch):
     shapes = []
-    forward = runtime.model.forward
-    monkeypatch.setattr(
-        runtime.model,
-        "forward",
-        lambda **inputs: shapes.append(tuple(inputs["input_ids"].shape)) or forward(**inputs),
-    )
+    run = runtime.run
+
+    def spy(tokens, *others):
+        shapes.append(tuple(tokens.shape))
+        return run(tokens, *others)
+
+    monkeypatch.setattr(runtime, "run", spy)
     runtime.prefill_chunk = 16
     runtime.begin([row_of(random_tokens(length + 1, seed=length)) for length in (3, 4, 8, 20)])
     assert shapes == [(1, 16), (2, 8), (2, 4)]
@@ -128,7 +129,14 @@ def test_scoring_computes_no_more_logits_than_are_asked_for(runtime, monkeypatch
     runtime.begin([row])
     row.tokens += random_tokens(6, seed=4)
     seen = []
-    runtime.model.lm_head.register_forward_hook(lambda _, inputs, out: seen.append(out.shape[1]))
+    run = runtime.run
+
+    def spy(*inputs):
+        output = run(*inputs)
+        seen.append(output.logits.shape[1])
+        return output
+
+    monkeypatch.setattr(runtime, "run", spy)
     assert runtime.score([row], Draft.chains([NODES])).logits.shape == (1, 5, 300)
     assert seen == [5]
 

@@ -11,6 +11,7 @@ import torch
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.checkpoints import read_checkpoint
 from secondguess.train.files import write_atomically
+from secondguess.train.growth import deepened, layer_sources
 from secondguess.train.model import Decoder, ModelShape
 from secondguess.train.schedule import Budget, Phase, RunSettings
 from secondguess.train.threads import threads_to_use
@@ -112,6 +113,34 @@ def test_stacked_layers_repeat_the_trained_ones_with_their_momentum(
     assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("num_layers", [3, 5])
+def test_a_depth_that_is_no_multiple_begins_with_the_same_words(
+    store: TokenStore, tmp_path: Path, num_layers: int
+) -> None:
+    run = trainer(store, tmp_path / "run.pt")
+    for _ in range(3):
+        run._take_step()
+    rows = store.held_out_batch(2, 16)
+    before, momentum = run.decoder(rows), run._named_state()
+    run._deepen(num_layers)
+    assert torch.equal(run.decoder(rows), before)
+    fresh = {name for name, _ in run.decoder.named_parameters()} - run._named_state().keys()
+    new_layers = [layer for layer, (_, new) in enumerate(layer_sources(2, num_layers)) if new]
+    assert fresh == {
+        name
+        for name, _ in run.decoder.named_parameters()
+        if any(name.startswith(f"model.layers.{layer}.") for layer in new_layers)
+    }
+    assert momentum.keys() < {name for name, _ in run.decoder.named_parameters()}
+    run._take_step()
+    assert not torch.equal(run.decoder(rows), before)
+
+
+def test_a_model_cannot_be_made_shallower() -> None:
+    with pytest.raises(BadInputError, match="cannot be deepened to 1"):
+        deepened(Decoder(replace(SHAPE, num_layers=2)), 1)
+
+
 def test_a_larger_budget_continues_the_flat_part_and_not_the_annealed_end(
     store: TokenStore, tmp_path: Path
 ) -> None:
@@ -186,8 +215,8 @@ def test_absurd_settings_are_refused() -> None:
         Budget(minutes=-1)
     with pytest.raises(BadInputError, match=r"last must end at 1\.0"):
         replace(SETTINGS, phases=PHASES[:1])
-    with pytest.raises(BadInputError, match="multiple of the layers"):
-        replace(SETTINGS, phases=(Phase(0.5, 3, 16, 64), Phase(1.0, 4, 16, 64)))
+    with pytest.raises(BadInputError, match="cannot have fewer layers"):
+        replace(SETTINGS, phases=(Phase(0.5, 4, 16, 64), Phase(1.0, 3, 16, 64)))
     with pytest.raises(BadInputError, match="one window per step"):
         Phase(1.0, 1, 64, 32)
 

@@ -51,6 +51,7 @@ def generate(
     device: options.Device = "auto",
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
+    runtime: options.Runtime = "auto",
     max_tokens: options.MaxTokens = 128,
     min_tokens: options.MinTokens = 0,
     temperature: options.Temperature = 0.0,
@@ -108,6 +109,7 @@ def generate(
         device=device,
         quantize=quantize,
         drafter_quantize=drafter_quantize,
+        runtime=runtime,
     )
     return answer(llm, requests, params, batch_size or 1, JsonWriter if json else TerminalWriter)
 

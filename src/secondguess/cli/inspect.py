@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from secondguess.runtime.describe import ModelDescription
 
 MIB = 2**20
+RUNTIMES = {
+    "fused": "fused, if it says what the module says (probed at loading)",
+    "transformers": "the Transformers module; the fused runtime does not cover this architecture here",
+}
 
 
 def inspect(
@@ -64,6 +68,7 @@ def _lines(found: ModelDescription, drafters: list[str]) -> list[tuple[str, str]
         ("vocabulary", f"{found.vocab_size:,}, of which the tokenizer knows {found.num_tokens:,}"),
         ("context", context),
         ("picked", f"{found.dtype} on {found.device}"),
+        ("runtime", RUNTIMES[found.runtime]),
         (
             "memory",
             f"{_size(found.weights_bytes)} of weights, {_size(found.cache_bytes)} of cache per row "

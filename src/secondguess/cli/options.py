@@ -38,6 +38,9 @@ Quantize = Annotated[
 DrafterQuantize = Annotated[
     str | None, Option(help="int8: store the draft model's weights in 8 bits.", rich_help_panel=TEAM)
 ]
+Runtime = Annotated[
+    str, Option(help="What runs the target: auto, fused or transformers.", rich_help_panel=TEAM)
+]
 
 MaxTokens = Annotated[int, Option(help="Most tokens to generate.", rich_help_panel=SAMPLING)]
 MinTokens = Annotated[int, Option(help="No end before this many tokens.", rich_help_panel=SAMPLING)]

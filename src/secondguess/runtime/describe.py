@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from secondguess.runtime.fused import can_fuse
 from secondguess.runtime.loading import (
     check_loadable,
     find_checkpoint,
@@ -40,6 +41,7 @@ class ModelDescription:
         num_tokens: tokens that the tokenizer knows; the rest of the vocabulary is padding.
         context_length: positions; None when the configuration names no limit.
         dtype, device: what would be picked.
+        runtime: what would run it: `fused` if a probe at loading finds that it says the same, or `transformers`.
         weights_bytes, cache_bytes: memory for the weights, and for one row that fills the context (4096 tokens
             where there is no limit).
         available_bytes: what there is on the device; None when the system does not say.
@@ -61,6 +63,7 @@ class ModelDescription:
     sliding_window: int | None
     dtype: str
     device: str
+    runtime: str
     weights_bytes: int
     cache_bytes: int
     available_bytes: int | None
@@ -102,6 +105,7 @@ def describe_model(name: str, *, dtype: str = "auto", device: str = "auto") -> M
         sliding_window=_window_of(text) if "sliding_attention" in attention else None,
         dtype=str(pick_dtype(dtype, place)).removeprefix("torch."),
         device=str(place),
+        runtime="fused" if can_fuse(config, place) else "transformers",
         weights_bytes=need.weights,
         cache_bytes=need.cache,
         available_bytes=available_memory(place),

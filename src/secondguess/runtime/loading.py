@@ -1,4 +1,4 @@
-"""From a name or a path to a `TransformersRuntime`, or one clear line that says why not. Never the network."""
+"""From a name or a path to a runtime, or one clear line that says why not. Never the network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
+from secondguess.errors import BadInputError, CheckpointError, SecondGuessError, UnsupportedModelError
+from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.fused import FusedRuntime, can_fuse, fuse
 from secondguess.runtime.memory import MemoryNeed, check_memory, count_parameters, estimate_memory
 from secondguess.runtime.packing import can_pack, pack_linears
 from secondguess.runtime.quiet import quiet
@@ -31,6 +33,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 QUANTIZATIONS = ("int8",)
+RUNTIMES = ("auto", "fused", "transformers")
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -40,6 +43,7 @@ class LoadedModel:
 
     Attributes:
         runtime: the model; its contract is `runtime.base`.
+        kind: which runtime that is, one of `RUNTIMES` but `auto`.
         tokenizer: a Transformers tokenizer; None for a borrowed model.
         name: what the user called it.
         path: the directory it was read from.
@@ -49,7 +53,8 @@ class LoadedModel:
         end_tokens: tokens after which the model's generation configuration says to stop.
     """
 
-    runtime: TransformersRuntime
+    runtime: CachedRuntime
+    kind: str
     tokenizer: Any
     name: str
     path: str
@@ -63,6 +68,12 @@ class LoadedModel:
         ids: list[int] = self.tokenizer(text, verbose=False).input_ids
         return ids
 
+    def module(self) -> Any:
+        """The Transformers module whose law the runtime keeps: the one that runs, or else a fresh copy."""
+        if isinstance(self.runtime, TransformersRuntime):
+            return self.runtime.model
+        return _read_model(self.path, DTYPES[self.dtype]).to(self.device).eval()
+
 
 def load_runtime(
     name_or_path: str | Path,
@@ -70,6 +81,7 @@ def load_runtime(
     dtype: str = "auto",
     device: str = "auto",
     quantize: str | None = None,
+    runtime: str = "auto",
     hidden_layers: Sequence[int] = (),
     num_cached_tokens: int = 4096,
 ) -> LoadedModel:
@@ -80,13 +92,15 @@ def load_runtime(
         dtype: `auto` (see `pick_dtype`), `float64`, `float32`, `bfloat16` or `float16`.
         device: `auto` (see `pick_device`), `cpu`, `cuda` or `cuda:N`.
         quantize: `int8` keeps the linear layers' weights in 8 bits; needs torchao.
+        runtime: `fused` (see `runtime.fused`), `transformers` (the module), or `auto`: fused where it covers the
+            model and says the same.
         hidden_layers: hidden states that `score` returns.
         num_cached_tokens: cached tokens, over all rows, that must fit into memory beside the weights.
 
     Raises:
-        BadInputError: a dtype, device or quantization that does not exist here.
+        BadInputError: a dtype, device, quantization or runtime that does not exist here.
         CheckpointError: a checkpoint that is missing, broken or of the wrong kind.
-        UnsupportedModelError: a model that cannot be decoded speculatively.
+        UnsupportedModelError: a model that cannot be decoded speculatively, or not by the runtime asked for.
         OutOfMemoryError: weights and cache would not fit; nothing was allocated.
     """
     place = pick_device(device)
@@ -98,20 +112,44 @@ def load_runtime(
     check_memory([_need(name_or_path, path, config, number, place, quantize, num_cached_tokens)], place)
     tokenizer = read_tokenizer(path)
     model = _read_model(path, number).to(place)
-    if quantize is not None:
-        _quantize_to_int8(model)
-    elif can_pack(number, place):
-        pack_linears(model)
+    end_tokens = _end_tokens(model, tokenizer)
+    made = _make_runtime(model, path, runtime, quantize, hidden_layers)
     return LoadedModel(
-        TransformersRuntime(model, hidden_layers),
+        made,
+        "fused" if isinstance(made, FusedRuntime) else "transformers",
         tokenizer,
         str(name_or_path),
         path,
         str(number).removeprefix("torch."),
         str(place),
         quantize,
-        _end_tokens(model, tokenizer),
+        end_tokens,
     )
+
+
+def _make_runtime(
+    model: Any, path: str, kind: str, quantize: str | None, hidden_layers: Sequence[int]
+) -> CachedRuntime:
+    """The fastest runtime of those allowed that says what the module says."""
+    if kind not in RUNTIMES:
+        raise BadInputError(f"expected runtime {', '.join(RUNTIMES)}, got {kind!r}")
+    dtype, place = model.dtype, model.device
+    packable = quantize is None and can_pack(dtype, place)
+    if kind != "transformers" and quantize is None and can_fuse(model.config, place):
+        decoder = fuse(model.eval(), packable)
+        if decoder is not None:
+            return FusedRuntime(decoder, hidden_layers)
+        model = _read_model(path, dtype).to(place)  # fusing has taken the first one apart
+    if kind == "fused":
+        raise UnsupportedModelError(
+            f"expected a model that the fused runtime covers, got {path} ({model.config.model_type}, "
+            f"{str(dtype).removeprefix('torch.')} on {place}, quantize {quantize}); use runtime auto or transformers"
+        )
+    if quantize is not None:
+        _quantize_to_int8(model)
+    elif packable:
+        pack_linears(model)
+    return TransformersRuntime(model, hidden_layers)
 
 
 def memory_need(
@@ -138,7 +176,15 @@ def borrow_model(model: Any, hidden_layers: Sequence[int] = ()) -> Iterator[Load
         path = str(model.name_or_path)
         dtype = str(model.dtype).removeprefix("torch.")
         yield LoadedModel(
-            runtime, None, path, path, dtype, str(model.device), None, _end_tokens(model, tokenizer=None)
+            runtime,
+            "transformers",
+            None,
+            path,
+            path,
+            dtype,
+            str(model.device),
+            None,
+            _end_tokens(model, tokenizer=None),
         )
 
 

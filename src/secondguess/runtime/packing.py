@@ -7,32 +7,71 @@ originals are released; where it finds a difference the model stays as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 ROWS_HINT = 8
 """How many rows oneDNN is told to expect: blocks chosen for 8 serve 1 to 8 rows alike, those for 1 do not."""
 
 
+class Product:
+    """`values @ weight.T + bias` over a weight that may be packed.
+
+    Args:
+        weight: `[output, input]`.
+        bias: `[output]` or None.
+        packed: whether `can_pack` holds for it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, packed: bool) -> None:
+        self.num_outputs = weight.shape[0]
+        self.weight: Tensor = pack(weight) if packed else weight
+        self.bias = bias
+        self.packed = packed
+
+    @classmethod
+    def joined(cls, linears: Sequence[Any], packed: bool) -> Product:
+        """One product for several linear layers that read the same values; their outputs follow one another."""
+        weights = [linear.weight.detach() for linear in linears]
+        biases = [linear.bias for linear in linears]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        bias = torch.cat([each.detach() for each in biases]) if biases[0] is not None else None
+        return cls(weight, bias, packed)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if self.packed:
+            return multiply(values, self.weight, self.bias)
+        return functional.linear(values, self.weight, self.bias)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """The same weight in oneDNN's blocks; opaque to everything but `multiply`."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+    return packed
+
+
+def multiply(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """`[..., output]` from `values` `[..., input]` and a packed weight."""
+    # An unusual stride would send oneDNN to a reference kernel a hundred times slower.
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(values.contiguous(), packed, bias, "none", [], "")
+    return product
+
+
 class PackedLinear(nn.Module):
-    """A linear layer over an opaque, packed weight; `weight` keeps its shape, not its layout."""
+    """A linear layer over a packed weight; `weight` keeps its shape, not its layout."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
         self.weight: Tensor
-        self.register_buffer("weight", packed, persistent=False)
+        self.register_buffer("weight", pack(linear.weight), persistent=False)
         self.bias = linear.bias
 
     def forward(self, values: Tensor) -> Tensor:
-        # An unusual stride would send oneDNN to a reference kernel a hundred times slower.
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            values.contiguous(), self.weight, self.bias, "none", [], ""
-        )
-        return product
+        return multiply(values, self.weight, self.bias)
 
     def unpacked(self) -> nn.Linear:
         """The layer that this was made from."""

@@ -1,59 +1,28 @@
-"""Any Transformers decoder as a `Runtime`, its modules unmodified.
-
-One forward serves rows of different lengths and drafts of any shape: tokens are written to explicit cache
-positions, text positions are explicit, and a mask says who sees whom.
-"""
+"""Any Transformers decoder as a `Runtime`, its modules unmodified."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row
-from secondguess.errors import BadInputError
-from secondguess.runtime import attention, tree
+from secondguess.runtime import attention
 from secondguess.runtime.attention import Step, current
-from secondguess.runtime.base import Runtime, Scores
-from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.cached import CachedRuntime, Output
 from secondguess.runtime.support import check_supported, context_length_of
 
-UNLIMITED = 2**31
 
-
-@dataclass
-class _Cached:
-    """What the cache holds of a row: `length` committed tokens in `slot`, and behind them `num_nodes` nodes."""
-
-    row: Row
-    slot: int
-    length: int = 0
-    num_nodes: int = 0
-
-
-@dataclass(frozen=True)
-class Queries:
-    """What one forward reads: `tokens` `[row, query]`, and who descends from whom unless all are chains."""
-
-    tokens: Tensor
-    closure: Tensor | None
-
-
-class TransformersRuntime(Runtime):
+class TransformersRuntime(CachedRuntime):
     """Speculation over a loaded model.
 
     The model's attention implementation is set to ours until `close()`; the runtime is a context manager.
 
     Args:
         model: a causal language model with the attention interface; put into evaluation mode.
-        hidden_layers: hidden states that `score` returns, numbered as in `output_hidden_states` (0 is the
-            embeddings, `k` the output of layer k, -1 the last, normalised one).
-        prefill_chunk: most tokens in one prefill forward.
+        hidden_layers, prefill_chunk: as in `CachedRuntime`.
 
     Raises:
         UnsupportedModelError: naming what makes the model impossible to roll back or to mask.
@@ -61,24 +30,17 @@ class TransformersRuntime(Runtime):
 
     def __init__(self, model: Any, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512) -> None:
         check_supported(model)
-        if prefill_chunk < 1:
-            raise BadInputError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
         config = model.config.get_text_config()
-        num_layers = config.num_hidden_layers
-        for layer in hidden_layers:
-            if not -num_layers - 1 <= layer <= num_layers:
-                raise BadInputError(f"hidden layer must be in 0..{num_layers} (or negative), got {layer}")
+        super().__init__(
+            vocab_size=model.get_output_embeddings().weight.shape[0],
+            context_length=context_length_of(config),
+            num_layers=config.num_hidden_layers,
+            device=model.device,
+            hidden_layers=hidden_layers,
+            prefill_chunk=prefill_chunk,
+        )
         self.model = model
-        self.hidden_layers = tuple(hidden_layers)
-        self.prefill_chunk = prefill_chunk
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        self.context_length = context_length_of(config) or UNLIMITED
-        self.device = model.device
-        self.cache = KeyValueCache(self.device)
-        self._states: dict[Row, _Cached] = {}
-        self._by_slot: list[_Cached] = []
         self._can_skip_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._hidden_options = {"output_hidden_states": True} if hidden_layers else {}
         self._found_attention = model.config._attn_implementation
         self._found_training = {module: module.training for module in model.modules()}
         attention.register()
@@ -90,9 +52,7 @@ class TransformersRuntime(Runtime):
         self.model.set_attn_implementation(self._found_attention)
         for module, training in self._found_training.items():
             module.training = training
-        self.cache = KeyValueCache(self.device)
-        self._states.clear()
-        self._by_slot.clear()
+        self.release()
 
     def __enter__(self) -> TransformersRuntime:
         return self
@@ -102,210 +62,22 @@ class TransformersRuntime(Runtime):
     ) -> None:
         self.close()
 
-    @property
-    def num_live_rows(self) -> int:
-        """Rows that have begun and not ended."""
-        return len(self._by_slot)
-
-    def begin(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            if row in self._states:
-                raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
-            if not row.tokens:
-                raise BadInputError("expected a row of at least one token, got an empty one")
-        for row in rows:
-            state = _Cached(row, slot=len(self._by_slot))
-            self._states[row] = state
-            self._by_slot.append(state)
-        self._prefill([self._states[row] for row in rows])
-
-    def end(self, row: Row) -> None:
-        state = self._states.pop(row, None)
-        if state is None:
-            return
-        last = self._by_slot.pop()
-        if last is not state:  # slots stay contiguous: the last row moves into the hole
-            num_cached = last.length + last.num_nodes
-            if num_cached:  # a row whose prefill failed has no place in the cache yet
-                with torch.inference_mode():
-                    self.cache.move(last.slot, state.slot, num_cached)
-            last.slot = state.slot
-            self._by_slot[state.slot] = last
-
-    def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        for row, length in zip(rows, lengths, strict=True):
-            state = self._states[row]
-            state.length = min(state.length, length)
-            state.num_nodes = 0
-
-    def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:
-        scattered = []
-        for row, path in zip(rows, paths, strict=True):
-            state = self._states[row]
-            if path and path[-1] >= state.num_nodes:
-                raise BadInputError(
-                    f"expected a path through the {state.num_nodes} nodes scored last, got {list(path)}"
-                )
-            if list(path) != list(range(len(path))):
-                scattered.append((state.slot, state.length, path))
-            state.length += len(path)
-            state.num_nodes = 0
-        if scattered:
-            slots, starts, moved = zip(*scattered, strict=True)
-            with torch.inference_mode():
-                self.cache.compact(slots, starts, moved)
-
-    def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
-        slots = [self._states[row].slot for row in rows]
-        if slots == sorted(slots):
-            return self._score([self._states[row] for row in rows], draft)
-        # Rows that left or joined have shuffled the slots; in their order the cache can be read without a copy.
-        order = torch.tensor(slots, device=self.device).argsort()
-        scores = self._score([self._states[rows[index]] for index in order.tolist()], draft.select(order))
-        back = order.argsort()
-        hidden = {layer: states[back] for layer, states in scores.hidden.items()}
-        return Scores(scores.logits[back], hidden)
-
-    def _score(self, states: Sequence[_Cached], draft: Draft) -> Scores:
-        num_uncached = self._catch_up(states)
-        queries = _queries(states, num_uncached, draft)
-        num_queries = draft.num_nodes + 1
-        width = queries.tokens.shape[1]
-        # all rows' queries lie in the last columns; only rows that had less to catch up must be gathered
-        first = min(num_uncached) - 1
-        with torch.inference_mode():
-            output = self._forward(states, queries, num_logits=width - first)
-            offsets = None
-            if min(num_uncached) != max(num_uncached):
-                shift = torch.tensor(num_uncached, device=self.device)[:, None] - 1
-                offsets = shift + torch.arange(num_queries, device=self.device)
-            logits = _columns(output.logits, num_queries, width, offsets)
-            hidden = {
-                layer: _columns(output.hidden_states[layer], num_queries, width, offsets)
-                for layer in self.hidden_layers
-            }
-            if logits.dtype != torch.float64:
-                logits = logits.float()
-        for state in states:
-            state.length = len(state.row.tokens)
-            state.num_nodes = draft.num_nodes
-        return Scores(logits, hidden)
-
-    def _catch_up(self, states: Sequence[_Cached]) -> list[int]:
-        """Uncached tokens per row, at least pending; what exceeds one chunk is cached on its own first."""
-        for state in states:
-            state.length = min(state.length, len(state.row.tokens) - 1)
-            state.num_nodes = 0
-        behind = [state for state in states if len(state.row.tokens) - state.length > self.prefill_chunk]
-        if behind:
-            self._prefill(behind)
-        return [len(state.row.tokens) - state.length for state in states]
-
-    def _prefill(self, states: Sequence[_Cached]) -> None:
-        """Cache all tokens but the last, rows of similar need together, `prefill_chunk` tokens a forward."""
-        waiting = sorted(states, key=_num_to_prefill)
-        while waiting and _num_to_prefill(waiting[-1]) > 0:
-            width = min(_num_to_prefill(waiting[-1]), self.prefill_chunk)
-            group = [
-                state for state in waiting[-(self.prefill_chunk // width) :] if _num_to_prefill(state) > 0
-            ]
-            counts = [min(_num_to_prefill(state), width) for state in group]
-            pieces = [
-                state.row.tokens[state.length : state.length + count] + [0] * (width - count)
-                for state, count in zip(group, counts, strict=True)
-            ]
-            tokens = torch.tensor(pieces, device=self.device)
-            with torch.inference_mode():
-                self._forward(group, Queries(tokens, None), num_logits=1, for_hidden=False)
-            for state, count in zip(group, counts, strict=True):
-                state.length += count
-            waiting.sort(key=_num_to_prefill)
-
-    def _forward(
-        self, states: Sequence[_Cached], queries: Queries, num_logits: int, for_hidden: bool = True
-    ) -> Any:
-        starts = [state.length for state in states]
-        width = queries.tokens.shape[1]
-        self.cache.place(starts, width, [state.slot for state in states])
-        step = self._step(starts, queries)
-        positions = step.query_positions
+    def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
         options: dict[str, Any] = {}
-        if num_logits < width and self._can_skip_logits:
+        if num_logits < tokens.shape[1] and self._can_skip_logits:
             options["logits_to_keep"] = num_logits
-        if for_hidden:
-            options |= self._hidden_options
+        if with_hidden:
+            options["output_hidden_states"] = True
         current.step = step
         try:
-            return self.model(
-                input_ids=queries.tokens,
-                position_ids=positions.expand_as(queries.tokens),
+            output = self.model(
+                input_ids=tokens,
+                position_ids=step.query_positions.expand_as(tokens),
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
             )
         finally:
             current.step = None
-
-    def _step(self, starts: Sequence[int], queries: Queries) -> Step:
-        """Positions and mask of a forward; rows that stand equally far share one of each."""
-        width = queries.tokens.shape[1]
-        num_keys = max(starts) + width
-        uniform = min(starts) == max(starts)
-        if uniform and queries.closure is None:
-            positions = torch.arange(starts[0], num_keys, device=self.device)[None]
-            all_seen = width == 1 or starts[0] == 0
-            mask = None if all_seen else tree.chain_mask(positions[:, 0], width, num_keys)
-            return Step(mask, self._in_range(positions, num_keys), num_keys)
-        firsts = torch.tensor(starts, device=self.device)
-        if queries.closure is None:
-            positions = tree.query_slots(firsts, width)
-            mask = tree.chain_mask(firsts, width, num_keys)
-            return Step(mask, self._in_range(positions, num_keys), num_keys)
-        positions = firsts[:, None] + tree.depths(queries.closure)
-        keys = torch.arange(num_keys, device=self.device).repeat(len(starts), 1)
-        keys.scatter_(1, tree.query_slots(firsts, width), positions)
-        mask = tree.tree_mask(firsts, queries.closure, num_keys)
-        return Step(mask, self._in_range(positions, num_keys), num_keys, keys)
-
-    def _in_range(self, positions: Tensor, num_keys: int) -> Tensor:
-        """Padding must not look up positions that the model does not have."""
-        return positions.clamp(max=self.context_length - 1) if num_keys > self.context_length else positions
-
-
-def _queries(states: Sequence[_Cached], num_uncached: Sequence[int], draft: Draft) -> Queries:
-    """Every row's uncached tokens with its nodes right behind them; the rest is padding."""
-    device = draft.tokens.device
-    committed = [state.row.tokens[state.length :] for state in states]
-    longest = max(num_uncached)
-    if min(num_uncached) == longest:
-        tokens = torch.tensor(committed, device=device)
-        if draft.num_nodes:
-            tokens = torch.cat([tokens, draft.tokens], dim=1)
-    else:
-        room = longest + draft.num_nodes
-        tokens = torch.tensor([[*row, *([0] * (room - len(row)))] for row in committed], device=device)
-        if draft.num_nodes:
-            behind = tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes)
-            tokens.scatter_(1, behind, draft.tokens)
-    if draft.num_nodes < 2:
-        return Queries(tokens, None)
-    parents, lengths = draft.parents.tolist(), draft.lengths.tolist()
-    if tree.is_chain(parents, lengths):
-        return Queries(tokens, None)
-    hung = torch.tensor(tree.hang_below(parents, lengths, num_uncached), device=device)
-    return Queries(tokens, tree.ancestor_closure(hung))
-
-
-def _num_to_prefill(state: _Cached) -> int:
-    return len(state.row.tokens) - 1 - state.length
-
-
-def _columns(values: Tensor, num_queries: int, width: int, offsets: Tensor | None) -> Tensor:
-    """Of `[row, column, ...]`, whose last column is query `width - 1`, those of pending and the nodes.
-
-    `offsets` `[row, num_queries]` names the columns of a forward over `width` where rows differ.
-    """
-    if offsets is None:
-        return values if values.shape[1] == num_queries else values[:, -num_queries:]
-    columns = offsets - (width - values.shape[1])
-    return values.gather(1, columns[:, :, None].expand(-1, -1, values.shape[2]))
+        hidden = {layer: output.hidden_states[layer] for layer in self.hidden_layers} if with_hidden else {}
+        return Output(output.logits, hidden)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from secondguess.errors import BadInputError
 
@@ -76,11 +75,8 @@ class RunSettings:
         if not ends or ends != sorted(ends) or ends[-1] != 1.0:
             raise BadInputError(f"phases must be in order and the last must end at 1.0, got {ends}")
         depths = [phase.num_layers for phase in self.phases]
-        for shallow, deep in pairwise(depths):
-            if deep % shallow:
-                raise BadInputError(
-                    f"a deeper phase must hold a multiple of the layers before it, got {depths}"
-                )
+        if depths != sorted(depths):
+            raise BadInputError(f"a later phase cannot have fewer layers, got {depths}")
         if not 0 < self.decay_share <= 1:
             raise BadInputError(f"decay_share must be in (0, 1], got {self.decay_share}")
 

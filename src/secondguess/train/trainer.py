@@ -1,8 +1,9 @@
 """One training run of one decoder: phases, schedule, optimisers, checkpoints.
 
 A run is a list of phases by progress (the share of its budget that is spent). A phase may be deeper than the one
-before it; the trained layers are then repeated in order (G_stack, arXiv 2405.15319), which reaches a given loss with
-fewer operations than training the full depth from the start. The learning rate warms up, stays, and falls linearly to
+before it, because a shallow start reaches a given loss with fewer operations. To a multiple of its depth a model grows
+by repeating its layers in order (G_stack, arXiv 2405.15319); to any other depth by new layers between the old ones that
+begin as the identity (LLaMA Pro, arXiv 2401.02415). The learning rate warms up, stays, and falls linearly to
 zero over the last part of the budget, so a longer budget continues the flat part of a run instead of repeating it.
 """
 
@@ -22,6 +23,7 @@ from torch.nn import functional
 from secondguess.errors import CheckpointError
 from secondguess.train.checkpoints import decoder_from, read_checkpoint
 from secondguess.train.files import write_atomically
+from secondguess.train.growth import deepened
 from secondguess.train.model import Decoder, ModelShape
 from secondguess.train.schedule import RunSettings
 from secondguess.train.threads import SpareThreads
@@ -182,21 +184,15 @@ class Trainer:
         self.adam = torch.optim.AdamW(others, lr=settings.adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
     def _deepen(self, num_layers: int) -> None:
-        """Repeat the trained stack until it has ``num_layers`` layers; optimiser state goes with its layer."""
+        """Grow the model; the state of the optimisers goes with the layers that it belongs to."""
         old, old_state = self.decoder, self._named_state()
-        depth = old.shape.num_layers
-        self.decoder = Decoder(replace(old.shape, num_layers=num_layers))
+        self.decoder, source = deepened(old, num_layers)
         self._compiled.clear()
-        source = {name: _layer_name(name, depth) for name, _ in self.decoder.named_parameters()}
-        weights = dict(old.named_parameters())
-        with torch.no_grad():
-            for name, parameter in self.decoder.named_parameters():
-                parameter.copy_(weights[source[name]])
         self._make_optimisers()
         self._set_named_state(
             {name: _copied(old_state[source[name]]) for name in source if source[name] in old_state}
         )
-        self.report(f"step {self.step}: stacked {depth} layers to {num_layers}")
+        self.report(f"step {self.step}: grew from {old.shape.num_layers} layers to {num_layers}")
 
     def _named_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -262,14 +258,6 @@ class Trainer:
             self._load(self._flat_checkpoint)
             return
         self.report(f"resuming at step {self.step}, {100 * self.progress:.1f} % of the budget spent")
-
-
-def _layer_name(name: str, depth: int) -> str:
-    """The name of the parameter that ``name`` of the deeper model is copied from."""
-    parts = name.split(".")
-    if parts[:2] == ["model", "layers"]:
-        parts[2] = str(int(parts[2]) % depth)
-    return ".".join(parts)
 
 
 def _copied(state: Any) -> Any:

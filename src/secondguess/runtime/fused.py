@@ -1,0 +1,287 @@
+"""A dense decoder as a few calls per layer: the weights of a loaded Transformers module, packed and joined.
+
+On a CPU a small model's time is the number of its calls. A module makes some fifty per layer and prepares masks and
+positions through several levels of Python; this makes about twenty. Formats and loading stay Transformers': the
+weights are taken from the loaded module, layer by layer, and the module's own are released on the way.
+
+A family is covered when `FAMILIES` names it and `reproduces` finds that the fused decoder says what the module says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from secondguess.runtime.attention import Step
+from secondguess.runtime.cached import CachedRuntime, Output
+from secondguess.runtime.packing import Product
+from secondguess.runtime.quiet import quiet
+from secondguess.runtime.support import LENGTH_DEPENDENT_ROPE, context_length_of
+
+with quiet():
+    from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
+PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""Largest difference of a logit that rounding may explain, relative to the largest logit."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family departs from Llama: pre-norm, rotary positions, gated feed-forward, biases where it has any.
+
+    Args:
+        normalises_heads: whether queries and keys pass a norm of their own, per head (Qwen3).
+    """
+
+    normalises_heads: bool = False
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(normalises_heads=True),
+}
+
+
+def can_fuse(config: Any, device: torch.device) -> bool:
+    """Whether there is a description for models with this configuration on this device."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    return (
+        device.type == "cpu"
+        and text.model_type in FAMILIES
+        and text.hidden_act in ACTIVATIONS
+        and rope.get("rope_type", "default") not in LENGTH_DEPENDENT_ROPE
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+    )
+
+
+def fuse(model: Any, packed: bool) -> FusedDecoder | None:
+    """The fused decoder of a module, or None when it would not say the same; the module is used up either way.
+
+    Args:
+        model: a causal language model for which `can_fuse` holds, in evaluation mode.
+        packed: whether its products can be packed (see `packing.can_pack`).
+    """
+    tokens = torch.arange(6).remainder(model.get_input_embeddings().weight.shape[0]).reshape(2, 3)
+    with torch.inference_mode():
+        expected = model(input_ids=tokens, use_cache=False).logits
+        decoder = FusedDecoder(model, packed)
+        runtime = FusedRuntime(decoder)
+        runtime.cache.place([0, 0], 3, [0, 1])
+        step = Step(None, torch.arange(3)[None], 3)
+        found = runtime.run(tokens, step, num_logits=3, with_hidden=False).logits
+    return decoder if reproduces(found, expected) else None
+
+
+def reproduces(found: Tensor, expected: Tensor) -> bool:
+    """Whether logits differ by no more than rounding in their dtype."""
+    scale = expected.abs().max().clamp_min(1.0)
+    return bool((found - expected).abs().max() <= PROBE_TOLERANCE[expected.dtype] * scale)
+
+
+@dataclass(frozen=True)
+class View:
+    """What the queries of a forward see in layers of one kind, in the form that attention reads.
+
+    Args:
+        mask: `[row or 1, 1, group * query, key]`, added to the scores; None when nothing is hidden.
+        causal: whether each query sees the queries before it and itself, and nothing is cached yet.
+    """
+
+    mask: Tensor | None
+    causal: bool
+
+
+class Heads:
+    """How many heads of what size; joined in the order query, key, value."""
+
+    def __init__(self, config: Any, size: int) -> None:
+        self.size = size
+        self.num_queries: int = config.num_attention_heads
+        self.num_keys: int = config.num_key_value_heads
+        self.group: int = self.num_queries // self.num_keys
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, view: View) -> Tensor:
+        """`[row, query, head * size]` from `query` `[row, query, head, size]` and what the cache holds."""
+        rows, width = query.shape[:2]
+        query = query.transpose(1, 2)
+        if view.causal:
+            mixed = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=self.group > 1
+            )
+        else:
+            # The heads that share keys are rows of one product.
+            folded = query.reshape(rows, self.num_keys, self.group * width, self.size)
+            mixed = functional.scaled_dot_product_attention(folded, key, value, attn_mask=view.mask)
+            mixed = mixed.view(rows, self.num_queries, width, self.size)
+        return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
+
+
+class Rotary:
+    """Cosines and sines of all positions met so far, from the module's own frequencies."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        self.frequencies: Tensor = module.inv_freq.float()
+        self.scaling: float = module.attention_scaling
+        self.dtype = dtype
+        self._table = torch.empty(0)
+
+    def at(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+        """`[row or 1, query, 1, size]` each, for `positions` `[row or 1, query]` below `num_positions`."""
+        if num_positions > self._table.shape[0]:
+            self._table = self._rows(max(256, 2 * num_positions))
+        cos, sin = self._table[positions].unsqueeze(-2).chunk(2, -1)
+        return cos, sin
+
+    def _rows(self, count: int) -> Tensor:
+        angles = torch.outer(torch.arange(count, dtype=torch.float32), self.frequencies).repeat(1, 2)
+        return torch.cat((angles.cos() * self.scaling, angles.sin() * self.scaling), -1).to(self.dtype)
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in the half-split layout, rounded where the modules round."""
+    half = states.shape[-1] // 2
+    turned = torch.cat((-states[..., half:], states[..., :half]), -1)
+    return states * cos + turned * sin
+
+
+class Norm:
+    """Root-mean-square norm; scaled after rounding, as the modules do."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight: Tensor = module.weight.detach()
+        self.eps: float = module.variance_epsilon
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return functional.rms_norm(states, self.weight.shape, None, self.eps) * self.weight
+
+
+class Layer:
+    """One layer: attention and feed-forward, each added to what came in."""
+
+    def __init__(self, module: Any, family: Family, config: Any, window: int | None, packed: bool) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.window = window
+        self.heads = Heads(config, attention.head_dim)
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.attention_norm = Norm(module.input_layernorm)
+        self.mlp_norm = Norm(module.post_attention_layernorm)
+        self.query_norm = Norm(attention.q_norm) if family.normalises_heads else None
+        self.key_norm = Norm(attention.k_norm) if family.normalises_heads else None
+        self.joint = Product.joined([attention.q_proj, attention.k_proj, attention.v_proj], packed)
+        self.output = Product.joined([attention.o_proj], packed)
+        self.gate_up = Product.joined([mlp.gate_proj, mlp.up_proj], packed)
+        self.down = Product.joined([mlp.down_proj], packed)
+
+    def forward(
+        self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: View, cache: Any
+    ) -> Tensor:
+        """`states` `[row, query, width]` after this layer, the model's `index`-th."""
+        rows, width, _ = states.shape
+        heads = self.heads
+        joint = self.joint(self.attention_norm(states)).view(rows, width, -1, heads.size)
+        num_turned = heads.num_queries + heads.num_keys
+        turned = joint[:, :, :num_turned]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = turned[:, :, : heads.num_queries], turned[:, :, heads.num_queries :]
+            turned = torch.cat((self.query_norm(query), self.key_norm(key)), 2)
+        turned = rotate(turned, *rotary)
+        keys, values = cache.update(
+            turned[:, :, heads.num_queries :].transpose(1, 2), joint[:, :, num_turned:].transpose(1, 2), index
+        )
+        mixed = heads.attend(turned[:, :, : heads.num_queries], keys, values, view)
+        states = states + self.output(mixed)
+        gate, up = self.gate_up(self.mlp_norm(states)).chunk(2, -1)
+        return states + self.down(self.activation(gate) * up)
+
+
+class FusedDecoder:
+    """The weights of a module, in the form that `FusedRuntime` runs.
+
+    Args:
+        model: a causal language model of one of the `FAMILIES`; its layers are emptied.
+        packed: whether products are packed.
+    """
+
+    def __init__(self, model: Any, packed: bool) -> None:
+        config = model.config.get_text_config()
+        family = FAMILIES[config.model_type]
+        body = model.model
+        self.config = config
+        self.embedding: Tensor = model.get_input_embeddings().weight.detach()
+        self.rotary = Rotary(body.rotary_emb, self.embedding.dtype)
+        self.layers: list[Layer] = []
+        windows = _windows(config)
+        for index, window in enumerate(windows):
+            self.layers.append(Layer(body.layers[index], family, config, window, packed))
+            body.layers[index] = nn.Identity()  # its weights live on in ours alone
+        self.norm = Norm(body.norm)
+        self.head = Product.joined([model.get_output_embeddings()], packed)
+        self.windows = set(windows)
+
+    @property
+    def num_heads_per_key(self) -> int:
+        """Query heads that share one key head, alike in all layers."""
+        return self.layers[0].heads.group
+
+
+class FusedRuntime(CachedRuntime):
+    """Speculation over a fused decoder.
+
+    Args:
+        decoder: from `fuse`.
+        hidden_layers, prefill_chunk: as in `CachedRuntime`.
+    """
+
+    def __init__(
+        self, decoder: FusedDecoder, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512
+    ) -> None:
+        super().__init__(
+            vocab_size=decoder.head.num_outputs,
+            context_length=context_length_of(decoder.config),
+            num_layers=len(decoder.layers),
+            device=decoder.embedding.device,
+            hidden_layers=hidden_layers,
+            prefill_chunk=prefill_chunk,
+        )
+        self.decoder = decoder
+
+    def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
+        decoder = self.decoder
+        rotary = decoder.rotary.at(step.query_positions, step.num_keys)
+        views = {window: self._view(step, window) for window in decoder.windows}
+        states = functional.embedding(tokens, decoder.embedding)
+        levels = [states]
+        for index, layer in enumerate(decoder.layers):
+            states = layer.forward(states, index, rotary, views[layer.window], self.cache)
+            levels.append(states)
+        last = levels[-1] = decoder.norm(states)
+        logits = decoder.head(last[:, -num_logits:])
+        return Output(logits, {layer: levels[layer] for layer in self.hidden_layers} if with_hidden else {})
+
+    def _view(self, step: Step, window: int | None) -> View:
+        """The mask of one kind of layer, folded and in the model's dtype, made once for all of them."""
+        rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+        allowed = step.visible(rule, window)
+        if allowed is None:
+            return View(None, causal=step.query_positions.shape[1] > 1)
+        folded = allowed.repeat(1, 1, self.decoder.num_heads_per_key, 1)
+        mask = torch.zeros(folded.shape, dtype=self.decoder.embedding.dtype, device=folded.device)
+        return View(mask.masked_fill_(~folded, -torch.inf), causal=False)
+
+
+def _windows(config: Any) -> list[int | None]:
+    """Per layer, how many tokens it sees; None for all."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]

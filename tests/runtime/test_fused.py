@@ -1,0 +1,134 @@
+"""The fused runtime says what the module says, holds its weights once, and is given up where it would not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from families import FAMILIES, plain_model, random_tokens, row_of, runtime_of, write_checkpoint
+
+from secondguess.core import Draft
+from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.runtime import fused, loading
+from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.loading import load_runtime
+from secondguess.runtime.packing import can_pack
+
+NAMES = [name for name, config in FAMILIES.items() if config().model_type in fused.FAMILIES]
+PROMPT = random_tokens(20, seed=8)
+NODES = random_tokens(7, seed=9)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def checkpoint(request, tmp_path_factory):
+    path = write_checkpoint(FAMILIES[request.param](), tmp_path_factory.mktemp("fused"))
+    model = plain_model(path)
+    with torch.no_grad():  # norms of ones would hide where they are multiplied in
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(path)
+    return path
+
+
+def scores(path, runtime, dtype, num_nodes=4):
+    loaded = load_runtime(path, runtime=runtime, dtype=dtype, device="cpu")
+    assert loaded.kind == runtime
+    row = row_of(PROMPT)
+    loaded.runtime.begin([row])
+    return loaded.runtime.score([row], Draft.chains([NODES[:num_nodes]])).logits[0]
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
+def test_bfloat16_is_that_of_the_packed_module_to_the_last_bit(checkpoint):
+    assert torch.equal(
+        scores(checkpoint, "fused", "bfloat16"), scores(checkpoint, "transformers", "bfloat16")
+    )
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
+def test_a_token_scores_the_same_however_many_come_behind_it(checkpoint):
+    """What makes speculation invisible in bfloat16 too: a row alone and the first of eight are the same bits."""
+    alone = scores(checkpoint, "fused", "bfloat16", num_nodes=0)[0]
+    for num_nodes in range(1, 8):
+        assert torch.equal(scores(checkpoint, "fused", "bfloat16", num_nodes)[0], alone)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_other_precisions_differ_by_rounding(checkpoint, dtype):
+    tolerance = {"float32": 1e-5, "float64": 1e-6, "float16": 0.02}[dtype]
+    torch.testing.assert_close(
+        scores(checkpoint, "fused", dtype), scores(checkpoint, "transformers", dtype), rtol=0, atol=tolerance
+    )
+
+
+def test_weights_are_held_once(checkpoint):
+    model = plain_model(checkpoint)
+    released = [weakref.ref(model.model.layers[0]), weakref.ref(model.model.layers[1].mlp.gate_proj.weight)]
+    decoder = fuse(model, packed=False)
+    gc.collect()
+    assert decoder is not None
+    assert all(reference() is None for reference in released)
+
+
+def test_a_description_that_is_wrong_is_not_used(checkpoint, monkeypatch):
+    monkeypatch.setattr(fused, "rotate", lambda states, cos, sin: states)
+    loaded = load_runtime(checkpoint, dtype="float32", device="cpu")
+    assert loaded.kind == "transformers"
+    with pytest.raises(UnsupportedModelError, match="use runtime auto or transformers"):
+        load_runtime(checkpoint, runtime="fused", dtype="float32", device="cpu")
+
+
+def test_what_is_not_described_runs_as_its_module(tmp_path):
+    path = write_checkpoint(FAMILIES["gpt2"](), tmp_path)
+    assert load_runtime(path, dtype="float32", device="cpu").kind == "transformers"
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        load_runtime(path, runtime="fused", dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_scaled_positions(rope, tmp_path):
+    config = FAMILIES["llama"]()
+    config.rope_parameters = rope
+    path = write_checkpoint(config, tmp_path)
+    torch.testing.assert_close(
+        scores(path, "fused", "float32"), scores(path, "transformers", "float32"), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_positions_that_depend_on_the_length_are_left_to_the_module(tmp_path):
+    config = FAMILIES["llama"]()
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    path = write_checkpoint(config, tmp_path)
+    assert load_runtime(path, dtype="float32", device="cpu").kind == "transformers"
+
+
+def test_a_runtime_that_does_not_exist(checkpoint):
+    with pytest.raises(BadInputError, match="auto, fused, transformers, got 'quick'"):
+        load_runtime(checkpoint, runtime="quick")
+
+
+def test_int8_runs_as_the_module(checkpoint):
+    pytest.importorskip("torchao")
+    assert load_runtime(checkpoint, dtype="float32", device="cpu", quantize="int8").kind == "transformers"
+
+
+def test_the_module_to_compare_with_is_read_again(checkpoint):
+    loaded = load_runtime(checkpoint, dtype="float32", device="cpu")
+    assert isinstance(loaded.runtime, FusedRuntime)
+    assert torch.equal(
+        loaded.module().model.layers[0].mlp.up_proj.weight,
+        loading._read_model(str(checkpoint), torch.float32).model.layers[0].mlp.up_proj.weight,
+    )
+    assert isinstance(runtime_of(checkpoint), FusedRuntime)
