@@ -132,8 +132,6 @@ def test_a_depth_that_is_no_multiple_begins_with_the_same_words(
         if any(name.startswith(f"model.layers.{layer}.") for layer in new_layers)
     }
     assert momentum.keys() < {name for name, _ in run.decoder.named_parameters()}
-    run._take_step()
-    assert not torch.equal(run.decoder(rows), before)
 
 
 def test_a_model_cannot_be_made_shallower() -> None:
