@@ -5,6 +5,7 @@ sampled text are proved by enumeration in test_laws.py.
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
+from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
@@ -40,20 +42,26 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).double().eval()
 
 
-@pytest.fixture(scope="module")
-def models():
+@pytest.fixture(scope="module", params=["module", "fused"])
+def models(request):
+    """By name, a function that makes a fresh runtime: over the Transformers module, or over its fused form."""
     target = tiny_llama(0)
     draft = tiny_llama(0)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(1)
         for parameter in draft.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    return {"itself": target, "draft": draft}
+    if request.param == "module":
+        return {"itself": partial(TransformersRuntime, target), "draft": partial(TransformersRuntime, draft)}
+    return {
+        "itself": partial(FusedRuntime, fuse(target, packed=False)),
+        "draft": partial(FusedRuntime, fuse(draft, packed=False)),
+    }
 
 
 def generate(models, drafter, verifier, controller, settings, prompts=PROMPTS, together=True):
     """Output tokens of each prompt, decoded as one batch or one after another."""
-    target = TransformersRuntime(models["itself"])
+    target = models["itself"]()
     judge = verifier and make_verifier(verifier)
     rows = [
         Row(list(prompt), params, seed=params.seed or 0, coupled=judge.couples(params.seed is not None))
@@ -63,7 +71,7 @@ def generate(models, drafter, verifier, controller, settings, prompts=PROMPTS, t
         guesser = make_drafter(
             drafter,
             target_vocab_size=VOCAB_SIZE,
-            load_draft_model=lambda name: TransformersRuntime(models[name]),
+            load_draft_model=lambda name: models[name](),
         )
         for _ in decode(Team(target, guesser, judge, make_controller(controller)), batch):
             pass

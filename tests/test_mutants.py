@@ -33,6 +33,8 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.noise import KeyedNoise, Purpose
 from secondguess.runtime import tree
+from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams, target_laws
@@ -97,7 +99,7 @@ def keyed_law_holds(verifier: str, coupled: bool = False, drafter: torch.Tensor 
     return chained_text_p_value(verifier, coupled=coupled, drafter=drafter) > 1e-6
 
 
-def cached_law_holds() -> bool:
+def cached_law_holds(fused: bool = False) -> bool:
     """Two rounds on real Transformers models, enumerated: what the caches hold after a verdict is the truth."""
     target, drafter = (model.double() for model in tiny_pair(vocab_size=2))
 
@@ -106,15 +108,20 @@ def cached_law_holds() -> bool:
             return target(torch.tensor([[0, 1, *output]]), use_cache=False).logits[0, -1].softmax(-1)
 
     found = exact_model_law(target, next_law)
-    with TransformersRuntime(target) as runtime, TransformersRuntime(drafter) as draft_runtime:
-        team = Team(
-            runtime,
-            ModelDrafter(draft_runtime, "model:tiny", 2),
-            make_verifier("block"),
-            make_controller("fixed:2"),
-        )
-        (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
-    return law_error(branches, lambda output: found[output], num_tokens=4) < ROUNDING
+    runtime, draft_runtime = (
+        (FusedRuntime(fuse(model, packed=False)) if fused else TransformersRuntime(model))
+        for model in (target, drafter)
+    )
+    team = Team(
+        runtime,
+        ModelDrafter(draft_runtime, "model:tiny", 2),
+        make_verifier("block"),
+        make_controller("fixed:2"),
+    )
+    (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
+    # The modules compute their norms in float32, the fused runtime in float64.
+    error = law_error(branches, lambda output: found[output], num_tokens=4)
+    return error < (1e-6 if fused else ROUNDING)
 
 
 def exact_model_law(target, next_law):
@@ -337,7 +344,7 @@ def rows_swapped_in_the_batch(patch: Patch) -> None:
 
 def stale_cache_after_a_rejection(patch: Patch) -> None:
     """Compaction off by one: keys of the node behind stand where an accepted node's should."""
-    original = TransformersRuntime.keep
+    original = CachedRuntime.keep
 
     def keep(self, rows, paths):
         moves = [
@@ -350,7 +357,7 @@ def stale_cache_after_a_rejection(patch: Patch) -> None:
             with torch.inference_mode():
                 self.cache.compact(*zip(*moves, strict=True))
 
-    patch.setattr(TransformersRuntime, "keep", keep)
+    patch.setattr(CachedRuntime, "keep", keep)
 
 
 def rejected_nodes_stay_visible(patch: Patch) -> None:
@@ -472,6 +479,8 @@ MUTANTS = [
     Mutant(rows_swapped_in_the_batch, rows_stay_apart, "rows-swapped-greedy"),
     Mutant(stale_cache_after_a_rejection, cached_law_holds),
     Mutant(rejected_nodes_stay_visible, cached_law_holds),
+    Mutant(stale_cache_after_a_rejection, lambda: cached_law_holds(fused=True), "stale-cache-fused"),
+    Mutant(rejected_nodes_stay_visible, lambda: cached_law_holds(fused=True), "rejected-nodes-visible-fused"),
     Mutant(
         purposes_share_numbers(Purpose.DRAFT, Purpose.ACCEPT),
         lambda: keyed_law_holds("rejection"),

@@ -180,21 +180,25 @@ def tiny_subject(
     Raises:
         BadInputError: a name that does not exist, or a drafter with a model of its own.
     """
+    from secondguess.runtime.loading import make_runtime
     from secondguess.runtime.tiny import tiny_pair
-    from secondguess.runtime.transformers import TransformersRuntime
 
-    model, draft_model = tiny_pair(seed=seed)
+    model, _ = tiny_pair(seed=seed)
+
+    def runtime(which: int) -> Runtime:
+        # Making one may take its model apart; the one to compare with stays whole.
+        return make_runtime(tiny_pair(seed=seed)[which], lambda: tiny_pair(seed=seed)[which])
 
     def load_draft_model(path: str) -> Runtime:
         if path != "tiny":
             raise BadInputError(
                 f"expected a drafter of the tiny model, got 'model:{path}'; name its target too"
             )
-        return TransformersRuntime(draft_model)
+        return runtime(1)
 
     name = "model:tiny" if drafter == "model" else drafter
     made = make_drafter(name, target_vocab_size=model.config.vocab_size, load_draft_model=load_draft_model)
-    team = Team(TransformersRuntime(model), made, make_verifier(verifier), make_controller(controller))
+    team = Team(runtime(0), made, make_verifier(verifier), make_controller(controller))
     return Subject(team, plain_logits_of(model), (0,), "random Llama of 3 tokens", _name(model.dtype))
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -196,16 +196,19 @@ class Draft:
         """Width of the padded draft."""
         return self.tokens.shape[1]
 
-    @property
+    @cached_property
     def mask(self) -> Tensor:
         """`[row, node]` bool, True where a node is real."""
         return torch.arange(self.num_nodes, device=self.tokens.device) < self.lengths[:, None]
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         """Whether every row's draft is a single path."""
-        chain = torch.arange(-1, self.num_nodes - 1, device=self.tokens.device)
-        return bool(((self.parents == chain) | ~self.mask).all())
+        chain = list(range(-1, self.num_nodes - 1))
+        lengths = self.lengths.tolist()
+        return all(
+            row[:length] == chain[:length] for row, length in zip(self.parents.tolist(), lengths, strict=True)
+        )
 
     def ancestors(self) -> Tensor:
         """`[row, node, node]` bool: True where the second node is the first one or an ancestor of it."""

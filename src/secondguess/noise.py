@@ -17,8 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row
@@ -40,10 +43,24 @@ class Noise(ABC):
     Attributes:
         coupled: `[row]` bool, rows whose drafts are drawn with the very race that decides their text.
         greedy: `[row]` bool, rows at temperature 0: their laws are one-hot.
+        device: where drafts and laws live; `coupled` and `greedy` are on the host.
     """
 
     coupled: Tensor
     greedy: Tensor
+    device: torch.device = torch.device("cpu")
+
+    @cached_property
+    def all_greedy(self) -> bool:
+        return bool(self.greedy.all())
+
+    @cached_property
+    def all_coupled(self) -> bool:
+        return bool(self.coupled.all())
+
+    @cached_property
+    def any_coupled(self) -> bool:
+        return bool(self.coupled.any())
 
     @abstractmethod
     def draft(self, laws: Tensor, depth: int) -> Tensor:
@@ -72,58 +89,75 @@ class Noise(ABC):
 
 
 class KeyedNoise(Noise):
-    """Noise as a hash of each row's seed and stream, the token's absolute position, and the purpose."""
+    """Noise as a hash of each row's seed and stream, the token's absolute position, and the purpose.
 
-    def __init__(self, keys: Tensor, positions: Tensor, coupled: Tensor, greedy: Tensor) -> None:
+    Args:
+        keys: `[row]` int64 on the host, hashes of seed and stream.
+        positions: `[row]` int64 on the host, where the round begins.
+        coupled, greedy, device: as in `Noise`.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        positions: Tensor,
+        coupled: Tensor,
+        greedy: Tensor,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.keys = keys
         self.positions = positions
         self.coupled = coupled
         self.greedy = greedy
+        self.device = torch.device(device)
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
         """Noise for the round in which these rows continue from their current length."""
-        keys = [_row_key(row.seed, row.stream) for row in rows]
         return cls(
-            keys=torch.tensor(keys, dtype=torch.long, device=device),
-            positions=torch.tensor([len(row.tokens) for row in rows], device=device),
-            coupled=torch.tensor([row.coupled for row in rows], device=device),
-            greedy=torch.tensor([row.params.temperature == 0 for row in rows], device=device),
+            keys=torch.tensor([_row_key(row.seed, row.stream) for row in rows]),
+            positions=torch.tensor([len(row.tokens) for row in rows]),
+            coupled=torch.tensor([row.coupled for row in rows]),
+            greedy=torch.tensor([row.params.temperature == 0 for row in rows]),
+            device=device,
         )
 
     def draft(self, laws: Tensor, depth: int) -> Tensor:
-        if bool(self.greedy.all()):
+        if self.all_greedy:
             return laws.max(-1).indices
         depths = torch.full_like(self.positions, depth)
-        if bool(self.coupled.all()):
+        if self.all_coupled:
             return self._race(laws, depths)
         independent = draw_by_inversion(laws, self._draft_uniforms(depth))
-        if not bool(self.coupled.any()):
+        if not self.any_coupled:
             return independent
-        return torch.where(self.coupled, self._race(laws, depths), independent)
+        return torch.where(self.coupled.to(laws.device), self._race(laws, depths), independent)
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        nodes = torch.arange(probabilities.shape[1], device=probabilities.device)
-        return self._uniforms(nodes.expand(probabilities.shape), Purpose.ACCEPT) < probabilities
+        nodes = torch.arange(probabilities.shape[1]).expand(probabilities.shape)
+        return self._uniforms(nodes, Purpose.ACCEPT) < probabilities
 
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
-        if bool(self.greedy.all()):
+        if self.all_greedy:
             return laws.max(-1).indices
-        return draw_by_inversion(laws, self._uniforms(depths, Purpose.DRAW))
+        return draw_by_inversion(laws, self._uniforms(depths.cpu(), Purpose.DRAW))
 
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
-        if bool(self.greedy.all()):
+        if self.all_greedy:
             return laws.max(-1).indices
-        if bool(self.coupled.all()):
+        if self.all_coupled:
             return self._race(laws, depths)
         # No draft was drawn by the race of an uncoupled row, so one number per query serves as well as one per token.
-        independent = draw_by_inversion(laws, self._uniforms(depths, Purpose.RACE))
-        if not bool(self.coupled.any()):
+        independent = draw_by_inversion(laws, self._uniforms(depths.cpu(), Purpose.RACE))
+        if not self.any_coupled:
             return independent
-        return torch.where(self.coupled[:, None], self._race(laws, depths), independent)
+        return torch.where(self.coupled.to(laws.device)[:, None], self._race(laws, depths), independent)
 
     def select(self, rows: Tensor) -> KeyedNoise:
-        return KeyedNoise(self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows])
+        rows = rows.cpu()
+        return KeyedNoise(
+            self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows], self.device
+        )
 
     def _draft_uniforms(self, depth: int) -> Tensor:
         """`[row]`: what the nodes at one depth are drawn with."""
@@ -134,34 +168,43 @@ class KeyedNoise(Noise):
     @cached_property
     def _first_draft_uniforms(self) -> Tensor:
         # A hash is two dozen tiny operations, as dear for many depths as for one.
-        depths = torch.arange(_DEPTHS_AT_ONCE, device=self.positions.device)
-        return self._uniforms(depths.expand(len(self.positions), -1), Purpose.DRAFT)
+        return self._uniforms(torch.arange(_DEPTHS_AT_ONCE).expand(len(self.positions), -1), Purpose.DRAFT)
 
     @cached_property
-    def _round_keys(self) -> Tensor:
-        return _hash(self.keys, self.positions, Purpose.ROUND)
+    def _round_keys(self) -> NDArray[numpy.int64]:
+        return _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
 
     def _uniforms(self, places: Tensor, purpose: Purpose) -> Tensor:
-        """One number for each place (`[row]` depths or `[row, node]` indices) of this round."""
-        return _to_uniform(_hash(_beside(self._round_keys, places), places, purpose))
+        """One number for each place (`[row]` depths or `[row, node]` indices, on the host) of this round."""
+        # So few numbers that a device, or even torch, would spend its time on starting.
+        numbers = places.numpy()
+        uniforms = _to_uniform(_hash(_beside(self._round_keys, numbers), numbers, purpose))
+        return torch.from_numpy(uniforms).to(self.device)
 
     def _race(self, laws: Tensor, depths: Tensor) -> Tensor:
         """The first arrival when token v waits an exponential time of rate laws[v]; P(v first) = laws[v]."""
+        depths = depths.to(laws.device)
+        keys, positions = self.keys.to(laws.device), self.positions.to(laws.device)
         tokens = torch.arange(laws.shape[-1], device=laws.device)
-        positions = _beside(self.positions, depths) + depths
-        hashes = _hash(_beside(self.keys, depths), positions, Purpose.RACE)
-        uniforms = _to_uniform(_mix(hashes[..., None] + tokens * _GOLDEN))
+        hashes = _hash(_beside(keys, depths), _beside(positions, depths) + depths, Purpose.RACE)
+        hashes = _mix(hashes[..., None] + tokens * _GOLDEN)
+        # The same numbers as `_to_uniform`, without a copy from the device.
+        uniforms = (_shift_right(hashes, 12).double() + 0.5) * 2.0**-52
         return (-uniforms.log() / laws).argmin(-1)
 
 
 def draw_by_inversion(laws: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from each of `laws` `[..., vocab]` (any positive total) with its uniform `[...]`, by inverting the sum."""
-    totals = laws.double().cumsum(-1)
-    total = totals[..., -1:].contiguous()
-    index = torch.searchsorted(totals, uniforms[..., None] * total, right=True)
-    # Rounding may carry u * total up to the total itself; the last token with mass is then meant.
-    return torch.minimum(index, torch.searchsorted(totals, total))[..., 0]
+    """Draw from each of `laws` `[..., vocab]` (any positive total) with its uniform `[...]`, by inverting the sum.
 
+    For a uniform of at most 1 - 2^-53 the product with the total rounds to less than the total, so the token
+    found always has mass.
+    """
+    totals = laws.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(totals, uniforms[..., None] * totals[..., -1:], right=True)[..., 0]
+
+
+Numbers = TypeVar("Numbers", Tensor, NDArray[numpy.int64])
+"""What is hashed: 64-bit integers that wrap around, many on a device or few on the host."""
 
 _DEPTHS_AT_ONCE = 16
 
@@ -169,12 +212,12 @@ _ALL_BITS = (1 << 64) - 1
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio as a signed integer: the step of SplitMix64
 
 
-def _shift_right(values: Tensor, bits: int) -> Tensor:
-    """Logical shift; torch's own keeps the sign."""
+def _shift_right(values: Numbers, bits: int) -> Numbers:
+    """Logical shift; that of signed integers keeps the sign."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(values: Tensor) -> Tensor:
+def _mix(values: Numbers) -> Numbers:
     """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): each input bit flips half of the output bits."""
     values = values + _GOLDEN
     values = (values ^ _shift_right(values, 30)) * -4658895280553007687
@@ -195,18 +238,18 @@ def _mix_integer(value: int) -> int:
     return value ^ value >> 31
 
 
-def _hash(keys: Tensor, places: Tensor, purpose: Purpose) -> Tensor:
+def _hash(keys: Numbers, places: Numbers, purpose: Purpose) -> Numbers:
     return _mix(keys ^ _mix(places * len(Purpose) + purpose))
 
 
-def _beside(per_row: Tensor, places: Tensor) -> Tensor:
+def _beside(per_row: Numbers, places: Numbers) -> Numbers:
     """`[row]` values shaped to broadcast over `[row, ...]` places."""
-    return per_row.reshape(-1, *([1] * (places.dim() - 1)))
+    return per_row.reshape(-1, *([1] * (places.ndim - 1)))
 
 
-def _to_uniform(hashes: Tensor) -> Tensor:
+def _to_uniform(hashes: NDArray[numpy.int64]) -> NDArray[numpy.float64]:
     """The top 52 bits as a float64 strictly between 0 and 1 (with 53 the half added would round up to 1)."""
-    return (_shift_right(hashes, 12).double() + 0.5) * 2.0**-52
+    return (_shift_right(hashes, 12).astype(numpy.float64) + 0.5) * 2.0**-52
 
 
 def _signed(seed: int) -> int:

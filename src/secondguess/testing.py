@@ -122,4 +122,4 @@ class ScriptedDrafter(Drafter):
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         chains = [list(self.script(row))[:limit] for row, limit in zip(rows, budgets.lengths, strict=True)]
-        return Draft.chains(chains, device=noise.coupled.device)
+        return Draft.chains(chains, device=noise.device)

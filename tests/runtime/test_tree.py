@@ -7,6 +7,7 @@ from families import root_path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from secondguess.core import Draft
 from secondguess.runtime import tree
 
 
@@ -36,12 +37,9 @@ def test_hanging_below_prolongs_every_path_by_what_is_uncached(parents, num_unca
 @given(forests())
 def test_a_chain_is_a_forest_whose_nodes_follow_one_another(parents):
     longest = root_path(parents, len(parents) - 1)
-    assert tree.is_chain([parents], [len(parents)]) == (longest == list(range(len(parents))))
-
-
-def test_padding_does_not_make_a_chain_a_tree():
-    assert tree.is_chain([[-1, 0, -1], [-1, -1, -1]], [2, 0])
-    assert not tree.is_chain([[-1, 0, -1]], [3])
+    nodes = torch.tensor([parents])
+    draft = Draft(torch.zeros_like(nodes), nodes, torch.tensor([len(parents)]))
+    assert draft.is_chain == (longest == list(range(len(parents))))
 
 
 @given(forests(), st.lists(st.integers(0, 5), min_size=1, max_size=3))

@@ -17,4 +17,4 @@ class NoDrafter(Drafter):
     default_controller = "fixed:0"
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        return Draft.empty(len(rows), noise.coupled.device)
+        return Draft.empty(len(rows), noise.device)

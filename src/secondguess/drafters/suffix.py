@@ -192,7 +192,7 @@ class SuffixDrafter(Drafter):
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = zip(rows, budgets.lengths, strict=True)
         chains = [self._chain(self._automata[row], limit) for row, limit in limits]
-        return Draft.chains(chains, device=noise.coupled.device)
+        return Draft.chains(chains, device=noise.device)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
         self._read(rows)

@@ -271,11 +271,9 @@ def _queries(states: Sequence[_Cached], num_uncached: Sequence[int], draft: Draf
         if draft.num_nodes:
             behind = tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes)
             tokens.scatter_(1, behind, draft.tokens)
-    if draft.num_nodes < 2:
+    if draft.is_chain:
         return Queries(tokens, None)
     parents, lengths = draft.parents.tolist(), draft.lengths.tolist()
-    if tree.is_chain(parents, lengths):
-        return Queries(tokens, None)
     hung = torch.tensor(tree.hang_below(parents, lengths, num_uncached), device=device)
     return Queries(tokens, tree.ancestor_closure(hung))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +113,13 @@ def load_runtime(
     tokenizer = read_tokenizer(path)
     model = _read_model(path, number).to(place)
     end_tokens = _end_tokens(model, tokenizer)
-    made = _make_runtime(model, path, runtime, quantize, hidden_layers)
+    made = make_runtime(
+        model,
+        lambda: _read_model(path, number).to(place),
+        runtime,
+        quantize=quantize,
+        hidden_layers=hidden_layers,
+    )
     return LoadedModel(
         made,
         "fused" if isinstance(made, FusedRuntime) else "transformers",
@@ -127,10 +133,25 @@ def load_runtime(
     )
 
 
-def _make_runtime(
-    model: Any, path: str, kind: str, quantize: str | None, hidden_layers: Sequence[int]
+def make_runtime(
+    model: Any,
+    read_again: Callable[[], Any],
+    kind: str = "auto",
+    *,
+    quantize: str | None = None,
+    hidden_layers: Sequence[int] = (),
 ) -> CachedRuntime:
-    """The fastest runtime of those allowed that says what the module says."""
+    """The runtime of this kind for a loaded model, or with `auto` the fastest that says what the module says.
+
+    Args:
+        model: a causal language model; it is taken apart or packed.
+        read_again: gives a copy of it, for when the fused form has to be given up.
+        kind, quantize, hidden_layers: as in `load_runtime`.
+
+    Raises:
+        BadInputError: no such runtime.
+        UnsupportedModelError: a model that this runtime, or any, cannot decode.
+    """
     if kind not in RUNTIMES:
         raise BadInputError(f"expected runtime {', '.join(RUNTIMES)}, got {kind!r}")
     dtype, place = model.dtype, model.device
@@ -139,11 +160,11 @@ def _make_runtime(
         decoder = fuse(model.eval(), packable)
         if decoder is not None:
             return FusedRuntime(decoder, hidden_layers)
-        model = _read_model(path, dtype).to(place)  # fusing has taken the first one apart
+        model = read_again()
     if kind == "fused":
         raise UnsupportedModelError(
-            f"expected a model that the fused runtime covers, got {path} ({model.config.model_type}, "
-            f"{str(dtype).removeprefix('torch.')} on {place}, quantize {quantize}); use runtime auto or transformers"
+            f"expected a model that the fused runtime covers, got a {model.config.model_type} "
+            f"({str(dtype).removeprefix('torch.')} on {place}, quantize {quantize}); use runtime auto or transformers"
         )
     if quantize is not None:
         _quantize_to_int8(model)

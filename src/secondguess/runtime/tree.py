@@ -14,12 +14,6 @@ from torch import Tensor
 ROOT = -1
 
 
-def is_chain(parents: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
-    """Whether every row's first `lengths[row]` nodes form a single path in order."""
-    chain = list(range(ROOT, max(lengths, default=0) - 1))
-    return all(list(row[:length]) == chain[:length] for row, length in zip(parents, lengths, strict=True))
-
-
 def hang_below(
     parents: Sequence[Sequence[int]], lengths: Sequence[int], num_uncached: Sequence[int]
 ) -> list[list[int]]:

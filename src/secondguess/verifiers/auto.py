@@ -31,11 +31,11 @@ class AutoVerifier(Verifier):
         return Exactness.DRAFTER_INVARIANT if row.coupled else self.exactness
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        if bool(noise.greedy.all()):
+        if noise.all_greedy:
             return self._greedy.judge(draft, target_probs, noise)
-        if draft.probs is None or bool(noise.coupled.all()):
+        if draft.probs is None or noise.all_coupled:
             return self._coupled.judge(draft, target_probs, noise)
-        if not bool(noise.coupled.any()):
+        if not noise.any_coupled:
             return self._block.judge(draft, target_probs, noise)
         groups = [(self._coupled, noise.coupled), (self._block, ~noise.coupled)]
         parts = []

@@ -77,7 +77,7 @@ def require_independent_chains(name: str, draft: Draft, noise: Noise) -> None:
             f"verifier '{name}' expects a chain, got a draft that branches; "
             "use a drafter that proposes chains, or verifier 'coupled'"
         )
-    if bool(noise.coupled.any()):
+    if noise.any_coupled:
         raise BadInputError(
             f"verifier '{name}' expects drafts drawn independently of the text, got coupled rows; "
             "use verifier 'auto' or 'coupled' with them"
@@ -86,15 +86,11 @@ def require_independent_chains(name: str, draft: Draft, noise: Noise) -> None:
 
 def likelihood_ratios(draft: Draft, target_probs: Tensor) -> Tensor:
     """`p(x) / q(x)` `[row, node]` in float64 for the chain's nodes x; a certain drafter has q(x) = 1."""
-    target = _probability_of(draft.tokens, target_probs[:, :-1])
-    if draft.probs is None:
-        return target
-    drafted = _probability_of(draft.tokens, draft.probs)
-    return target / drafted.clamp_min(torch.finfo(draft.probs.dtype).tiny)
-
-
-def _probability_of(tokens: Tensor, laws: Tensor) -> Tensor:
-    return laws.gather(-1, tokens[..., None]).squeeze(-1).double()
+    nodes = draft.tokens[..., None]
+    target = target_probs[:, :-1].gather(-1, nodes).double()
+    if draft.probs is not None:
+        target = target / draft.probs.gather(-1, nodes).clamp_min_(torch.finfo(draft.probs.dtype).tiny)
+    return target.squeeze(-1)
 
 
 def excess(weights: Tensor, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Tensor:
@@ -119,15 +115,18 @@ def law_after(draft: Draft, target_probs: Tensor, lengths: Tensor, weights: Tens
     After a whole draft it is the target's own (the bonus); before its end, the excess at `weights` `[row]`
     (the correction).
     """
+    if draft.num_nodes == 0:
+        return target_probs[:, 0]
     rows = torch.arange(draft.num_rows, device=lengths.device)
     target = target_probs[rows, lengths]
-    if draft.num_nodes == 0:
+    is_early = lengths < draft.lengths
+    if not bool(is_early.any()):
         return target
     node = lengths.clamp(max=draft.num_nodes - 1)
     draft_probs = None if draft.probs is None else draft.probs[rows, node]
     correction = excess(weights, target, draft_probs, draft.tokens[rows, node])
     # Where p and q differ by less than rounding, the excess may vanish: nothing then tells p from q.
-    corrects = (lengths < draft.lengths) & (correction.sum(-1) > 0)
+    corrects = is_early & (correction.sum(-1) > 0)
     return torch.where(corrects[:, None], correction, target)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
@@ -39,9 +40,9 @@ class BlockVerifier(Verifier):
         require_independent_chains(self.name, draft, noise)
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
         chances = prefix_chances(draft, target_probs, weights)
-        prefixes = torch.arange(draft.num_nodes + 1, device=draft.tokens.device)
         accepted = noise.accept(chances) & draft.mask
-        lengths = (_with_root(accepted, True) * prefixes).amax(1)
+        prefixes = torch.arange(1, draft.num_nodes + 1, device=draft.tokens.device)
+        lengths = _with_root(accepted * prefixes, 0).amax(1)
         weight = _with_root(weights, 1.0).gather(1, lengths[:, None])[:, 0]
         law = law_after(draft, target_probs, lengths, weight)
         return Verdict.of_chain(lengths, noise.draw(law, lengths))
@@ -66,12 +67,11 @@ def prefix_chances(draft: Draft, target_probs: Tensor, weights: Tensor) -> Tenso
     deficit = 1 - inner
     # Both vanish only where w = 1 and p = q: the next prefix then has weight 1, so this chance cannot matter
     # for a draft that goes on.
-    chances = torch.where(surplus + deficit > 0, surplus / (surplus + deficit), 1.0)
-    chances = torch.cat([chances, weights[:, -1:]], 1)
+    chances = torch.cat([(surplus / (surplus + deficit)).nan_to_num_(1.0), weights[:, -1:]], 1)
     last = torch.arange(draft.num_nodes, device=weights.device) == draft.lengths[:, None] - 1
     return torch.where(last, weights, chances)
 
 
 def _with_root(values: Tensor, root: float) -> Tensor:
     """`values` `[row, node]` preceded by what holds of the empty prefix."""
-    return torch.cat([values.new_full((values.shape[0], 1), root), values], 1)
+    return pad(values, (1, 0), value=root)

@@ -29,7 +29,7 @@ class GreedyVerifier(Verifier):
             )
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        if not bool(noise.greedy.all()):
+        if not noise.all_greedy:
             raise BadInputError(
                 "verifier 'greedy' expects rows at temperature 0, got a row that samples; "
                 "set temperature to 0 or use verifier 'auto'"
