@@ -16,7 +16,7 @@ from secondguess.certify import (
 )
 from secondguess.errors import BadInputError
 from secondguess.testing import random_law
-from secondguess.verifiers import block
+from secondguess.verifiers import base
 
 SMALL = CertifyOptions(num_samples=4000, limit=0.08, batch_size=1000)
 
@@ -52,7 +52,7 @@ def test_other_temperatures_pass(temperature):
 def test_a_bent_law_fails(monkeypatch):
     """Corrections drawn from the target's law instead of the excess: the classic mistake."""
     monkeypatch.setattr(
-        block, "law_after", lambda draft, laws, lengths, weights: laws[torch.arange(len(lengths)), lengths]
+        base, "law_after", lambda draft, laws, lengths, weights: laws[torch.arange(len(lengths)), lengths]
     )
     certificate = certify(tiny_subject(), SMALL)
     assert not certificate.passed

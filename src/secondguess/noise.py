@@ -68,7 +68,7 @@ class Noise(ABC):
 
     @abstractmethod
     def accept(self, probabilities: Tensor) -> Tensor:
-        """`[row, node]` bool: True with the given probability, independently."""
+        """`[row, node]` bool: True with the given probability, independently; both on the host."""
 
     @abstractmethod
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class KeyedNoise(Noise):
         depths = torch.full_like(self.positions, depth)
         if self.all_coupled:
             return self._race(laws, depths)
-        independent = draw_by_inversion(laws, self._draft_uniforms(depth))
+        independent = draw_by_inversion(laws, self._uniforms(depths, Purpose.DRAFT).to(laws.device))
         if not self.any_coupled:
             return independent
         return torch.where(self.coupled.to(laws.device), self._race(laws, depths), independent)
@@ -140,7 +140,7 @@ class KeyedNoise(Noise):
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
             return laws.max(-1).indices
-        return draw_by_inversion(laws, self._uniforms(depths.cpu(), Purpose.DRAW))
+        return draw_by_inversion(laws, self._uniforms(depths.cpu(), Purpose.DRAW).to(laws.device))
 
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
@@ -148,7 +148,7 @@ class KeyedNoise(Noise):
         if self.all_coupled:
             return self._race(laws, depths)
         # No draft was drawn by the race of an uncoupled row, so one number per query serves as well as one per token.
-        independent = draw_by_inversion(laws, self._uniforms(depths.cpu(), Purpose.RACE))
+        independent = draw_by_inversion(laws, self._uniforms(depths.cpu(), Purpose.RACE).to(laws.device))
         if not self.any_coupled:
             return independent
         return torch.where(self.coupled.to(laws.device)[:, None], self._race(laws, depths), independent)
@@ -159,27 +159,22 @@ class KeyedNoise(Noise):
             self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows], self.device
         )
 
-    def _draft_uniforms(self, depth: int) -> Tensor:
-        """`[row]`: what the nodes at one depth are drawn with."""
-        if depth >= _DEPTHS_AT_ONCE:
-            return self._uniforms(torch.full_like(self.positions, depth), Purpose.DRAFT)
-        return self._first_draft_uniforms[:, depth]
-
     @cached_property
-    def _first_draft_uniforms(self) -> Tensor:
-        # A hash is two dozen tiny operations, as dear for many depths as for one.
-        return self._uniforms(torch.arange(_DEPTHS_AT_ONCE).expand(len(self.positions), -1), Purpose.DRAFT)
-
-    @cached_property
-    def _round_keys(self) -> NDArray[numpy.int64]:
-        return _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
+    def _first_uniforms(self) -> NDArray[numpy.float64]:
+        """`[row, purpose, place]` for the first few places, one hash instead of one for every question."""
+        keys = _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
+        purposes, places = numpy.arange(len(Purpose) + 1)[:, None], numpy.arange(_PLACES_AT_ONCE)
+        return _to_uniform(_hash(keys[:, None, None], places, purposes))
 
     def _uniforms(self, places: Tensor, purpose: Purpose) -> Tensor:
-        """One number for each place (`[row]` depths or `[row, node]` indices, on the host) of this round."""
+        """One number for each place (`[row]` depths or `[row, node]` indices) of this round; all on the host."""
         # So few numbers that a device, or even torch, would spend its time on starting.
         numbers = places.numpy()
-        uniforms = _to_uniform(_hash(_beside(self._round_keys, numbers), numbers, purpose))
-        return torch.from_numpy(uniforms).to(self.device)
+        if numbers.size and numbers.max() >= _PLACES_AT_ONCE:
+            keys = _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
+            return torch.from_numpy(_to_uniform(_hash(_beside(keys, numbers), numbers, purpose)))
+        rows = _beside(numpy.arange(len(numbers)), numbers)
+        return torch.from_numpy(self._first_uniforms[rows, purpose, numbers])
 
     def _race(self, laws: Tensor, depths: Tensor) -> Tensor:
         """The first arrival when token v waits an exponential time of rate laws[v]; P(v first) = laws[v]."""
@@ -206,7 +201,7 @@ def draw_by_inversion(laws: Tensor, uniforms: Tensor) -> Tensor:
 Numbers = TypeVar("Numbers", Tensor, NDArray[numpy.int64])
 """What is hashed: 64-bit integers that wrap around, many on a device or few on the host."""
 
-_DEPTHS_AT_ONCE = 16
+_PLACES_AT_ONCE = 16
 
 _ALL_BITS = (1 << 64) - 1
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio as a signed integer: the step of SplitMix64
@@ -238,7 +233,7 @@ def _mix_integer(value: int) -> int:
     return value ^ value >> 31
 
 
-def _hash(keys: Numbers, places: Numbers, purpose: Purpose) -> Numbers:
+def _hash(keys: Numbers, places: Numbers, purpose: int | Numbers) -> Numbers:
     return _mix(keys ^ _mix(places * len(Purpose) + purpose))
 
 

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
@@ -15,6 +17,9 @@ from secondguess.noise import Noise
 
 if TYPE_CHECKING:
     from secondguess.sampling import SamplingParams
+
+
+Numbers = NDArray[numpy.float64]
 
 
 class Exactness(StrEnum):
@@ -84,13 +89,25 @@ def require_independent_chains(name: str, draft: Draft, noise: Noise) -> None:
         )
 
 
-def likelihood_ratios(draft: Draft, target_probs: Tensor) -> Tensor:
-    """`p(x) / q(x)` `[row, node]` in float64 for the chain's nodes x; a certain drafter has q(x) = 1."""
+def likelihood_ratios(draft: Draft, target_probs: Tensor) -> Numbers:
+    """`p(x) / q(x)` `[row, node]` for the chain's nodes x; a certain drafter has q(x) = 1."""
     nodes = draft.tokens[..., None]
-    target = target_probs[:, :-1].gather(-1, nodes).double()
+    target = to_host(target_probs[:, :-1].gather(-1, nodes))
     if draft.probs is not None:
-        target = target / draft.probs.gather(-1, nodes).clamp_min_(torch.finfo(draft.probs.dtype).tiny)
-    return target.squeeze(-1)
+        smallest = torch.finfo(draft.probs.dtype).tiny
+        target = target / to_host(draft.probs.gather(-1, nodes)).clip(smallest)
+    return target[..., 0]
+
+
+def to_host(values: Tensor) -> Numbers:
+    """What there is one of per node: so little that arithmetic on the host beats starting a device's kernels."""
+    return values.cpu().numpy().astype(numpy.float64)
+
+
+def real_nodes(draft: Draft) -> NDArray[numpy.bool_]:
+    """`[row, node]` on the host, True where a node is real."""
+    mask: NDArray[numpy.bool_] = numpy.arange(draft.num_nodes) < draft.lengths.cpu().numpy()[:, None]
+    return mask
 
 
 def excess(weights: Tensor, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Tensor:
@@ -128,6 +145,15 @@ def law_after(draft: Draft, target_probs: Tensor, lengths: Tensor, weights: Tens
     # Where p and q differ by less than rounding, the excess may vanish: nothing then tells p from q.
     corrects = is_early & (correction.sum(-1) > 0)
     return torch.where(corrects[:, None], correction, target)
+
+
+def verdict_of(
+    draft: Draft, target_probs: Tensor, lengths: NDArray[numpy.int64], weights: Numbers, noise: Noise
+) -> Verdict:
+    """Accept each chain's first `lengths` `[row]` nodes and draw what follows; `weights` as in `law_after`."""
+    on_device = torch.from_numpy(lengths).to(draft.tokens.device)
+    law = law_after(draft, target_probs, on_device, torch.from_numpy(weights).to(target_probs))
+    return Verdict.of_chain(on_device, noise.draw(law, on_device))
 
 
 def query_depths(draft: Draft) -> Tensor:

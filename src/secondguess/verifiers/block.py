@@ -14,19 +14,22 @@ P(at least i accepted | x_1..x_i) = w_i.
 
 from __future__ import annotations
 
+import numpy
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
+    Numbers,
     Verifier,
     excess,
-    law_after,
     likelihood_ratios,
+    real_nodes,
     require_independent_chains,
+    to_host,
+    verdict_of,
 )
 
 
@@ -40,38 +43,39 @@ class BlockVerifier(Verifier):
         require_independent_chains(self.name, draft, noise)
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
         chances = prefix_chances(draft, target_probs, weights)
-        accepted = noise.accept(chances) & draft.mask
-        prefixes = torch.arange(1, draft.num_nodes + 1, device=draft.tokens.device)
-        lengths = _with_root(accepted * prefixes, 0).amax(1)
-        weight = _with_root(weights, 1.0).gather(1, lengths[:, None])[:, 0]
-        law = law_after(draft, target_probs, lengths, weight)
-        return Verdict.of_chain(lengths, noise.draw(law, lengths))
+        accepted = noise.accept(torch.from_numpy(chances)).numpy() & real_nodes(draft)
+        lengths = (accepted * numpy.arange(1, draft.num_nodes + 1)).max(1, initial=0)
+        weight = with_root(weights)[numpy.arange(draft.num_rows), lengths]
+        return verdict_of(draft, target_probs, lengths, weight, noise)
 
 
-def prefix_weights(ratios: Tensor) -> Tensor:
+def prefix_weights(ratios: Numbers) -> Numbers:
     """`w_1..w_L` `[row, node]` from `p(x) / q(x)` `[row, node]`.
 
     In log space the capped product is a walk reflected at zero: its running sum, less its maximum so far.
     """
-    walk = ratios.log().cumsum(1)
-    return (walk - walk.cummax(1).values.clamp_min(0.0)).exp() if walk.numel() else walk
+    with numpy.errstate(divide="ignore"):
+        walk = numpy.log(ratios).cumsum(1)
+    weights: Numbers = numpy.exp(walk - numpy.maximum.accumulate(walk, 1).clip(0.0))
+    return weights
 
 
-def prefix_chances(draft: Draft, target_probs: Tensor, weights: Tensor) -> Tensor:
+def prefix_chances(draft: Draft, target_probs: Tensor, weights: Numbers) -> Numbers:
     """`h_1..h_L` `[row, node]`; rows end at their own lengths."""
     if draft.num_nodes < 2:
         return weights
     inner = weights[:, :-1]
     draft_probs = None if draft.probs is None else draft.probs[:, 1:]
-    surplus = excess(inner, target_probs[:, 1:-1], draft_probs, draft.tokens[:, 1:]).sum(-1).double()
-    deficit = 1 - inner
+    on_device = torch.from_numpy(inner).to(target_probs)
+    surplus = to_host(excess(on_device, target_probs[:, 1:-1], draft_probs, draft.tokens[:, 1:]).sum(-1))
+    total = surplus + (1 - inner)
     # Both vanish only where w = 1 and p = q: the next prefix then has weight 1, so this chance cannot matter
     # for a draft that goes on.
-    chances = torch.cat([(surplus / (surplus + deficit)).nan_to_num_(1.0), weights[:, -1:]], 1)
-    last = torch.arange(draft.num_nodes, device=weights.device) == draft.lengths[:, None] - 1
-    return torch.where(last, weights, chances)
+    chances = weights.copy()
+    numpy.divide(surplus, total, out=chances[:, :-1], where=real_nodes(draft)[:, 1:] & (total > 0))
+    return chances
 
 
-def _with_root(values: Tensor, root: float) -> Tensor:
-    """`values` `[row, node]` preceded by what holds of the empty prefix."""
-    return pad(values, (1, 0), value=root)
+def with_root(weights: Numbers) -> Numbers:
+    """`[row, node + 1]`: the weights, preceded by that of the empty prefix."""
+    return numpy.concatenate([numpy.ones((len(weights), 1)), weights], 1)

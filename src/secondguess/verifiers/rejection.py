@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy
+import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
@@ -9,9 +11,10 @@ from secondguess.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
     Verifier,
-    law_after,
     likelihood_ratios,
+    real_nodes,
     require_independent_chains,
+    verdict_of,
 )
 
 
@@ -26,8 +29,7 @@ class RejectionVerifier(Verifier):
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent_chains(self.name, draft, noise)
-        chances = likelihood_ratios(draft, target_probs).clamp_max(1.0)
-        accepted = noise.accept(chances) & draft.mask
-        lengths = accepted.long().cumprod(1).sum(1)
-        law = law_after(draft, target_probs, lengths, weights=lengths.new_ones(lengths.shape).double())
-        return Verdict.of_chain(lengths, noise.draw(law, lengths))
+        chances = likelihood_ratios(draft, target_probs).clip(max=1.0)
+        accepted = noise.accept(torch.from_numpy(chances)).numpy() & real_nodes(draft)
+        lengths = accepted.cumprod(1).sum(1)
+        return verdict_of(draft, target_probs, lengths, numpy.ones(draft.num_rows), noise)
