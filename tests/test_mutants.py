@@ -402,7 +402,7 @@ def rounds_share_numbers(patch: Patch) -> None:
 
     def uniforms(self, places, purpose):
         fresh = KeyedNoise(self.keys, torch.zeros_like(self.positions), self.coupled, self.greedy)
-        start = self.positions.reshape(-1, *([1] * (places.dim() - 1)))
+        start = self.positions.numpy().reshape(-1, *([1] * (places.ndim - 1)))
         return original(fresh, places + start, purpose)
 
     patch.setattr(KeyedNoise, "_uniforms", uniforms)

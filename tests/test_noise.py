@@ -5,14 +5,16 @@ Statistical tests have fixed seeds, so they pass or fail the same way every time
 
 import math
 
+import numpy
 import pytest
 import torch
 
 from noise_cases import ONE_SIDED, chained_text_p_value, chained_texts
+from secondguess import noise as noise_module
 from secondguess.certify import g_test
 from secondguess.core import Row
 from secondguess.enumeration import race_joint
-from secondguess.noise import KeyedNoise, draw_by_inversion
+from secondguess.noise import KeyedNoise, Purpose, draw_by_inversion
 from secondguess.sampling import SamplingParams
 from secondguess.testing import random_law
 
@@ -172,6 +174,21 @@ def test_a_row_has_the_same_noise_in_any_batch(purpose):
     assert torch.equal(draws_of(noise_of(num_rows=50).select(order), purpose, 1), whole[order])
     alone = [draws_of(noise_of(num_rows=1, first_stream=stream), purpose, 1) for stream in range(50)]
     assert torch.equal(torch.cat(alone), whole)
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**64 - 1])
+def test_numbers_are_the_same_hashed_one_by_one_or_all_at_once(seed, monkeypatch):
+    params = SamplingParams(temperature=1.0)
+    rows = [Row([0] * (3 + 90 * stream), params, seed=seed, stream=stream) for stream in range(4)]
+    places = numpy.broadcast_to(numpy.arange(20), (4, 20))
+    found = []
+    for few in (0, 10**6):
+        monkeypatch.setattr(noise_module, "_FEW", few)
+        noise = KeyedNoise.of_rows(rows)
+        found.append([noise._uniforms(places, purpose) for purpose in Purpose])
+    for one, other in zip(*found, strict=True):
+        numpy.testing.assert_array_equal(one, other)
+        assert ((one > 0) & (one < 1)).all()
 
 
 def test_mixed_batches_draw_each_row_by_its_own_rule():

@@ -125,22 +125,24 @@ class KeyedNoise(Noise):
     def draft(self, laws: Tensor, depth: int) -> Tensor:
         if self.all_greedy:
             return laws.max(-1).indices
-        depths = torch.full_like(self.positions, depth)
+        depths = numpy.full(len(self.positions), depth)
         if self.all_coupled:
-            return self._race(laws, depths)
-        independent = draw_by_inversion(laws, self._uniforms(depths, Purpose.DRAFT).to(laws.device))
+            return self._race(laws, torch.from_numpy(depths))
+        independent = self._drawn(laws, depths, Purpose.DRAFT)
         if not self.any_coupled:
             return independent
-        return torch.where(self.coupled.to(laws.device), self._race(laws, depths), independent)
+        return torch.where(
+            self.coupled.to(laws.device), self._race(laws, torch.from_numpy(depths)), independent
+        )
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        nodes = torch.arange(probabilities.shape[1]).expand(probabilities.shape)
-        return self._uniforms(nodes, Purpose.ACCEPT) < probabilities
+        nodes = numpy.broadcast_to(numpy.arange(probabilities.shape[1]), probabilities.shape)
+        return torch.from_numpy(self._uniforms(nodes, Purpose.ACCEPT) < probabilities.numpy())
 
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
             return laws.max(-1).indices
-        return draw_by_inversion(laws, self._uniforms(depths.cpu(), Purpose.DRAW).to(laws.device))
+        return self._drawn(laws, depths.cpu().numpy(), Purpose.DRAW)
 
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
@@ -148,7 +150,7 @@ class KeyedNoise(Noise):
         if self.all_coupled:
             return self._race(laws, depths)
         # No draft was drawn by the race of an uncoupled row, so one number per query serves as well as one per token.
-        independent = draw_by_inversion(laws, self._uniforms(depths.cpu(), Purpose.RACE).to(laws.device))
+        independent = self._drawn(laws, depths.cpu().numpy(), Purpose.RACE)
         if not self.any_coupled:
             return independent
         return torch.where(self.coupled.to(laws.device)[:, None], self._race(laws, depths), independent)
@@ -159,22 +161,28 @@ class KeyedNoise(Noise):
             self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows], self.device
         )
 
-    @cached_property
-    def _first_uniforms(self) -> NDArray[numpy.float64]:
-        """`[row, purpose, place]` for the first few places, one hash instead of one for every question."""
-        keys = _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
-        purposes, places = numpy.arange(len(Purpose) + 1)[:, None], numpy.arange(_PLACES_AT_ONCE)
-        return _to_uniform(_hash(keys[:, None, None], places, purposes))
+    def _drawn(self, laws: Tensor, places: NDArray[numpy.int64], purpose: Purpose) -> Tensor:
+        """Tokens `[...]` from `laws` `[..., vocab]`, each with the number of its place."""
+        return draw_by_inversion(laws, torch.from_numpy(self._uniforms(places, purpose)).to(laws.device))
 
-    def _uniforms(self, places: Tensor, purpose: Purpose) -> Tensor:
-        """One number for each place (`[row]` depths or `[row, node]` indices) of this round; all on the host."""
+    def _uniforms(self, places: NDArray[numpy.int64], purpose: Purpose) -> NDArray[numpy.float64]:
+        """One number for each place (`[row]` depths, or `[row, node]` indices) of this round."""
         # So few numbers that a device, or even torch, would spend its time on starting.
-        numbers = places.numpy()
-        if numbers.size and numbers.max() >= _PLACES_AT_ONCE:
+        if places.size > _FEW:
             keys = _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
-            return torch.from_numpy(_to_uniform(_hash(_beside(keys, numbers), numbers, purpose)))
-        rows = _beside(numpy.arange(len(numbers)), numbers)
-        return torch.from_numpy(self._first_uniforms[rows, purpose, numbers])
+            return _to_uniform(_hash(_beside(keys, places), places, purpose))
+        rows = places.reshape(len(places), -1).tolist()
+        uniforms = [
+            ((_hash_integer(key, place, purpose) >> 12) + 0.5) * 2.0**-52
+            for key, row in zip(self._round_keys, rows, strict=True)
+            for place in row
+        ]
+        return numpy.array(uniforms).reshape(places.shape)
+
+    @cached_property
+    def _round_keys(self) -> list[int]:
+        starts = zip(self.keys.tolist(), self.positions.tolist(), strict=True)
+        return [_hash_integer(key, position, Purpose.ROUND) for key, position in starts]
 
     def _race(self, laws: Tensor, depths: Tensor) -> Tensor:
         """The first arrival when token v waits an exponential time of rate laws[v]; P(v first) = laws[v]."""
@@ -201,7 +209,8 @@ def draw_by_inversion(laws: Tensor, uniforms: Tensor) -> Tensor:
 Numbers = TypeVar("Numbers", Tensor, NDArray[numpy.int64])
 """What is hashed: 64-bit integers that wrap around, many on a device or few on the host."""
 
-_PLACES_AT_ONCE = 16
+_FEW = 64
+"""So many numbers are hashed one by one: an array of any size costs as much as some fifty of them."""
 
 _ALL_BITS = (1 << 64) - 1
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio as a signed integer: the step of SplitMix64
@@ -235,6 +244,11 @@ def _mix_integer(value: int) -> int:
 
 def _hash(keys: Numbers, places: Numbers, purpose: int | Numbers) -> Numbers:
     return _mix(keys ^ _mix(places * len(Purpose) + purpose))
+
+
+def _hash_integer(key: int, place: int, purpose: int) -> int:
+    """`_hash` of one number, as an unsigned integer."""
+    return _mix_integer((key & _ALL_BITS) ^ _mix_integer(place * len(Purpose) + purpose))
 
 
 def _beside(per_row: Numbers, places: Numbers) -> Numbers:
