@@ -60,3 +60,17 @@ def test_a_chain_mask_is_the_tree_mask_of_a_chain(length, starts):
     num_keys = max(starts) + length
     tree_mask = tree.tree_mask(torch.tensor(starts), closure, num_keys)
     assert torch.equal(tree.chain_mask(torch.tensor(starts), length, num_keys), tree_mask)
+
+
+def test_stairs_are_the_masks_of_chains():
+    stairs = tree.Stairs(torch.device("cpu"))
+    for start, num_queries, num_keys in [
+        (0, 1, 32),
+        (7, 5, 32),
+        (31, 1, 32),
+        (60, 4, 64),
+        (300, 8, 320),
+        (5, 40, 64),
+    ]:
+        expected = tree.chain_mask(torch.tensor([start]), num_queries, num_keys)
+        assert torch.equal(stairs.mask(start, num_queries, num_keys), expected)

@@ -63,9 +63,11 @@ class KeyValueCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.placement.num_keys, 0
 
-    def place(self, starts: Sequence[int], num_queries: int, slots: Sequence[int]) -> Placement:
-        """Make room for a forward whose row `i` writes `num_queries` tokens from `starts[i]` of slot `slots[i]`."""
-        num_keys = max(starts) + num_queries
+    def place(
+        self, starts: Sequence[int], num_queries: int, slots: Sequence[int], num_keys: int
+    ) -> Placement:
+        """Make room for a forward whose row `i` writes `num_queries` tokens from `starts[i]` of slot `slots[i]`, and
+        reads the first `num_keys` positions."""
         self._reserve(max(slots) + 1, num_keys)
         in_order = all(slot == index for index, slot in enumerate(slots))
         uniform = all(start == starts[0] for start in starts)

@@ -21,6 +21,9 @@ from secondguess.runtime.base import Runtime, Scores
 from secondguess.runtime.cache import KeyValueCache
 
 UNLIMITED = 2**31
+KEY_BLOCK = 32
+"""On a CPU so many keys are read together, masked where there are fewer. What stands behind the last whole vector would
+be summed by other instructions: a token's bits would depend on how many tokens are scored with it."""
 
 
 @dataclass
@@ -86,6 +89,8 @@ class CachedRuntime(Runtime):
         self.cache = KeyValueCache(device)
         self._states: dict[Row, _Cached] = {}
         self._by_slot: list[_Cached] = []
+        self._key_block = KEY_BLOCK if device.type == "cpu" else 1
+        self._stairs = tree.Stairs(device)
 
     @abstractmethod
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
@@ -227,18 +232,26 @@ class CachedRuntime(Runtime):
         self, states: Sequence[_Cached], queries: Queries, num_logits: int, with_hidden: bool
     ) -> Output:
         starts = [state.length for state in states]
-        self.cache.place(starts, queries.tokens.shape[1], [state.slot for state in states])
-        return self.run(queries.tokens, self._step(starts, queries), num_logits, with_hidden)
+        num_keys = self._num_keys(starts, queries)
+        self.cache.place(starts, queries.tokens.shape[1], [state.slot for state in states], num_keys)
+        return self.run(queries.tokens, self._step(starts, queries, num_keys), num_logits, with_hidden)
 
-    def _step(self, starts: Sequence[int], queries: Queries) -> Step:
+    def _num_keys(self, starts: Sequence[int], queries: Queries) -> int:
+        """How many cache positions a forward reads, those that its mask hides included."""
+        num_keys = max(starts) + queries.tokens.shape[1]
+        return (
+            num_keys
+            if _sees_itself_only(starts, queries)
+            else -(-num_keys // self._key_block) * self._key_block
+        )
+
+    def _step(self, starts: Sequence[int], queries: Queries, num_keys: int) -> Step:
         """Positions and mask of a forward; rows that stand equally far share one of each."""
         width = queries.tokens.shape[1]
-        num_keys = max(starts) + width
-        uniform = min(starts) == max(starts)
-        if uniform and queries.closure is None:
-            positions = torch.arange(starts[0], num_keys, device=self.device)[None]
-            all_seen = width == 1 or starts[0] == 0
-            mask = None if all_seen else tree.chain_mask(positions[:, 0], width, num_keys)
+        if min(starts) == max(starts) and queries.closure is None:
+            positions = torch.arange(starts[0], starts[0] + width, device=self.device)[None]
+            nothing_hidden = _sees_itself_only(starts, queries) or starts[0] + 1 == num_keys
+            mask = None if nothing_hidden else self._stairs.mask(starts[0], width, num_keys)
             return Step(mask, self._in_range(positions, num_keys), num_keys)
         firsts = torch.tensor(starts, device=self.device)
         if queries.closure is None:
@@ -276,6 +289,11 @@ def _queries(states: Sequence[_Cached], num_uncached: Sequence[int], draft: Draf
     parents, lengths = draft.parents.tolist(), draft.lengths.tolist()
     hung = torch.tensor(tree.hang_below(parents, lengths, num_uncached), device=device)
     return Queries(tokens, tree.ancestor_closure(hung))
+
+
+def _sees_itself_only(starts: Sequence[int], queries: Queries) -> bool:
+    """Whether a forward is the beginning of its rows: plain causal attention, nothing cached."""
+    return max(starts) == 0 and queries.closure is None and queries.tokens.shape[1] > 1
 
 
 def _num_to_prefill(state: _Cached) -> int:

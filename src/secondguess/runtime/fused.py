@@ -75,7 +75,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         expected = model(input_ids=tokens, use_cache=False).logits
         decoder = FusedDecoder(model, packed)
         runtime = FusedRuntime(decoder)
-        runtime.cache.place([0, 0], 3, [0, 1])
+        runtime.cache.place([0, 0], 3, [0, 1], 3)
         step = Step(None, torch.arange(3)[None], 3)
         found = runtime.run(tokens, step, num_logits=3, with_hidden=False).logits
     return decoder if reproduces(found, expected) else None

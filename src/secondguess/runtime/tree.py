@@ -63,6 +63,29 @@ def chain_mask(starts: Tensor, num_queries: int, num_keys: int) -> Tensor:
     return (torch.arange(num_keys, device=device) <= last_seen[:, :, None])[:, None]
 
 
+class Stairs:
+    """Chain masks of rows that stand equally far, as views of one table instead of a computation per forward.
+
+    In the table query `t` sees key `k` up to `k = t + depth`; shifted by `depth - start` that is the mask of a
+    chain that begins at slot `start`.
+    """
+
+    MOST_QUERIES = 32
+
+    def __init__(self, device: torch.device) -> None:
+        self._table = torch.empty(0, 0, dtype=torch.bool, device=device)
+
+    def mask(self, start: int, num_queries: int, num_keys: int) -> Tensor:
+        """What `chain_mask` says for one row."""
+        if num_queries > self.MOST_QUERIES:
+            return chain_mask(torch.tensor([start], device=self._table.device), num_queries, num_keys)
+        if 2 * num_keys > self._table.shape[1]:
+            first = torch.tensor([2 * num_keys], device=self._table.device)
+            self._table = chain_mask(first, self.MOST_QUERIES, 4 * num_keys)[0, 0]
+        offset = self._table.shape[1] // 2 - start
+        return self._table[None, None, :num_queries, offset : offset + num_keys]
+
+
 def tree_mask(starts: Tensor, closure: Tensor, num_keys: int) -> Tensor:
     """`[row, 1, query, key]` bool: every cached token, and of the queries one's ancestors and oneself.
 
