@@ -133,8 +133,21 @@ def grouped_query_attention(
         query = query.reshape(num_rows, num_kv_heads, group * num_queries, -1)
         if attention_mask is not None and num_queries > 1:
             attention_mask = attention_mask.repeat(1, 1, group, 1)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    out = attend_as_several(query, key, value, attention_mask, scaling)
     return out.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2), None
+
+
+def attend_as_several(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
+) -> Tensor:
+    """Masked attention `[row, kv_head, query, size]`, in which a lone query rounds as it would among others.
+
+    On a CPU a product with a single row takes other instructions; two of them take those of any number.
+    """
+    if query.shape[2] > 1 or query.device.type != "cpu":
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    twice = query.expand(-1, -1, 2, -1)
+    return scaled_dot_product_attention(twice, key, value, attn_mask=mask, scale=scaling)[:, :, :1]
 
 
 def _explicit(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.runtime.attention import Step
+from secondguess.runtime.attention import Step, attend_as_several
 from secondguess.runtime.cached import CachedRuntime, Output
 from secondguess.runtime.packing import Product
 from secondguess.runtime.quiet import quiet
@@ -120,7 +120,7 @@ class Heads:
         else:
             # The heads that share keys are rows of one product.
             folded = query.reshape(rows, self.num_keys, self.group * width, self.size)
-            mixed = functional.scaled_dot_product_attention(folded, key, value, attn_mask=view.mask)
+            mixed = attend_as_several(folded, key, value, view.mask)
             mixed = mixed.view(rows, self.num_queries, width, self.size)
         return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
 
