@@ -186,6 +186,10 @@ class KeyedNoise(Noise):
 
     def _race(self, laws: Tensor, depths: Tensor) -> Tensor:
         """The first arrival when token v waits an exponential time of rate laws[v]; P(v first) = laws[v]."""
+        return self.arrivals(laws, depths).argmin(-1)
+
+    def arrivals(self, laws: Tensor, depths: Tensor) -> Tensor:
+        """When each token of `laws` `[..., vocab]` arrives in the race at `depths` `[...]`."""
         depths = depths.to(laws.device)
         keys, positions = self.keys.to(laws.device), self.positions.to(laws.device)
         tokens = torch.arange(laws.shape[-1], device=laws.device)
@@ -193,7 +197,7 @@ class KeyedNoise(Noise):
         hashes = _mix(hashes[..., None] + tokens * _GOLDEN)
         # The same numbers as `_to_uniform`, without a copy from the device.
         uniforms = (_shift_right(hashes, 12).double() + 0.5) * 2.0**-52
-        return (-uniforms.log() / laws).argmin(-1)
+        return -uniforms.log() / laws
 
 
 def draw_by_inversion(laws: Tensor, uniforms: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from families import FAMILIES, plain_model, random_tokens, row_of, runtime_of, w
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import fused, loading
+from secondguess.runtime.attention import attend_as_several
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.loading import load_runtime
 from secondguess.runtime.packing import can_pack
@@ -165,3 +166,20 @@ def test_the_module_to_compare_with_is_read_again(checkpoint):
         loading._read_model(str(checkpoint), torch.float32).model.layers[0].mlp.up_proj.weight,
     )
     assert isinstance(runtime_of(checkpoint), FusedRuntime)
+
+
+def test_a_lone_query_rounds_as_it_would_among_others():
+    """Plain attention is off in some of these: a product with one row takes other instructions."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape):
+        return torch.randn(1, 2, *shape, generator=generator).bfloat16()
+
+    for trial in range(100):
+        num_keys = (32, 64, 160, 320)[trial % 4]
+        keys, values, queries = numbers(num_keys, 64), numbers(num_keys, 64), numbers(5, 64)
+        mask = torch.zeros(1, 1, 5, num_keys, dtype=torch.bfloat16)
+        mask[..., num_keys - 7 :] = -torch.inf
+        together = attend_as_several(queries, keys, values, mask)
+        alone = attend_as_several(queries[:, :, :1], keys, values, mask[:, :, :1])
+        assert torch.equal(alone, together[:, :, :1])
