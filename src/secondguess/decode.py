@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from torch import inference_mode
+
 from secondguess.controllers.base import Controller
 from secondguess.core import Budgets, Commit, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
@@ -58,6 +60,7 @@ def decode(team: Team, rows: Sequence[Row]) -> Iterator[list[Commit]]:
             release(team, row)
 
 
+@inference_mode()
 def begin(team: Team, rows: Sequence[Row]) -> None:
     """Prefill: cache all of each prompt but its last token."""
     with team.ledger.round(rows), team.ledger.phase("prefill"):
@@ -71,6 +74,7 @@ def release(team: Team, row: Row) -> None:
     team.drafter.end(row)
 
 
+@inference_mode()
 def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
     """One draft and one target forward; every row gains at least one token."""
     ledger = team.ledger
