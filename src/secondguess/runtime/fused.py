@@ -92,7 +92,8 @@ class View:
     """What the queries of a forward see in layers of one kind, in the form that attention reads.
 
     Args:
-        mask: `[row or 1, 1, group * query, key]`, added to the scores; None when nothing is hidden.
+        mask: `[row or 1, 1, group * query, key]` (or one for a lone query), added to the scores; None when
+            nothing is hidden.
         causal: whether each query sees the queries before it and itself, and nothing is cached yet.
     """
 
@@ -253,6 +254,7 @@ class FusedRuntime(CachedRuntime):
             prefill_chunk=prefill_chunk,
         )
         self.decoder = decoder
+        self._shades = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype).unbind()
 
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
         decoder = self.decoder
@@ -273,9 +275,10 @@ class FusedRuntime(CachedRuntime):
         allowed = step.visible(rule, window)
         if allowed is None:
             return View(None, causal=step.query_positions.shape[1] > 1)
-        folded = allowed.repeat(1, 1, self.decoder.num_heads_per_key, 1)
-        mask = torch.zeros(folded.shape, dtype=self.decoder.embedding.dtype, device=folded.device)
-        return View(mask.masked_fill_(~folded, -torch.inf), causal=False)
+        mask = torch.where(allowed, *self._shades)
+        if mask.shape[2] > 1:  # a lone query's mask serves every head as it is
+            mask = mask.repeat(1, 1, self.decoder.num_heads_per_key, 1)
+        return View(mask, causal=False)
 
 
 def _windows(config: Any) -> list[int | None]:

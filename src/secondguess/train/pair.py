@@ -66,8 +66,8 @@ class PairRecipe:
     target: ModelShape = TARGET_SHAPE
     drafter: ModelShape = DRAFTER_SHAPE
     target_budget: Budget = field(default_factory=lambda: Budget(minutes=127))
-    drafter_budget: Budget = field(default_factory=lambda: Budget(minutes=18))
-    distill_budget: Budget = field(default_factory=lambda: Budget(minutes=14))
+    drafter_budget: Budget = field(default_factory=lambda: Budget(minutes=5))
+    distill_budget: Budget = field(default_factory=lambda: Budget(minutes=27))
     own_rows: int = 4096
     seed: int = 0
     compile: bool = True
