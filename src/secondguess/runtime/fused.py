@@ -254,7 +254,7 @@ class FusedRuntime(CachedRuntime):
             prefill_chunk=prefill_chunk,
         )
         self.decoder = decoder
-        self._shades = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype).unbind()
+        self._shown, self._hidden = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype)
 
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
         decoder = self.decoder
@@ -275,7 +275,7 @@ class FusedRuntime(CachedRuntime):
         allowed = step.visible(rule, window)
         if allowed is None:
             return View(None, causal=step.query_positions.shape[1] > 1)
-        mask = torch.where(allowed, *self._shades)
+        mask = torch.where(allowed, self._shown, self._hidden)
         if mask.shape[2] > 1:  # a lone query's mask serves every head as it is
             mask = mask.repeat(1, 1, self.decoder.num_heads_per_key, 1)
         return View(mask, causal=False)
