@@ -14,7 +14,8 @@ import torch
 
 from checkpoints import write_llama
 from secondguess import load
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, OutOfMemoryError
+from secondguess.runtime import memory
 
 REFUSED = "secondguess: error: "
 
@@ -442,6 +443,18 @@ def test_running_out_of_memory_is_no_bug(ask, monkeypatch, fail, words):
     done = ask("x")
     assert_refused(done, "out of memory: ", "smaller", *words)
     assert "alloc_cpu" not in done.err
+
+
+def test_a_batch_whose_caches_do_not_fit_is_told_before_any_is_made(tiny_checkpoint, monkeypatch):
+    llm = load(tiny_checkpoint, "none", dtype="float32")
+    monkeypatch.setattr(llm.target.runtime, "begin", lambda _: pytest.fail("a row was begun"))
+    longest = 5 + 20
+    monkeypatch.setattr(memory, "available_memory", lambda _: 3 * longest * llm.cache_bytes - 1)
+    prompts = [[5, 6, 7, 8, 9], [5], [6]]
+    with pytest.raises(OutOfMemoryError, match=r"3 of up to 25 tokens.*lower max_tokens"):
+        llm.generate(prompts, max_tokens=20)
+    with pytest.raises(pytest.fail.Exception, match="begun"):  # two of them do fit
+        llm.generate(prompts[:2], max_tokens=20)
 
 
 def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(

@@ -29,7 +29,7 @@ from secondguess.runtime.loading import (
     memory_need,
     pick_device,
 )
-from secondguess.runtime.memory import check_memory
+from secondguess.runtime.memory import check_cache_memory, check_memory
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Ledger, Stats
 from secondguess.text import Piece, TextStream
@@ -69,11 +69,21 @@ class Output:
 
 
 class LLM:
-    """A target with a drafter, ready to generate. Made by `load`."""
+    """A target with a drafter, ready to generate. Made by `load`.
+
+    Args:
+        cache_bytes: what one token takes in the caches of all models; 0 leaves batches unchecked.
+    """
 
     def __init__(
-        self, target: LoadedModel, drafter: Drafter, verifier: Verifier, controller: Controller
+        self,
+        target: LoadedModel,
+        drafter: Drafter,
+        verifier: Verifier,
+        controller: Controller,
+        cache_bytes: int = 0,
     ) -> None:
+        self.cache_bytes = cache_bytes
         self.target = target
         self.drafter = drafter
         self.verifier = verifier
@@ -92,6 +102,7 @@ class LLM:
         Raises:
             BadInputError: what is neither text nor token ids, an empty prompt, one that fills the context, or
                 a setting that makes no sense.
+            OutOfMemoryError: the prompts' caches would not fit; nothing was allocated.
         """
         if is_single(prompts):
             return self.generate_batch([prompts], [self.sampling(params, **settings)])[0]  # type: ignore[list-item]
@@ -152,6 +163,9 @@ class Generation:
             self._texts.append(watcher)
             self._commits.append([])
             self._pieces.append([])
+        # Rows share one block as long as the longest of them may become.
+        longest = max((len(row.tokens) + row.room for row in self._rows), default=0)
+        check_cache_memory(len(self._rows), longest, llm.cache_bytes, llm.target.runtime.device)
 
     def __iter__(self) -> Iterator[tuple[int, Piece]]:
         for pieces in self.rounds():
@@ -262,7 +276,8 @@ def load(
             f"expected a drafter with a model for drafter_quantize={drafter_quantize!r}, got {made.name}; "
             "leave it out"
         )
-    return LLM(target, made, chosen_verifier, chosen_controller)
+    cache_bytes = sum(need.cache // need.num_cached_tokens for need in needs)
+    return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes)
 
 
 def choose_controller(name: str | None, drafter: Drafter) -> Controller:

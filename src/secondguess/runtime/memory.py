@@ -127,5 +127,26 @@ def check_memory(needs: Iterable[MemoryNeed], device: torch.device) -> None:
     )
 
 
+def check_cache_memory(num_rows: int, num_tokens: int, bytes_per_token: int, device: torch.device) -> None:
+    """Refuse a batch whose keys and values do not fit.
+
+    Args:
+        num_rows: rows that decode together.
+        num_tokens: what the longest of them may hold, prompt and output.
+        bytes_per_token: what a token takes in the caches of all models.
+        device: where the caches are.
+
+    Raises:
+        OutOfMemoryError: telling what they need and what there is.
+    """
+    available = available_memory(device)
+    needed = num_rows * num_tokens * bytes_per_token
+    if available is not None and needed > available:
+        raise OutOfMemoryError(
+            f"expected prompts whose caches fit into the {_gib(available)} available on {device}, got "
+            f"{num_rows} of up to {num_tokens} tokens, which need {_gib(needed)}; decode fewer at once or lower max_tokens"
+        )
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.3g} GiB"
