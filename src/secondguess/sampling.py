@@ -70,8 +70,8 @@ class SamplingParams:
         logit_bias: token id to what is added to its logit, -100 to 100, or -inf for a ban.
         stop: the text ends before the first of these strings; a single string is accepted.
         stop_token_ids: tokens that end the text, beside the model's own end tokens.
-        seed: makes the text reproducible; under verifier `auto` or `coupled`, in float32 or float64, it is then the
-            same with any drafter.
+        seed: makes the text reproducible; under verifier `auto` or `coupled` it is then the same with any drafter, in
+            float32 and float64, and on a CPU in bfloat16 too.
         logprobs: report each token's log-probability and this many alternatives (0: only its own); None
             reports nothing.
 

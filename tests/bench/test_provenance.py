@@ -8,7 +8,14 @@ from secondguess.bench.provenance import gather, hash_weights, show_command
 
 
 def collect(folder: Path):
-    return gather(num_threads=1, device="cpu", dtype="float32", seed=0, models={"tiny": folder})
+    return gather(
+        num_threads=1,
+        device="cpu",
+        dtype="float32",
+        seed=0,
+        models={"tiny": folder},
+        runtimes={"tiny": "fused"},
+    )
 
 
 def test_absolute_paths_are_cut_to_their_last_part():

@@ -67,6 +67,7 @@ def report(complete=True, note=""):
             dtype="float32",
             seed=0,
             model_sha256={"tiny": "f" * 64},
+            runtimes={"tiny": "fused"},
         ),
     )
 

@@ -143,7 +143,10 @@ def _provenance(report: Report) -> str:
         f"- processor: {about.processor}, {about.num_cores} cores, {about.num_threads} threads",
         f"- dtype {about.dtype}, device {about.device}, seed {about.seed}",
         f"- workload: {report.workbench.workload}, SHA-256 {report.workbench.workload_sha256}",
-        *(f"- weights of {name}: SHA-256 {digest}" for name, digest in about.model_sha256.items()),
+        *(
+            f"- {name}: {about.runtimes[name]} runtime, weights SHA-256 {digest}"
+            for name, digest in about.model_sha256.items()
+        ),
     ]
     return "## Provenance\n\n" + "\n".join(lines)
 

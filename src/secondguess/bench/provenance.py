@@ -34,16 +34,26 @@ class Provenance:
     dtype: str
     seed: int
     model_sha256: dict[str, str]
+    runtimes: dict[str, str]
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
-def gather(*, num_threads: int, device: str, dtype: str, seed: int, models: Mapping[str, Path]) -> Provenance:
+def gather(
+    *,
+    num_threads: int,
+    device: str,
+    dtype: str,
+    seed: int,
+    models: Mapping[str, Path],
+    runtimes: Mapping[str, str],
+) -> Provenance:
     """What can be found out about this run.
 
     Args:
         models: directory of each model by the name that the report uses; its weights are hashed.
+        runtimes: by the same names, what ran each model for this package.
     """
     commit, dirty = _git_state(Path(__file__).parents[1])
     return Provenance(
@@ -60,6 +70,7 @@ def gather(*, num_threads: int, device: str, dtype: str, seed: int, models: Mapp
         dtype=dtype,
         seed=seed,
         model_sha256={name: hash_weights(folder) for name, folder in models.items()},
+        runtimes=dict(runtimes),
     )
 
 

@@ -78,7 +78,7 @@ StopTokenId = Annotated[
 Seed = Annotated[
     int | None,
     Option(
-        help="Reproducible text; in float32 and float64, with verifier auto or coupled, the same with any drafter.",
+        help="Reproducible text; with verifier auto or coupled the same with any drafter (see the README on precision).",
         show_default="fresh each time",
         rich_help_panel=SAMPLING,
     ),
