@@ -115,6 +115,21 @@ def test_a_description_that_is_wrong_is_not_used(checkpoint, monkeypatch):
         load_runtime(checkpoint, runtime="fused", dtype="float32", device="cpu")
 
 
+def test_positions_that_are_scaled_otherwise_are_noticed(tmp_path, monkeypatch):
+    """A wrong frequency shows only far from the start."""
+    config = FAMILIES["llama"]()
+    config.max_position_embeddings = 4096
+    path = write_checkpoint(config, tmp_path)
+    made = fused.Rotary.__init__
+
+    def slightly_off(self, module, dtype):
+        made(self, module, dtype)
+        self.frequencies = self.frequencies * 1.001
+
+    monkeypatch.setattr(fused.Rotary, "__init__", slightly_off)
+    assert load_runtime(path, dtype="float32", device="cpu").kind == "transformers"
+
+
 def test_what_is_not_described_runs_as_its_module(tmp_path):
     path = write_checkpoint(FAMILIES["gpt2"](), tmp_path)
     assert load_runtime(path, dtype="float32", device="cpu").kind == "transformers"

@@ -30,6 +30,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Largest difference of a logit that rounding may explain, relative to the largest logit."""
 
+PROBE_LIMIT = 4096
+PROBE_WIDTH = 16
+
 
 @dataclass(frozen=True)
 class Family:
@@ -70,14 +73,20 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         model: a causal language model for which `can_fuse` holds, in evaluation mode.
         packed: whether its products can be packed (see `packing.can_pack`).
     """
-    tokens = torch.arange(6).remainder(model.get_input_embeddings().weight.shape[0]).reshape(2, 3)
+    config = model.config.get_text_config()
+    limit = min(context_length_of(config) or PROBE_LIMIT, PROBE_LIMIT)
+    width = min(PROBE_WIDTH, limit)
+    tokens = torch.arange(2 * width).remainder(model.get_input_embeddings().weight.shape[0]).reshape(2, width)
+    # Far from the start, where scaled positions differ from plain ones.
+    positions = torch.arange(limit - width, limit)[None]
     with torch.inference_mode():
-        expected = model(input_ids=tokens, use_cache=False).logits
+        expected = model(input_ids=tokens, position_ids=positions.expand(2, -1), use_cache=False).logits
         decoder = FusedDecoder(model, packed)
+        decoder.rotary.at(positions, limit)
         runtime = FusedRuntime(decoder)
-        runtime.cache.place([0, 0], 3, [0, 1], 3)
-        step = Step(None, torch.arange(3)[None], 3)
-        found = runtime.run(tokens, step, num_logits=3, with_hidden=False).logits
+        runtime.cache.place([0, 0], width, [0, 1], width)
+        step = Step(None, positions, width, key_positions=positions.expand(2, -1))
+        found = runtime.run(tokens, step, width, with_hidden=False).logits
     return decoder if reproduces(found, expected) else None
 
 
