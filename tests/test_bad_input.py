@@ -448,30 +448,20 @@ def test_running_out_of_memory_is_no_bug(ask, monkeypatch, fail, words):
 def test_a_batch_whose_caches_do_not_fit_is_told_before_any_is_made(tiny_checkpoint, monkeypatch):
     llm = load(tiny_checkpoint, "none", dtype="float32")
     monkeypatch.setattr(llm.target.runtime, "begin", lambda _: pytest.fail("a row was begun"))
-    longest = 5 + 20
-    monkeypatch.setattr(memory, "available_memory", lambda _: 3 * longest * llm.cache_bytes - 1)
-    prompts = [[5, 6, 7, 8, 9], [5], [6]]
-    with pytest.raises(OutOfMemoryError, match=r"3 of up to 25 tokens.*lower max_tokens"):
-        llm.generate(prompts, max_tokens=20)
+    prompts = [[5] * 300, [5], [6]]
+    needed = 4 * 512 * llm.cache_bytes  # slots and positions grow by doubling
+    monkeypatch.setattr(memory, "available_memory", lambda _: needed - 1)
+    with pytest.raises(OutOfMemoryError, match=r"2048 cached tokens.*fewer prompts"):
+        llm.generate(prompts)
     with pytest.raises(pytest.fail.Exception, match="begun"):  # two of them do fit
-        llm.generate(prompts[:2], max_tokens=20)
+        llm.generate(prompts[:2])
 
 
-def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
-    ask, tiny_checkpoint, tiny_draft_checkpoint, monkeypatch
-):
-    from secondguess.runtime.loading import memory_need
-
-    def refuse_to_load(*_, **__):
-        raise AssertionError("loaded, although there is no room")
-
-    arguments = ["x", "--dtype", "float32", "--drafter", f"model:{tiny_draft_checkpoint}"]
-    needs = [memory_need(path, dtype="float32").total for path in (tiny_checkpoint, tiny_draft_checkpoint)]
-    monkeypatch.setattr("secondguess.api.load_runtime", refuse_to_load)
-    monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda device: sum(needs) - 1)
-    assert_refused(ask(*arguments), "weights", "cache", "available", "tiny-draft", "smaller model")
-    monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda device: sum(needs))
-    assert "loaded, although" in ask(*arguments).err
+def test_a_cache_that_is_held_already_is_not_asked_for_again(tiny_checkpoint, monkeypatch):
+    llm = load(tiny_checkpoint, "none", dtype="float32")
+    llm.generate([[5] * 100, [6]], max_tokens=2)
+    monkeypatch.setattr(memory, "available_memory", lambda _: 0)
+    llm.generate([[5] * 100, [6]], max_tokens=2)
 
 
 # the other verbs

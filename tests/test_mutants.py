@@ -35,7 +35,7 @@ from secondguess.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.noise import KeyedNoise, Purpose
 from secondguess.runtime import tree
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.fused import FusedDecoder, FusedRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams, target_laws
@@ -110,7 +110,7 @@ def cached_law_holds(fused: bool = False) -> bool:
 
     found = exact_model_law(target, next_law)
     runtime, draft_runtime = (
-        (FusedRuntime(fuse(model, packed=False)) if fused else TransformersRuntime(model))
+        (FusedRuntime(FusedDecoder(model, packed=False)) if fused else TransformersRuntime(model))
         for model in (target, drafter)
     )
     team = Team(

@@ -163,9 +163,9 @@ class Generation:
             self._texts.append(watcher)
             self._commits.append([])
             self._pieces.append([])
-        # Rows share one block as long as the longest of them may become.
-        longest = max((len(row.tokens) + row.room for row in self._rows), default=0)
-        check_cache_memory(len(self._rows), longest, llm.cache_bytes, llm.target.runtime.device)
+        longest = max((len(row.tokens) for row in self._rows), default=0)
+        num_new = llm.target.runtime.cache.num_to_allocate(len(self._rows), longest)
+        check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
 
     def __iter__(self) -> Iterator[tuple[int, Piece]]:
         for pieces in self.rounds():

@@ -199,7 +199,8 @@ def tiny_subject(
     name = "model:tiny" if drafter == "model" else drafter
     made = make_drafter(name, target_vocab_size=model.config.vocab_size, load_draft_model=load_draft_model)
     team = Team(runtime(0), made, make_verifier(verifier), make_controller(controller))
-    return Subject(team, plain_logits_of(model), (0,), "random Llama of 3 tokens", _name(model.dtype))
+    name = f"random Llama of 3 tokens, {type(team.target).__name__}"
+    return Subject(team, plain_logits_of(model), (0,), name, _name(model.dtype))
 
 
 def subject_of(llm: LLM, prompt: Sequence[int]) -> Subject:

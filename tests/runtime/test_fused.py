@@ -7,7 +7,16 @@ import weakref
 
 import pytest
 import torch
-from families import FAMILIES, plain_model, random_tokens, row_of, runtime_of, write_checkpoint
+from families import (
+    FAMILIES,
+    assert_near,
+    plain_logits,
+    plain_model,
+    random_tokens,
+    row_of,
+    runtime_of,
+    write_checkpoint,
+)
 
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
@@ -68,10 +77,9 @@ def test_a_tokens_bits_do_not_depend_on_how_many_are_scored_with_it(name, num_kv
     path = write_checkpoint(config, tmp_path)
     model = load_runtime(path, runtime=runtime, dtype="bfloat16", device="cpu").runtime
     tokens = random_tokens(90, seed=3)
-    for place in (10, 27, 29, 31, 47, 63):
+    for place in (1, 10, 27, 29, 31, 47, 63):
         row, neighbour = row_of(tokens[:place]), row_of(tokens[:5])
         model.begin([row])
-        model.begin([neighbour])
         alone = []
         for token in tokens[place : place + 12]:
             alone.append(model.score([row], Draft.empty(1)).logits[0, 0])
@@ -81,13 +89,15 @@ def test_a_tokens_bits_do_not_depend_on_how_many_are_scored_with_it(name, num_kv
             drafted = tokens[place : place + num_nodes]
             model.rewind([row], [place - 1])
             single = model.score([row], Draft.chains([drafted])).logits[0]
-            model.rewind([row], [place - 1])
-            together = model.score([row, neighbour], Draft.chains([drafted, [5]])).logits[0]
+            twin = row_of(tokens[:place])
+            model.begin([neighbour, twin])
+            together = model.score([neighbour, twin], Draft.chains([[5], drafted])).logits[1]
+            model.end(neighbour)
+            model.end(twin)
             for node in range(num_nodes + 1):
                 assert torch.equal(single[node], alone[node])
                 assert torch.equal(together[node], alone[node])
         model.end(row)
-        model.end(neighbour)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
@@ -107,9 +117,10 @@ def test_weights_are_held_once(checkpoint):
     assert all(reference() is None for reference in released)
 
 
-def test_a_description_that_is_wrong_is_not_used(checkpoint, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_description_that_is_wrong_is_not_used(checkpoint, monkeypatch, dtype):
     monkeypatch.setattr(fused, "rotate", lambda states, cos, sin: states)
-    loaded = load_runtime(checkpoint, dtype="float32", device="cpu")
+    loaded = load_runtime(checkpoint, dtype=dtype, device="cpu")
     assert loaded.kind == "transformers"
     with pytest.raises(UnsupportedModelError, match="use runtime auto or transformers"):
         load_runtime(checkpoint, runtime="fused", dtype="float32", device="cpu")
@@ -128,6 +139,49 @@ def test_positions_that_are_scaled_otherwise_are_noticed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fused.Rotary, "__init__", slightly_off)
     assert load_runtime(path, dtype="float32", device="cpu").kind == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("name", "foreign"),
+    [
+        ("llama", {"sliding_window": 24}),
+        ("llama", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}),
+        ("mistral", {"sliding_window": 24}),
+    ],
+)
+def test_windows_are_those_of_the_module_whatever_the_configuration_says(name, foreign, tmp_path):
+    """Wider than what the probe sees, so only the description can be right."""
+    config = FAMILIES[name]()
+    for field, value in foreign.items():
+        setattr(config, field, value)
+    path = write_checkpoint(config, tmp_path)
+    runtime = runtime_of(path, runtime="fused")
+    row = row_of(random_tokens(60, seed=4))
+    runtime.begin([row])
+    assert_near(
+        runtime.score([row], Draft.empty(1)).logits[0], plain_logits(plain_model(path), row.tokens)[-1:]
+    )
+
+
+def test_layers_that_are_more_than_their_weights_are_left_to_the_module(checkpoint):
+    """An adapter shows its base weights under the same name."""
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, values):
+            return super().forward(values) + 0.001
+
+    model = plain_model(checkpoint)
+    model.model.layers[1].mlp.up_proj.__class__ = Adapted
+    assert fuse(model, packed=False) is None
+    assert model.model.layers[0].mlp.up_proj.weight.numel()  # nothing was taken apart
+
+
+def test_what_is_quantised_or_wrapped_is_left_to_the_module():
+    config = FAMILIES["llama"]()
+    assert fused.can_fuse(config, torch.device("cpu"))
+    config.quantization_config = {"quant_method": "torchao"}
+    assert not fused.can_fuse(config, torch.device("cpu"))
+    assert not fused.can_fuse(FAMILIES["llama"](), torch.device("cuda"))
 
 
 def test_what_is_not_described_runs_as_its_module(tmp_path):

@@ -56,4 +56,4 @@ class Controller(ABC):
         return torch.ones(len(rows), dtype=torch.bool, device=laws.device)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict) -> None:
-        """See how the round went; what is learnt serves later rounds."""
+        """See how the round went; what is learnt serves later rounds. Rounds run in inference mode."""

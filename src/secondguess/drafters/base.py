@@ -67,7 +67,10 @@ class Drafter(ABC):
         """
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
-        """See what was committed (`row.tokens` is already extended) and roll back what was not."""
+        """See what was committed (`row.tokens` is already extended) and roll back what was not.
+
+        Rounds run in inference mode: clone tensors that are to be trained on.
+        """
 
     def end(self, row: Row) -> None:
         """Release what is held for a row."""

@@ -117,11 +117,21 @@ class KeyValueCache:
         for block in (*self.keys, *self.values):
             block[target, :, :length] = block[source, :, :length]
 
+    def num_to_allocate(self, num_slots: int, num_positions: int) -> int:
+        """Tokens of new blocks that so many rows of so many positions would take; 0 where the present ones do."""
+        if num_slots <= self.num_slots and num_positions <= self.capacity:
+            return 0
+        slots, capacity = self._grown_size(num_slots, num_positions)
+        return slots * capacity
+
+    def _grown_size(self, num_slots: int, num_positions: int) -> tuple[int, int]:
+        slots = _doubled(self.num_slots or 1, num_slots)
+        return slots, _doubled(self.capacity or MIN_CAPACITY, num_positions)
+
     def _reserve(self, num_slots: int, num_positions: int) -> None:
         if num_slots <= self.num_slots and num_positions <= self.capacity:
             return
-        slots = _doubled(self.num_slots or 1, num_slots)
-        capacity = _doubled(self.capacity or MIN_CAPACITY, num_positions)
+        slots, capacity = self._grown_size(num_slots, num_positions)
         # Nothing is changed before all of it was allocated: running out of memory leaves the cache as it was.
         grown = [_grown(block, slots, capacity) for block in (*self.keys, *self.values)]
         self.keys, self.values = grown[: len(self.keys)], grown[len(self.keys) :]

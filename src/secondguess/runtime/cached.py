@@ -89,6 +89,8 @@ class CachedRuntime(Runtime):
         self.cache = KeyValueCache(device)
         self._states: dict[Row, _Cached] = {}
         self._by_slot: list[_Cached] = []
+        # On a CPU a row's bits must not depend on its neighbours, and a prompt fills the processor by itself.
+        self._prefills_together = device.type != "cpu"
         self._key_block = KEY_BLOCK if device.type == "cpu" else 1
         self._stairs = tree.Stairs(device)
 
@@ -180,8 +182,12 @@ class CachedRuntime(Runtime):
         width = queries.tokens.shape[1]
         # all rows' queries lie in the last columns; only rows that had less to catch up must be gathered
         first = min(num_uncached) - 1
+        starts = [state.length for state in states]
+        num_keys = -(-(max(starts) + width) // self._key_block) * self._key_block
         with torch.inference_mode():
-            output = self._forward(states, queries, width - first, with_hidden=bool(self.hidden_layers))
+            self.cache.place(starts, width, [state.slot for state in states], num_keys)
+            step = self._step(starts, queries, num_keys)
+            output = self.run(queries.tokens, step, width - first, with_hidden=bool(self.hidden_layers))
             offsets = None
             if min(num_uncached) != max(num_uncached):
                 shift = torch.tensor(num_uncached, device=self.device)[:, None] - 1
@@ -213,44 +219,36 @@ class CachedRuntime(Runtime):
         waiting = sorted(states, key=_num_to_prefill)
         while waiting and _num_to_prefill(waiting[-1]) > 0:
             width = min(_num_to_prefill(waiting[-1]), self.prefill_chunk)
-            group = [
-                state for state in waiting[-(self.prefill_chunk // width) :] if _num_to_prefill(state) > 0
-            ]
+            num_rows = self.prefill_chunk // width if self._prefills_together else 1
+            group = [state for state in waiting[-num_rows:] if _num_to_prefill(state) > 0]
             counts = [min(_num_to_prefill(state), width) for state in group]
             pieces = [
                 state.row.tokens[state.length : state.length + count] + [0] * (width - count)
                 for state, count in zip(group, counts, strict=True)
             ]
-            tokens = torch.tensor(pieces, device=self.device)
             with torch.inference_mode():
-                self._forward(group, Queries(tokens, None), num_logits=1, with_hidden=False)
+                self._prefill_forward(group, torch.tensor(pieces, device=self.device))
             for state, count in zip(group, counts, strict=True):
                 state.length += count
             waiting.sort(key=_num_to_prefill)
 
-    def _forward(
-        self, states: Sequence[_Cached], queries: Queries, num_logits: int, with_hidden: bool
-    ) -> Output:
+    def _prefill_forward(self, states: Sequence[_Cached], tokens: Tensor) -> None:
         starts = [state.length for state in states]
-        num_keys = self._num_keys(starts, queries)
-        self.cache.place(starts, queries.tokens.shape[1], [state.slot for state in states], num_keys)
-        return self.run(queries.tokens, self._step(starts, queries, num_keys), num_logits, with_hidden)
-
-    def _num_keys(self, starts: Sequence[int], queries: Queries) -> int:
-        """How many cache positions a forward reads, those that its mask hides included."""
-        num_keys = max(starts) + queries.tokens.shape[1]
-        return (
-            num_keys
-            if _sees_itself_only(starts, queries)
-            else -(-num_keys // self._key_block) * self._key_block
-        )
+        width = tokens.shape[1]
+        num_keys = max(starts) + width
+        self.cache.place(starts, width, [state.slot for state in states], num_keys)
+        if num_keys == width:  # nothing is cached: plain causal attention, for which there are faster kernels
+            step = Step(None, torch.arange(width, device=self.device)[None], width)
+        else:
+            step = self._step(starts, Queries(tokens, None), num_keys)
+        self.run(tokens, step, num_logits=1, with_hidden=False)
 
     def _step(self, starts: Sequence[int], queries: Queries, num_keys: int) -> Step:
         """Positions and mask of a forward; rows that stand equally far share one of each."""
         width = queries.tokens.shape[1]
         if min(starts) == max(starts) and queries.closure is None:
             positions = torch.arange(starts[0], starts[0] + width, device=self.device)[None]
-            nothing_hidden = _sees_itself_only(starts, queries) or starts[0] + 1 == num_keys
+            nothing_hidden = width == 1 and starts[0] + 1 == num_keys
             mask = None if nothing_hidden else self._stairs.mask(starts[0], width, num_keys)
             return Step(mask, self._in_range(positions, num_keys), num_keys)
         firsts = torch.tensor(starts, device=self.device)
@@ -289,11 +287,6 @@ def _queries(states: Sequence[_Cached], num_uncached: Sequence[int], draft: Draf
     parents, lengths = draft.parents.tolist(), draft.lengths.tolist()
     hung = torch.tensor(tree.hang_below(parents, lengths, num_uncached), device=device)
     return Queries(tokens, tree.ancestor_closure(hung))
-
-
-def _sees_itself_only(starts: Sequence[int], queries: Queries) -> bool:
-    """Whether a forward is the beginning of its rows: plain causal attention, nothing cached."""
-    return max(starts) == 0 and queries.closure is None and queries.tokens.shape[1] > 1
 
 
 def _num_to_prefill(state: _Cached) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from secondguess.runtime.fused import can_fuse
+from secondguess.runtime.fused import FAMILIES, can_fuse
 from secondguess.runtime.loading import (
     check_loadable,
     find_checkpoint,
@@ -113,6 +113,9 @@ def describe_model(name: str, *, dtype: str = "auto", device: str = "auto") -> M
 
 
 def _attention_of(config: Any) -> dict[str, int]:
+    if config.model_type in FAMILIES:  # known to the layer; other configurations are believed
+        windows = FAMILIES[config.model_type].windows(config)
+        return dict(Counter("sliding_attention" if window else "full_attention" for window in windows))
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         kinds = ["sliding_attention" if _window_of(config) else "full_attention"] * config.num_hidden_layers

@@ -9,7 +9,7 @@ A family is covered when `FAMILIES` names it and `reproduces` finds that the fus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +18,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.runtime.attention import Step, attend_as_several
-from secondguess.runtime.cached import CachedRuntime, Output
+from secondguess.runtime.cached import KEY_BLOCK, CachedRuntime, Output
 from secondguess.runtime.packing import Product
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import LENGTH_DEPENDENT_ROPE, context_length_of
+from secondguess.runtime.tree import Stairs
 
 with quiet():
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
-PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
 """Largest difference of a logit that rounding may explain, relative to the largest logit."""
 
 PROBE_LIMIT = 4096
+"""The probe stands at the end of the context, but no further than this."""
 PROBE_WIDTH = 16
 
 
@@ -39,17 +41,32 @@ class Family:
     """How a family departs from Llama: pre-norm, rotary positions, gated feed-forward, biases where it has any.
 
     Args:
+        windows: from the configuration, how many tokens each layer sees, None for all. A configuration may name windows
+            that the family's module does not have.
         normalises_heads: whether queries and keys pass a norm of their own, per head (Qwen3).
     """
 
+    windows: Callable[[Any], list[int | None]]
     normalises_heads: bool = False
 
 
+def no_windows(config: Any) -> list[int | None]:
+    return [None] * config.num_hidden_layers
+
+
+def one_window(config: Any) -> list[int | None]:
+    return [config.sliding_window] * config.num_hidden_layers
+
+
+def window_by_layer(config: Any) -> list[int | None]:
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(normalises_heads=True),
+    "llama": Family(no_windows),
+    "mistral": Family(one_window),
+    "qwen2": Family(window_by_layer),
+    "qwen3": Family(window_by_layer, normalises_heads=True),
 }
 
 
@@ -59,7 +76,8 @@ def can_fuse(config: Any, device: torch.device) -> bool:
     rope = getattr(text, "rope_parameters", None) or {}
     return (
         device.type == "cpu"
-        and text.model_type in FAMILIES
+        and config.model_type in FAMILIES
+        and getattr(config, "quantization_config", None) is None
         and text.hidden_act in ACTIVATIONS
         and rope.get("rope_type", "default") not in LENGTH_DEPENDENT_ROPE
         and rope.get("partial_rotary_factor", 1.0) == 1.0
@@ -73,7 +91,9 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         model: a causal language model for which `can_fuse` holds, in evaluation mode.
         packed: whether its products can be packed (see `packing.can_pack`).
     """
-    config = model.config.get_text_config()
+    if not all(type(linear) is nn.Linear for linear in _linears(model)):
+        return None  # adapters and the like compute something else from the same weights
+    config = model.config
     limit = min(context_length_of(config) or PROBE_LIMIT, PROBE_LIMIT)
     width = min(PROBE_WIDTH, limit)
     tokens = torch.arange(2 * width).remainder(model.get_input_embeddings().weight.shape[0]).reshape(2, width)
@@ -83,11 +103,33 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         expected = model(input_ids=tokens, position_ids=positions.expand(2, -1), use_cache=False).logits
         decoder = FusedDecoder(model, packed)
         decoder.rotary.at(positions, limit)
-        runtime = FusedRuntime(decoder)
-        runtime.cache.place([0, 0], width, [0, 1], width)
-        step = Step(None, positions, width, key_positions=positions.expand(2, -1))
-        found = runtime.run(tokens, step, width, with_hidden=False).logits
+        found = _probe(decoder, tokens, positions)
     return decoder if reproduces(found, expected) else None
+
+
+def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Logits `[row, query, vocab]`: all tokens but the last as a prefill reads them, the last as decoding does."""
+    runtime = FusedRuntime(decoder)
+    rows, slots = tokens.shape[0], list(range(tokens.shape[0]))
+    width = tokens.shape[1] - 1
+    runtime.cache.place([0] * rows, width, slots, width)
+    prefill = Step(None, positions[:, :-1], width, key_positions=positions[:, :-1].expand(rows, -1))
+    first = runtime.run(tokens[:, :-1], prefill, width, with_hidden=False).logits
+    runtime.cache.place([width] * rows, 1, slots, KEY_BLOCK)
+    keys = positions[:, :1] + torch.arange(KEY_BLOCK)
+    mask = Stairs(positions.device).mask(width, 1, KEY_BLOCK)
+    decode = Step(mask, positions[:, -1:], KEY_BLOCK, key_positions=keys.expand(rows, -1))
+    last = runtime.run(tokens[:, -1:], decode, 1, with_hidden=False).logits
+    return torch.cat((first, last), 1)
+
+
+def _linears(model: Any) -> Iterator[Any]:
+    """Every module that becomes a part of a product."""
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        yield from (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    yield model.get_output_embeddings()
 
 
 def reproduces(found: Tensor, expected: Tensor) -> bool:
@@ -229,7 +271,7 @@ class FusedDecoder:
         self.embedding: Tensor = model.get_input_embeddings().weight.detach()
         self.rotary = Rotary(body.rotary_emb, self.embedding.dtype)
         self.layers: list[Layer] = []
-        windows = _windows(config)
+        windows = family.windows(config)
         for index, window in enumerate(windows):
             self.layers.append(Layer(body.layers[index], family, config, window, packed))
             body.layers[index] = nn.Identity()  # its weights live on in ours alone
@@ -288,12 +330,3 @@ class FusedRuntime(CachedRuntime):
         if mask.shape[2] > 1:  # a lone query's mask serves every head as it is
             mask = mask.repeat(1, 1, self.decoder.num_heads_per_key, 1)
         return View(mask, causal=False)
-
-
-def _windows(config: Any) -> list[int | None]:
-    """Per layer, how many tokens it sees; None for all."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]

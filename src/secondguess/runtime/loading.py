@@ -69,7 +69,7 @@ class LoadedModel:
         return ids
 
     def module(self) -> Any:
-        """The Transformers module whose law the runtime keeps: the one that runs, or else a fresh copy."""
+        """The Transformers module whose law the runtime keeps: the one that runs, or else a second copy in memory."""
         if isinstance(self.runtime, TransformersRuntime):
             return self.runtime.model
         return _read_model(self.path, DTYPES[self.dtype]).to(self.device).eval()
@@ -160,7 +160,8 @@ def make_runtime(
         decoder = fuse(model.eval(), packable)
         if decoder is not None:
             return FusedRuntime(decoder, hidden_layers)
-        model = read_again()
+        if kind == "auto":
+            model = read_again()
     if kind == "fused":
         raise UnsupportedModelError(
             f"expected a model that the fused runtime covers, got a {model.config.model_type} "

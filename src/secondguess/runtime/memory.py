@@ -127,12 +127,11 @@ def check_memory(needs: Iterable[MemoryNeed], device: torch.device) -> None:
     )
 
 
-def check_cache_memory(num_rows: int, num_tokens: int, bytes_per_token: int, device: torch.device) -> None:
-    """Refuse a batch whose keys and values do not fit.
+def check_cache_memory(num_tokens: int, bytes_per_token: int, device: torch.device) -> None:
+    """Refuse prompts whose keys and values do not fit; what outputs add to them is allocated as they grow.
 
     Args:
-        num_rows: rows that decode together.
-        num_tokens: what the longest of them may hold, prompt and output.
+        num_tokens: what the cache would have to allocate (`KeyValueCache.num_to_allocate`).
         bytes_per_token: what a token takes in the caches of all models.
         device: where the caches are.
 
@@ -140,11 +139,11 @@ def check_cache_memory(num_rows: int, num_tokens: int, bytes_per_token: int, dev
         OutOfMemoryError: telling what they need and what there is.
     """
     available = available_memory(device)
-    needed = num_rows * num_tokens * bytes_per_token
+    needed = num_tokens * bytes_per_token
     if available is not None and needed > available:
         raise OutOfMemoryError(
-            f"expected prompts whose caches fit into the {_gib(available)} available on {device}, got "
-            f"{num_rows} of up to {num_tokens} tokens, which need {_gib(needed)}; decode fewer at once or lower max_tokens"
+            f"expected prompts whose caches fit into the {_gib(available)} available on {device}, got a need of "
+            f"{_gib(needed)} for {num_tokens} cached tokens; decode fewer prompts at once, or shorter ones"
         )
 
 
