@@ -298,8 +298,8 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 
 
 def _checked(laws: Tensor, logits: Tensor) -> Tensor:
-    # Whatever makes a law undefined makes all of it NaN, so one token tells.
-    if bool(laws[..., 0].isnan().any()):
+    # Whatever makes a law undefined makes all of it NaN, so one token tells; and one law makes a sum of them NaN.
+    if math.isnan(float(laws[..., 0].sum())):
         if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
             raise SecondGuessError(
                 "expected finite logits from the model, got NaN or infinity; its weights are broken, or "

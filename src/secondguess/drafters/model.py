@@ -80,7 +80,8 @@ class ModelDrafter(Drafter):
         limits = [min(limit, self._room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
         active = [index for index, limit in enumerate(limits) if limit > 0]
         certain = all(row.params.temperature == 0 for row in rows)
-        plain = certain and not any(row.params.edits_logits for row in rows)
+        edits = any(row.params.edits_logits for row in rows)
+        plain = certain and not edits
         chains: list[list[int]] = [[] for _ in rows]
         drawn: list[Tensor] = []
         laws: list[Tensor] = []
@@ -91,7 +92,9 @@ class ModelDrafter(Drafter):
                 tokens = logits.max(-1).indices  # half the time of argmax on a CPU, the same answer
             else:
                 try:
-                    law = drafter_laws(logits, rows, _beside(drawn, len(rows), logits.device))
+                    law = drafter_laws(
+                        logits, rows, _beside(drawn if edits else [], len(rows), logits.device)
+                    )
                 except BadInputError:
                     # A narrower vocabulary may hold nothing that a row's settings allow: nothing to guess then.
                     break
@@ -171,9 +174,7 @@ class ModelDrafter(Drafter):
 
 def _beside(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
     """`[row, i]` from i tensors `[row]`."""
-    if drawn:
-        return torch.stack(drawn, 1)
-    return torch.empty(num_rows, 0, dtype=torch.long, device=device)
+    return torch.stack(drawn, 1) if drawn else _nothing(num_rows, device).tokens
 
 
 @lru_cache(maxsize=64)

@@ -152,7 +152,7 @@ def verdict_of(
 ) -> Verdict:
     """Accept each chain's first `lengths` `[row]` nodes and draw what follows; `weights` as in `law_after`."""
     on_device = torch.from_numpy(lengths).to(draft.tokens.device)
-    law = law_after(draft, target_probs, on_device, torch.from_numpy(weights).to(target_probs))
+    law = law_after(draft, target_probs, on_device, torch.from_numpy(weights).to(on_device.device))
     return Verdict.of_chain(on_device, noise.draw(law, on_device))
 
 

@@ -66,7 +66,7 @@ def prefix_chances(draft: Draft, target_probs: Tensor, weights: Numbers) -> Numb
         return weights
     inner = weights[:, :-1]
     draft_probs = None if draft.probs is None else draft.probs[:, 1:]
-    on_device = torch.from_numpy(inner).to(target_probs)
+    on_device = torch.from_numpy(inner).to(target_probs.device)
     surplus = to_host(excess(on_device, target_probs[:, 1:-1], draft_probs, draft.tokens[:, 1:]).sum(-1))
     total = surplus + (1 - inner)
     # Both vanish only where w = 1 and p = q: the next prefix then has weight 1, so this chance cannot matter
