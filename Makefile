@@ -12,7 +12,7 @@ setup: .venv/.ready
 	touch $@
 
 demo: setup
-	$(BIN)/secondguess generate "def quicksort(items):" --max-tokens 200
+	$(BIN)/secondguess generate "def read_lines(path):" --max-tokens 200
 	$(BIN)/python examples/plain_against_speculative.py
 	$(BIN)/secondguess verify
 

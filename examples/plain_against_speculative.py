@@ -4,7 +4,7 @@ import sys
 
 import secondguess
 
-prompt = sys.argv[1] if len(sys.argv) > 1 else "def quicksort(items):"
+prompt = sys.argv[1] if len(sys.argv) > 1 else "def read_lines(path):"
 settings = {"max_tokens": 200, "temperature": 0.0}
 
 speculative = secondguess.load()
