@@ -448,13 +448,13 @@ def test_running_out_of_memory_is_no_bug(ask, monkeypatch, fail, words):
 def test_a_batch_whose_caches_do_not_fit_is_told_before_any_is_made(tiny_checkpoint, monkeypatch):
     llm = load(tiny_checkpoint, "none", dtype="float32")
     monkeypatch.setattr(llm.target.runtime, "begin", lambda _: pytest.fail("a row was begun"))
-    prompts = [[5] * 300, [5], [6]]
-    needed = 4 * 512 * llm.cache_bytes  # slots and positions grow by doubling
+    prompts = [[5] * 200, [5], [6], [7], [8]]
+    needed = 8 * 256 * llm.cache_bytes  # slots and positions grow by doubling
     monkeypatch.setattr(memory, "available_memory", lambda _: needed - 1)
     with pytest.raises(OutOfMemoryError, match=r"2048 cached tokens.*fewer prompts"):
         llm.generate(prompts)
-    with pytest.raises(pytest.fail.Exception, match="begun"):  # two of them do fit
-        llm.generate(prompts[:2])
+    with pytest.raises(pytest.fail.Exception, match="begun"):  # four of them do fit
+        llm.generate(prompts[:4])
 
 
 def test_a_cache_that_is_held_already_is_not_asked_for_again(tiny_checkpoint, monkeypatch):

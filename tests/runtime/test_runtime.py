@@ -114,9 +114,9 @@ def test_rows_of_similar_length_are_prefilled_together(runtime, monkeypatch):
     shapes = []
     run = runtime.run
 
-    def spy(tokens, *others):
+    def spy(tokens, *others, **named):
         shapes.append(tuple(tokens.shape))
-        return run(tokens, *others)
+        return run(tokens, *others, **named)
 
     monkeypatch.setattr(runtime, "run", spy)
     runtime.prefill_chunk = 16
@@ -132,8 +132,8 @@ def test_scoring_computes_no_more_logits_than_are_asked_for(runtime, monkeypatch
     seen = []
     run = runtime.run
 
-    def spy(*inputs):
-        output = run(*inputs)
+    def spy(*inputs, **named):
+        output = run(*inputs, **named)
         seen.append(output.logits.shape[1])
         return output
 
