@@ -177,8 +177,8 @@ def _training(stages: dict[str, StageFacts], seed: int) -> str:
     return f"""
 ## Training
 
-- Target: {stages["target"]}. Next-token cross-entropy; Muon for the matrices, AdamW for the rest; half the layers and short
-  windows first, then the trained layers repeated once, then longer windows while the learning rate falls to zero.
+- Target: {stages["target"]}. Next-token cross-entropy; Muon for the matrices, AdamW for the rest; few layers and short
+  windows first, then deeper (see `docs/training.md`), then longer windows while the learning rate falls to zero.
 - Drafter by itself: {stages["drafter-alone"]}. Cross-entropy, from the target's embedding.
 - Drafter towards the target: {stages["drafter"]}. Hybrid LK loss (overlap of the two laws, arXiv 2602.23881), half on corpus
   text and half on text written by the target.
