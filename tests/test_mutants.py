@@ -158,20 +158,16 @@ def rows_stay_apart() -> bool:
 
 
 def redraw_from_the_target_after_a_rejection(patch: Patch) -> None:
-    patch.setattr(
-        base,
-        "law_after",
-        lambda draft, laws, lengths, weights: laws[torch.arange(len(lengths)), lengths],
-    )
+    patch.setattr(base, "law_after", lambda draft, laws, lengths, excess_at: base.at(laws, lengths))
 
 
 def bonus_from_the_last_drafted_place(patch: Patch) -> None:
     original = base.law_after
 
-    def law_after(draft, laws, lengths, weights):
-        whole = (lengths == draft.lengths)[:, None]
-        early = laws[torch.arange(len(lengths)), (lengths - 1).clamp_min(0)]
-        return torch.where(whole, early, original(draft, laws, lengths, weights))
+    def law_after(draft, laws, lengths, excess_at):
+        whole = torch.from_numpy(lengths) == draft.lengths
+        before = base.at(laws, (lengths - 1).clip(0))
+        return torch.where(whole[:, None], before, original(draft, laws, lengths, excess_at))
 
     patch.setattr(base, "law_after", law_after)
 
@@ -179,8 +175,8 @@ def bonus_from_the_last_drafted_place(patch: Patch) -> None:
 def correction_from_the_place_behind(patch: Patch) -> None:
     original = base.law_after
 
-    def law_after(draft, laws, lengths, weights):
-        return original(draft, laws, (lengths + 1).clamp(max=draft.num_nodes), weights)
+    def law_after(draft, laws, lengths, excess_at):
+        return original(draft, laws, (lengths + 1).clip(max=draft.num_nodes), excess_at)
 
     patch.setattr(base, "law_after", law_after)
 
@@ -190,9 +186,10 @@ def uncapped_last_test(patch: Patch) -> None:
     original = block.prefix_weights
 
     def prefix_weights(ratios):
+        weights = original(ratios)
         with numpy.errstate(over="ignore"):
-            whole = ratios.prod(1, keepdims=True).clip(max=1)
-        return numpy.concatenate([original(ratios)[:, :-1], whole], 1)
+            weights[:, -1] = ratios.prod(1).clip(max=1)
+        return weights
 
     patch.setattr(block, "prefix_weights", prefix_weights)
 
@@ -200,7 +197,8 @@ def uncapped_last_test(patch: Patch) -> None:
 def uncapped_prefix_weights(patch: Patch) -> None:
     def prefix_weights(ratios):
         with numpy.errstate(over="ignore"):
-            return ratios.cumprod(1).clip(max=1)
+            products = ratios.cumprod(1).clip(max=1)
+        return numpy.concatenate([numpy.ones((len(ratios), 1)), products], 1)
 
     patch.setattr(block, "prefix_weights", prefix_weights)
 
@@ -208,7 +206,7 @@ def uncapped_prefix_weights(patch: Patch) -> None:
 def block_stops_at_the_first_failure(patch: Patch) -> None:
     original = EnumeratingNoise.accept
     patch.setattr(
-        EnumeratingNoise, "accept", lambda self, chances: original(self, chances).long().cumprod(1).bool()
+        EnumeratingNoise, "accept", lambda self, chances: original(self, chances).cumprod(1).astype(bool)
     )
 
 
@@ -269,10 +267,12 @@ def clipped_residual(patch: Patch) -> None:
     original = base.excess
 
     def excess(*args):
-        surplus = original(*args)
-        return torch.where(surplus < 1e-3, 0.0, surplus)
+        left = original(*args)
+        laws = torch.where(left.laws < 1e-3, 0.0, left.laws)
+        return base.Excess(laws, laws.sum(-1).numpy())
 
-    patch.setattr(base, "excess", excess)
+    for rule in (block, rejection):
+        patch.setattr(rule, "excess", excess)
 
 
 def top_p_after_the_ratio(patch: Patch) -> None:
@@ -301,9 +301,9 @@ def padding_counts_as_rejected(patch: Patch) -> None:
     """A short row of a padded batch, accepted whole, is corrected for a node that it never had."""
     original = base.law_after
 
-    def law_after(draft, laws, lengths, weights):
+    def law_after(draft, laws, lengths, excess_at):
         padded = torch.full_like(draft.lengths, draft.num_nodes)
-        return original(Draft(draft.tokens, draft.parents, padded, draft.probs), laws, lengths, weights)
+        return original(Draft(draft.tokens, draft.parents, padded, draft.probs), laws, lengths, excess_at)
 
     patch.setattr(base, "law_after", law_after)
 
@@ -392,7 +392,9 @@ def places_share_accept_numbers(patch: Patch) -> None:
     patch.setattr(
         KeyedNoise,
         "_uniforms",
-        lambda self, places, purpose: original(self, places * (purpose != Purpose.ACCEPT), purpose),
+        lambda self, places, purpose: original(
+            self, [[0] * len(row) for row in places] if purpose == Purpose.ACCEPT else places, purpose
+        ),
     )
 
 
@@ -402,8 +404,11 @@ def rounds_share_numbers(patch: Patch) -> None:
 
     def uniforms(self, places, purpose):
         fresh = KeyedNoise(self.keys, torch.zeros_like(self.positions), self.coupled, self.greedy)
-        start = self.positions.numpy().reshape(-1, *([1] * (places.ndim - 1)))
-        return original(fresh, places + start, purpose)
+        moved = [
+            [place + start for place in row]
+            for start, row in zip(self.positions.tolist(), places, strict=True)
+        ]
+        return original(fresh, moved, purpose)
 
     patch.setattr(KeyedNoise, "_uniforms", uniforms)
 

@@ -51,9 +51,9 @@ def draws_of(noise, purpose, depth, num_outcomes=10):
     if purpose.endswith("race"):
         return noise.race(laws[:, None], depths(depth, len(laws))[:, None])[:, 0]
     # Accepting at every tenth tells which tenth the number lies in.
-    steps = torch.arange(1, num_outcomes) / num_outcomes
-    accepted = [noise.accept(torch.full((len(laws), depth + 1), step))[:, depth] for step in steps.tolist()]
-    return num_outcomes - 1 - torch.stack(accepted).sum(0)
+    steps = numpy.arange(1, num_outcomes) / num_outcomes
+    accepted = [noise.accept(numpy.full((len(laws), depth + 1), step))[:, depth] for step in steps]
+    return torch.from_numpy(num_outcomes - 1 - numpy.stack(accepted).sum(0))
 
 
 def p_value_of_pairs(one, other, num_outcomes=10):
@@ -180,7 +180,7 @@ def test_a_row_has_the_same_noise_in_any_batch(purpose):
 def test_numbers_are_the_same_hashed_one_by_one_or_all_at_once(seed, monkeypatch):
     params = SamplingParams(temperature=1.0)
     rows = [Row([0] * (3 + 90 * stream), params, seed=seed, stream=stream) for stream in range(4)]
-    places = numpy.broadcast_to(numpy.arange(20), (4, 20))
+    places = [range(20)] * 4
     found = []
     for few in (0, 10**6):
         monkeypatch.setattr(noise_module, "_FEW", few)
@@ -206,14 +206,14 @@ def test_mixed_batches_draw_each_row_by_its_own_rule():
 def test_inversion_is_exact_on_a_grid():
     law = torch.tensor([0.25, 0.0, 0.5, 0.0, 0.25, 0.0])
     uniforms = (torch.arange(16).double() + 0.5) / 16
-    drawn = draw_by_inversion(law.expand(16, -1), uniforms)
+    drawn = draw_by_inversion(law.expand(16, -1), uniforms[:, None])
     assert drawn.tolist() == [0] * 4 + [2] * 8 + [4] * 4
 
 
 @pytest.mark.parametrize("uniform", [2.0**-53, 0.5, 1 - 2.0**-53, math.nextafter(1, 0)])
 def test_inversion_never_draws_what_has_no_probability(uniform):
     laws = torch.tensor([[0.0, 0.1, 0.0, 0.9, 0.0], [0.0, 0.0, 1e-30, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3, 0, 0]])
-    drawn = draw_by_inversion(laws, torch.full((3,), uniform, dtype=torch.float64))
+    drawn = draw_by_inversion(laws, torch.full((3, 1), uniform, dtype=torch.float64))
     assert (laws.gather(1, drawn[:, None]) > 0).all()
 
 
@@ -227,8 +227,8 @@ def test_races_never_draw_what_has_no_probability(dtype):
 
 def test_chances_of_zero_and_one_are_certain():
     noise = noise_of()
-    assert not noise.accept(torch.zeros(NUM_ROWS, 2)).any()
-    assert noise.accept(torch.ones(NUM_ROWS, 2)).all()
+    assert not noise.accept(numpy.zeros((NUM_ROWS, 2))).any()
+    assert noise.accept(numpy.ones((NUM_ROWS, 2))).all()
 
 
 def test_rows_at_temperature_zero_take_the_most_likely_token():

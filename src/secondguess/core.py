@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -175,17 +176,11 @@ class Draft:
         >>> Draft.chains([[5, 6], [7]]).parents.tolist()
         [[-1, 0], [-1, -1]]
         """
-        width = max((len(chain) for chain in chains), default=0)
+        lengths = tuple([len(chain) for chain in chains])
+        width = max(lengths, default=0)
         tokens = [[*chain, *([0] * (width - len(chain)))] for chain in chains]
-        parents = [[*range(-1, len(chain) - 1), *([-1] * (width - len(chain)))] for chain in chains]
-        as_tensor = partial(torch.tensor, dtype=torch.long, device=device)
-        shape = (len(chains), width)
-        return cls(
-            as_tensor(tokens).reshape(shape),
-            as_tensor(parents).reshape(shape),
-            as_tensor([len(chain) for chain in chains]),
-            probs,
-        )
+        as_tensor = torch.tensor(tokens, dtype=torch.long, device=device)
+        return cls(as_tensor.reshape(len(chains), width), *_chain_form(lengths, torch.device(device)), probs)
 
     @property
     def num_rows(self) -> int:
@@ -225,6 +220,15 @@ class Draft:
         return Draft(self.tokens[rows], self.parents[rows], self.lengths[rows], probs)
 
 
+@lru_cache(maxsize=256)
+def _chain_form(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Parents and lengths of chains so long; the same few forms come back in every round."""
+    width = max(lengths, default=0)
+    parents = [[*range(-1, length - 1), *([-1] * (width - length))] for length in lengths]
+    as_tensor = partial(torch.tensor, dtype=torch.long, device=device)
+    return as_tensor(parents).reshape(len(lengths), width), as_tensor(lengths)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Which nodes were accepted and which token follows them.
@@ -242,9 +246,10 @@ class Verdict:
     @classmethod
     def of_chain(cls, lengths: Tensor, next_tokens: Tensor) -> Verdict:
         """A chain's path is its first `lengths` nodes."""
-        depth = int(lengths.max()) if lengths.numel() else 0
-        index = torch.arange(depth, device=lengths.device).expand(lengths.shape[0], depth)
-        return cls(torch.where(index < lengths[:, None], index, -1), lengths, next_tokens)
+        counts = lengths.cpu().numpy()
+        index = numpy.arange(counts.max(initial=0))
+        paths = numpy.where(index < counts[:, None], index, -1)
+        return cls(torch.from_numpy(paths).to(lengths.device), lengths, next_tokens)
 
     @classmethod
     def merged(cls, parts: Iterable[tuple[Tensor, Verdict]], num_rows: int) -> Verdict:
@@ -274,14 +279,14 @@ class Budgets:
     Args:
         lengths: per row, the largest number of nodes.
         go_on: given the drafter's laws `[row, vocab]` of the nodes just drawn, before sampling settings, and
-            the depth of those nodes, says per row (`[row]` bool) whether to draw another node *after* them. It
+            the depth of those nodes, says per row whether to draw another node *after* them. It
             is never shown the drawn tokens: that is the non-anticipation rule (algorithms page, 3.0). Rows
             that drew no node at this depth have a line too; it means nothing.
         reads_laws: False when `go_on` always says yes, so that nobody makes a law just to ask it.
     """
 
     lengths: list[int]
-    go_on: Callable[[Tensor, int], Tensor]
+    go_on: Callable[[Tensor, int], list[bool]]
     reads_laws: bool = True
 
     @property

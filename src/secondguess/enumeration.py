@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row
@@ -128,10 +130,11 @@ class EnumeratingNoise(Noise):
         all_tokens[self.rows] = tokens
         return tokens
 
-    def accept(self, probabilities: Tensor) -> Tensor:
-        answers = torch.zeros_like(probabilities, dtype=torch.bool)
-        for node, chances in enumerate(probabilities.double().clamp(0, 1).unbind(1)):
-            answers[:, node] = self._choose("accept", node, torch.stack([1 - chances, chances], -1)) > 0
+    def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
+        answers = numpy.zeros(chances.shape, dtype=numpy.bool_)
+        for node, chance in enumerate(torch.from_numpy(chances).clamp(0, 1).unbind(1)):
+            chosen = self._choose("accept", node, torch.stack([1 - chance, chance], -1))
+            answers[:, node] = chosen.numpy() > 0
         return answers
 
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:

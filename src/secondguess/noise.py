@@ -67,8 +67,8 @@ class Noise(ABC):
         """Draw node tokens `[row]` at this depth from `laws` `[row, vocab]`."""
 
     @abstractmethod
-    def accept(self, probabilities: Tensor) -> Tensor:
-        """`[row, node]` bool: True with the given probability, independently; both on the host."""
+    def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
+        """`[row, node]`: True with the given chance, independently; both on the host."""
 
     @abstractmethod
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
@@ -125,24 +125,25 @@ class KeyedNoise(Noise):
     def draft(self, laws: Tensor, depth: int) -> Tensor:
         if self.all_greedy:
             return laws.max(-1).indices
-        depths = numpy.full(len(self.positions), depth)
-        if self.all_coupled:
-            return self._race(laws, torch.from_numpy(depths))
-        independent = self._drawn(laws, depths, Purpose.DRAFT)
         if not self.any_coupled:
-            return independent
-        return torch.where(
-            self.coupled.to(laws.device), self._race(laws, torch.from_numpy(depths)), independent
-        )
+            return self._drawn(laws, [[depth]] * len(laws), Purpose.DRAFT)
+        raced = self._race(laws, torch.full((len(laws),), depth))
+        if self.all_coupled:
+            return raced
+        independent = self._drawn(laws, [[depth]] * len(laws), Purpose.DRAFT)
+        return torch.where(self.coupled.to(laws.device), raced, independent)
 
-    def accept(self, probabilities: Tensor) -> Tensor:
-        nodes = numpy.broadcast_to(numpy.arange(probabilities.shape[1]), probabilities.shape)
-        return torch.from_numpy(self._uniforms(nodes, Purpose.ACCEPT) < probabilities.numpy())
+    def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
+        num_rows, num_nodes = chances.shape
+        accepted: NDArray[numpy.bool_] = (
+            self._uniforms([range(num_nodes)] * num_rows, Purpose.ACCEPT) < chances
+        )
+        return accepted
 
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
             return laws.max(-1).indices
-        return self._drawn(laws, depths.cpu().numpy(), Purpose.DRAW)
+        return self._drawn(laws, depths[:, None].tolist(), Purpose.DRAW)
 
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
@@ -150,7 +151,7 @@ class KeyedNoise(Noise):
         if self.all_coupled:
             return self._race(laws, depths)
         # No draft was drawn by the race of an uncoupled row, so one number per query serves as well as one per token.
-        independent = self._drawn(laws, depths.cpu().numpy(), Purpose.RACE)
+        independent = self._drawn(laws, depths.tolist(), Purpose.RACE)
         if not self.any_coupled:
             return independent
         return torch.where(self.coupled.to(laws.device)[:, None], self._race(laws, depths), independent)
@@ -161,28 +162,29 @@ class KeyedNoise(Noise):
             self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows], self.device
         )
 
-    def _drawn(self, laws: Tensor, places: NDArray[numpy.int64], purpose: Purpose) -> Tensor:
-        """Tokens `[...]` from `laws` `[..., vocab]`, each with the number of its place."""
-        return draw_by_inversion(laws, torch.from_numpy(self._uniforms(places, purpose)).to(laws.device))
+    def _drawn(self, laws: Tensor, places: Places, purpose: Purpose) -> Tensor:
+        """Tokens `[row]` or `[row, query]` from `laws` `[..., vocab]`, each with the number of its place."""
+        uniforms = torch.from_numpy(self._uniforms(places, purpose)).to(laws.device)
+        return draw_by_inversion(laws, uniforms if laws.ndim == 2 else uniforms[..., None])
 
-    def _uniforms(self, places: NDArray[numpy.int64], purpose: Purpose) -> NDArray[numpy.float64]:
-        """One number for each place (`[row]` depths, or `[row, node]` indices) of this round."""
-        # So few numbers that a device, or even torch, would spend its time on starting.
-        if places.size > _FEW:
+    def _uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
+        """`[row, i]`, one number for each place (a depth, or the index of a node) of this round."""
+        # So few numbers that a device, or even an array, would spend its time on starting.
+        if sum(map(len, places)) > _FEW:
             keys = _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
-            return _to_uniform(_hash(_beside(keys, places), places, purpose))
-        rows = places.reshape(len(places), -1).tolist()
+            return _to_uniform(_hash(keys[:, None], numpy.array(places), purpose))
         uniforms = [
-            ((_hash_integer(key, place, purpose) >> 12) + 0.5) * 2.0**-52
-            for key, row in zip(self._round_keys, rows, strict=True)
-            for place in row
+            [((_mix_integer(key ^ _place_hash(place, purpose)) >> 12) + 0.5) * 2.0**-52 for place in row]
+            for key, row in zip(self._round_keys, places, strict=True)
         ]
-        return numpy.array(uniforms).reshape(places.shape)
+        return numpy.array(uniforms)
 
     @cached_property
     def _round_keys(self) -> list[int]:
         starts = zip(self.keys.tolist(), self.positions.tolist(), strict=True)
-        return [_hash_integer(key, position, Purpose.ROUND) for key, position in starts]
+        return [
+            _mix_integer((key & _ALL_BITS) ^ _place_hash(position, Purpose.ROUND)) for key, position in starts
+        ]
 
     def _race(self, laws: Tensor, depths: Tensor) -> Tensor:
         """The first arrival when token v waits an exponential time of rate laws[v]; P(v first) = laws[v]."""
@@ -206,17 +208,20 @@ def _on_host(values: Sequence[int], dtype: type) -> Tensor:
 
 
 def draw_by_inversion(laws: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from each of `laws` `[..., vocab]` (any positive total) with its uniform `[...]`, by inverting the sum.
+    """Draw from each of `laws` `[..., vocab]` (any positive total) with its uniform `[..., 1]`, by inverting the sum.
 
     For a uniform of at most 1 - 2^-53 the product with the total rounds to less than the total, so the token
     found always has mass.
     """
     totals = laws.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(totals, uniforms[..., None] * totals[..., -1:], right=True)[..., 0]
+    return torch.searchsorted(totals, uniforms * totals[..., -1:], right=True)[..., 0]
 
 
 Numbers = TypeVar("Numbers", Tensor, NDArray[numpy.int64])
 """What is hashed: 64-bit integers that wrap around, many on a device or few on the host."""
+
+Places = Sequence[Sequence[int]]
+"""Per row, for which depths or nodes numbers are wanted; equally many for each row."""
 
 _FEW = 64
 """So many numbers are hashed one by one: an array of any size costs as much as some fifty of them."""
@@ -255,9 +260,10 @@ def _hash(keys: Numbers, places: Numbers, purpose: int | Numbers) -> Numbers:
     return _mix(keys ^ _mix(places * len(Purpose) + purpose))
 
 
-def _hash_integer(key: int, place: int, purpose: int) -> int:
-    """`_hash` of one number, as an unsigned integer."""
-    return _mix_integer((key & _ALL_BITS) ^ _mix_integer(place * len(Purpose) + purpose))
+@lru_cache(maxsize=4096)
+def _place_hash(place: int, purpose: int) -> int:
+    """The part of `_hash` that all rows share, as an unsigned integer."""
+    return _mix_integer(place * len(Purpose) + purpose)
 
 
 def _beside(per_row: Numbers, places: Numbers) -> Numbers:

@@ -130,6 +130,12 @@ class SamplingParams:
         penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         return penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
+    @property
+    def keeps_laws(self) -> bool:
+        """Whether these settings leave a model's law as it is."""
+        truncates = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.temperature == 1 and not truncates and not self.edits_logits
+
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids that a model with `vocab_size` tokens does not have.
 
@@ -298,8 +304,8 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 
 
 def _checked(laws: Tensor, logits: Tensor) -> Tensor:
-    # Whatever makes a law undefined makes all of it NaN, so one token tells; and one law makes a sum of them NaN.
-    if math.isnan(float(laws[..., 0].sum())):
+    # Whatever makes a law undefined makes all of it NaN, so one token tells.
+    if any(map(math.isnan, laws[..., 0].flatten().tolist())):
         if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
             raise SecondGuessError(
                 "expected finite logits from the model, got NaN or infinity; its weights are broken, or "

@@ -60,7 +60,7 @@ def test_fixed_zero_is_plain_decoding() -> None:
 
 def test_fixed_is_not_shown_any_law() -> None:
     class Blind(FixedController):
-        def go_on(self, rows: Sequence[Row], laws: Tensor, depth: int) -> Tensor:
+        def go_on(self, rows: Sequence[Row], laws: Tensor, depth: int) -> list[bool]:
             raise AssertionError("asked for nothing")
 
     assert run(Blind(), alike(0.5), alike(0.5))[0] == 5
@@ -89,18 +89,18 @@ def test_confidence_stops_after_the_node_that_makes_survival_unlikely(
 def test_confidence_takes_the_product_along_each_rows_own_path() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     rows = rows_of(3)
-    assert controller.go_on(rows, laws_with(0.9, 0.7, 0.4), 0).tolist() == [True, True, False]
+    assert controller.go_on(rows, laws_with(0.9, 0.7, 0.4), 0) == [True, True, False]
     # The third row has stopped; what stands in its line must not matter to the others.
-    assert controller.go_on(rows, laws_with(0.9, 0.7, 1.0), 1).tolist()[:2] == [True, False]
-    assert controller.go_on(rows, laws_with(0.65, 1.0, 0.1), 2).tolist()[:1] == [True]
+    assert controller.go_on(rows, laws_with(0.9, 0.7, 1.0), 1)[:2] == [True, False]
+    assert controller.go_on(rows, laws_with(0.65, 1.0, 0.1), 2)[:1] == [True]
 
 
 def test_confidence_begins_anew_with_every_round() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     for _ in range(3):
-        assert controller.go_on(rows_of(1), laws_with(0.6), 0).tolist() == [True]
-        assert controller.go_on(rows_of(1), laws_with(0.6), 1).tolist() == [False]
-    assert controller.go_on(rows_of(2), laws_with(0.6, 0.3), 0).tolist() == [True, False]
+        assert controller.go_on(rows_of(1), laws_with(0.6), 0) == [True]
+        assert controller.go_on(rows_of(1), laws_with(0.6), 1) == [False]
+    assert controller.go_on(rows_of(2), laws_with(0.6, 0.3), 0) == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 CONTROLLERS = ["fixed:0", "fixed:1", "fixed:4", "confidence:6", "confidence:6,threshold=0.9"]
 
 
-def never_asked(laws: torch.Tensor, depth: int) -> torch.Tensor:
+def never_asked(laws: torch.Tensor, depth: int) -> list[bool]:
     """For `Budgets.go_on`, where nobody may ask."""
     raise AssertionError("go_on was asked by a certain drafter, or although the controller reads no laws")
 

@@ -30,8 +30,8 @@ from secondguess.testing import Law, TableModel, random_law
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0)
 
 
-def always(laws: Tensor, depth: int) -> Tensor:
-    return torch.ones(laws.shape[0], dtype=torch.bool)
+def always(laws: Tensor, depth: int) -> list[bool]:
+    return [True] * laws.shape[0]
 
 
 def propose(drafter: ModelDrafter, rows: list[Row], budgets: Budgets) -> Draft:
@@ -102,7 +102,7 @@ def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
 def test_laws_are_asked_about_only_where_a_further_node_is_possible() -> None:
     asked: list[int] = []
 
-    def go_on(laws: Tensor, depth: int) -> Tensor:
+    def go_on(laws: Tensor, depth: int) -> list[bool]:
         asked.append(depth)
         return always(laws, depth)
 
@@ -117,7 +117,7 @@ def test_laws_are_asked_about_only_where_a_further_node_is_possible() -> None:
 def test_go_on_is_shown_the_models_own_law(temperature: float) -> None:
     shown: list[Tensor] = []
 
-    def go_on(laws: Tensor, depth: int) -> Tensor:
+    def go_on(laws: Tensor, depth: int) -> list[bool]:
         shown.append(laws)
         return always(laws, depth)
 

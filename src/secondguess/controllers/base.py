@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
@@ -47,13 +46,13 @@ class Controller(ABC):
     def budget(self, row: Row) -> int:
         """The largest number of nodes to draft for this row in the coming round; 0 is plain decoding."""
 
-    def go_on(self, rows: Sequence[Row], laws: Tensor, depth: int) -> Tensor:
-        """Per row (`[row]` bool), whether to draft another node after one drawn from `laws` `[row, vocab]`.
+    def go_on(self, rows: Sequence[Row], laws: Tensor, depth: int) -> list[bool]:
+        """Per row, whether to draft another node after one drawn from `laws` `[row, vocab]`.
 
         The laws are the draft model's own, before sampling settings (which make them one-hot at temperature
         0). The line of a row that drew no node at this depth means nothing, and neither does its answer.
         """
-        return torch.ones(len(rows), dtype=torch.bool, device=laws.device)
+        return [True] * len(rows)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict) -> None:
         """See how the round went; what is learnt serves later rounds. Rounds run in inference mode."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import mul
 
-import torch
 from torch import Tensor
 
 from secondguess.controllers.base import MAX_DRAFT_LENGTH, Controller
@@ -42,7 +43,7 @@ class ConfidenceController(Controller):
     def __init__(self, options: ConfidenceOptions = ConfidenceOptions()) -> None:
         self.options = options
         self.name = f"confidence:{options.length},threshold={options.threshold:g}"
-        self._survival = torch.ones(0)
+        self._survival: list[float] = []
 
     @classmethod
     def build(cls, name: Name) -> ConfidenceController:
@@ -51,8 +52,9 @@ class ConfidenceController(Controller):
     def budget(self, row: Row) -> int:
         return self.options.length
 
-    def go_on(self, rows: Sequence[Row], laws: Tensor, depth: int) -> Tensor:
-        confidence = laws.amax(-1)
-        # A round begins at depth 0, which resets the product; rows that dropped out since are not read.
-        self._survival = confidence if depth == 0 else self._survival * confidence
-        return self._survival >= self.options.threshold
+    def go_on(self, rows: Sequence[Row], laws: Tensor, depth: int) -> list[bool]:
+        # A round begins at depth 0, which resets the products; rows that dropped out since are not read.
+        so_far = repeat(1.0) if depth == 0 else self._survival
+        confidences: list[float] = laws.amax(-1).tolist()
+        self._survival = list(map(mul, so_far, confidences))
+        return [survival >= self.options.threshold for survival in self._survival]

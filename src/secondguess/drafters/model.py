@@ -82,6 +82,7 @@ class ModelDrafter(Drafter):
         certain = all(row.params.temperature == 0 for row in rows)
         edits = any(row.params.edits_logits for row in rows)
         plain = certain and not edits
+        own_laws = all(row.params.keeps_laws for row in rows)
         chains: list[list[int]] = [[] for _ in rows]
         drawn: list[Tensor] = []
         laws: list[Tensor] = []
@@ -104,7 +105,7 @@ class ModelDrafter(Drafter):
             self._extend(rows, chains, active, tokens.tolist())
             active = [index for index in active if depth + 1 < limits[index]]
             if active and budgets.reads_laws:
-                going_on = budgets.go_on(logits.softmax(-1), depth).tolist()
+                going_on = budgets.go_on(law if own_laws else logits.softmax(-1), depth)
                 active = [index for index in active if going_on[index]]
         return Draft.chains(chains, None if certain else self._probs(laws, len(rows)), self.runtime.device)
 

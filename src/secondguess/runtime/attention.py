@@ -36,12 +36,15 @@ class Step:
         num_keys: cache positions that are read.
         key_positions: `[row, key]` int64, text position of the token in each cache position; None when the
             two are the same, as they are unless a tree was drafted.
+        start: where all rows' queries begin, one behind the other, both in the cache and in the text; None
+            when rows differ or branch.
     """
 
     mask: Tensor | None
     query_positions: Tensor
     num_keys: int
     key_positions: Tensor | None = None
+    start: int | None = None
 
     def visible(self, mask_function: MaskFunction, window: int | None) -> Tensor | None:
         """The mask for a layer type whose own rule, causal or windowed, is `mask_function`.

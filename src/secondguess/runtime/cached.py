@@ -247,10 +247,11 @@ class CachedRuntime(Runtime):
         """Positions and mask of a forward; rows that stand equally far share one of each."""
         width = queries.tokens.shape[1]
         if min(starts) == max(starts) and queries.closure is None:
-            positions = torch.arange(starts[0], starts[0] + width, device=self.device)[None]
-            nothing_hidden = width == 1 and starts[0] + 1 == num_keys
-            mask = None if nothing_hidden else self._stairs.mask(starts[0], width, num_keys)
-            return Step(mask, self._in_range(positions, num_keys), num_keys)
+            start = starts[0]
+            positions = torch.arange(start, start + width, device=self.device)[None]
+            nothing_hidden = width == 1 and start + 1 == num_keys
+            mask = None if nothing_hidden else self._stairs.mask(start, width, num_keys)
+            return Step(mask, self._in_range(positions, num_keys), num_keys, start=start)
         firsts = torch.tensor(starts, device=self.device)
         if queries.closure is None:
             positions = tree.query_slots(firsts, width)

@@ -102,7 +102,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
     with torch.inference_mode():
         expected = model(input_ids=tokens, position_ids=positions.expand(2, -1), use_cache=False).logits
         decoder = FusedDecoder(model, packed)
-        decoder.rotary.at(positions, limit)
+        decoder.rotary.reserve(limit)
         found = _probe(decoder, tokens, positions)
     return decoder if reproduces(found, expected) else None
 
@@ -143,8 +143,7 @@ class View:
     """What the queries of a forward see in layers of one kind, in the form that attention reads.
 
     Args:
-        mask: `[row or 1, 1, group * query, key]` (or one for a lone query), added to the scores; None when
-            nothing is hidden.
+        mask: `[row or 1, 1, query * group, key]`, added to the scores; None when nothing is hidden.
         causal: whether each query sees the queries before it and itself, and nothing is cached yet.
     """
 
@@ -164,16 +163,16 @@ class Heads:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, view: View) -> Tensor:
         """`[row, query, head * size]` from `query` `[row, query, head, size]` and what the cache holds."""
         rows, width = query.shape[:2]
-        query = query.transpose(1, 2)
         if view.causal:
             mixed = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=self.group > 1
+                query.transpose(1, 2), key, value, is_causal=True, enable_gqa=self.group > 1
             )
-        else:
-            # The heads that share keys are rows of one product.
-            folded = query.reshape(rows, self.num_keys, self.group * width, self.size)
-            mixed = attend_as_several(folded, key, value, view.mask)
-            mixed = mixed.view(rows, self.num_queries, width, self.size)
+            return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
+        # The heads that share keys are rows of one product, those of one query side by side.
+        folded = query.reshape(rows, width, self.num_keys, self.group * self.size).transpose(1, 2)
+        folded = folded.reshape(rows, self.num_keys, width * self.group, self.size)
+        mixed = attend_as_several(folded, key, value, view.mask)
+        mixed = mixed.view(rows, self.num_keys, width, self.group * self.size)
         return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
 
 
@@ -186,23 +185,33 @@ class Rotary:
         self.dtype = dtype
         self._table = torch.empty(0)
 
-    def at(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-        """`[row or 1, query, 1, size]` each, for `positions` `[row or 1, query]` below `num_positions`."""
-        if num_positions > self._table.shape[0]:
-            self._table = self._rows(max(256, 2 * num_positions))
-        cos, sin = self._table[positions].unsqueeze(-2).chunk(2, -1)
+    def at(self, step: Step) -> tuple[Tensor, Tensor]:
+        """`[row or 1, query, 1, size]` each, for the queries of a forward; sines as `rotate` wants them."""
+        self.reserve(step.num_keys)
+        if step.start is None:
+            found = self._table[step.query_positions]
+        else:
+            found = self._table[None, step.start : step.start + step.query_positions.shape[1]]
+        cos, sin = found.unsqueeze(-2).chunk(2, -1)
         return cos, sin
 
+    def reserve(self, num_positions: int) -> None:
+        """Be ready for positions below `num_positions`."""
+        if num_positions > self._table.shape[0]:
+            self._table = self._rows(max(256, 2 * num_positions))
+
     def _rows(self, count: int) -> Tensor:
-        angles = torch.outer(torch.arange(count, dtype=torch.float32), self.frequencies).repeat(1, 2)
-        return torch.cat((angles.cos() * self.scaling, angles.sin() * self.scaling), -1).to(self.dtype)
+        angles = torch.outer(torch.arange(count, dtype=torch.float32), self.frequencies)
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        return torch.cat((cos, cos, -sin, sin), -1).to(self.dtype)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout, rounded where the modules round."""
-    half = states.shape[-1] // 2
-    turned = torch.cat((-states[..., half:], states[..., :half]), -1)
-    return states * cos + turned * sin
+    """Rotary embedding in the half-split layout, rounded where the modules round.
+
+    The modules negate the second half of the states where this has the sine negated, to the same bits.
+    """
+    return states * cos + states.roll(states.shape[-1] // 2, -1) * sin
 
 
 class Norm:
@@ -306,10 +315,12 @@ class FusedRuntime(CachedRuntime):
         )
         self.decoder = decoder
         self._shown, self._hidden = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype)
+        group = decoder.num_heads_per_key
+        self._added_stairs = Stairs(self.device, self._shown, self._hidden, repeats=group)
 
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
         decoder = self.decoder
-        rotary = decoder.rotary.at(step.query_positions, step.num_keys)
+        rotary = decoder.rotary.at(step)
         views = {window: self._view(step, window) for window in decoder.windows}
         states = functional.embedding(tokens, decoder.embedding)
         levels = [states]
@@ -322,11 +333,13 @@ class FusedRuntime(CachedRuntime):
 
     def _view(self, step: Step, window: int | None) -> View:
         """The mask of one kind of layer, folded and in the model's dtype, made once for all of them."""
+        width = step.query_positions.shape[1]
+        sees_all = window is None or step.num_keys <= window
+        if sees_all and step.mask is not None and step.start is not None:
+            return View(self._added_stairs.mask(step.start, width, step.num_keys), causal=False)
         rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
         allowed = step.visible(rule, window)
         if allowed is None:
-            return View(None, causal=step.query_positions.shape[1] > 1)
+            return View(None, causal=width > 1)
         mask = torch.where(allowed, self._shown, self._hidden)
-        if mask.shape[2] > 1:  # a lone query's mask serves every head as it is
-            mask = mask.repeat(1, 1, self.decoder.num_heads_per_key, 1)
-        return View(mask, causal=False)
+        return View(mask.repeat_interleave(self.decoder.num_heads_per_key, 2), causal=False)

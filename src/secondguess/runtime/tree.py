@@ -68,22 +68,41 @@ class Stairs:
 
     In the table query `t` sees key `k` up to `k = t + depth`; shifted by `depth - start` that is the mask of a
     chain that begins at slot `start`.
+
+    Args:
+        device: where the table lives.
+        shown, hidden: what a mask says where a query sees a key, and where not; True and False, or what is added to
+            their score.
+        repeats: lines per query, for heads that are folded into queries.
     """
 
     MOST_QUERIES = 32
 
-    def __init__(self, device: torch.device) -> None:
-        self._table = torch.empty(0, 0, dtype=torch.bool, device=device)
+    def __init__(
+        self,
+        device: torch.device,
+        shown: Tensor | bool = True,
+        hidden: Tensor | bool = False,
+        repeats: int = 1,
+    ) -> None:
+        self._device = device
+        self._shown, self._hidden = torch.as_tensor(shown), torch.as_tensor(hidden)
+        self._repeats = repeats
+        self._table = torch.empty(0, 0)
 
     def mask(self, start: int, num_queries: int, num_keys: int) -> Tensor:
-        """What `chain_mask` says for one row."""
+        """`[1, 1, query * repeats, key]`: what `chain_mask` says for one row, in the stairs' own words."""
         if num_queries > self.MOST_QUERIES:
-            return chain_mask(torch.tensor([start], device=self._table.device), num_queries, num_keys)
-        if 2 * num_keys > self._table.shape[1]:
-            first = torch.tensor([2 * num_keys], device=self._table.device)
-            self._table = chain_mask(first, self.MOST_QUERIES, 4 * num_keys)[0, 0]
-        offset = self._table.shape[1] // 2 - start
-        return self._table[None, None, :num_queries, offset : offset + num_keys]
+            return self._lines(start, num_queries, num_keys)
+        if 2 * num_keys > self._table.shape[-1]:
+            self._table = self._lines(2 * num_keys, self.MOST_QUERIES, 4 * num_keys)
+        offset = self._table.shape[-1] // 2 - start
+        return self._table[:, :, : num_queries * self._repeats, offset : offset + num_keys]
+
+    def _lines(self, start: int, num_queries: int, num_keys: int) -> Tensor:
+        seen = chain_mask(torch.tensor([start], device=self._device), num_queries, num_keys)
+        said = torch.where(seen, self._shown.to(self._device), self._hidden.to(self._device))
+        return said.repeat_interleave(self._repeats, 2)
 
 
 def tree_mask(starts: Tensor, closure: Tensor, num_keys: int) -> Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy
@@ -106,53 +109,92 @@ def to_host(values: Tensor) -> Numbers:
 
 def real_nodes(draft: Draft) -> NDArray[numpy.bool_]:
     """`[row, node]` on the host, True where a node is real."""
-    mask: NDArray[numpy.bool_] = numpy.arange(draft.num_nodes) < draft.lengths.cpu().numpy()[:, None]
+    return _first_nodes(tuple(draft.lengths.tolist()), draft.num_nodes)
+
+
+@lru_cache(maxsize=256)
+def _first_nodes(lengths: tuple[int, ...], num_nodes: int) -> NDArray[numpy.bool_]:
+    """Each row's first nodes; the same few shapes come back in every round."""
+    mask: NDArray[numpy.bool_] = numpy.arange(num_nodes) < numpy.array(lengths)[:, None]
     return mask
 
 
-def excess(weights: Tensor, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Tensor:
-    """What the drafter leaves to be said: `(w p - q)+`, not normalised, `[..., vocab]`.
+@dataclass(frozen=True)
+class Excess:
+    """What the drafter leaves to be said at some places: `(w p - q)+`, and how much that is.
 
     Args:
-        weights: `[...]`, the w of each law; 1 for token-level rejection.
+        laws: `[..., vocab]`, not normalised.
+        masses: `[...]` on the host, their sums.
+    """
+
+    laws: Tensor
+    masses: Numbers
+
+    def at(self, places: NDArray[numpy.int64]) -> Excess:
+        """Of `[row, place]` excesses those at each row's own place `[row]`."""
+        return Excess(at(self.laws, places), self.masses[numpy.arange(len(places)), places])
+
+
+def excess(weights: Numbers, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Excess:
+    """`(w p - q)+` at the places `[...]`.
+
+    Args:
+        weights: `[...]` on the host, the w of each law; 1 for token-level rejection.
         target_probs: `[..., vocab]`, p.
         draft_probs: `[..., vocab]`, q; None where the drafter was certain of `tokens`, so that q is one-hot.
         tokens: `[...]`, the drafted tokens.
     """
-    weighted = weights[..., None].to(target_probs.dtype) * target_probs
-    if draft_probs is None:
-        # w p(x) <= 1 = q(x) on the drafted token, and q is nothing elsewhere.
-        return weighted.scatter(-1, tokens[..., None], 0.0)
-    return (weighted - draft_probs).clamp_min(0.0)
+    factors = torch.from_numpy(weights).to(target_probs)
+    weighted = factors[..., None] * target_probs
+    if draft_probs is not None:
+        laws = weighted.sub_(draft_probs).clamp_min_(0.0)
+    else:  # w p(x) <= 1 = q(x) on the drafted token, and q is nothing elsewhere
+        laws = weighted.scatter_(-1, tokens[..., None], 0.0)
+    return Excess(laws, to_host(laws.sum(-1)))
 
 
-def law_after(draft: Draft, target_probs: Tensor, lengths: Tensor, weights: Tensor) -> Tensor:
+def at(values: Tensor, places: NDArray[numpy.int64]) -> Tensor:
+    """Of `values` `[row, place, ...]` each row's at its own place `[row]`."""
+    if bool((places == places[0]).all()):
+        return values[:, int(places[0])]
+    rows = torch.arange(len(places), device=values.device)
+    return values[rows, torch.from_numpy(places).to(values.device)]
+
+
+def law_after(
+    draft: Draft,
+    target_probs: Tensor,
+    lengths: NDArray[numpy.int64],
+    excess_at: Callable[[NDArray[numpy.int64]], Excess],
+) -> Tensor:
     """The law `[row, vocab]`, not normalised, of the token behind each chain's first `lengths` `[row]` nodes.
 
-    After a whole draft it is the target's own (the bonus); before its end, the excess at `weights` `[row]`
-    (the correction).
+    After a whole draft it is the target's own (the bonus); before its end, the excess at the node that was not
+    accepted (the correction), which `excess_at` gives for nodes `[row]`.
     """
-    if draft.num_nodes == 0:
-        return target_probs[:, 0]
-    rows = torch.arange(draft.num_rows, device=lengths.device)
-    target = target_probs[rows, lengths]
-    is_early = lengths < draft.lengths
-    if not bool(is_early.any()):
-        return target
-    node = lengths.clamp(max=draft.num_nodes - 1)
-    draft_probs = None if draft.probs is None else draft.probs[rows, node]
-    correction = excess(weights, target, draft_probs, draft.tokens[rows, node])
+    is_early = lengths < draft.lengths.cpu().numpy()
+    if not is_early.any():
+        return at(target_probs, lengths)
+    left = excess_at(numpy.minimum(lengths, draft.num_nodes - 1))
     # Where p and q differ by less than rounding, the excess may vanish: nothing then tells p from q.
-    corrects = is_early & (correction.sum(-1) > 0)
-    return torch.where(corrects[:, None], correction, target)
+    corrects = is_early & (left.masses > 0)
+    if corrects.all():
+        return left.laws
+    chosen = torch.from_numpy(corrects).to(target_probs.device)
+    return torch.where(chosen[:, None], left.laws, at(target_probs, lengths))
 
 
 def verdict_of(
-    draft: Draft, target_probs: Tensor, lengths: NDArray[numpy.int64], weights: Numbers, noise: Noise
+    draft: Draft,
+    target_probs: Tensor,
+    lengths: NDArray[numpy.int64],
+    excess_at: Callable[[NDArray[numpy.int64]], Excess],
+    noise: Noise,
 ) -> Verdict:
-    """Accept each chain's first `lengths` `[row]` nodes and draw what follows; `weights` as in `law_after`."""
+    """Accept each chain's first `lengths` `[row]` nodes and draw what follows; the rest as in `law_after`."""
+    law = law_after(draft, target_probs, lengths, excess_at)
     on_device = torch.from_numpy(lengths).to(draft.tokens.device)
-    law = law_after(draft, target_probs, on_device, torch.from_numpy(weights).to(on_device.device))
     return Verdict.of_chain(on_device, noise.draw(law, on_device))
 
 
@@ -174,9 +216,9 @@ def follow(draft: Draft, chosen: Tensor) -> Verdict:
         chosen: `[row, query]`, the token that follows each query. What the walk meets is the text.
     """
     if draft.is_chain:
-        matches = (draft.tokens == chosen[:, :-1]) & draft.mask
-        lengths = matches.long().cumprod(1).sum(1)
-        return Verdict.of_chain(lengths, chosen.gather(1, lengths[:, None])[:, 0])
+        agrees = (draft.tokens == chosen[:, :-1]).cpu().numpy() & real_nodes(draft)
+        lengths = agrees.cumprod(1).sum(1)
+        return Verdict.of_chain(torch.from_numpy(lengths).to(chosen.device), at(chosen, lengths))
     query = torch.zeros(draft.num_rows, 1, dtype=torch.long, device=chosen.device)
     steps: list[Tensor] = []
     while True:

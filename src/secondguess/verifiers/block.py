@@ -15,7 +15,7 @@ P(at least i accepted | x_1..x_i) = w_i.
 from __future__ import annotations
 
 import numpy
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
@@ -28,7 +28,6 @@ from secondguess.verifiers.base import (
     likelihood_ratios,
     real_nodes,
     require_independent_chains,
-    to_host,
     verdict_of,
 )
 
@@ -42,40 +41,33 @@ class BlockVerifier(Verifier):
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent_chains(self.name, draft, noise)
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
-        chances = prefix_chances(draft, target_probs, weights)
-        accepted = noise.accept(torch.from_numpy(chances)).numpy() & real_nodes(draft)
+        left = excess(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
+        real = real_nodes(draft)
+        accepted = noise.accept(prefix_chances(weights, left.masses, real)) & real
         lengths = (accepted * numpy.arange(1, draft.num_nodes + 1)).max(1, initial=0)
-        weight = with_root(weights)[numpy.arange(draft.num_rows), lengths]
-        return verdict_of(draft, target_probs, lengths, weight, noise)
+        return verdict_of(draft, target_probs, lengths, left.at, noise)
 
 
 def prefix_weights(ratios: Numbers) -> Numbers:
-    """`w_1..w_L` `[row, node]` from `p(x) / q(x)` `[row, node]`.
-
-    In log space the capped product is a walk reflected at zero: its running sum, less its maximum so far.
-    """
-    with numpy.errstate(divide="ignore"):
-        walk = numpy.log(ratios).cumsum(1)
-    weights: Numbers = numpy.exp(walk - numpy.maximum.accumulate(walk, 1).clip(0.0))
+    """`w_0..w_L` `[row, node + 1]` from `p(x) / q(x)` `[row, node]`."""
+    weights = numpy.ones((ratios.shape[0], ratios.shape[1] + 1))
+    for node in range(ratios.shape[1]):
+        numpy.minimum(weights[:, node] * ratios[:, node], 1.0, out=weights[:, node + 1])
     return weights
 
 
-def prefix_chances(draft: Draft, target_probs: Tensor, weights: Numbers) -> Numbers:
-    """`h_1..h_L` `[row, node]`; rows end at their own lengths."""
-    if draft.num_nodes < 2:
-        return weights
-    inner = weights[:, :-1]
-    draft_probs = None if draft.probs is None else draft.probs[:, 1:]
-    on_device = torch.from_numpy(inner).to(target_probs.device)
-    surplus = to_host(excess(on_device, target_probs[:, 1:-1], draft_probs, draft.tokens[:, 1:]).sum(-1))
-    total = surplus + (1 - inner)
+def prefix_chances(weights: Numbers, masses: Numbers, real: NDArray[numpy.bool_]) -> Numbers:
+    """`h_1..h_L` `[row, node]`; rows end at their own lengths.
+
+    Args:
+        weights: `w_0..w_L`.
+        masses: `s_0..s_(L-1)`.
+        real: `[row, node]`, True where a node is real.
+    """
+    chances = weights[:, 1:].copy()
+    surplus = masses[:, 1:]
+    total = surplus + 1 - weights[:, 1:-1]
     # Both vanish only where w = 1 and p = q: the next prefix then has weight 1, so this chance cannot matter
     # for a draft that goes on.
-    chances = weights.copy()
-    numpy.divide(surplus, total, out=chances[:, :-1], where=real_nodes(draft)[:, 1:] & (total > 0))
+    numpy.divide(surplus, total, out=chances[:, :-1], where=real[:, 1:] & (total > 0))
     return chances
-
-
-def with_root(weights: Numbers) -> Numbers:
-    """`[row, node + 1]`: the weights, preceded by that of the empty prefix."""
-    return numpy.concatenate([numpy.ones((len(weights), 1)), weights], 1)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import numpy
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
+    Excess,
     Verifier,
+    at,
+    excess,
     likelihood_ratios,
     real_nodes,
     require_independent_chains,
@@ -30,6 +33,13 @@ class RejectionVerifier(Verifier):
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent_chains(self.name, draft, noise)
         chances = likelihood_ratios(draft, target_probs).clip(max=1.0)
-        accepted = noise.accept(torch.from_numpy(chances)).numpy() & real_nodes(draft)
+        accepted = noise.accept(chances) & real_nodes(draft)
         lengths = accepted.cumprod(1).sum(1)
-        return verdict_of(draft, target_probs, lengths, numpy.ones(draft.num_rows), noise)
+
+        def excess_at(nodes: NDArray[numpy.int64]) -> Excess:
+            draft_probs = None if draft.probs is None else at(draft.probs, nodes)
+            return excess(
+                numpy.ones(len(nodes)), at(target_probs, nodes), draft_probs, at(draft.tokens, nodes)
+            )
+
+        return verdict_of(draft, target_probs, lengths, excess_at, noise)
