@@ -16,12 +16,15 @@ import torch
 
 from secondguess import SamplingParams
 from secondguess.api import LLM, load
+from secondguess.bench.provenance import gather
 from secondguess.core import Draft, Row
 from secondguess.noise import KeyedNoise
 from secondguess.runtime.base import Runtime
+from secondguess.runtime.loading import find_checkpoint
 from secondguess.sampling import target_laws
 
 DRAFTERS = ("none", "model:builtin-draft", "ngram", "suffix")
+SEED = 7
 
 
 def texts(llm: LLM, prompts: list[str], params: SamplingParams, batch_size: int) -> list[list[int]]:
@@ -70,7 +73,9 @@ def main() -> None:
     results = []
     for label, params in {
         "greedy": SamplingParams(max_tokens=options.max_tokens),
-        "seed 7, temperature 1": SamplingParams(max_tokens=options.max_tokens, temperature=1.0, seed=7),
+        f"seed {SEED}, temperature 1": SamplingParams(
+            max_tokens=options.max_tokens, temperature=1.0, seed=SEED
+        ),
     }.items():
         plain: list[list[int]] | None = None
         for drafter in DRAFTERS:
@@ -101,7 +106,16 @@ def main() -> None:
     total = sum(len(result["flips"]) for result in results)
     print(f"{total} texts differ in {len(results)} comparisons of {len(prompts)} prompts ({options.dtype})")
     if options.output:
-        options.output.write_text(json.dumps({"dtype": options.dtype, "results": results}, indent=1) + "\n")
+        provenance = gather(
+            num_threads=torch.get_num_threads(),
+            device=llm.target.device,
+            dtype=llm.target.dtype,
+            seed=SEED,
+            models={name: Path(find_checkpoint(name)) for name in (options.model, "builtin-draft")},
+            runtimes={options.model: llm.target.kind},
+        )
+        report = {"provenance": provenance.as_dict(), "results": results}
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

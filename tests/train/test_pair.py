@@ -113,7 +113,7 @@ def test_a_scaled_recipe_keeps_the_proportions() -> None:
         budget.minutes for budget in (recipe.target_budget, recipe.drafter_budget, recipe.distill_budget)
     ]
     assert sum(filter(None, minutes)) == pytest.approx(10)
-    assert minutes[0] == pytest.approx(10 * 127 / 159)
+    assert minutes[0] == pytest.approx(10 * 127 / 184)
 
 
 def test_the_module_ends_with_one_line_and_code_2_on_bad_input(tmp_path: Path) -> None:

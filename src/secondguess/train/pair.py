@@ -67,8 +67,8 @@ class PairRecipe:
     drafter: ModelShape = DRAFTER_SHAPE
     target_budget: Budget = field(default_factory=lambda: Budget(minutes=127))
     drafter_budget: Budget = field(default_factory=lambda: Budget(minutes=5))
-    distill_budget: Budget = field(default_factory=lambda: Budget(minutes=27))
-    own_rows: int = 2560
+    distill_budget: Budget = field(default_factory=lambda: Budget(minutes=52))
+    own_rows: int = 5120
     seed: int = 0
     compile: bool = True
     most_threads: int = 0
