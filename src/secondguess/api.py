@@ -258,13 +258,15 @@ def load(
         make_controller(controller)
     needs = [memory_need(model, dtype=dtype, device=device, quantize=quantize)]
     if parsed.kind == "model" and parsed.argument:
-        needs.append(memory_need(parsed.argument, dtype=dtype, device=device, quantize=drafter_quantize))
+        needs.append(
+            memory_need(parsed.argument, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
+        )
     check_memory(needs, pick_device(device))
     target = load_runtime(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
     draft_models: list[LoadedModel] = []
 
     def load_draft_model(path: str) -> Runtime:
-        loaded = load_runtime(path, dtype=dtype, device=device, quantize=drafter_quantize)
+        loaded = load_runtime(path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
         check_vocabularies(target, loaded)
         draft_models.append(loaded)
         return loaded.runtime

@@ -233,7 +233,7 @@ def _draft_runtime(target: LoadedModel, path: str) -> Runtime:
 @lru_cache(maxsize=1)
 def _loaded_draft_model(path: str, dtype: str, device: str) -> LoadedModel:
     """The draft model used last: `generate` is called for every prompt."""
-    return load_runtime(path, dtype=dtype, device=device)
+    return load_runtime(path, dtype=dtype, device=device, drafts=True)
 
 
 def _padded(input_ids: Tensor, rows: Sequence[Row], config: Any) -> Tensor:

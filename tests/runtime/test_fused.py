@@ -23,8 +23,8 @@ from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import fused, loading
 from secondguess.runtime.attention import attend_as_several
 from secondguess.runtime.fused import FusedRuntime, fuse
-from secondguess.runtime.loading import load_runtime
-from secondguess.runtime.packing import can_pack
+from secondguess.runtime.loading import load_runtime, memory_need
+from secondguess.runtime.packing import FEW_ROWS, can_pack
 
 NAMES = [name for name, config in FAMILIES.items() if config().model_type in fused.FAMILIES]
 PROMPT = random_tokens(20, seed=8)
@@ -106,6 +106,40 @@ def test_other_precisions_differ_by_rounding(checkpoint, dtype):
     torch.testing.assert_close(
         scores(checkpoint, "fused", dtype), scores(checkpoint, "transformers", dtype), rtol=0, atol=tolerance
     )
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
+def test_only_a_draft_model_rounds_its_weights_and_only_for_few_tokens(tmp_path):
+    config = FAMILIES["llama"]()
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
+    path = write_checkpoint(config, tmp_path)
+    exact, drafting = (
+        load_runtime(path, dtype="bfloat16", device="cpu", drafts=drafts) for drafts in (False, True)
+    )
+    assert "8-bit" in drafting.runtime_in_words
+    assert "8-bit" not in exact.runtime_in_words
+    for num_nodes in (0, 1, 2):
+        logits = []
+        for loaded in (exact, drafting):
+            row = row_of(PROMPT)
+            loaded.runtime.begin([row])
+            logits.append(loaded.runtime.score([row], Draft.chains([NODES[:num_nodes]])).logits[0])
+            loaded.runtime.end(row)
+        assert torch.equal(*logits) == (num_nodes + 1 > FEW_ROWS)
+        torch.testing.assert_close(*logits, rtol=0, atol=0.03 * float(logits[0].abs().max()))
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
+def test_the_copies_of_a_draft_model_are_counted(checkpoint):
+    plain, drafting = (
+        memory_need(checkpoint, dtype="bfloat16", device="cpu", drafts=drafts) for drafts in (False, True)
+    )
+    linear = sum(
+        module.weight.numel()
+        for module in plain_model(checkpoint).model.modules()
+        if type(module) is torch.nn.Linear
+    )
+    assert drafting.weights - plain.weights >= linear
 
 
 def test_weights_are_held_once(checkpoint):

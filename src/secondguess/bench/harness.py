@@ -278,7 +278,7 @@ def make_report(
             dtype=models.target.dtype,
             seed=config.seed,
             models={public_name(name): Path(each.path) for name, each in loaded.items()},
-            runtimes={public_name(name): each.kind for name, each in loaded.items()},
+            runtimes={public_name(name): each.runtime_in_words for name, each in loaded.items()},
         ),
     )
 

@@ -80,7 +80,7 @@ class Models:
 
     def draft_model(self, name: str) -> LoadedModel:
         if name not in self._draft_models:
-            loaded = load_runtime(name, dtype=self._dtype, device=self._device)
+            loaded = load_runtime(name, dtype=self._dtype, device=self._device, drafts=True)
             check_vocabularies(self.target, loaded)
             self._draft_models[name] = loaded
         return self._draft_models[name]

@@ -288,6 +288,18 @@ class FusedDecoder:
         self.head = Product.joined([model.get_output_embeddings()], packed)
         self.windows = set(windows)
 
+    def round_for_drafting(self) -> None:
+        """Let products over few rows read rounded copies of the weights, which only a draft model may do."""
+        for layer in self.layers:
+            for product in (layer.joint, layer.output, layer.gate_up, layer.down):
+                product.round_for_few_rows()
+        self.head.round_for_few_rows()
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether some product reads a rounded copy."""
+        return any(layer.down.rounded is not None for layer in self.layers)
+
     @property
     def num_heads_per_key(self) -> int:
         """Query heads that share one key head, alike in all layers."""

@@ -68,6 +68,12 @@ class LoadedModel:
         ids: list[int] = self.tokenizer(text, verbose=False).input_ids
         return ids
 
+    @property
+    def runtime_in_words(self) -> str:
+        """The kind of runtime, and whether it rounds weights for drafting."""
+        rounded = isinstance(self.runtime, FusedRuntime) and self.runtime.decoder.is_rounded
+        return f"{self.kind}, 8-bit copies of the weights for one or two tokens" if rounded else self.kind
+
     def module(self) -> Any:
         """The Transformers module whose law the runtime keeps: the one that runs, or else a second copy in memory."""
         if isinstance(self.runtime, TransformersRuntime):
@@ -84,6 +90,7 @@ def load_runtime(
     runtime: str = "auto",
     hidden_layers: Sequence[int] = (),
     num_cached_tokens: int = 4096,
+    drafts: bool = False,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer from a directory, the Hugging Face cache, or the box.
 
@@ -96,6 +103,7 @@ def load_runtime(
             model and says the same.
         hidden_layers: hidden states that `score` returns.
         num_cached_tokens: cached tokens, over all rows, that must fit into memory beside the weights.
+        drafts: whether the model only drafts, so that its law may be off by a rounding where that is faster.
 
     Raises:
         BadInputError: a dtype, device, quantization or runtime that does not exist here.
@@ -109,7 +117,8 @@ def load_runtime(
     path = find_checkpoint(str(name_or_path))
     config = read_config(path)
     check_loadable(config, path)
-    check_memory([_need(name_or_path, path, config, number, place, quantize, num_cached_tokens)], place)
+    need = _need(name_or_path, path, config, number, place, quantize, num_cached_tokens, drafts)
+    check_memory([need], place)
     tokenizer = read_tokenizer(path)
     model = _read_model(path, number).to(place)
     end_tokens = _end_tokens(model, tokenizer)
@@ -119,6 +128,7 @@ def load_runtime(
         runtime,
         quantize=quantize,
         hidden_layers=hidden_layers,
+        drafts=drafts,
     )
     return LoadedModel(
         made,
@@ -140,13 +150,14 @@ def make_runtime(
     *,
     quantize: str | None = None,
     hidden_layers: Sequence[int] = (),
+    drafts: bool = False,
 ) -> CachedRuntime:
     """The runtime of this kind for a loaded model, or with `auto` the fastest that says what the module says.
 
     Args:
         model: a causal language model; it is taken apart or packed.
         read_again: gives a copy of it, for when the fused form has to be given up.
-        kind, quantize, hidden_layers: as in `load_runtime`.
+        kind, quantize, hidden_layers, drafts: as in `load_runtime`.
 
     Raises:
         BadInputError: no such runtime.
@@ -159,6 +170,8 @@ def make_runtime(
     if kind != "transformers" and quantize is None and can_fuse(model.config, place):
         decoder = fuse(model.eval(), packable)
         if decoder is not None:
+            if drafts:
+                decoder.round_for_drafting()
             return FusedRuntime(decoder, hidden_layers)
         if kind == "auto":
             model = read_again()
@@ -181,6 +194,7 @@ def memory_need(
     device: str = "auto",
     quantize: str | None = None,
     num_cached_tokens: int = 4096,
+    drafts: bool = False,
 ) -> MemoryNeed:
     """What `load_runtime` with these arguments would take, so that several models can be checked together."""
     path = find_checkpoint(str(name_or_path))
@@ -188,7 +202,7 @@ def memory_need(
     number = pick_dtype(dtype, place)
     config = read_config(path)
     check_loadable(config, path)
-    return _need(name_or_path, path, config, number, place, quantize, num_cached_tokens)
+    return _need(name_or_path, path, config, number, place, quantize, num_cached_tokens, drafts)
 
 
 @contextmanager
@@ -394,6 +408,7 @@ def _need(
     place: torch.device,
     quantize: str | None,
     num_cached_tokens: int,
+    drafts: bool,
 ) -> MemoryNeed:
     num_parameters = count_parameters(Path(path))
     if num_parameters is None:
@@ -406,6 +421,7 @@ def _need(
         dtype,
         quantized=quantize is not None,
         packed=quantize is None and can_pack(dtype, place),
+        rounded=drafts and quantize is None and can_pack(dtype, place) and can_fuse(config, place),
         num_cached_tokens=num_cached_tokens,
     )
 
