@@ -304,8 +304,9 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 
 
 def _checked(laws: Tensor, logits: Tensor) -> Tensor:
-    # Whatever makes a law undefined makes all of it NaN, so one token tells.
-    if any(map(math.isnan, laws[..., 0].flatten().tolist())):
+    # Whatever makes a law undefined makes all of it NaN, so one token tells; and one law makes a sum of them NaN.
+    first = laws[..., 0]
+    if math.isnan(first.item() if first.numel() == 1 else first.sum().item()):
         if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
             raise SecondGuessError(
                 "expected finite logits from the model, got NaN or infinity; its weights are broken, or "

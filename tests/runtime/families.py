@@ -44,6 +44,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA_LIKE, head_dim=16),
     "phi3": lambda: transformers.Phi3Config(**LLAMA_LIKE),
+    "gemma": lambda: transformers.GemmaConfig(**LLAMA_LIKE, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(
         **LLAMA_LIKE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=8
     ),

@@ -144,7 +144,7 @@ def test_the_copies_of_a_draft_model_are_counted(checkpoint):
 
 def test_weights_are_held_once(checkpoint):
     model = plain_model(checkpoint)
-    released = [weakref.ref(model.model.layers[0]), weakref.ref(model.model.layers[1].mlp.gate_proj.weight)]
+    released = [weakref.ref(model.model.layers[0]), weakref.ref(model.model.layers[1].mlp.down_proj.weight)]
     decoder = fuse(model, packed=False)
     gc.collect()
     assert decoder is not None
@@ -167,8 +167,8 @@ def test_positions_that_are_scaled_otherwise_are_noticed(tmp_path, monkeypatch):
     path = write_checkpoint(config, tmp_path)
     made = fused.Rotary.__init__
 
-    def slightly_off(self, module, dtype):
-        made(self, module, dtype)
+    def slightly_off(self, module, dtype, layer_type=None):
+        made(self, module, dtype, layer_type)
         self.frequencies = self.frequencies * 1.001
 
     monkeypatch.setattr(fused.Rotary, "__init__", slightly_off)
@@ -205,9 +205,9 @@ def test_layers_that_are_more_than_their_weights_are_left_to_the_module(checkpoi
             return super().forward(values) + 0.001
 
     model = plain_model(checkpoint)
-    model.model.layers[1].mlp.up_proj.__class__ = Adapted
+    model.model.layers[1].mlp.down_proj.__class__ = Adapted
     assert fuse(model, packed=False) is None
-    assert model.model.layers[0].mlp.up_proj.weight.numel()  # nothing was taken apart
+    assert model.model.layers[0].mlp.down_proj.weight.numel()  # nothing was taken apart
 
 
 def test_what_is_quantised_or_wrapped_is_left_to_the_module():
@@ -265,8 +265,8 @@ def test_the_module_to_compare_with_is_read_again(checkpoint):
     loaded = load_runtime(checkpoint, dtype="float32", device="cpu")
     assert isinstance(loaded.runtime, FusedRuntime)
     assert torch.equal(
-        loaded.module().model.layers[0].mlp.up_proj.weight,
-        loading._read_model(str(checkpoint), torch.float32).model.layers[0].mlp.up_proj.weight,
+        loaded.module().model.layers[0].mlp.down_proj.weight,
+        loading._read_model(str(checkpoint), torch.float32).model.layers[0].mlp.down_proj.weight,
     )
     assert isinstance(runtime_of(checkpoint), FusedRuntime)
 

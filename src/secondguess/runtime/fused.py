@@ -9,8 +9,9 @@ A family is covered when `FAMILIES` names it and `reproduces` finds that the fus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,39 @@ from secondguess.runtime.tree import Stairs
 with quiet():
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
 """Largest difference of a logit that rounding may explain, relative to the largest logit."""
 
 PROBE_LIMIT = 4096
 """The probe stands at the end of the context, but no further than this."""
 PROBE_WIDTH = 16
+
+
+class Norm:
+    """Root-mean-square norm; scaled after rounding, as Llama's modules do."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight: Tensor = module.weight.detach()
+        self.eps: float = module.variance_epsilon
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return functional.rms_norm(states, self.weight.shape, None, self.eps) * self.weight
+
+
+class OffsetNorm(Norm):
+    """Gemma's: the weight is what the scale has more than one, and rounding comes last."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight = 1.0 + module.weight.detach().float()
+        self.eps = module.eps
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return functional.rms_norm(states.float(), self.weight.shape, self.weight, self.eps).to(states.dtype)
 
 
 @dataclass(frozen=True)
@@ -44,10 +71,22 @@ class Family:
         windows: from the configuration, how many tokens each layer sees, None for all. A configuration may name windows
             that the family's module does not have.
         normalises_heads: whether queries and keys pass a norm of their own, per head (Qwen3).
+        joins_projections: whether query, key and value, and gate and up, are one linear layer each (Phi-3).
+        norm: which root-mean-square norm.
+        normalises_outputs: whether what attention and feed-forward add is normalised first (Gemma 3).
+        turns_by_layer_type: whether each type of layer has its own rotary frequencies (Gemma 3).
+        scales_embeddings: whether the embedding module multiplies what it looks up (Gemma).
+        activation: the configuration's name for the activation.
     """
 
     windows: Callable[[Any], list[int | None]]
     normalises_heads: bool = False
+    joins_projections: bool = False
+    norm: type[Norm] = Norm
+    normalises_outputs: bool = False
+    turns_by_layer_type: bool = False
+    scales_embeddings: bool = False
+    activation: str = "hidden_act"
 
 
 def no_windows(config: Any) -> list[int | None]:
@@ -67,21 +106,41 @@ FAMILIES = {
     "mistral": Family(one_window),
     "qwen2": Family(window_by_layer),
     "qwen3": Family(window_by_layer, normalises_heads=True),
+    "phi3": Family(one_window, joins_projections=True),
+    "gemma": Family(no_windows, norm=OffsetNorm, scales_embeddings=True),
+    "gemma3_text": Family(
+        window_by_layer,
+        normalises_heads=True,
+        norm=OffsetNorm,
+        normalises_outputs=True,
+        turns_by_layer_type=True,
+        scales_embeddings=True,
+        activation="hidden_activation",
+    ),
 }
+
+UNCOVERED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+"""Fields of a configuration that, where they are set, ask for what no description here has words for."""
 
 
 def can_fuse(config: Any, device: torch.device) -> bool:
     """Whether there is a description for models with this configuration on this device."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
+    if device.type != "cpu" or config.model_type not in FAMILIES:
+        return False
+    family, text = FAMILIES[config.model_type], config.get_text_config()
+    ropes = text.rope_parameters or {}
     return (
-        device.type == "cpu"
-        and config.model_type in FAMILIES
-        and getattr(config, "quantization_config", None) is None
-        and text.hidden_act in ACTIVATIONS
-        and rope.get("rope_type", "default") not in LENGTH_DEPENDENT_ROPE
-        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        getattr(config, "quantization_config", None) is None
+        and getattr(text, family.activation) in ACTIVATIONS
+        and all(map(_is_plain_rope, ropes.values() if family.turns_by_layer_type else [ropes]))
+        and not any(getattr(text, field, None) for field in UNCOVERED)
     )
+
+
+def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
+    """Whether frequencies are the same at every length and turn whole heads."""
+    fixed = rope.get("rope_type", "default") not in LENGTH_DEPENDENT_ROPE
+    return fixed and rope.get("partial_rotary_factor", 1.0) == 1.0
 
 
 def fuse(model: Any, packed: bool) -> FusedDecoder | None:
@@ -102,7 +161,8 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
     with torch.inference_mode():
         expected = model(input_ids=tokens, position_ids=positions.expand(2, -1), use_cache=False).logits
         decoder = FusedDecoder(model, packed)
-        decoder.rotary.reserve(limit)
+        for rotary in decoder.rotaries.values():
+            rotary.reserve(limit)
         found = _probe(decoder, tokens, positions)
     return decoder if reproduces(found, expected) else None
 
@@ -125,11 +185,24 @@ def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
 
 def _linears(model: Any) -> Iterator[Any]:
     """Every module that becomes a part of a product."""
+    family = FAMILIES[model.config.model_type]
     for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        yield from (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        yield from _attention_inputs(layer.self_attn, family)
+        yield from _mlp_inputs(layer.mlp, family)
+        yield from (layer.self_attn.o_proj, layer.mlp.down_proj)
     yield model.get_output_embeddings()
+
+
+def _attention_inputs(attention: Any, family: Family) -> list[Any]:
+    """The layers that make queries, keys and values."""
+    if family.joins_projections:
+        return [attention.qkv_proj]
+    return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
+def _mlp_inputs(mlp: Any, family: Family) -> list[Any]:
+    """The layers that make gate and up."""
+    return [mlp.gate_up_proj] if family.joins_projections else [mlp.gate_proj, mlp.up_proj]
 
 
 def reproduces(found: Tensor, expected: Tensor) -> bool:
@@ -152,10 +225,11 @@ class View:
 
 
 class Heads:
-    """How many heads of what size; joined in the order query, key, value."""
+    """How many heads of what size, their scores scaled by how much; joined in the order query, key, value."""
 
-    def __init__(self, config: Any, size: int) -> None:
-        self.size = size
+    def __init__(self, config: Any, attention: Any) -> None:
+        self.size: int = attention.head_dim
+        self.scaling: float = attention.scaling
         self.num_queries: int = config.num_attention_heads
         self.num_keys: int = config.num_key_value_heads
         self.group: int = self.num_queries // self.num_keys
@@ -165,23 +239,35 @@ class Heads:
         rows, width = query.shape[:2]
         if view.causal:
             mixed = functional.scaled_dot_product_attention(
-                query.transpose(1, 2), key, value, is_causal=True, enable_gqa=self.group > 1
+                query.transpose(1, 2),
+                key,
+                value,
+                is_causal=True,
+                scale=self.scaling,
+                enable_gqa=self.group > 1,
             )
             return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
         # The heads that share keys are rows of one product, those of one query side by side.
         folded = query.reshape(rows, width, self.num_keys, self.group * self.size).transpose(1, 2)
         folded = folded.reshape(rows, self.num_keys, width * self.group, self.size)
-        mixed = attend_as_several(folded, key, value, view.mask)
+        mixed = attend_as_several(folded, key, value, view.mask, self.scaling)
         mixed = mixed.view(rows, self.num_keys, width, self.group * self.size)
         return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
 
 
 class Rotary:
-    """Cosines and sines of all positions met so far, from the module's own frequencies."""
+    """Cosines and sines of all positions met so far, from the module's own frequencies.
 
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        self.frequencies: Tensor = module.inv_freq.float()
-        self.scaling: float = module.attention_scaling
+    Args:
+        module: the rotary embedding.
+        dtype: of what it turns.
+        layer_type: whose frequencies, where the module has several.
+    """
+
+    def __init__(self, module: Any, dtype: torch.dtype, layer_type: str | None = None) -> None:
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        self.frequencies: Tensor = getattr(module, f"{prefix}inv_freq").float()
+        self.scaling: float = getattr(module, f"{prefix}attention_scaling")
         self.dtype = dtype
         self._table = torch.empty(0)
 
@@ -214,32 +300,44 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return states * cos + states.roll(states.shape[-1] // 2, -1) * sin
 
 
-class Norm:
-    """Root-mean-square norm; scaled after rounding, as the modules do."""
-
-    def __init__(self, module: Any) -> None:
-        self.weight: Tensor = module.weight.detach()
-        self.eps: float = module.variance_epsilon
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return functional.rms_norm(states, self.weight.shape, None, self.eps) * self.weight
-
-
 class Layer:
-    """One layer: attention and feed-forward, each added to what came in."""
+    """One layer: attention and feed-forward, each added to what came in.
 
-    def __init__(self, module: Any, family: Family, config: Any, window: int | None, packed: bool) -> None:
+    Args:
+        module: the layer whose weights it takes.
+        family, config: how the module uses them.
+        window: how many tokens it sees; None for all.
+        turned_like: which of the decoder's rotary tables it uses.
+        packed: whether products are packed.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        family: Family,
+        config: Any,
+        window: int | None,
+        turned_like: str | None,
+        packed: bool,
+    ) -> None:
         attention, mlp = module.self_attn, module.mlp
         self.window = window
-        self.heads = Heads(config, attention.head_dim)
-        self.activation = ACTIVATIONS[config.hidden_act]
-        self.attention_norm = Norm(module.input_layernorm)
-        self.mlp_norm = Norm(module.post_attention_layernorm)
-        self.query_norm = Norm(attention.q_norm) if family.normalises_heads else None
-        self.key_norm = Norm(attention.k_norm) if family.normalises_heads else None
-        self.joint = Product.joined([attention.q_proj, attention.k_proj, attention.v_proj], packed)
+        self.turned_like = turned_like
+        self.heads = Heads(config, attention)
+        self.activation = ACTIVATIONS[getattr(config, family.activation)]
+        self.attention_norm = family.norm(module.input_layernorm)
+        self.query_norm = family.norm(attention.q_norm) if family.normalises_heads else None
+        self.key_norm = family.norm(attention.k_norm) if family.normalises_heads else None
+        self.attention_output_norm = self.mlp_output_norm = None
+        if family.normalises_outputs:
+            self.attention_output_norm = family.norm(module.post_attention_layernorm)
+            self.mlp_norm = family.norm(module.pre_feedforward_layernorm)
+            self.mlp_output_norm = family.norm(module.post_feedforward_layernorm)
+        else:
+            self.mlp_norm = family.norm(module.post_attention_layernorm)
+        self.joint = Product.joined(_attention_inputs(attention, family), packed)
         self.output = Product.joined([attention.o_proj], packed)
-        self.gate_up = Product.joined([mlp.gate_proj, mlp.up_proj], packed)
+        self.gate_up = Product.joined(_mlp_inputs(mlp, family), packed)
         self.down = Product.joined([mlp.down_proj], packed)
 
     def forward(
@@ -259,9 +357,15 @@ class Layer:
             turned[:, :, heads.num_queries :].transpose(1, 2), joint[:, :, num_turned:].transpose(1, 2), index
         )
         mixed = heads.attend(turned[:, :, : heads.num_queries], keys, values, view)
-        states = states + self.output(mixed)
+        added = self.output(mixed)
+        if self.attention_output_norm is not None:
+            added = self.attention_output_norm(added)
+        states = states + added
         gate, up = self.gate_up(self.mlp_norm(states)).chunk(2, -1)
-        return states + self.down(self.activation(gate) * up)
+        added = self.down(self.activation(gate) * up)
+        if self.mlp_output_norm is not None:
+            added = self.mlp_output_norm(added)
+        return states + added
 
 
 class FusedDecoder:
@@ -277,14 +381,18 @@ class FusedDecoder:
         family = FAMILIES[config.model_type]
         body = model.model
         self.config = config
-        self.embedding: Tensor = model.get_input_embeddings().weight.detach()
-        self.rotary = Rotary(body.rotary_emb, self.embedding.dtype)
-        self.layers: list[Layer] = []
+        embeddings = model.get_input_embeddings()
+        self.embedding: Tensor = embeddings.weight.detach()
+        dtype = self.embedding.dtype
+        self.embedding_scale = embeddings.embed_scale.to(dtype) if family.scales_embeddings else None
         windows = family.windows(config)
-        for index, window in enumerate(windows):
-            self.layers.append(Layer(body.layers[index], family, config, window, packed))
+        types = config.layer_types if family.turns_by_layer_type else [None] * len(windows)
+        self.rotaries = {kind: Rotary(body.rotary_emb, dtype, kind) for kind in dict.fromkeys(types)}
+        self.layers: list[Layer] = []
+        for index, (window, kind) in enumerate(zip(windows, types, strict=True)):
+            self.layers.append(Layer(body.layers[index], family, config, window, kind, packed))
             body.layers[index] = nn.Identity()  # its weights live on in ours alone
-        self.norm = Norm(body.norm)
+        self.norm = family.norm(body.norm)
         self.head = Product.joined([model.get_output_embeddings()], packed)
         self.windows = set(windows)
 
@@ -332,12 +440,14 @@ class FusedRuntime(CachedRuntime):
 
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
         decoder = self.decoder
-        rotary = decoder.rotary.at(step)
+        turns = {kind: rotary.at(step) for kind, rotary in decoder.rotaries.items()}
         views = {window: self._view(step, window) for window in decoder.windows}
         states = functional.embedding(tokens, decoder.embedding)
+        if decoder.embedding_scale is not None:
+            states = states * decoder.embedding_scale
         levels = [states]
         for index, layer in enumerate(decoder.layers):
-            states = layer.forward(states, index, rotary, views[layer.window], self.cache)
+            states = layer.forward(states, index, turns[layer.turned_like], views[layer.window], self.cache)
             levels.append(states)
         last = levels[-1] = decoder.norm(states)
         logits = decoder.head(last[:, -num_logits:])

@@ -14,6 +14,8 @@ P(at least i accepted | x_1..x_i) = w_i.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy
 from numpy.typing import NDArray
 from torch import Tensor
@@ -44,16 +46,23 @@ class BlockVerifier(Verifier):
         left = excess(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
         real = real_nodes(draft)
         accepted = noise.accept(prefix_chances(weights, left.masses, real)) & real
-        lengths = (accepted * numpy.arange(1, draft.num_nodes + 1)).max(1, initial=0)
+        lengths = numpy.array([_last_true(row) for row in accepted.tolist()])
         return verdict_of(draft, target_probs, lengths, left.at, noise)
 
 
 def prefix_weights(ratios: Numbers) -> Numbers:
     """`w_0..w_L` `[row, node + 1]` from `p(x) / q(x)` `[row, node]`."""
-    weights = numpy.ones((ratios.shape[0], ratios.shape[1] + 1))
-    for node in range(ratios.shape[1]):
-        numpy.minimum(weights[:, node] * ratios[:, node], 1.0, out=weights[:, node + 1])
-    return weights
+    rows = [accumulate(row, _next_weight, initial=1.0) for row in ratios.tolist()]
+    return numpy.array([list(row) for row in rows])
+
+
+def _next_weight(weight: float, ratio: float) -> float:
+    return min(1.0, weight * ratio)
+
+
+def _last_true(answers: list[bool]) -> int:
+    """How many nodes the longest accepted prefix has."""
+    return max((length for length, accepted in enumerate(answers, start=1) if accepted), default=0)
 
 
 def prefix_chances(weights: Numbers, masses: Numbers, real: NDArray[numpy.bool_]) -> Numbers:
