@@ -144,7 +144,7 @@ def _provenance(report: Report) -> str:
         f"- dtype {about.dtype}, device {about.device}, seed {about.seed}",
         f"- workload: {report.workbench.workload}, SHA-256 {report.workbench.workload_sha256}",
         *(
-            f"- {name}: {about.runtimes[name]} runtime, weights SHA-256 {digest}"
+            f"- {name}: runtime {about.runtimes[name]}; weights SHA-256 {digest}"
             for name, digest in about.model_sha256.items()
         ),
     ]
