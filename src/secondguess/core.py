@@ -180,7 +180,9 @@ class Draft:
         width = max(lengths, default=0)
         tokens = [[*chain, *([0] * (width - len(chain)))] for chain in chains]
         as_tensor = torch.tensor(tokens, dtype=torch.long, device=device)
-        return cls(as_tensor.reshape(len(chains), width), *_chain_form(lengths, torch.device(device)), probs)
+        if not chains:
+            as_tensor = as_tensor.reshape(0, 0)
+        return cls(as_tensor, *_chain_form(lengths, torch.device(device)), probs)
 
     @property
     def num_rows(self) -> int:

@@ -52,15 +52,15 @@ class Noise(ABC):
 
     @cached_property
     def all_greedy(self) -> bool:
-        return bool(self.greedy.numpy().all())
+        return all(self.greedy.tolist())
 
     @cached_property
     def all_coupled(self) -> bool:
-        return bool(self.coupled.numpy().all())
+        return all(self.coupled.tolist())
 
     @cached_property
     def any_coupled(self) -> bool:
-        return bool(self.coupled.numpy().any())
+        return any(self.coupled.tolist())
 
     @abstractmethod
     def draft(self, laws: Tensor, depth: int) -> Tensor:
@@ -117,8 +117,8 @@ class KeyedNoise(Noise):
         return cls(
             keys=_on_host([_row_key(row.seed, row.stream) for row in rows], numpy.int64),
             positions=_on_host([len(row.tokens) for row in rows], numpy.int64),
-            coupled=_on_host([row.coupled for row in rows], numpy.bool_),
-            greedy=_on_host([row.params.temperature == 0 for row in rows], numpy.bool_),
+            coupled=_flags(tuple([row.coupled for row in rows])),
+            greedy=_flags(tuple([row.params.temperature == 0 for row in rows])),
             device=device,
         )
 
@@ -164,8 +164,11 @@ class KeyedNoise(Noise):
 
     def _drawn(self, laws: Tensor, places: Places, purpose: Purpose) -> Tensor:
         """Tokens `[row]` or `[row, query]` from `laws` `[..., vocab]`, each with the number of its place."""
-        uniforms = torch.from_numpy(self._uniforms(places, purpose)).to(laws.device)
-        return draw_by_inversion(laws, uniforms if laws.ndim == 2 else uniforms[..., None])
+        uniforms = self._uniforms(places, purpose)
+        if uniforms.size == 1:
+            return draw_by_inversion(laws, uniforms.item())
+        columns = torch.from_numpy(uniforms).to(laws.device)
+        return draw_by_inversion(laws, columns if laws.ndim == 2 else columns[..., None])
 
     def _uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
         """`[row, i]`, one number for each place (a depth, or the index of a node) of this round."""
@@ -207,8 +210,15 @@ def _on_host(values: Sequence[int], dtype: type) -> Tensor:
     return torch.from_numpy(numpy.array(values, dtype))
 
 
-def draw_by_inversion(laws: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from each of `laws` `[..., vocab]` (any positive total) with its uniform `[..., 1]`, by inverting the sum.
+@lru_cache(maxsize=256)
+def _flags(values: tuple[bool, ...]) -> Tensor:
+    """A batch's flags, the same in every round."""
+    return torch.tensor(values, dtype=torch.bool)
+
+
+def draw_by_inversion(laws: Tensor, uniforms: Tensor | float) -> Tensor:
+    """Draw from each of `laws` `[..., vocab]` (any positive total) with its uniform `[..., 1]` (or one for all), by inverting
+    the sum.
 
     For a uniform of at most 1 - 2^-53 the product with the total rounds to less than the total, so the token
     found always has mass.

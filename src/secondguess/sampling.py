@@ -124,13 +124,13 @@ class SamplingParams:
         # Asked for every row in every round, as the key under which a batch's settings are kept as tensors.
         return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
 
-    @property
+    @cached_property
     def edits_logits(self) -> bool:
         """Whether these settings may change which logit is the largest."""
         penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         return penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
-    @property
+    @cached_property
     def keeps_laws(self) -> bool:
         """Whether these settings leave a model's law as it is."""
         truncates = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
@@ -231,7 +231,7 @@ def target_laws(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
         BadInputError: the settings ban every token.
         SecondGuessError: the model's logits are not numbers.
     """
-    edits, rules = _settings(tuple([row.params for row in rows]), logits.shape[-1], logits.device)
+    edits, rules = _settings(rows, logits)
     scores = _at_least_float32(logits)
     if edits.are_due(rows):
         # Query 0 follows pending: no drafted node lies before it.
@@ -256,7 +256,7 @@ def drafter_laws(logits: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor
         BadInputError: the settings ban every token.
         SecondGuessError: the model's logits are not numbers.
     """
-    edits, rules = _settings(tuple([row.params for row in rows]), logits.shape[-1], logits.device)
+    edits, rules = _settings(rows, logits)
     scores = _at_least_float32(logits)[:, None]
     if edits.are_due(rows):
         visible = torch.ones(len(rows), 1, drafted.shape[1], dtype=torch.bool, device=logits.device)
@@ -291,11 +291,16 @@ def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Comm
     return replace(commit, logprobs=[TokenLogprob(*report) for report in reports])
 
 
+def _settings(rows: Sequence[Row], logits: Tensor) -> tuple[LogitEdits, RowRules]:
+    """The batch's settings as tensors."""
+    return _as_tensors(tuple([row.params for row in rows]), logits.shape[-1], logits.device)
+
+
 @lru_cache(maxsize=256)
-def _settings(
+def _as_tensors(
     params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device
 ) -> tuple[LogitEdits, RowRules]:
-    """The batch's settings as tensors, kept while the same requests decode together."""
+    """Kept while the same requests decode together."""
     return LogitEdits.of(params, vocab_size, device), RowRules.of(params, device)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 Numbers = NDArray[numpy.float64]
+SMALLEST = torch.finfo(torch.float32).tiny
+"""What a drafter's probability is at least taken for: a drawn token has some, however it was rounded."""
 
 
 class Exactness(StrEnum):
@@ -97,8 +99,7 @@ def likelihood_ratios(draft: Draft, target_probs: Tensor) -> Numbers:
     nodes = draft.tokens[..., None]
     target = to_host(target_probs[:, :-1].gather(-1, nodes))
     if draft.probs is not None:
-        smallest = torch.finfo(draft.probs.dtype).tiny
-        target = target / to_host(draft.probs.gather(-1, nodes)).clip(smallest)
+        target = target / to_host(draft.probs.gather(-1, nodes)).clip(SMALLEST)
     return target[..., 0]
 
 
@@ -133,6 +134,9 @@ class Excess:
 
     def at(self, places: NDArray[numpy.int64]) -> Excess:
         """Of `[row, place]` excesses those at each row's own place `[row]`."""
+        if _all_equal(places):
+            place = int(places[0])
+            return Excess(self.laws[:, place], self.masses[:, place])
         return Excess(at(self.laws, places), self.masses[numpy.arange(len(places)), places])
 
 
@@ -154,9 +158,13 @@ def excess(weights: Numbers, target_probs: Tensor, draft_probs: Tensor | None, t
     return Excess(laws, to_host(laws.sum(-1)))
 
 
+def _all_equal(places: NDArray[numpy.int64]) -> bool:
+    return len(places) == 1 or bool((places == places[0]).all())
+
+
 def at(values: Tensor, places: NDArray[numpy.int64]) -> Tensor:
     """Of `values` `[row, place, ...]` each row's at its own place `[row]`."""
-    if bool((places == places[0]).all()):
+    if _all_equal(places):
         return values[:, int(places[0])]
     rows = torch.arange(len(places), device=values.device)
     return values[rows, torch.from_numpy(places).to(values.device)]

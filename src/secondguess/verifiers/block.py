@@ -14,10 +14,10 @@ P(at least i accepted | x_1..x_i) = w_i.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy
-from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
@@ -45,7 +45,8 @@ class BlockVerifier(Verifier):
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
         left = excess(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
         real = real_nodes(draft)
-        accepted = noise.accept(prefix_chances(weights, left.masses, real)) & real
+        chances = prefix_chances(weights, left.masses, draft.lengths.tolist())
+        accepted = noise.accept(chances) & real
         lengths = numpy.array([_last_true(row) for row in accepted.tolist()])
         return verdict_of(draft, target_probs, lengths, left.at, noise)
 
@@ -65,18 +66,21 @@ def _last_true(answers: list[bool]) -> int:
     return max((length for length, accepted in enumerate(answers, start=1) if accepted), default=0)
 
 
-def prefix_chances(weights: Numbers, masses: Numbers, real: NDArray[numpy.bool_]) -> Numbers:
+def prefix_chances(weights: Numbers, masses: Numbers, lengths: Sequence[int]) -> Numbers:
     """`h_1..h_L` `[row, node]`; rows end at their own lengths.
 
     Args:
         weights: `w_0..w_L`.
         masses: `s_0..s_(L-1)`.
-        real: `[row, node]`, True where a node is real.
+        lengths: of the rows' drafts.
     """
     chances = weights[:, 1:].copy()
-    surplus = masses[:, 1:]
-    total = surplus + 1 - weights[:, 1:-1]
-    # Both vanish only where w = 1 and p = q: the next prefix then has weight 1, so this chance cannot matter
-    # for a draft that goes on.
-    numpy.divide(surplus, total, out=chances[:, :-1], where=real[:, 1:] & (total > 0))
+    for row, length in enumerate(lengths):
+        for node in range(1, length):
+            surplus = masses[row, node]
+            total = surplus + 1 - weights[row, node]
+            # Both vanish only where w = 1 and p = q: the next prefix then has weight 1, so this chance cannot matter
+            # for a draft that goes on.
+            if total > 0:
+                chances[row, node - 1] = surplus / total
     return chances
