@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoints import write_tokenizer
 from secondguess.core import Draft, Row
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FAMILIES as FUSED
+from secondguess.runtime.families import FAMILIES as FUSED
 from secondguess.runtime.loading import load_runtime
 from secondguess.sampling import SamplingParams
 

@@ -22,11 +22,13 @@ from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import fused, loading
 from secondguess.runtime.attention import attend_as_several
+from secondguess.runtime.families import FAMILIES as FUSED
+from secondguess.runtime.families import can_fuse
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.loading import load_runtime, memory_need
 from secondguess.runtime.packing import FEW_ROWS, can_pack
 
-NAMES = [name for name, config in FAMILIES.items() if config().model_type in fused.FAMILIES]
+NAMES = [name for name, config in FAMILIES.items() if config().model_type in FUSED]
 PROMPT = random_tokens(20, seed=8)
 NODES = random_tokens(7, seed=9)
 
@@ -212,10 +214,30 @@ def test_layers_that_are_more_than_their_weights_are_left_to_the_module(checkpoi
 
 def test_what_is_quantised_or_wrapped_is_left_to_the_module():
     config = FAMILIES["llama"]()
-    assert fused.can_fuse(config, torch.device("cpu"))
+    assert can_fuse(config, torch.device("cpu"))
     config.quantization_config = {"quant_method": "torchao"}
-    assert not fused.can_fuse(config, torch.device("cpu"))
-    assert not fused.can_fuse(FAMILIES["llama"](), torch.device("cuda"))
+    assert not can_fuse(config, torch.device("cpu"))
+    assert not can_fuse(FAMILIES["llama"](), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}),
+        ("gemma3", {"attn_logit_softcapping": 50.0}),
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("llama", {"hidden_act": "relu"}),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ],
+)
+def test_what_the_descriptions_have_no_words_for_is_left_to_the_module(name, changes):
+    """A soft cap, for one, hardly shows in the small logits of a probe."""
+    config = FAMILIES[name]()
+    assert can_fuse(config, torch.device("cpu"))
+    for field, value in changes.items():
+        setattr(config, field, value)
+    assert not can_fuse(config, torch.device("cpu"))
 
 
 def test_what_is_not_described_runs_as_its_module(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from secondguess.runtime.fused import FAMILIES, can_fuse
+from secondguess.runtime.families import FAMILIES, can_fuse
 from secondguess.runtime.loading import (
     check_loadable,
     find_checkpoint,

@@ -9,9 +9,8 @@ A family is covered when `FAMILIES` names it and `reproduces` finds that the fus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,127 +19,21 @@ from torch.nn import functional
 
 from secondguess.runtime.attention import Step, attend_as_several
 from secondguess.runtime.cached import KEY_BLOCK, CachedRuntime, Output
+from secondguess.runtime.families import ACTIVATIONS, FAMILIES, Family, attention_inputs, mlp_inputs
 from secondguess.runtime.packing import Product
 from secondguess.runtime.quiet import quiet
-from secondguess.runtime.support import LENGTH_DEPENDENT_ROPE, context_length_of
+from secondguess.runtime.support import context_length_of
 from secondguess.runtime.tree import Stairs
 
 with quiet():
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-}
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
 """Largest difference of a logit that rounding may explain, relative to the largest logit."""
 
 PROBE_LIMIT = 4096
 """The probe stands at the end of the context, but no further than this."""
 PROBE_WIDTH = 16
-
-
-class Norm:
-    """Root-mean-square norm; scaled after rounding, as Llama's modules do."""
-
-    def __init__(self, module: Any) -> None:
-        self.weight: Tensor = module.weight.detach()
-        self.eps: float = module.variance_epsilon
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return functional.rms_norm(states, self.weight.shape, None, self.eps) * self.weight
-
-
-class OffsetNorm(Norm):
-    """Gemma's: the weight is what the scale has more than one, and rounding comes last."""
-
-    def __init__(self, module: Any) -> None:
-        self.weight = 1.0 + module.weight.detach().float()
-        self.eps = module.eps
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return functional.rms_norm(states.float(), self.weight.shape, self.weight, self.eps).to(states.dtype)
-
-
-@dataclass(frozen=True)
-class Family:
-    """How a family departs from Llama: pre-norm, rotary positions, gated feed-forward, biases where it has any.
-
-    Args:
-        windows: from the configuration, how many tokens each layer sees, None for all. A configuration may name windows
-            that the family's module does not have.
-        normalises_heads: whether queries and keys pass a norm of their own, per head (Qwen3).
-        joins_projections: whether query, key and value, and gate and up, are one linear layer each (Phi-3).
-        norm: which root-mean-square norm.
-        normalises_outputs: whether what attention and feed-forward add is normalised first (Gemma 3).
-        turns_by_layer_type: whether each type of layer has its own rotary frequencies (Gemma 3).
-        scales_embeddings: whether the embedding module multiplies what it looks up (Gemma).
-        activation: the configuration's name for the activation.
-    """
-
-    windows: Callable[[Any], list[int | None]]
-    normalises_heads: bool = False
-    joins_projections: bool = False
-    norm: type[Norm] = Norm
-    normalises_outputs: bool = False
-    turns_by_layer_type: bool = False
-    scales_embeddings: bool = False
-    activation: str = "hidden_act"
-
-
-def no_windows(config: Any) -> list[int | None]:
-    return [None] * config.num_hidden_layers
-
-
-def one_window(config: Any) -> list[int | None]:
-    return [config.sliding_window] * config.num_hidden_layers
-
-
-def window_by_layer(config: Any) -> list[int | None]:
-    return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
-
-
-FAMILIES = {
-    "llama": Family(no_windows),
-    "mistral": Family(one_window),
-    "qwen2": Family(window_by_layer),
-    "qwen3": Family(window_by_layer, normalises_heads=True),
-    "phi3": Family(one_window, joins_projections=True),
-    "gemma": Family(no_windows, norm=OffsetNorm, scales_embeddings=True),
-    "gemma3_text": Family(
-        window_by_layer,
-        normalises_heads=True,
-        norm=OffsetNorm,
-        normalises_outputs=True,
-        turns_by_layer_type=True,
-        scales_embeddings=True,
-        activation="hidden_activation",
-    ),
-}
-
-UNCOVERED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-"""Fields of a configuration that, where they are set, ask for what no description here has words for."""
-
-
-def can_fuse(config: Any, device: torch.device) -> bool:
-    """Whether there is a description for models with this configuration on this device."""
-    if device.type != "cpu" or config.model_type not in FAMILIES:
-        return False
-    family, text = FAMILIES[config.model_type], config.get_text_config()
-    ropes = text.rope_parameters or {}
-    return (
-        getattr(config, "quantization_config", None) is None
-        and getattr(text, family.activation) in ACTIVATIONS
-        and all(map(_is_plain_rope, ropes.values() if family.turns_by_layer_type else [ropes]))
-        and not any(getattr(text, field, None) for field in UNCOVERED)
-    )
-
-
-def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
-    """Whether frequencies are the same at every length and turn whole heads."""
-    fixed = rope.get("rope_type", "default") not in LENGTH_DEPENDENT_ROPE
-    return fixed and rope.get("partial_rotary_factor", 1.0) == 1.0
 
 
 def fuse(model: Any, packed: bool) -> FusedDecoder | None:
@@ -187,22 +80,10 @@ def _linears(model: Any) -> Iterator[Any]:
     """Every module that becomes a part of a product."""
     family = FAMILIES[model.config.model_type]
     for layer in model.model.layers:
-        yield from _attention_inputs(layer.self_attn, family)
-        yield from _mlp_inputs(layer.mlp, family)
+        yield from attention_inputs(layer.self_attn, family)
+        yield from mlp_inputs(layer.mlp, family)
         yield from (layer.self_attn.o_proj, layer.mlp.down_proj)
     yield model.get_output_embeddings()
-
-
-def _attention_inputs(attention: Any, family: Family) -> list[Any]:
-    """The layers that make queries, keys and values."""
-    if family.joins_projections:
-        return [attention.qkv_proj]
-    return [attention.q_proj, attention.k_proj, attention.v_proj]
-
-
-def _mlp_inputs(mlp: Any, family: Family) -> list[Any]:
-    """The layers that make gate and up."""
-    return [mlp.gate_up_proj] if family.joins_projections else [mlp.gate_proj, mlp.up_proj]
 
 
 def reproduces(found: Tensor, expected: Tensor) -> bool:
@@ -335,9 +216,9 @@ class Layer:
             self.mlp_output_norm = family.norm(module.post_feedforward_layernorm)
         else:
             self.mlp_norm = family.norm(module.post_attention_layernorm)
-        self.joint = Product.joined(_attention_inputs(attention, family), packed)
+        self.joint = Product.joined(attention_inputs(attention, family), packed)
         self.output = Product.joined([attention.o_proj], packed)
-        self.gate_up = Product.joined(_mlp_inputs(mlp, family), packed)
+        self.gate_up = Product.joined(mlp_inputs(mlp, family), packed)
         self.down = Product.joined([mlp.down_proj], packed)
 
     def forward(

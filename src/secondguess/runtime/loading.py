@@ -13,7 +13,8 @@ import torch
 
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError, UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedRuntime, can_fuse, fuse
+from secondguess.runtime.families import can_fuse
+from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.memory import MemoryNeed, check_memory, count_parameters, estimate_memory
 from secondguess.runtime.packing import can_pack, pack_linears
 from secondguess.runtime.quiet import quiet
