@@ -54,6 +54,20 @@ def test_one_row_does_not_depend_on_how_many_come_with_it():
         assert all(torch.equal(packed(values[:count])[:1], alone) for count in range(1, 9))
 
 
+@needs_packing
+@pytest.mark.parametrize("num_outputs", [256, 1536])
+@pytest.mark.parametrize("shape", [(33, 1), (8, 9), (5, 40), (1, 33), (1, 96)])
+def test_a_row_among_many_is_the_row_alone(shape, num_outputs):
+    """Without splitting, products over more than 32 rows and 512 or more inputs sum in another order."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(num_outputs, 768, generator=generator).to(torch.bfloat16)
+    values = torch.randn(*shape, 768, generator=generator).to(torch.bfloat16)
+    product = Product(weight, None, packed=True)
+    together = product(values)
+    alone = torch.stack([product(row[None, None])[0, 0] for row in values.flatten(0, 1)])
+    assert torch.equal(together.flatten(0, 1), alone)
+
+
 def product_of(num_inputs, biased=False):
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(40, num_inputs, generator=generator).to(torch.bfloat16)

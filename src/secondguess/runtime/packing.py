@@ -25,6 +25,13 @@ ROUNDED_MULTIPLE = 64
 """torch's kernel reads the inputs in whole vectors: any other width would be read past its end."""
 
 
+ALIKE_ROWS = 32
+"""oneDNN sums a row of a packed product in the same order for up to so many rows, and in another one for more."""
+
+LONGEST_DRAFT = 96
+"""More tokens than any draft has nodes, with what a row may have to catch up."""
+
+
 class Product:
     """`values @ weight.T + bias` over a weight that may be packed.
 
@@ -93,7 +100,20 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def multiply(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`[..., output]` from `values` `[..., input]` and a packed weight."""
+    """`[..., output]` from `values` `[..., input]` and a packed weight.
+
+    A row's bits depend on that row alone, except in a lone prompt of more than `LONGEST_DRAFT` tokens, which is always read as
+    one and in which whole products are the faster ones.
+    """
+    num_rows = values.shape[:-1].numel()
+    if num_rows <= ALIKE_ROWS or (values.shape[0] == 1 and num_rows > LONGEST_DRAFT):
+        return _multiply_at_once(values, packed, bias)
+    parts = torch.split(values.reshape(num_rows, -1), ALIKE_ROWS)
+    product = torch.cat([_multiply_at_once(part, packed, bias) for part in parts])
+    return product.view(*values.shape[:-1], -1)
+
+
+def _multiply_at_once(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     # An unusual stride would send oneDNN to a reference kernel a hundred times slower.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(values.contiguous(), packed, bias, "none", [], "")
     return product
