@@ -464,6 +464,23 @@ def test_a_cache_that_is_held_already_is_not_asked_for_again(tiny_checkpoint, mo
     llm.generate([[5] * 100, [6]], max_tokens=2)
 
 
+def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
+    ask, tiny_checkpoint, tiny_draft_checkpoint, monkeypatch
+):
+    from secondguess.runtime.loading import memory_need
+
+    def refuse_to_load(*_, **__):
+        raise AssertionError("loaded, although there is no room")
+
+    arguments = ["x", "--dtype", "float32", "--drafter", f"model:{tiny_draft_checkpoint}"]
+    needs = [memory_need(path, dtype="float32").total for path in (tiny_checkpoint, tiny_draft_checkpoint)]
+    monkeypatch.setattr("secondguess.api.load_runtime", refuse_to_load)
+    monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda device: sum(needs) - 1)
+    assert_refused(ask(*arguments), "weights", "cache", "available", "tiny-draft", "smaller model")
+    monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda device: sum(needs))
+    assert "loaded, although" in ask(*arguments).err
+
+
 # the other verbs
 
 

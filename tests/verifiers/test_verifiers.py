@@ -157,6 +157,13 @@ def test_prefix_weights_are_the_capped_running_product():
     numpy.testing.assert_allclose(prefix_weights(ratios), expected)
 
 
+def test_prefix_weights_survive_extreme_ratios():
+    """Forty nodes of ratio 1e-30, then as many of 1e30: the product would underflow to nothing."""
+    weights = prefix_weights(numpy.array([[1e-30] * 40 + [1e30] * 40]))
+    assert weights[0, 40] == 0.0
+    assert float(weights[0, -1]) == pytest.approx(1.0, abs=1e-9)
+
+
 def test_prefix_weights_of_extreme_ratios_are_chances():
     largest = 1 / numpy.finfo(numpy.float64).tiny
     weights = prefix_weights(numpy.array([[largest, 0.0, largest] + [1e-30] * 40 + [largest]]))

@@ -14,6 +14,7 @@ P(at least i accepted | x_1..x_i) = w_i.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -52,13 +53,17 @@ class BlockVerifier(Verifier):
 
 
 def prefix_weights(ratios: Numbers) -> Numbers:
-    """`w_0..w_L` `[row, node + 1]` from `p(x) / q(x)` `[row, node]`."""
-    rows = [accumulate(row, _next_weight, initial=1.0) for row in ratios.tolist()]
-    return numpy.array([list(row) for row in rows])
+    """`w_0..w_L` `[row, node + 1]` from `p(x) / q(x)` `[row, node]`.
+
+    In log space, where a long product does not underflow: a weight may rise again.
+    """
+    walks = [list(accumulate(row, _next_log_weight, initial=0.0)) for row in ratios.tolist()]
+    weights: Numbers = numpy.exp(walks)
+    return weights
 
 
-def _next_weight(weight: float, ratio: float) -> float:
-    return min(1.0, weight * ratio)
+def _next_log_weight(log_weight: float, ratio: float) -> float:
+    return min(0.0, log_weight + math.log(ratio)) if ratio > 0 else -math.inf
 
 
 def _last_true(answers: list[bool]) -> int:
