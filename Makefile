@@ -5,7 +5,9 @@ BIN = .venv/bin
 .PHONY: setup demo test check format bench
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml constraints.txt
+NATIVE = $(wildcard src/secondguess/runtime/native/*.h src/secondguess/runtime/native/*.cpp)
+
+.venv/.ready: pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,bench,quant]'
@@ -20,13 +22,13 @@ test: setup
 	$(BIN)/python -m pytest -n 2
 
 check: setup
-	$(BIN)/ruff format --check src tests examples benchmarks
-	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks setup.py
+	$(BIN)/ruff check src tests examples benchmarks setup.py
 	$(BIN)/mypy
 
 format: setup
-	$(BIN)/ruff format src tests examples benchmarks
-	$(BIN)/ruff check --fix src tests examples benchmarks
+	$(BIN)/ruff format src tests examples benchmarks setup.py
+	$(BIN)/ruff check --fix src tests examples benchmarks setup.py
 
 bench: setup
 	$(BIN)/secondguess bench --against transformers

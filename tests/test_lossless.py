@@ -1,8 +1,8 @@
 """The equality matrix: every drafter x verifier x controller x batch size gives the text of plain decoding.
 
 Real Transformers checkpoints (tiny, random, made on the fly) in float64, where rounding cannot flip a decision, and in
-bfloat16 as it ships on a CPU, where a token's bits do not depend on what is scored with it; the laws of sampled text
-are proved by enumeration in test_laws.py.
+bfloat16 as it ships on a CPU, through torch and through our kernels, where a token's bits do not depend on what is
+scored with it; the laws of sampled text are proved by enumeration in test_laws.py.
 """
 
 import itertools
@@ -17,6 +17,8 @@ from secondguess.core import Row
 from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
 from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.native.library import library
+from secondguess.runtime.native.runtime import NativeDecoder, NativeRuntime
 from secondguess.runtime.packing import can_pack
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
@@ -44,14 +46,14 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).double().eval()
 
 
-@pytest.fixture(scope="module", params=["module", "fused", "fused in bfloat16"])
+@pytest.fixture(scope="module", params=["module", "fused", "fused in bfloat16", "native"])
 def kind(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
 def models(kind):
-    """By name, a function that makes a fresh runtime: over the Transformers module, or over its fused form."""
+    """By name, a function that makes a fresh runtime: over the Transformers module, or over one of its other forms."""
     target = tiny_llama(0)
     draft = tiny_llama(0)
     with torch.no_grad(), torch.random.fork_rng():
@@ -60,6 +62,14 @@ def models(kind):
             parameter.add_(0.02 * torch.randn_like(parameter))
     if kind == "module":
         return {"itself": partial(TransformersRuntime, target), "draft": partial(TransformersRuntime, draft)}
+    if kind == "native":
+        if library() is None:
+            pytest.skip("no kernels for this processor, or no compiler built them")
+        made = {
+            name: NativeDecoder(fuse(model.bfloat16(), packed=False), eight_bits)
+            for name, model, eight_bits in (("itself", target, False), ("draft", draft, True))
+        }
+        return {name: partial(NativeRuntime, decoder) for name, decoder in made.items()}
     half = kind == "fused in bfloat16"
     if half and not can_pack(torch.bfloat16, torch.device("cpu")):
         pytest.skip("no bfloat16 products on this processor: their bits then depend on the number of rows")
@@ -101,7 +111,7 @@ def greedy_by_transformers(model, prompt, num_tokens):
 
 @pytest.fixture(scope="module")
 def greedy_oracle(models, kind):
-    if kind == "fused in bfloat16":  # rounds unlike the module in float64, but always alike
+    if kind in ("fused in bfloat16", "native"):  # rounds unlike the module in float64, but always alike
         settings = [SamplingParams(max_tokens=24)] * len(PROMPTS)
         return generate(models, "none", "auto", "fixed:0", settings, together=False)
     model = tiny_llama(0)

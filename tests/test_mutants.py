@@ -36,6 +36,8 @@ from secondguess.noise import KeyedNoise, Purpose
 from secondguess.runtime import tree
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
+from secondguess.runtime.native.library import library
+from secondguess.runtime.native.runtime import NativeDecoder, NativeRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams, target_laws
@@ -100,19 +102,28 @@ def keyed_law_holds(verifier: str, coupled: bool = False, drafter: torch.Tensor 
     return chained_text_p_value(verifier, coupled=coupled, drafter=drafter) > 1e-6
 
 
-def cached_law_holds(fused: bool = False) -> bool:
+def cached_law_holds(kind: str = "module") -> bool:
     """Two rounds on real Transformers models, enumerated: what the caches hold after a verdict is the truth."""
-    target, drafter = (model.double() for model in tiny_pair(vocab_size=2))
+    exact = torch.bfloat16 if kind == "native" else torch.float64
+    target, drafter = (model.to(exact) for model in tiny_pair(vocab_size=2))
 
     def next_law(output):
+        tokens = torch.tensor([[0, 1, *output]])
         with torch.inference_mode():
-            return target(torch.tensor([[0, 1, *output]]), use_cache=False).logits[0, -1].softmax(-1)
+            # The kernels are held to what they say of a text in one forward, the others to the module.
+            uncached = runtime.read(tokens) if kind == "native" else target(tokens, use_cache=False)
+            return uncached.logits[0, -1].double().softmax(-1)
 
+    if kind == "native":
+        runtime, draft_runtime = (
+            NativeRuntime(NativeDecoder(FusedDecoder(model, packed=False))) for model in (target, drafter)
+        )
     found = exact_model_law(target, next_law)
-    runtime, draft_runtime = (
-        (FusedRuntime(FusedDecoder(model, packed=False)) if fused else TransformersRuntime(model))
-        for model in (target, drafter)
-    )
+    if kind != "native":
+        runtime, draft_runtime = (
+            FusedRuntime(FusedDecoder(model, packed=False)) if kind == "fused" else TransformersRuntime(model)
+            for model in (target, drafter)
+        )
     team = Team(
         runtime,
         ModelDrafter(draft_runtime, "model:tiny", 2),
@@ -120,9 +131,20 @@ def cached_law_holds(fused: bool = False) -> bool:
         make_controller("fixed:2"),
     )
     (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
-    # The modules compute their norms in float32, the fused runtime in float64.
+    # The modules compute their norms in float32, the fused runtime in float64; the kernels say logits in float32.
     error = law_error(branches, lambda output: found[output], num_tokens=4)
-    return error < (1e-6 if fused else ROUNDING)
+    return error < (ROUNDING if kind == "module" else 1e-6)
+
+
+def native_trees_are_chains() -> bool:
+    """Each path of a tree says what the same tokens say as a text."""
+    (model, _) = (each.bfloat16() for each in tiny_pair(vocab_size=5))
+    runtime = NativeRuntime(NativeDecoder(FusedDecoder(model, packed=False)))
+    expected = runtime.read(torch.tensor([[0, 1, 4]])).logits[0, -1]
+    row = Row([0, 1], SAMPLED)
+    runtime.begin([row])
+    siblings = Draft(torch.tensor([[3, 4]]), torch.tensor([[-1, -1]]), torch.tensor([2]))
+    return torch.equal(runtime.score([row], siblings).logits[0, 2], expected)
 
 
 def exact_model_law(target, next_law):
@@ -375,6 +397,24 @@ def rejected_nodes_stay_visible(patch: Patch) -> None:
     patch.setattr(tree, "chain_mask", chain_mask)
 
 
+def kernels_look_beyond_the_cache(patch: Patch) -> None:
+    """They are told of one cached token more than there is."""
+    original = NativeRuntime._step
+    patch.setattr(
+        NativeRuntime,
+        "_step",
+        lambda self, starts, *others, **named: original(
+            self, [each + (each > 0) for each in starts], *others, **named
+        ),
+    )
+
+
+def siblings_see_each_other(patch: Patch) -> None:
+    """Every node is taken for a descendant of those before it."""
+    original = tree.ancestor_closure
+    patch.setattr(tree, "ancestor_closure", lambda parents: torch.ones_like(original(parents)).tril())
+
+
 def purposes_share_numbers(one: Purpose, other: Purpose) -> Callable[[Patch], None]:
     def mutate(patch: Patch) -> None:
         original = KeyedNoise._uniforms
@@ -489,8 +529,17 @@ MUTANTS = [
     Mutant(rows_swapped_in_the_batch, rows_stay_apart, "rows-swapped-greedy"),
     Mutant(stale_cache_after_a_rejection, cached_law_holds),
     Mutant(rejected_nodes_stay_visible, cached_law_holds),
-    Mutant(stale_cache_after_a_rejection, lambda: cached_law_holds(fused=True), "stale-cache-fused"),
-    Mutant(rejected_nodes_stay_visible, lambda: cached_law_holds(fused=True), "rejected-nodes-visible-fused"),
+    Mutant(stale_cache_after_a_rejection, lambda: cached_law_holds("fused"), "stale-cache-fused"),
+    Mutant(rejected_nodes_stay_visible, lambda: cached_law_holds("fused"), "rejected-nodes-visible-fused"),
+    *(
+        [
+            Mutant(stale_cache_after_a_rejection, lambda: cached_law_holds("native"), "stale-cache-native"),
+            Mutant(kernels_look_beyond_the_cache, lambda: cached_law_holds("native")),
+            Mutant(siblings_see_each_other, native_trees_are_chains),
+        ]
+        if library() is not None
+        else []
+    ),
     Mutant(
         purposes_share_numbers(Purpose.DRAFT, Purpose.ACCEPT),
         lambda: keyed_law_holds("rejection"),

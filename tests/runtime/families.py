@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -13,8 +16,9 @@ from torch import Tensor
 from checkpoints import write_tokenizer
 from secondguess.core import Draft, Row
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.families import FAMILIES as FUSED
+from secondguess.runtime.families import can_fuse
 from secondguess.runtime.loading import load_runtime
+from secondguess.runtime.native.library import library
 from secondguess.sampling import SamplingParams
 
 VOCAB_SIZE = 300
@@ -74,11 +78,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+COVERED = [name for name, config in FAMILIES.items() if can_fuse(config(), torch.device("cpu"))]
+HAS_KERNELS = library() is not None
+KINDS = ["transformers", "fused", *(["native"] if HAS_KERNELS else [])]
 CASES = [
     *((name, "transformers") for name in FAMILIES),
-    *((name, "fused") for name, config in FAMILIES.items() if config().model_type in FUSED),
+    *((name, kind) for kind in KINDS[1:] for name in COVERED),
 ]
-"""Every family by the module that Transformers has for it, and those that are covered by the fused runtime."""
+"""Every family by the module that Transformers has for it, and those that our own decoders cover."""
+
+needs_kernels = pytest.mark.skipif(
+    not HAS_KERNELS, reason="no kernels for this processor, or no compiler built them"
+)
 
 
 def write_checkpoint(config: Any, directory: Path, seed: int = 0) -> Path:
@@ -107,8 +118,29 @@ def plain_logits(model: Any, tokens: Sequence[int]) -> Tensor:
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
 
 
-def runtime_of(directory: Path, **options: Any) -> CachedRuntime:
-    return load_runtime(directory, dtype="float32", device="cpu", **options).runtime
+class Uncached:
+    """A native runtime, asked as a module is: every text in one forward.
+
+    What the kernels say of a token does not depend on how it came into the cache, to the last bit.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        layers = range(json.loads((directory / "config.json").read_text())["num_hidden_layers"] + 1)
+        self._runtime = runtime_of(directory, "native", hidden_layers=layers)
+
+    def __call__(self, tokens: Tensor, **_: object) -> Any:
+        found = self._runtime.read(tokens)
+        return SimpleNamespace(logits=found.logits, hidden_states=[*found.hidden.values()])
+
+
+def oracle_of(directory: Path, kind: str) -> Any:
+    """What a runtime of this kind must say: the module in float32, or for the kernels their own uncached forward."""
+    return Uncached(directory) if kind == "native" else plain_model(directory)
+
+
+def runtime_of(directory: Path, runtime: str = "auto", **options: Any) -> CachedRuntime:
+    dtype = "bfloat16" if runtime == "native" else "float32"
+    return load_runtime(directory, dtype=dtype, device="cpu", runtime=runtime, **options).runtime
 
 
 def row_of(tokens: Sequence[int]) -> Row:

@@ -9,8 +9,8 @@ from families import (
     FAMILIES,
     WINDOW,
     assert_near,
+    oracle_of,
     plain_logits,
-    plain_model,
     random_tokens,
     root_path,
     row_of,
@@ -34,7 +34,7 @@ class Family:
         self.path = path
         self.kind = runtime
         self.runtime = runtime_of(path, runtime=runtime)
-        self.plain = plain_model(path)
+        self.plain = oracle_of(path, runtime)
 
     def expected(self, tokens, num_last):
         return plain_logits(self.plain, tokens)[-num_last:]

@@ -8,7 +8,9 @@ import weakref
 import pytest
 import torch
 from families import (
+    COVERED,
     FAMILIES,
+    KINDS,
     assert_near,
     plain_logits,
     plain_model,
@@ -22,13 +24,12 @@ from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import fused, loading
 from secondguess.runtime.attention import attend_as_several
-from secondguess.runtime.families import FAMILIES as FUSED
 from secondguess.runtime.families import can_fuse
 from secondguess.runtime.fused import FusedRuntime, fuse
-from secondguess.runtime.loading import load_runtime, memory_need
-from secondguess.runtime.packing import FEW_ROWS, can_pack
+from secondguess.runtime.loading import load_runtime
+from secondguess.runtime.packing import can_pack
 
-NAMES = [name for name, config in FAMILIES.items() if config().model_type in FUSED]
+NAMES = COVERED
 PROMPT = random_tokens(20, seed=8)
 NODES = random_tokens(7, seed=9)
 
@@ -61,7 +62,7 @@ def test_bfloat16_is_that_of_the_packed_module_to_the_last_bit(checkpoint):
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
-@pytest.mark.parametrize("runtime", ["fused", "transformers"])
+@pytest.mark.parametrize("runtime", KINDS)
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tokens_bits_do_not_depend_on_how_many_are_scored_with_it(name, num_kv_heads, runtime, tmp_path):
@@ -108,40 +109,6 @@ def test_other_precisions_differ_by_rounding(checkpoint, dtype):
     torch.testing.assert_close(
         scores(checkpoint, "fused", dtype), scores(checkpoint, "transformers", dtype), rtol=0, atol=tolerance
     )
-
-
-@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
-def test_only_a_draft_model_rounds_its_weights_and_only_for_few_tokens(tmp_path):
-    config = FAMILIES["llama"]()
-    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
-    path = write_checkpoint(config, tmp_path)
-    exact, drafting = (
-        load_runtime(path, dtype="bfloat16", device="cpu", drafts=drafts) for drafts in (False, True)
-    )
-    assert "8-bit" in drafting.runtime_in_words
-    assert "8-bit" not in exact.runtime_in_words
-    for num_nodes in (0, 1, 2):
-        logits = []
-        for loaded in (exact, drafting):
-            row = row_of(PROMPT)
-            loaded.runtime.begin([row])
-            logits.append(loaded.runtime.score([row], Draft.chains([NODES[:num_nodes]])).logits[0])
-            loaded.runtime.end(row)
-        assert torch.equal(*logits) == (num_nodes + 1 > FEW_ROWS)
-        torch.testing.assert_close(*logits, rtol=0, atol=0.03 * float(logits[0].abs().max()))
-
-
-@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
-def test_the_copies_of_a_draft_model_are_counted(checkpoint):
-    plain, drafting = (
-        memory_need(checkpoint, dtype="bfloat16", device="cpu", drafts=drafts) for drafts in (False, True)
-    )
-    linear = sum(
-        module.weight.numel()
-        for module in plain_model(checkpoint).model.modules()
-        if type(module) is torch.nn.Linear
-    )
-    assert drafting.weights - plain.weights >= linear
 
 
 def test_weights_are_held_once(checkpoint):
@@ -274,7 +241,7 @@ def test_positions_that_depend_on_the_length_are_left_to_the_module(tmp_path):
 
 
 def test_a_runtime_that_does_not_exist(checkpoint):
-    with pytest.raises(BadInputError, match="auto, fused, transformers, got 'quick'"):
+    with pytest.raises(BadInputError, match="auto, native, fused, transformers, got 'quick'"):
         load_runtime(checkpoint, runtime="quick")
 
 

@@ -75,7 +75,7 @@ def test_int8_weights_stay_near(checkpoint):
 def test_int8_without_torchao_says_what_to_install(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(BadInputError, match=r"secondguess\[quant\]"):
-        load_runtime(checkpoint, quantize="int8")
+        load_runtime(checkpoint, quantize="int8", runtime="transformers")
 
 
 @pytest.mark.parametrize(

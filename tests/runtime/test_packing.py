@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from secondguess.runtime.packing import FEW_ROWS, PackedLinear, Product, can_pack, pack_linears
+from secondguess.runtime.packing import PackedLinear, Product, can_pack, pack_linears
 
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")),
@@ -66,48 +66,6 @@ def test_a_row_among_many_is_the_row_alone(shape, num_outputs):
     together = product(values)
     alone = torch.stack([product(row[None, None])[0, 0] for row in values.flatten(0, 1)])
     assert torch.equal(together.flatten(0, 1), alone)
-
-
-def product_of(num_inputs, biased=False):
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(40, num_inputs, generator=generator).to(torch.bfloat16)
-    weight[3] = 0.0
-    bias = torch.randn(40, generator=generator).to(torch.bfloat16) if biased else None
-    return weight, Product(weight, bias, packed=True)
-
-
-@needs_packing
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("num_rows", range(1, FEW_ROWS + 1))
-def test_a_rounded_product_is_off_by_a_rounding(num_rows, biased):
-    weight, product = product_of(128, biased)
-    exact = product(
-        values := torch.randn(1, num_rows, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
-    )
-    product.round_for_few_rows()
-    rounded = product(values)
-    assert rounded.shape == exact.shape
-    assert not torch.equal(rounded, exact)
-    # The largest error of a weight is half a step of its row; bfloat16 itself rounds by 1/256.
-    error = values.float().abs().sum(-1, keepdim=True) * weight.float().abs().amax(1) / 254
-    assert ((rounded - exact).abs() <= error + exact.abs() / 64 + 0.02).all()
-
-
-@needs_packing
-def test_only_products_over_few_rows_are_rounded():
-    _, product = product_of(128)
-    values = torch.randn(1, FEW_ROWS + 1, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
-    exact = product(values)
-    product.round_for_few_rows()
-    assert torch.equal(product(values), exact)
-
-
-@needs_packing
-@pytest.mark.parametrize("num_inputs", [33, 48])
-def test_a_width_that_the_kernel_cannot_read_is_not_rounded(num_inputs):
-    _, product = product_of(num_inputs)
-    product.round_for_few_rows()
-    assert product.rounded is None
 
 
 class ReadsItsWeights(nn.Linear):

@@ -6,7 +6,9 @@ import pytest
 import torch
 from families import (
     FAMILIES,
+    KINDS,
     assert_near,
+    oracle_of,
     plain_logits,
     plain_model,
     random_tokens,
@@ -30,14 +32,19 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(FAMILIES["llama"](), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module")
-def plain(checkpoint):
-    return plain_model(checkpoint)
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
 
 
-@pytest.fixture(params=["transformers", "fused"])
-def runtime(checkpoint, request):
-    return runtime_of(checkpoint, runtime=request.param)
+@pytest.fixture
+def plain(checkpoint, kind):
+    return oracle_of(checkpoint, kind)
+
+
+@pytest.fixture
+def runtime(checkpoint, kind):
+    return runtime_of(checkpoint, runtime=kind)
 
 
 def check_round(runtime, plain, rows, path=()):
@@ -149,13 +156,13 @@ def test_half_precision_logits_are_raised_to_float32(checkpoint):
     assert runtime.score([row], Draft.empty(1)).logits.dtype == torch.float32
 
 
-def test_float64_stays_float64(checkpoint, plain):
+def test_float64_stays_float64(checkpoint):
     runtime = TransformersRuntime(plain_model(checkpoint).double())
     row = row_of([5, 6, 7])
     runtime.begin([row])
     logits = runtime.score([row], Draft.empty(1)).logits
     assert logits.dtype == torch.float64
-    assert_near(logits[0].float(), plain_logits(plain, [5, 6, 7])[-1:])
+    assert_near(logits[0].float(), plain_logits(plain_model(checkpoint), [5, 6, 7])[-1:])
 
 
 def test_a_closed_runtime_gives_the_model_back(checkpoint):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 RUNTIMES = {
+    "native": "native, if it says what the module says (probed at loading)",
     "fused": "fused, if it says what the module says (probed at loading)",
     "transformers": "the Transformers module; the fused runtime does not cover this architecture here",
 }

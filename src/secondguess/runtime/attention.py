@@ -38,6 +38,8 @@ class Step:
             two are the same, as they are unless a tree was drafted.
         start: where all rows' queries begin, one behind the other, both in the cache and in the text; None
             when rows differ or branch.
+        closure: `[row, query, query]` bool, which queries are a query's ancestors or itself; for runtimes that make no
+            masks. None for chains.
     """
 
     mask: Tensor | None
@@ -45,6 +47,7 @@ class Step:
     num_keys: int
     key_positions: Tensor | None = None
     start: int | None = None
+    closure: Tensor | None = None
 
     def visible(self, mask_function: MaskFunction, window: int | None) -> Tensor | None:
         """The mask for a layer type whose own rule, causal or windowed, is `mask_function`.

@@ -63,6 +63,15 @@ class KeyValueCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.placement.num_keys, 0
 
+    def allocate(self, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> None:
+        """Make the blocks of all layers at once, for runtimes that write to them without `update`."""
+        if not self.keys:
+            shape = (self.num_slots, num_heads, self.capacity, head_size)
+            self.keys, self.values = (
+                [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(num_layers)]
+                for _ in range(2)
+            )
+
     def place(
         self, starts: Sequence[int], num_queries: int, slots: Sequence[int], num_keys: int
     ) -> Placement:

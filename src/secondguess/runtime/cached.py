@@ -56,6 +56,9 @@ class Output:
 class CachedRuntime(Runtime):
     """Rows, slots, chunks and masks around one forward, `run`.
 
+    Attributes:
+        least_logits: columns of logits that a forward makes even when nobody reads them, as in a prefill.
+
     Args:
         vocab_size: width of the logits.
         context_length: positions that the model holds; None when it names no limit.
@@ -65,6 +68,8 @@ class CachedRuntime(Runtime):
             embeddings, `k` the output of layer k, -1 the last, normalised one).
         prefill_chunk: most tokens in one prefill forward.
     """
+
+    least_logits = 1
 
     def __init__(
         self,
@@ -104,6 +109,15 @@ class CachedRuntime(Runtime):
             num_logits: how many of the last columns need logits.
             with_hidden: whether `hidden_layers` are wanted; a prefill does not want them.
         """
+
+    def read(self, tokens: Tensor) -> Output:
+        """Whole texts `[row, query]` in one forward, which nobody keeps: for probes, before any row has begun."""
+        num_rows, width = tokens.shape
+        starts = [0] * num_rows
+        with torch.inference_mode():
+            self.cache.place(starts, width, range(num_rows), width)
+            step = self._step(starts, Queries(tokens, None), width, causal=True)
+            return self.run(tokens, step, width, with_hidden=bool(self.hidden_layers))
 
     def release(self) -> None:
         """Forget every row and give the cache back."""
@@ -237,15 +251,17 @@ class CachedRuntime(Runtime):
         width = tokens.shape[1]
         num_keys = max(starts) + width
         self.cache.place(starts, width, [state.slot for state in states], num_keys)
-        if num_keys == width:  # nothing is cached: plain causal attention, for which there are faster kernels
-            step = Step(None, torch.arange(width, device=self.device)[None], width)
-        else:
-            step = self._step(starts, Queries(tokens, None), num_keys)
-        self.run(tokens, step, num_logits=1, with_hidden=False)
+        step = self._step(starts, Queries(tokens, None), num_keys, causal=num_keys == width)
+        self.run(tokens, step, num_logits=self.least_logits, with_hidden=False)
 
-    def _step(self, starts: Sequence[int], queries: Queries, num_keys: int) -> Step:
-        """Positions and mask of a forward; rows that stand equally far share one of each."""
+    def _step(self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False) -> Step:
+        """Positions and mask of a forward; rows that stand equally far share one of each.
+
+        With `causal` nothing is cached yet: plain causal attention, for which there are faster kernels.
+        """
         width = queries.tokens.shape[1]
+        if causal:
+            return Step(None, torch.arange(width, device=self.device)[None], width)
         if min(starts) == max(starts) and queries.closure is None:
             start = starts[0]
             positions = torch.arange(start, start + width, device=self.device)[None]

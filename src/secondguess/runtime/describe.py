@@ -19,6 +19,7 @@ from secondguess.runtime.loading import (
     read_tokenizer,
 )
 from secondguess.runtime.memory import available_memory
+from secondguess.runtime.native.runtime import can_run_native
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import check_supported, context_length_of
 
@@ -41,7 +42,8 @@ class ModelDescription:
         num_tokens: tokens that the tokenizer knows; the rest of the vocabulary is padding.
         context_length: positions; None when the configuration names no limit.
         dtype, device: what would be picked.
-        runtime: what would run it: `fused` if a probe at loading finds that it says the same, or `transformers`.
+        runtime: what would run it: `native` or `fused` if a probe at loading finds that it says the same, else
+            `transformers`.
         weights_bytes, cache_bytes: memory for the weights, and for one row that fills the context (4096 tokens
             where there is no limit).
         available_bytes: what there is on the device; None when the system does not say.
@@ -105,11 +107,17 @@ def describe_model(name: str, *, dtype: str = "auto", device: str = "auto") -> M
         sliding_window=_window_of(text) if "sliding_attention" in attention else None,
         dtype=str(pick_dtype(dtype, place)).removeprefix("torch."),
         device=str(place),
-        runtime="fused" if can_fuse(config, place) else "transformers",
+        runtime=_runtime_of(config, pick_dtype(dtype, place), place),
         weights_bytes=need.weights,
         cache_bytes=need.cache,
         available_bytes=available_memory(place),
     )
+
+
+def _runtime_of(config: Any, dtype: torch.dtype, place: torch.device) -> str:
+    if can_run_native(config, dtype, place):
+        return "native"
+    return "fused" if can_fuse(config, place) else "transformers"
 
 
 def _attention_of(config: Any) -> dict[str, int]:

@@ -57,7 +57,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         for rotary in decoder.rotaries.values():
             rotary.reserve(limit)
         found = _probe(decoder, tokens, positions)
-    return decoder if reproduces(found, expected) else None
+    return decoder if reproduces(found, expected, PROBE_TOLERANCE[expected.dtype]) else None
 
 
 def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -86,10 +86,10 @@ def _linears(model: Any) -> Iterator[Any]:
     yield model.get_output_embeddings()
 
 
-def reproduces(found: Tensor, expected: Tensor) -> bool:
-    """Whether logits differ by no more than rounding in their dtype."""
+def reproduces(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether logits differ by no more than a share of the largest."""
     scale = expected.abs().max().clamp_min(1.0)
-    return bool((found - expected).abs().max() <= PROBE_TOLERANCE[expected.dtype] * scale)
+    return bool((found - expected).abs().max() <= tolerance * scale)
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,11 @@ class Rotary:
         cos, sin = found.unsqueeze(-2).chunk(2, -1)
         return cos, sin
 
+    def table(self, num_positions: int) -> Tensor:
+        """`[position, 2 * size]`, cosines and then sines, for at least so many positions."""
+        self.reserve(num_positions)
+        return self._table
+
     def reserve(self, num_positions: int) -> None:
         """Be ready for positions below `num_positions`."""
         if num_positions > self._table.shape[0]:
@@ -205,7 +210,8 @@ class Layer:
         self.window = window
         self.turned_like = turned_like
         self.heads = Heads(config, attention)
-        self.activation = ACTIVATIONS[getattr(config, family.activation)]
+        self.activation_name: str = getattr(config, family.activation)
+        self.activation = ACTIVATIONS[self.activation_name]
         self.attention_norm = family.norm(module.input_layernorm)
         self.query_norm = family.norm(attention.q_norm) if family.normalises_heads else None
         self.key_norm = family.norm(attention.k_norm) if family.normalises_heads else None
@@ -220,6 +226,11 @@ class Layer:
         self.output = Product.joined([attention.o_proj], packed)
         self.gate_up = Product.joined(mlp_inputs(mlp, family), packed)
         self.down = Product.joined([mlp.down_proj], packed)
+
+    def release(self) -> None:
+        """Give up the weights of the products, which live on elsewhere."""
+        for product in (self.joint, self.output, self.gate_up, self.down):
+            product.weight = torch.empty(0)
 
     def forward(
         self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: View, cache: Any
@@ -276,18 +287,6 @@ class FusedDecoder:
         self.norm = family.norm(body.norm)
         self.head = Product.joined([model.get_output_embeddings()], packed)
         self.windows = set(windows)
-
-    def round_for_drafting(self) -> None:
-        """Let products over few rows read rounded copies of the weights, which only a draft model may do."""
-        for layer in self.layers:
-            for product in (layer.joint, layer.output, layer.gate_up, layer.down):
-                product.round_for_few_rows()
-        self.head.round_for_few_rows()
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether some product reads a rounded copy."""
-        return any(layer.down.rounded is not None for layer in self.layers)
 
     @property
     def num_heads_per_key(self) -> int:

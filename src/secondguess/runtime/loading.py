@@ -16,6 +16,7 @@ from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.families import can_fuse
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.memory import MemoryNeed, check_memory, count_parameters, estimate_memory
+from secondguess.runtime.native.runtime import NativeRuntime, can_run_native, to_native
 from secondguess.runtime.packing import can_pack, pack_linears
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import check_class, check_config
@@ -34,7 +35,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 QUANTIZATIONS = ("int8",)
-RUNTIMES = ("auto", "fused", "transformers")
+RUNTIMES = ("auto", "native", "fused", "transformers")
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -71,9 +72,9 @@ class LoadedModel:
 
     @property
     def runtime_in_words(self) -> str:
-        """The kind of runtime, and whether it rounds weights for drafting."""
-        rounded = isinstance(self.runtime, FusedRuntime) and self.runtime.decoder.is_rounded
-        return f"{self.kind}, 8-bit copies of the weights for one or two tokens" if rounded else self.kind
+        """The kind of runtime, and whether it rounds weights."""
+        rounded = isinstance(self.runtime, NativeRuntime) and self.runtime.decoder.eight_bits
+        return f"{self.kind}, weights in 8 bits" if rounded else self.kind
 
     def module(self) -> Any:
         """The Transformers module whose law the runtime keeps: the one that runs, or else a second copy in memory."""
@@ -100,8 +101,8 @@ def load_runtime(
         dtype: `auto` (see `pick_dtype`), `float64`, `float32`, `bfloat16` or `float16`.
         device: `auto` (see `pick_device`), `cpu`, `cuda` or `cuda:N`.
         quantize: `int8` keeps the linear layers' weights in 8 bits; needs torchao.
-        runtime: `fused` (see `runtime.fused`), `transformers` (the module), or `auto`: fused where it covers the
-            model and says the same.
+        runtime: `native` (compiled kernels, see `runtime.native`), `fused` (torch, see `runtime.fused`),
+            `transformers` (the module), or `auto`: the first of them that covers the model and says the same.
         hidden_layers: hidden states that `score` returns.
         num_cached_tokens: cached tokens, over all rows, that must fit into memory beside the weights.
         drafts: whether the model only drafts, so that its law may be off by a rounding where that is faster.
@@ -114,9 +115,11 @@ def load_runtime(
     """
     place = pick_device(device)
     number = pick_dtype(dtype, place)
-    check_quantization(quantize)
     path = find_checkpoint(str(name_or_path))
     config = read_config(path)
+    check_quantization(
+        quantize, by_kernels=runtime != "transformers" and can_run_native(config, number, place)
+    )
     check_loadable(config, path)
     need = _need(name_or_path, path, config, number, place, quantize, num_cached_tokens, drafts)
     check_memory([need], place)
@@ -133,7 +136,7 @@ def load_runtime(
     )
     return LoadedModel(
         made,
-        "fused" if isinstance(made, FusedRuntime) else "transformers",
+        _kind_of(made),
         tokenizer,
         str(name_or_path),
         path,
@@ -168,20 +171,25 @@ def make_runtime(
         raise BadInputError(f"expected runtime {', '.join(RUNTIMES)}, got {kind!r}")
     dtype, place = model.dtype, model.device
     packable = quantize is None and can_pack(dtype, place)
-    if kind != "transformers" and quantize is None and can_fuse(model.config, place):
+    if kind in ("auto", "native") and can_run_native(model.config, dtype, place):
+        unpacked = fuse(model.eval(), packed=False)
+        native = to_native(unpacked, drafts or quantize is not None) if unpacked else None
+        if native is not None:
+            return NativeRuntime(native, hidden_layers)
+        model = read_again()
+    if kind in ("auto", "fused") and quantize is None and can_fuse(model.config, place):
         decoder = fuse(model.eval(), packable)
         if decoder is not None:
-            if drafts:
-                decoder.round_for_drafting()
             return FusedRuntime(decoder, hidden_layers)
         if kind == "auto":
             model = read_again()
-    if kind == "fused":
+    if kind in ("native", "fused"):
         raise UnsupportedModelError(
-            f"expected a model that the fused runtime covers, got a {model.config.model_type} "
+            f"expected a model that the {kind} runtime covers, got a {model.config.model_type} "
             f"({str(dtype).removeprefix('torch.')} on {place}, quantize {quantize}); use runtime auto or transformers"
         )
     if quantize is not None:
+        check_quantization(quantize)
         _quantize_to_int8(model)
     elif packable:
         pack_linears(model)
@@ -274,12 +282,12 @@ def _has_bfloat16(device: torch.device) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def check_quantization(quantize: str | None) -> None:
-    """Refuse unknown names, and known ones whose library is missing."""
-    if quantize is None:
-        return
-    if quantize not in QUANTIZATIONS:
+def check_quantization(quantize: str | None, by_kernels: bool = False) -> None:
+    """Refuse unknown names, and known ones whose library is missing where our kernels will not do it."""
+    if quantize is not None and quantize not in QUANTIZATIONS:
         raise BadInputError(f"expected quantize {', '.join(QUANTIZATIONS)} or nothing, got {quantize!r}")
+    if quantize is None or by_kernels:
+        return
     try:
         with quiet():
             import torchao  # noqa: F401 - only whether it is there
@@ -401,6 +409,12 @@ def _is_quantizable(model: Any) -> Any:
     return choose
 
 
+def _kind_of(runtime: CachedRuntime) -> str:
+    if isinstance(runtime, NativeRuntime):
+        return "native"
+    return "fused" if isinstance(runtime, FusedRuntime) else "transformers"
+
+
 def _need(
     name: str | Path,
     path: str,
@@ -415,14 +429,14 @@ def _need(
     if num_parameters is None:
         # Weights in the older pickle format; they are rarely wider than two bytes a number.
         num_parameters = sum(file.stat().st_size for file in Path(path).glob("*.bin")) // 2
+    by_kernels = can_run_native(config, dtype, place)
     return estimate_memory(
         str(name),
         config,
         num_parameters,
         dtype,
-        quantized=quantize is not None,
-        packed=quantize is None and can_pack(dtype, place),
-        rounded=drafts and quantize is None and can_pack(dtype, place) and can_fuse(config, place),
+        quantized=quantize is not None or (drafts and by_kernels),
+        packed=by_kernels or (quantize is None and can_pack(dtype, place)),
         num_cached_tokens=num_cached_tokens,
     )
 

@@ -71,12 +71,11 @@ def estimate_memory(
     *,
     quantized: bool = False,
     packed: bool = False,
-    rounded: bool = False,
     num_cached_tokens: int = 4096,
 ) -> MemoryNeed:
     """Bytes for the weights and for keys and values of all layers.
 
-    Packing gives a head that was tied to the embeddings a copy of its own; rounding keeps 8 bits more of each number.
+    Packing gives a head that was tied to the embeddings a copy of its own.
     """
     text = config.get_text_config()
     num_heads = text.num_attention_heads
@@ -89,7 +88,7 @@ def estimate_memory(
     if quantized:  # embeddings, and a head tied to them, stay as they are
         weights = int((num_parameters - num_embedded) * INT8_BYTES) + num_embedded * dtype.itemsize
     else:
-        weights = num_parameters * dtype.itemsize + rounded * (num_parameters - num_embedded)
+        weights = num_parameters * dtype.itemsize
     return MemoryNeed(name, weights, cached_numbers * dtype.itemsize, num_cached_tokens)
 
 

@@ -18,13 +18,6 @@ ROWS_HINT = 8
 """How many rows oneDNN is told to expect: blocks chosen for 8 serve 1 to 8 rows alike, those for 1 do not."""
 
 
-FEW_ROWS = 2
-"""Up to so many rows the rounded copy of a weight is the faster one: a draft step reads one token, at times two."""
-
-ROUNDED_MULTIPLE = 64
-"""torch's kernel reads the inputs in whole vectors: any other width would be read past its end."""
-
-
 ALIKE_ROWS = 32
 """oneDNN sums a row of a packed product in the same order for up to so many rows, and in another one for more."""
 
@@ -46,12 +39,6 @@ class Product:
         self.weight: Tensor = pack(weight) if packed else weight
         self.bias = bias
         self.packed = packed
-        self.rounded: RoundedWeight | None = None
-
-    def round_for_few_rows(self) -> None:
-        """Compute products over few rows from a rounded copy of the weight from now on; others as before."""
-        if self.packed and self.weight.shape[1] % ROUNDED_MULTIPLE == 0:
-            self.rounded = RoundedWeight(self.weight.to_dense())
 
     @classmethod
     def joined(cls, linears: Sequence[Any], packed: bool) -> Product:
@@ -63,34 +50,9 @@ class Product:
         return cls(weight, bias, packed)
 
     def __call__(self, values: Tensor) -> Tensor:
-        if self.rounded is not None and values.shape[:-1].numel() <= FEW_ROWS:
-            return self.rounded.multiply(values, self.bias)
         if self.packed:
             return multiply(values, self.weight, self.bias)
         return functional.linear(values, self.weight, self.bias)
-
-
-class RoundedWeight:
-    """A bfloat16 weight in 8 bits with one scale per output: half the bytes to read.
-
-    The call that multiplies by it also takes a quarter of oneDNN's time, which at the width of a small draft model is
-    most of the gain. It is for draft models alone: their guesses are judged by the very law they were drawn from, so what
-    rounding does to that law costs no exactness.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        scales = weight.abs().amax(1).float() / 127
-        # Rounded before they are used, so that the numbers make up for their rounding.
-        self._scales = scales.clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
-        numbers = (weight.float() / self._scales.float()[:, None]).round()
-        self._numbers = numbers.clamp(-127, 127).to(torch.int8)
-
-    def multiply(self, values: Tensor, bias: Tensor | None) -> Tensor:
-        """`[..., output]` from `values` `[..., input]`."""
-        rows = values.reshape(-1, values.shape[-1]).contiguous()
-        product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self._numbers, self._scales)
-        product = product.view(*values.shape[:-1], -1)
-        return product if bias is None else product + bias
 
 
 def pack(weight: Tensor) -> Tensor:

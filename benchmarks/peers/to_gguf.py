@@ -1,0 +1,91 @@
+"""The calibrated pair's checkpoints in the format of llama.cpp, in bfloat16 as they are.
+
+    PYTHONPATH=<llama.cpp>/gguf-py python benchmarks/peers/to_gguf.py CHECKPOINT OUT.gguf
+
+llama.cpp's own converter wants a tokenizer that it knows; the pair's has one word per token. Here each token is one
+user-defined word `<17>`, so that prompts go in and texts come out as ids.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from safetensors import safe_open
+from torch import Tensor
+
+PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+WHOLE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def name_in_gguf(name: str) -> str:
+    """What llama.cpp calls a weight of a Transformers Llama."""
+    if name in WHOLE:
+        return WHOLE[name]
+    _, _, layer, part = name.removesuffix(".weight").split(".", 3)
+    return f"blk.{layer}.{PARTS[part]}.weight"
+
+
+def interleaved(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of a query or key projection in the order that llama.cpp's rotary embedding turns them: neighbours are a pair."""
+    rows, width = weight.shape
+    return weight.view(num_heads, 2, rows // num_heads // 2, width).transpose(1, 2).reshape(rows, width)
+
+
+def write(checkpoint: Path, out: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    num_heads, num_key_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // num_heads
+    writer = GGUFWriter(out, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(num_key_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(head_size)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{token}>" for token in range(config["vocab_size"])])
+    writer.add_token_scores([0.0] * config["vocab_size"])
+    writer.add_token_types([TokenType.USER_DEFINED] * config["vocab_size"])
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
+        for name in sorted(weights.keys()):
+            weight = weights.get_tensor(name)
+            if "q_proj" in name:
+                weight = interleaved(weight, num_heads)
+            if "k_proj" in name:
+                weight = interleaved(weight, num_key_heads)
+            if weight.dim() == 1:  # llama.cpp keeps norms in float32
+                writer.add_tensor(name_in_gguf(name), weight.float().numpy())
+            else:
+                raw = weight.contiguous().view(torch.uint8).numpy()
+                writer.add_tensor(name_in_gguf(name), raw, raw_dtype=GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,346 @@
+// One forward of a dense decoder in one parallel region: between two products nothing returns to Python, and threads meet four
+// times a layer. Compiled for processors with AVX-512 and its bfloat16 products; AMX is used where the caller says it is there.
+//
+// Numbers are rounded to bfloat16 where the modules of Transformers round, so that a probe can compare the two.
+
+#include <omp.h>
+
+#include <new>
+#include <vector>
+
+#include "attention.h"
+#include "product.h"
+
+enum Activation { SILU, GELU, GELU_TANH };
+
+struct Layer {
+    Norm attention_norm, query_norm, key_norm, attention_output_norm, mlp_norm, mlp_output_norm;
+    Weight joint, output, gate_up, down;
+    int64_t window;    // tokens it sees, 0 for all
+    int64_t rotary;    // which of the decoder's tables
+};
+
+struct Decoder {
+    const Layer* layers;
+    int64_t num_layers, width, inner_width, num_queries, num_keys, head_size, activation, num_embedded, amx;
+    float scaling, embedding_scale;  // of scores; of embeddings, 1 where they are not scaled
+    const bf16* embedding;
+    Norm norm;
+    Weight head;
+};
+
+struct Forward {
+    int64_t num_rows, num_tokens, num_logits, capacity, context_length, num_threads;
+    const int64_t* tokens;       // [row][token]
+    const int64_t* starts;       // [row], cached positions before the first token
+    const int64_t* slots;        // [row]
+    const uint8_t* closure;      // [row][token][token], which tokens are a token's ancestors or itself; null for chains
+    const bf16* const* turns;    // tables of the rotary embeddings, [position][2 * head_size]
+    bf16* const* keys;           // per layer [slot][head][capacity][size]
+    bf16* const* values;
+    bf16* const* hidden;         // per level 0..num_layers where the states of all tokens go, or null
+    float* logits;               // [row][num_logits][vocabulary]
+};
+
+static int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+
+static __m512 activate(__m512 x, int64_t activation) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    if (activation == SILU) return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
+    if (activation == GELU_TANH) {
+        const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+        const __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
+        const __m512 tanh = hyperbolic_tangent(_mm512_mul_ps(inner, _mm512_set1_ps(0.7978845608f)));
+        return _mm512_mul_ps(half, _mm512_add_ps(one, tanh));
+    }
+    alignas(64) float each[16];
+    _mm512_store_ps(each, x);
+    for (float& number : each) number = std::erf(number * 0.70710678f);
+    return _mm512_mul_ps(half, _mm512_add_ps(one, _mm512_load_ps(each)));
+}
+
+// Rows of numbers with room for whole tiles; what is padding stays zero.
+struct Rows {
+    std::vector<bf16> numbers;
+    std::vector<int8_t> small;
+    std::vector<float> scale;
+    int64_t stride = 0;
+
+    void reserve(int64_t num_rows, int64_t width) {
+        const int64_t rows = round_up(num_rows, 2 * TILE);
+        stride = round_up(width, 64);
+        // Reused buffers keep old numbers: in rows beyond the last nobody looks, in columns beyond the last weights are zero
+        // and must not meet a NaN.
+        numbers.assign(rows * stride, 0);
+        small.assign(rows * stride, 0);
+        scale.assign(rows, 0);
+    }
+    bf16* row(int64_t index) { return numbers.data() + index * stride; }
+    void shrink_row(int64_t index) { scale[index] = shrink(row(index), stride, small.data() + index * stride); }
+    Values values(int64_t num_rows) const { return {numbers.data(), small.data(), scale.data(), stride, num_rows}; }
+};
+
+// Memory of the forwards of one decoder. Everything that more than one thread reads is shared; a few normalised rows are
+// cheaper made by each thread than waited for.
+struct Workspace {
+    int64_t num_rows = 0, num_threads = 0, num_keys = 0;
+    Rows states, joint, mixed, gated, added;
+    std::vector<Rows> normalised;  // per thread
+    std::vector<std::vector<float>> scores;
+    std::vector<std::vector<int32_t>> positions;
+
+    void reserve(const Decoder& decoder, int64_t rows, int64_t threads, int64_t keys) {
+        if (rows > num_rows || threads > num_threads) {
+            num_rows = std::max(rows, num_rows), num_threads = std::max(threads, num_threads);
+            const int64_t mixed_width = decoder.num_queries * decoder.head_size;
+            states.reserve(num_rows, decoder.width);
+            joint.reserve(num_rows, mixed_width + 2 * decoder.num_keys * decoder.head_size);
+            mixed.reserve(num_rows, mixed_width);
+            gated.reserve(num_rows, decoder.inner_width);
+            added.reserve(num_rows, decoder.width);
+            normalised.resize(num_threads);
+            for (Rows& each : normalised) each.reserve(num_rows, decoder.width);
+            scores.resize(num_threads), positions.resize(num_threads);
+            num_keys = 0;
+        }
+        if (keys > num_keys) {
+            num_keys = 2 * keys;
+            for (auto& each : scores) each.resize(round_up(num_keys, 16));
+            for (auto& each : positions) each.resize(num_keys);
+        }
+    }
+};
+
+// One thread's part of a forward.
+struct Worker {
+    const Decoder& decoder;
+    const Forward& forward;
+    Workspace& space;
+    const int thread, num_threads;
+    const int64_t num_rows = forward.num_rows * forward.num_tokens;  // all tokens of all rows
+    const bool alone = num_rows <= TILE;  // whether each thread normalises for itself
+
+    void wait() const {
+#pragma omp barrier
+    }
+
+    // Rows that this thread makes for everybody, when it does not make all of them for itself.
+    int64_t first_row() const { return alone ? 0 : thread * num_rows / num_threads; }
+    int64_t last_row() const { return alone ? num_rows : (thread + 1) * num_rows / num_threads; }
+    Rows& own() const { return space.normalised[alone ? thread : 0]; }
+
+    template <class Finish>
+    void product(const Values& values, const Weight& weight, Finish finish) const {
+        multiply(values, weight, decoder.amx, thread, num_threads, finish);
+    }
+
+    // The states, normalised, as what a product by `weight` reads.
+    Values read_states(const Norm& norm, const Weight& weight) const {
+        Rows& to = own();
+        for (int64_t row = first_row(); row < last_row(); row++) {
+            normalise(space.states.row(row), decoder.width, norm, to.row(row));
+            if (weight.scale) to.shrink_row(row);
+        }
+        if (!alone) wait();
+        return to.values(num_rows);
+    }
+
+    // Rows that all threads wrote, as what a product by `weight` reads.
+    Values read_shared(Rows& rows, const Weight& weight) const {
+        if (weight.scale) {
+            // whole rows are needed for their scale: one thread each, and everybody waits
+            for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++)
+                rows.shrink_row(row);
+            wait();
+        }
+        return rows.values(num_rows);
+    }
+
+    void write(Rows& to, const Values& values, const Weight& weight) const {
+        product(values, weight, [&](int64_t row, int64_t block, __m512 low, __m512 high) {
+            bf16* at = to.row(row) + block * BLOCK;
+            store(at, low, lanes(to.stride - block * BLOCK));
+            store(at + TILE, high, lanes(to.stride - block * BLOCK - TILE));
+        });
+    }
+
+    // The product, normalised where the family does that, added to the states.
+    void add(const Values& values, const Weight& weight, const Norm& norm) const {
+        if (!norm.weight) {
+            product(values, weight, [&](int64_t row, int64_t block, __m512 low, __m512 high) {
+                bf16* at = space.states.row(row) + block * BLOCK;
+                const __mmask16 first = lanes(decoder.width - block * BLOCK), second = lanes(decoder.width - block * BLOCK - TILE);
+                store(at, _mm512_add_ps(load(at, first), rounded(low)), first);
+                store(at + TILE, _mm512_add_ps(load(at + TILE, second), rounded(high)), second);
+            });
+            wait();
+            return;
+        }
+        write(space.added, values, weight);
+        wait();
+        for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
+            bf16 *added = space.added.row(row), *at = space.states.row(row);
+            normalise(added, decoder.width, norm, added);
+            for (int64_t i = 0; i < decoder.width; i += 16) {
+                const __mmask16 mask = lanes(decoder.width - i);
+                store(at + i, _mm512_add_ps(load(at + i, mask), load(added + i, mask)), mask);
+            }
+        }
+        wait();
+    }
+
+    // Where the text position of a token is: its ancestors stand between.
+    int64_t position(int64_t row, int64_t token) const {
+        int64_t depth = token;
+        if (forward.closure) {
+            const uint8_t* line = forward.closure + (row * forward.num_tokens + token) * forward.num_tokens;
+            depth = -1;
+            for (int64_t other = 0; other < forward.num_tokens; other++) depth += line[other];
+        }
+        return forward.starts[row] + depth;
+    }
+
+    // The cache positions that a token sees, in order; returns how many.
+    int64_t list_visible(int64_t row, int64_t token, int64_t window, int32_t* positions) const {
+        const int64_t start = forward.starts[row], own = position(row, token);
+        const int64_t oldest = window ? std::max<int64_t>(0, own - window + 1) : 0;
+        int64_t count = 0;
+        for (int64_t key = oldest; key < start; key++) positions[count++] = key;
+        const uint8_t* line =
+            forward.closure ? forward.closure + (row * forward.num_tokens + token) * forward.num_tokens : nullptr;
+        for (int64_t other = 0; other <= token; other++)
+            if ((!line || line[other]) && (oldest <= start || position(row, other) >= oldest))
+                positions[count++] = start + other;
+        return count;
+    }
+
+    // Turn and cache what one key head of one row gained, and let its queries look.
+    void look(const Layer& layer, int64_t index, int64_t row, int64_t head) const {
+        const int64_t size = decoder.head_size, group = decoder.num_queries / decoder.num_keys;
+        const int64_t offset = (forward.slots[row] * decoder.num_keys + head) * forward.capacity * size;
+        bf16 *keys = forward.keys[index] + offset, *values = forward.values[index] + offset;
+        const bf16* turns = forward.turns[layer.rotary];
+        bf16 turned[LARGEST_HEAD];
+        auto turn = [&](bf16* from, const Norm& norm, int64_t token, bf16* to) {
+            if (norm.weight) normalise(from, size, norm, from);
+            const int64_t at = std::min(position(row, token), forward.context_length - 1);
+            rotate(from, size, turns + at * 2 * size, to);
+        };
+        for (int64_t token = 0; token < forward.num_tokens; token++) {
+            bf16* joint = space.joint.row(row * forward.num_tokens + token);
+            const int64_t place = (forward.starts[row] + token) * size;
+            turn(joint + (decoder.num_queries + head) * size, layer.key_norm, token, keys + place);
+            std::memcpy(values + place, joint + (decoder.num_queries + decoder.num_keys + head) * size, size * sizeof(bf16));
+        }
+        int32_t* positions = space.positions[thread].data();
+        for (int64_t token = 0; token < forward.num_tokens; token++) {
+            const int64_t count = list_visible(row, token, layer.window, positions);
+            const int64_t line = row * forward.num_tokens + token;
+            for (int64_t query = head * group; query < (head + 1) * group; query++) {
+                turn(space.joint.row(line) + query * size, layer.query_norm, token, turned);
+                attend(turned, keys, values, size, positions, count, decoder.scaling, space.scores[thread].data(),
+                       space.mixed.row(line) + query * size);
+            }
+        }
+    }
+
+    void run_layer(const Layer& layer, int64_t index) const {
+        write(space.joint, read_states(layer.attention_norm, layer.joint), layer.joint);
+        wait();
+        const int64_t num_heads = forward.num_rows * decoder.num_keys;
+        for (int64_t item = thread * num_heads / num_threads; item < (thread + 1) * num_heads / num_threads; item++)
+            look(layer, index, item / decoder.num_keys, item % decoder.num_keys);
+        wait();
+        add(read_shared(space.mixed, layer.output), layer.output, layer.attention_output_norm);
+        // A block holds 16 gates and the 16 numbers that they open or close.
+        product(read_states(layer.mlp_norm, layer.gate_up), layer.gate_up,
+                [&](int64_t row, int64_t block, __m512 gate, __m512 up) {
+                    const __m512 opened = rounded(activate(rounded(gate), decoder.activation));
+                    store(space.gated.row(row) + block * TILE, _mm512_mul_ps(opened, rounded(up)));
+                });
+        wait();
+        add(read_shared(space.gated, layer.down), layer.down, layer.mlp_output_norm);
+    }
+
+    void embed() const {
+        const __m512 scale = _mm512_set1_ps(decoder.embedding_scale);
+        for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
+            const bf16* from = decoder.embedding + forward.tokens[row] * decoder.width;
+            for (int64_t i = 0; i < decoder.width; i += 16) {
+                const __mmask16 mask = lanes(decoder.width - i);
+                store(space.states.row(row) + i, _mm512_mul_ps(load(from + i, mask), scale), mask);
+            }
+        }
+        wait();
+    }
+
+    // Hand out the states of all tokens, where somebody asked for those of this level.
+    void show(int64_t level) const {
+        if (bf16* to = forward.hidden[level])
+            for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
+                if (level == decoder.num_layers)
+                    normalise(space.states.row(row), decoder.width, decoder.norm, to + row * decoder.width);
+                else
+                    std::memcpy(to + row * decoder.width, space.states.row(row), decoder.width * sizeof(bf16));
+            }
+    }
+
+    void say() const {
+        Rows& rows = own();
+        const int64_t num_said = forward.num_rows * forward.num_logits, skipped = forward.num_tokens - forward.num_logits;
+        const int64_t first = alone ? 0 : thread * num_said / num_threads;
+        const int64_t last = alone ? num_said : (thread + 1) * num_said / num_threads;
+        for (int64_t said = first; said < last; said++) {
+            const int64_t row = said / forward.num_logits * forward.num_tokens + skipped + said % forward.num_logits;
+            normalise(space.states.row(row), decoder.width, decoder.norm, rows.row(said));
+            if (decoder.head.scale) rows.shrink_row(said);
+        }
+        if (!alone) wait();
+        const int64_t vocab = decoder.head.num_outputs;
+        product(rows.values(num_said), decoder.head, [&](int64_t said, int64_t block, __m512 low, __m512 high) {
+            float* at = forward.logits + said * vocab + block * BLOCK;
+            _mm512_mask_storeu_ps(at, lanes(vocab - block * BLOCK), rounded(low));
+            _mm512_mask_storeu_ps(at + TILE, lanes(vocab - block * BLOCK - TILE), rounded(high));
+        });
+    }
+
+    void run() const {
+        embed();
+        for (int64_t index = 0; index < decoder.num_layers; index++) {
+            show(index);
+            run_layer(decoder.layers[index], index);
+        }
+        show(decoder.num_layers);
+        if (forward.num_logits) say();
+        if (decoder.amx) _tile_release();
+    }
+};
+
+extern "C" {
+
+// Sizes of the structures, so that the caller can see that it means the same ones.
+void secondguess_sizes(int64_t* sizes) {
+    sizes[0] = sizeof(Weight), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Layer), sizes[3] = sizeof(Decoder);
+    sizes[4] = sizeof(Forward);
+}
+
+void* secondguess_workspace() { return new (std::nothrow) Workspace; }
+
+void secondguess_free(void* workspace) { delete (Workspace*)workspace; }
+
+// Returns 0, or 1 when there was no memory for what lies between the layers.
+int secondguess_run(const Decoder* decoder, const Forward* forward, void* workspace) {
+    Workspace& space = *(Workspace*)workspace;
+    int64_t longest = 0;
+    for (int64_t row = 0; row < forward->num_rows; row++) longest = std::max(longest, forward->starts[row]);
+    try {
+        space.reserve(*decoder, forward->num_rows * forward->num_tokens, forward->num_threads, longest + forward->num_tokens);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+#pragma omp parallel num_threads((int)forward->num_threads)
+    Worker{*decoder, *forward, space, omp_get_thread_num(), omp_get_num_threads()}.run();
+    return 0;
+}
+}

@@ -1,0 +1,232 @@
+"""The runtime whose forward is one call of compiled code."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secondguess.errors import OutOfMemoryError
+from secondguess.runtime.attention import Step
+from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.cached import CachedRuntime, Output, Queries
+from secondguess.runtime.families import Norm, OffsetNorm, can_fuse
+from secondguess.runtime.fused import PROBE_TOLERANCE, FusedDecoder, FusedRuntime, Layer, reproduces
+from secondguess.runtime.native import library
+from secondguess.runtime.native.weights import Arena, Blocks, in_blocks, side_by_side
+from secondguess.runtime.packing import Product
+from secondguess.runtime.support import context_length_of
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+LARGEST_HEAD = 512
+
+
+PROBE_WIDTH = 16
+EIGHT_BIT_TOLERANCE = 0.25
+"""Largest difference of a logit that rounding to 8 bits may explain, relative to the largest logit."""
+
+
+def can_run_native(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels are there and know models like this, in bfloat16 or rounded from it."""
+    if not can_fuse(config, device) or dtype != torch.bfloat16 or library.library() is None:
+        return False
+    text = config.get_text_config()
+    head_size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return head_size % 2 == 0 and head_size <= LARGEST_HEAD
+
+
+def to_native(decoder: FusedDecoder, eight_bits: bool = False) -> NativeDecoder | None:
+    """A fused decoder for the kernels, or None when they would not say the same; it is used up either way.
+
+    Args:
+        decoder: unpacked, in bfloat16.
+        eight_bits: as in `NativeDecoder`.
+    """
+    tokens = torch.arange(2 * PROBE_WIDTH).remainder(decoder.embedding.shape[0]).reshape(2, PROBE_WIDTH)
+    expected = FusedRuntime(decoder).read(tokens).logits.float()
+    native = NativeDecoder(decoder, eight_bits)
+    found = NativeRuntime(native).read(tokens).logits
+    tolerance = EIGHT_BIT_TOLERANCE if eight_bits else PROBE_TOLERANCE[torch.bfloat16]
+    return native if reproduces(found, expected, tolerance) else None
+
+
+class NativeDecoder:
+    """The weights of a fused decoder in the form that the kernels read.
+
+    Args:
+        decoder: unpacked, in bfloat16; its layers are emptied on the way.
+        eight_bits: whether linear layers are rounded to 8 bits a number, and what they read to 8 bits a number and row.
+        use_amx: whether matrix tiles do the products; None where the processor has them.
+    """
+
+    def __init__(self, decoder: FusedDecoder, eight_bits: bool = False, use_amx: bool | None = None) -> None:
+        self.config = decoder.config
+        self.eight_bits = eight_bits
+        self.rotaries = list(decoder.rotaries.values())
+        self.num_layers = len(decoder.layers)
+        self.embedding = decoder.embedding
+        heads = decoder.layers[0].heads
+        self.num_key_heads, self.head_size = heads.num_keys, heads.size
+        self._arena = Arena()
+        self._kept: list[Any] = []
+        kinds = list(decoder.rotaries)
+        inner_width = decoder.layers[0].down.weight.shape[1]
+        layers = (library.Layer * self.num_layers)()
+        for index in range(self.num_layers):
+            layers[index] = self._layer(decoder.layers[index], kinds)
+            decoder.layers[index].release()
+        activation = decoder.layers[0].activation_name
+        scale = decoder.embedding_scale
+        self.head = self._weight(decoder.head)
+        self.described = library.Decoder(
+            layers=layers,
+            num_layers=self.num_layers,
+            width=self.embedding.shape[1],
+            inner_width=inner_width,
+            num_queries=heads.num_queries,
+            num_keys=heads.num_keys,
+            head_size=heads.size,
+            activation=ACTIVATIONS[activation],
+            num_embedded=self.embedding.shape[0],
+            amx=library.has_amx() if use_amx is None else use_amx,
+            scaling=heads.scaling,
+            embedding_scale=1.0 if scale is None else float(scale),
+            embedding=self.embedding.data_ptr(),
+            norm=self._norm(decoder.norm),
+            head=self.head.weight,
+        )
+
+    def _layer(self, layer: Layer, rotary_kinds: list[str | None]) -> library.Layer:
+        gate_up = layer.gate_up
+        return library.Layer(
+            attention_norm=self._norm(layer.attention_norm),
+            query_norm=self._norm(layer.query_norm),
+            key_norm=self._norm(layer.key_norm),
+            attention_output_norm=self._norm(layer.attention_output_norm),
+            mlp_norm=self._norm(layer.mlp_norm),
+            mlp_output_norm=self._norm(layer.mlp_output_norm),
+            joint=self._weight(layer.joint).weight,
+            output=self._weight(layer.output).weight,
+            gate_up=self._blocks(
+                side_by_side(*gate_up.weight.chunk(2)),
+                None if gate_up.bias is None else side_by_side(*gate_up.bias.chunk(2)),
+            ).weight,
+            down=self._weight(layer.down).weight,
+            window=layer.window or 0,
+            rotary=rotary_kinds.index(layer.turned_like),
+        )
+
+    def _weight(self, product: Product) -> Blocks:
+        return self._blocks(product.weight, product.bias)
+
+    def _blocks(self, weight: Tensor, bias: Tensor | None) -> Blocks:
+        blocks = in_blocks(weight, bias, self._arena, self.eight_bits)
+        self._kept.append(blocks)
+        return blocks
+
+    def _norm(self, norm: Norm | None) -> library.Norm:
+        if norm is None:
+            return library.Norm()
+        weight = norm.weight.float().contiguous()
+        self._kept.append(weight)
+        return library.Norm(weight.data_ptr(), norm.eps, not isinstance(norm, OffsetNorm))
+
+
+class NativeRuntime(CachedRuntime):
+    """Speculation over the kernels.
+
+    A row's bits depend on that row alone: on no neighbour, no padding, no length of a chunk and no shape of a draft.
+
+    Args:
+        decoder: from a fused decoder.
+        hidden_layers, prefill_chunk: as in `CachedRuntime`.
+    """
+
+    least_logits = 0
+
+    def __init__(
+        self, decoder: NativeDecoder, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512
+    ) -> None:
+        super().__init__(
+            vocab_size=decoder.described.head.num_outputs,
+            context_length=context_length_of(decoder.config),
+            num_layers=decoder.num_layers,
+            device=decoder.embedding.device,
+            hidden_layers=hidden_layers,
+            prefill_chunk=prefill_chunk,
+        )
+        kernels = library.library()
+        assert kernels is not None, "a native decoder was made where there are no kernels"
+        self.decoder = decoder
+        self._key_block = 1
+        self._prefills_together = True
+        self._kernels = kernels
+        self._workspace = c_void_p(kernels.secondguess_workspace())
+        levels = decoder.num_layers + 1
+        self._levels = {layer: layer % levels for layer in self.hidden_layers}  # -1 is the last of them
+        self._keys, self._values = (c_void_p * decoder.num_layers)(), (c_void_p * decoder.num_layers)()
+        self._turns = (c_void_p * len(decoder.rotaries))()
+        self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
+
+    def __del__(self) -> None:
+        self._kernels.secondguess_free(self._workspace)
+
+    def _step(self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False) -> Step:
+        return Step(None, torch.tensor(starts), num_keys, closure=queries.closure)
+
+    def _reach_cache(self) -> None:
+        """Know where keys and values are; they move when the cache grows."""
+        cache, decoder = self.cache, self.decoder
+        cache.allocate(decoder.num_layers, decoder.num_key_heads, decoder.head_size, torch.bfloat16)
+        reached = (cache, cache.num_slots, cache.capacity)
+        if reached != self._reached:
+            for index in range(decoder.num_layers):
+                self._keys[index] = cache.keys[index].data_ptr()
+                self._values[index] = cache.values[index].data_ptr()
+            self._reached = reached
+
+    def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
+        rows, width = tokens.shape
+        tokens = tokens.contiguous()
+        self._reach_cache()
+        for index, rotary in enumerate(self.decoder.rotaries):
+            self._turns[index] = rotary.table(step.num_keys).data_ptr()
+        logits = torch.empty(rows, num_logits, self.vocab_size)
+        levels = (c_void_p * (self.decoder.num_layers + 1))()
+        states = {}
+        if with_hidden:
+            width_of_state = self.decoder.embedding.shape[1]
+            for level in self._levels.values():
+                states[level] = torch.empty(rows, width, width_of_state, dtype=torch.bfloat16)
+                levels[level] = states[level].data_ptr()
+        slots = self.cache.placement.slots
+        slots = torch.arange(rows) if slots is None else slots
+        closure = None if step.closure is None else step.closure.contiguous()
+        forward = library.Forward(
+            rows,
+            width,
+            num_logits,
+            self.cache.capacity,
+            self.context_length,
+            torch.get_num_threads(),
+            tokens.data_ptr(),
+            step.query_positions.data_ptr(),
+            slots.data_ptr(),
+            None if closure is None else closure.data_ptr(),
+            ctypes.addressof(self._turns),
+            ctypes.addressof(self._keys),
+            ctypes.addressof(self._values),
+            ctypes.addressof(levels),
+            logits.data_ptr(),
+        )
+        if self._kernels.secondguess_run(self.decoder.described, forward, self._workspace):
+            raise OutOfMemoryError(
+                f"expected memory for a forward over {rows * width} tokens, got none; decode fewer at once"
+            )
+        return Output(
+            logits, {layer: states[level] for layer, level in self._levels.items()} if with_hidden else {}
+        )

@@ -1,0 +1,91 @@
+"""Weights in the blocks that the kernels read (see `product.h`), in memory of large pages."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from secondguess.runtime.native import library
+
+BLOCK, TILE = 32, 16
+INPUT_MULTIPLE = 64
+ARENA = 2**26
+
+
+class Arena:
+    """Memory in few large pieces. Over pages of 2 MiB a processor reads a fifth faster than over those of 4 KiB."""
+
+    def __init__(self) -> None:
+        self._piece = torch.empty(0, dtype=torch.uint8)
+
+    def hold(self, values: Tensor) -> Tensor:
+        """A flat copy of `values`, byte by byte; lives as long as somebody refers to it."""
+        flat = values.contiguous().view(torch.uint8).reshape(-1)
+        size = -(-flat.numel() // 64) * 64
+        if size > self._piece.numel():
+            memory = mmap.mmap(-1, max(size, ARENA))
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux's; elsewhere pages are what they are
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._piece = torch.frombuffer(memory, dtype=torch.uint8)
+        place, self._piece = self._piece[: flat.numel()], self._piece[size:]
+        return place.copy_(flat)
+
+
+@dataclass
+class Blocks:
+    """One weight in blocks, with what its products need beside it.
+
+    Args:
+        weight: what the kernels read; it points into `tensors`.
+        tensors: what must live as long.
+    """
+
+    weight: library.Weight
+    tensors: list[Tensor] = field(default_factory=list)
+
+
+def in_blocks(weight: Tensor, bias: Tensor | None, arena: Arena, eight_bits: bool) -> Blocks:
+    """A linear layer's weight for the kernels.
+
+    Args:
+        weight: `[output, input]`.
+        bias: `[output]` or None.
+        arena: where the numbers go.
+        eight_bits: whether to round them to 8 bits, with one scale per output.
+    """
+    num_outputs, num_inputs = weight.shape
+    to_add = (0, -num_inputs % INPUT_MULTIPLE, 0, -num_outputs % BLOCK)
+    padded = functional.pad(weight, to_add)
+    found = library.Weight(num_outputs=num_outputs, num_inputs=padded.shape[1])
+    kept = []
+    if bias is not None:
+        kept.append(functional.pad(bias.float(), (0, to_add[3])).contiguous())
+        found.bias = kept[-1].data_ptr()
+    if eight_bits:
+        scale = padded.abs().amax(1).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
+        padded = (padded.float() / scale[:, None]).round().to(torch.int8)
+        sums = padded.sum(1, dtype=torch.int32)
+        kept += [scale, sums]
+        found.scale, found.sum = scale.data_ptr(), sums.data_ptr()
+    per_line = 4 // padded.dtype.itemsize
+    tiles = padded.view(-1, BLOCK // TILE, TILE, padded.shape[1] // (TILE * per_line), TILE, per_line)
+    kept.append(arena.hold(tiles.permute(0, 3, 1, 4, 2, 5)))
+    found.data = kept[-1].data_ptr()
+    return Blocks(found, kept)
+
+
+def side_by_side(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows of two weights (or biases) in turn, 16 of each: a block then holds gates and what they open.
+
+    Args:
+        gate, up: `[output, ...]`; padded with zeros to whole tiles.
+    """
+    parts = []
+    for part in (gate, up):
+        missing = part.new_zeros(-part.shape[0] % TILE, *part.shape[1:])
+        parts.append(torch.cat((part, missing)).view(-1, TILE, *part.shape[1:]))
+    return torch.stack(parts, 1).flatten(0, 2)

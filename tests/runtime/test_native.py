@@ -1,0 +1,247 @@
+"""The kernels say what the module says, in the same bits whatever comes with a token, and are given up where they would not."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+
+import pytest
+import torch
+from families import (
+    COVERED,
+    FAMILIES,
+    needs_kernels,
+    plain_model,
+    random_tokens,
+    row_of,
+    trees,
+    write_checkpoint,
+)
+
+from secondguess.core import Draft
+from secondguess.errors import OutOfMemoryError, UnsupportedModelError
+from secondguess.runtime import loading
+from secondguess.runtime.fused import fuse
+from secondguess.runtime.loading import load_runtime, memory_need
+from secondguess.runtime.native import library
+from secondguess.runtime.native import runtime as native
+from secondguess.runtime.native.runtime import NativeDecoder, NativeRuntime
+from secondguess.runtime.native.weights import Arena, in_blocks, side_by_side
+
+pytestmark = needs_kernels
+
+TOKENS = torch.tensor([random_tokens(40, seed=6), random_tokens(40, seed=7)])
+WAYS = [False, *([True] if library.library() and library.has_amx() else [])]
+"""Without and with matrix tiles."""
+
+
+@pytest.fixture(scope="module", params=COVERED)
+def checkpoint(request, tmp_path_factory):
+    path = write_checkpoint(FAMILIES[request.param](), tmp_path_factory.mktemp("native"))
+    model = plain_model(path)
+    with torch.no_grad():  # norms of ones and biases of zero would hide where they are used
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+    model.save_pretrained(path)
+    return path
+
+
+def native_runtime(path, eight_bits=False, use_amx=None, **options):
+    decoder = fuse(loading._read_model(str(path), torch.bfloat16).eval(), packed=False)
+    return NativeRuntime(NativeDecoder(decoder, eight_bits, use_amx), **options)
+
+
+def error(logits, exact):
+    return float((logits - exact).float().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("use_amx", WAYS)
+def test_it_is_as_near_to_the_exact_law_as_the_module_in_bfloat16(checkpoint, use_amx):
+    rounded = loading._read_model(str(checkpoint), torch.bfloat16).eval()
+    exact = loading._read_model(str(checkpoint), torch.bfloat16).float().eval()
+    with torch.inference_mode():
+        truth = exact(TOKENS, use_cache=False).logits
+        of_module = rounded(TOKENS, use_cache=False).logits
+    found = native_runtime(checkpoint, use_amx=use_amx).read(TOKENS).logits
+    assert found.dtype == torch.float32
+    assert error(found, truth) < 1.2 * error(of_module, truth)
+
+
+@pytest.mark.skipif(len(WAYS) < 2, reason="this processor has no matrix tiles")
+def test_eight_bits_are_the_same_numbers_in_both_kinds_of_unit(checkpoint):
+    """Sums of whole numbers are exact in either."""
+    tiles, vectors = (native_runtime(checkpoint, eight_bits=True, use_amx=each) for each in (True, False))
+    assert torch.equal(tiles.read(TOKENS).logits, vectors.read(TOKENS).logits)
+
+
+def test_eight_bits_are_off_by_a_rounding(checkpoint):
+    exact, rounded = (
+        native_runtime(checkpoint, eight_bits=each).read(TOKENS).logits for each in (False, True)
+    )
+    assert not torch.equal(exact, rounded)
+    assert error(exact, rounded) < 0.1 * float(exact.std())
+
+
+@pytest.mark.parametrize("use_amx", WAYS)
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_a_tokens_bits_depend_on_its_own_text_alone(checkpoint, eight_bits, use_amx):
+    """Not on the chunks of a prefill, the neighbours in a batch, the shape of a draft, nor the number of threads."""
+    runtime = native_runtime(checkpoint, eight_bits, use_amx)
+    whole = runtime.read(TOKENS[:1]).logits[0]
+    tokens = TOKENS[0].tolist()
+    before = torch.get_num_threads()
+    try:
+        for threads, chunk, place in ((1, 512, 3), (2, 7, 17), (3, 16, 33), (2, 1, 9)):
+            torch.set_num_threads(threads)
+            runtime.prefill_chunk = chunk
+            row, neighbour = row_of(tokens[:place]), row_of(random_tokens(5 + place, seed=place))
+            runtime.begin([neighbour, row])
+            drafted = tokens[place : place + 6]
+            chain = runtime.score([row], Draft.chains([drafted])).logits[0]
+            assert torch.equal(chain, whole[place - 1 : place + 6])
+            runtime.rewind([row], [place - 1])
+            # the same path among siblings, in a batch
+            tree = trees(([9, 9], [-1, 0]), ([8, drafted[0], 7, drafted[1], drafted[2]], [-1, -1, 1, 1, 3]))
+            logits = runtime.score([neighbour, row], tree).logits[1]
+            for node, depth in ((1, 1), (3, 2), (4, 3)):
+                assert torch.equal(logits[node + 1], whole[place - 1 + depth])
+            for each in (row, neighbour):
+                runtime.end(each)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("use_amx", WAYS)
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 70])
+@pytest.mark.parametrize("shape", [(96, 64), (33, 200), (300, 48)])
+def test_products(shape, num_rows, eight_bits, use_amx):
+    """One product through a decoder without layers: the head alone, against float64."""
+    vocab_size, width = shape
+    config = FAMILIES["llama"]()
+    config.vocab_size, config.hidden_size, config.num_hidden_layers, config.head_dim = vocab_size, width, 1, 8
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(config).bfloat16().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layers" in name and parameter.dim() > 1:
+                parameter.zero_()  # the layer adds nothing
+            elif parameter.dim() > 1:
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    states = model.model.embed_tokens.weight.double()
+    states = states / (states.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+    tokens = torch.arange(num_rows).remainder(vocab_size)[None]
+    expected = (states @ model.lm_head.weight.double().T)[tokens[0]]
+    decoder = fuse(model, packed=False)
+    found = NativeRuntime(NativeDecoder(decoder, eight_bits, use_amx)).read(tokens).logits[0].double()
+    assert (found - expected).abs().max() < (0.02 if eight_bits else 0.006) * expected.abs().max()
+
+
+def test_side_by_side_fills_up_with_zeros():
+    gate, up = torch.full((20, 2), 1.0), torch.full((20, 2), 2.0)
+    found = side_by_side(gate, up)[:, 0]
+    assert found.tolist() == [1.0] * 16 + [2.0] * 16 + [1.0] * 4 + [0.0] * 12 + [2.0] * 4 + [0.0] * 12
+
+
+def test_a_block_holds_every_weight_once():
+    weight = torch.arange(40 * 70).reshape(40, 70).bfloat16()
+    blocks = in_blocks(weight, None, Arena(), eight_bits=False)
+    assert (blocks.weight.num_outputs, blocks.weight.num_inputs) == (40, 128)
+    held = blocks.tensors[-1].view(torch.bfloat16)
+    assert held.numel() == 64 * 128
+    assert sorted(held[held != 0].tolist()) == sorted(weight[weight != 0].tolist())
+
+
+def test_an_arena_takes_what_is_larger_than_its_pieces(monkeypatch):
+    monkeypatch.setattr("secondguess.runtime.native.weights.ARENA", 256)
+    arena = Arena()
+    held = [arena.hold(torch.full((count,), count, dtype=torch.float32)) for count in (3, 1000, 5, 60)]
+    assert [set(each.view(torch.float32).tolist()) for each in held] == [{3.0}, {1000.0}, {5.0}, {60.0}]
+
+
+def test_what_loads_in_bfloat16_is_native_and_says_so(checkpoint):
+    loaded = load_runtime(checkpoint, dtype="bfloat16", device="cpu")
+    assert (loaded.kind, loaded.runtime_in_words) == ("native", "native")
+    drafting = load_runtime(checkpoint, dtype="bfloat16", device="cpu", drafts=True)
+    assert drafting.runtime_in_words == "native, weights in 8 bits"
+    small = load_runtime(checkpoint, dtype="bfloat16", device="cpu", quantize="int8")
+    assert small.runtime_in_words == "native, weights in 8 bits"
+    assert load_runtime(checkpoint, dtype="float32", device="cpu").kind == "fused"
+
+
+def test_a_draft_model_takes_half_the_memory(checkpoint):
+    plain, drafting = (
+        memory_need(checkpoint, dtype="bfloat16", device="cpu", drafts=drafts) for drafts in (False, True)
+    )
+    linear = sum(
+        module.weight.numel()
+        for module in plain_model(checkpoint).modules()
+        if type(module) is torch.nn.Linear
+    )
+    assert 0.9 * linear < plain.weights - drafting.weights <= linear
+
+
+def test_weights_are_held_once(checkpoint):
+    model = loading._read_model(str(checkpoint), torch.bfloat16).eval()
+    released = [weakref.ref(model.model.layers[0]), weakref.ref(model.model.layers[1].mlp.down_proj.weight)]
+    decoder = fuse(model, packed=False)
+    released += [weakref.ref(decoder.layers[1].gate_up.weight)]
+    made = NativeDecoder(decoder)
+    gc.collect()
+    assert made.num_layers == 2
+    assert all(reference() is None for reference in released)
+
+
+def test_without_kernels_torch_computes(checkpoint, monkeypatch):
+    monkeypatch.setattr(library, "library", lambda: None)
+    assert load_runtime(checkpoint, dtype="bfloat16", device="cpu").kind == "fused"
+    with pytest.raises(UnsupportedModelError, match="native runtime covers"):
+        load_runtime(checkpoint, dtype="bfloat16", device="cpu", runtime="native")
+
+
+def test_kernels_that_say_something_else_are_not_used(checkpoint, monkeypatch):
+    made = NativeDecoder.__init__
+
+    def slightly_off(self, *arguments):
+        made(self, *arguments)
+        self.described.scaling *= 3
+
+    monkeypatch.setattr(NativeDecoder, "__init__", slightly_off)
+    assert load_runtime(checkpoint, dtype="bfloat16", device="cpu").kind == "fused"
+
+
+def test_kernels_of_other_sources_are_not_called(monkeypatch):
+    class Larger(ctypes.Structure):
+        _fields_ = [("weight", library.Weight), ("more", ctypes.c_int64)]
+
+    monkeypatch.setattr(library, "Weight", Larger)
+    assert library.library.__wrapped__() is None
+
+
+def test_no_room_between_the_layers_is_named(checkpoint, monkeypatch):
+    runtime = native_runtime(checkpoint)
+
+    class Full:
+        secondguess_free = runtime._kernels.secondguess_free
+
+        @staticmethod
+        def secondguess_run(*_):
+            return 1
+
+    monkeypatch.setattr(runtime, "_kernels", Full)
+    with pytest.raises(OutOfMemoryError, match="forward over 80 tokens"):
+        runtime.read(TOKENS)
+
+
+def test_heads_that_the_kernels_cannot_turn_are_left_to_torch():
+    config = FAMILIES["llama"]()
+    place = torch.device("cpu")
+    assert native.can_run_native(config, torch.bfloat16, place)
+    assert not native.can_run_native(config, torch.float32, place)
+    config.head_dim = 1024
+    assert not native.can_run_native(config, torch.bfloat16, place)
