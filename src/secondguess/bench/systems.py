@@ -72,8 +72,8 @@ class System(ABC):
 class Models:
     """The weights of one benchmark, each model loaded once and shared by all systems of this package."""
 
-    def __init__(self, model: str, dtype: str, device: str) -> None:
-        self.target: LoadedModel = load_runtime(model, dtype=dtype, device=device)
+    def __init__(self, model: str, dtype: str, device: str, quantize: str | None = None) -> None:
+        self.target: LoadedModel = load_runtime(model, dtype=dtype, device=device, quantize=quantize)
         self._dtype = dtype
         self._device = device
         self._draft_models: dict[str, LoadedModel] = {}
