@@ -1,8 +1,10 @@
 """Is the text the same with and without speculation? Counts differences over a prompt set and explains each one.
 
     python benchmarks/equality.py --prompts ../shared/data/humaneval.jsonl --dtype float32
+    python benchmarks/equality.py --prompts words:64 --model pairs/88m/target --draft-model pairs/88m/drafter
 
-Every drafter and batch size is compared with plain decoding (drafter `none`, batch 1), greedy and with a seed. A text that
+Every way of drafting and batch size is compared with plain decoding (no drafter, batch 1), greedy and with a seed: chains of
+the lengths given, trees in which every node has a sibling that is wrong, and look-ups. A text that
 differs is a *flip*: for each, the gap that decided it is measured (greedy: between the two best logits; seeded: between the
 two best arrivals of the race, in log units), so that a near-tie can be told from a mistake.
 """
@@ -10,21 +12,74 @@ two best arrivals of the race, in log units), so that a near-tie can be told fro
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from secondguess import SamplingParams
 from secondguess.api import LLM, load
 from secondguess.bench.provenance import gather
-from secondguess.core import Draft, Row
-from secondguess.noise import KeyedNoise
+from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.drafters.base import Drafter
+from secondguess.noise import KeyedNoise, Noise
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import find_checkpoint
 from secondguess.sampling import target_laws
 
-DRAFTERS = ("none", "model:builtin-draft", "ngram", "suffix")
 SEED = 7
+
+
+class Branching(Drafter):
+    """Another drafter's chains as trees: in front of each node stands a sibling, so that every path has to be moved."""
+
+    name = "tree"
+    certain = True
+
+    def __init__(self, inner: Drafter, vocab_size: int) -> None:
+        self._inner = inner
+        self._vocab_size = vocab_size
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        self._inner.begin(rows)
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        chain = self._inner.propose(rows, budgets, noise)
+        wrong = (chain.tokens + 1).remainder(self._vocab_size)
+        tokens = torch.stack((wrong, chain.tokens), -1).flatten(1)
+        parents = torch.arange(-1, 2 * chain.num_nodes - 2, 2).repeat_interleave(2).expand_as(tokens)
+        real = torch.arange(tokens.shape[1]) < 2 * chain.lengths[:, None]
+        return Draft(tokens, torch.where(real, parents, -1), 2 * chain.lengths)
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+        self._inner.observe(rows, verdict, hidden)
+
+    def end(self, row: Row) -> None:
+        self._inner.end(row)
+
+
+def load_way(way: str, options: argparse.Namespace) -> LLM:
+    """The target with one way of drafting: `plain`, `chain K`, `tree`, or the name of a drafter."""
+    kind, _, length = way.partition(" ")
+    model = f"model:{options.draft_model}"
+    if kind in ("chain", "tree"):
+        llm = load(options.model, model, dtype=options.dtype, controller=f"fixed:{length or 4}")
+    else:
+        llm = load(options.model, "none" if kind == "plain" else way, dtype=options.dtype)
+    if kind == "tree":
+        llm.drafter = Branching(llm.drafter, llm.target.runtime.vocab_size)
+    return llm
+
+
+def read_prompts(source: str, count: int | None) -> list[str]:
+    """From a file, or `words:N` texts of random tokens for the calibrated pair."""
+    kind, _, number = source.partition(":")
+    if kind == "words":
+        generator = torch.Generator().manual_seed(SEED)
+        tokens = torch.randint(4096, (int(number), 14), generator=generator).tolist()
+        return [" ".join(f"t{token}" for token in text) for text in tokens]
+    return [json.loads(line)["prompt"] for line in Path(source).read_text().splitlines()[:count]]
 
 
 def texts(llm: LLM, prompts: list[str], params: SamplingParams, batch_size: int) -> list[list[int]]:
@@ -58,17 +113,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--prompts", type=Path, required=True, help="one JSON object with a `prompt` per line"
+        "--prompts", required=True, help="file with one JSON object with a `prompt` per line, or words:N"
     )
     parser.add_argument("--model", default="builtin")
+    parser.add_argument("--draft-model", default="builtin-draft")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=[*(f"chain {length}" for length in range(1, 9)), "tree", "ngram", "suffix"],
+        help="compared with plain decoding",
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--num-prompts", type=int, default=None)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--output", type=Path, default=None, help="where to store the counts as JSON")
     options = parser.parse_args()
-    lines = options.prompts.read_text().splitlines()[: options.num_prompts]
-    prompts = [json.loads(line)["prompt"] for line in lines]
+    prompts = read_prompts(options.prompts, options.num_prompts)
 
     results = []
     for label, params in {
@@ -78,8 +139,8 @@ def main() -> None:
         ),
     }.items():
         plain: list[list[int]] | None = None
-        for drafter in DRAFTERS:
-            llm = load(options.model, drafter, dtype=options.dtype)
+        for way in ("plain", *options.ways):
+            llm = load_way(way, options)
             for batch_size in options.batch_sizes:
                 start = time.perf_counter()
                 tokens = texts(llm, prompts, params, batch_size)
@@ -94,7 +155,7 @@ def main() -> None:
                         flips.append({"position": same, "gap": gap})
                 result = {
                     "mode": label,
-                    "drafter": drafter,
+                    "way": way,
                     "batch_size": batch_size,
                     "num_texts": len(prompts),
                     "num_tokens": sum(map(len, tokens)),
@@ -111,8 +172,10 @@ def main() -> None:
             device=llm.target.device,
             dtype=llm.target.dtype,
             seed=SEED,
-            models={name: Path(find_checkpoint(name)) for name in (options.model, "builtin-draft")},
-            runtimes={options.model: llm.target.kind},
+            models={
+                Path(name).name: Path(find_checkpoint(name)) for name in (options.model, options.draft_model)
+            },
+            runtimes={Path(options.model).name: llm.target.runtime_in_words},
         )
         report = {"provenance": provenance.as_dict(), "results": results}
         options.output.write_text(json.dumps(report, indent=1) + "\n")

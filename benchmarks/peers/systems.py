@@ -13,6 +13,9 @@ from pathlib import Path
 
 from secondguess.bench.systems import Run, System
 
+TRIES = 4
+"""llama.cpp's programs now and then end before their last lines are logged."""
+
 
 class PeerError(RuntimeError):
     """An engine that did not answer; the message says what it said."""
@@ -83,18 +86,33 @@ class LlamaCpp(System):
         self.name = f"{self.family} {f'draft {draft_length}' if draft_length else 'plain'}"
         program = "llama-speculative-simple" if draft_length else "llama-completion"
         drafting = ["-md", drafter, "--spec-type", "draft-simple", "--spec-draft-n-max", str(draft_length)]
-        common = ["-m", target, "-t", str(num_threads), "-c", "1024", "--samplers", "temperature"]
+        common = [
+            "-m",
+            target,
+            "-t",
+            str(num_threads),
+            "-c",
+            "1024",
+            "--no-mmap",
+            "--samplers",
+            "temperature",
+        ]
         more = drafting if draft_length else ["-no-cnv", "--ignore-eos"]
         self._command = [str(word) for word in (programs / program, *common, *more)]
 
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
         text = "".join(f"<{token}>" for token in prompt)
         asked = ["-p", text, "-n", str(num_tokens), "--temp", str(temperature), "--seed", str(seed)]
-        done = subprocess.run([*self._command, *asked], capture_output=True, text=True, check=False)
-        said = done.stdout + done.stderr
-        tokens = [int(token) for token in re.findall(r"<(\d+)>", done.stdout)][len(prompt) :]
-        if done.returncode or not tokens:
-            raise PeerError(f"{self.name}: {said[-300:]}")
+        for _ in range(TRIES):
+            done = subprocess.run([*self._command, *asked], capture_output=True, text=True, check=False)
+            said = done.stdout + done.stderr
+            tokens = [int(token) for token in re.findall(r"<(\d+)>", done.stdout)][len(prompt) :]
+            if done.returncode or not tokens:
+                raise PeerError(f"{self.name}: {said[-300:]}")
+            if "total time" in said:
+                break
+        else:
+            raise PeerError(f"{self.name}: no times in what it logged")
         if self.speculates:  # may run over by part of a draft: its seconds are taken per token
             found = re.findall(r"(?:encoded|decoded)\s+(\d+) tokens in\s+([\d.]+) seconds", said)
             (_, prompt_seconds), (count, seconds) = found

@@ -8,7 +8,7 @@ implementation, so a model that carries our name still works when its owner call
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +38,8 @@ class Step:
             two are the same, as they are unless a tree was drafted.
         start: where all rows' queries begin, one behind the other, both in the cache and in the text; None
             when rows differ or branch.
-        closure: `[row, query, query]` bool, which queries are a query's ancestors or itself; for runtimes that make no
-            masks. None for chains.
+        starts: cached positions before each row's first query; for runtimes that make no masks.
+        closure: `[row, query, query]` bool, which queries are a query's ancestors or itself; for the same. None for chains.
     """
 
     mask: Tensor | None
@@ -47,6 +47,7 @@ class Step:
     num_keys: int
     key_positions: Tensor | None = None
     start: int | None = None
+    starts: Sequence[int] = ()
     closure: Tensor | None = None
 
     def visible(self, mask_function: MaskFunction, window: int | None) -> Tensor | None:

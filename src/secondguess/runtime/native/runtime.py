@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_void_p
+from ctypes import c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from secondguess.runtime.support import context_length_of
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 LARGEST_HEAD = 512
+MOST_ROWS = 1024
+"""Rows whose slots, when in order, are listed once."""
+NOWHERE = torch.empty(0, dtype=torch.long)
 
 
 PROBE_WIDTH = 16
@@ -170,13 +173,21 @@ class NativeRuntime(CachedRuntime):
         self._levels = {layer: layer % levels for layer in self.hidden_layers}  # -1 is the last of them
         self._keys, self._values = (c_void_p * decoder.num_layers)(), (c_void_p * decoder.num_layers)()
         self._turns = (c_void_p * len(decoder.rotaries))()
+        self._no_levels = (c_void_p * levels)()
+        self._in_order = torch.arange(MOST_ROWS)
+        self._forward = library.Forward(
+            context_length=self.context_length,
+            turns=ctypes.addressof(self._turns),
+            keys=ctypes.addressof(self._keys),
+            values=ctypes.addressof(self._values),
+        )
         self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
 
     def __del__(self) -> None:
         self._kernels.secondguess_free(self._workspace)
 
     def _step(self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False) -> Step:
-        return Step(None, torch.tensor(starts), num_keys, closure=queries.closure)
+        return Step(None, NOWHERE, num_keys, starts=starts, closure=queries.closure)
 
     def _reach_cache(self) -> None:
         """Know where keys and values are; they move when the cache grows."""
@@ -195,38 +206,32 @@ class NativeRuntime(CachedRuntime):
         self._reach_cache()
         for index, rotary in enumerate(self.decoder.rotaries):
             self._turns[index] = rotary.table(step.num_keys).data_ptr()
+        levels, states = self._levels_for(rows, width) if with_hidden else (self._no_levels, {})
         logits = torch.empty(rows, num_logits, self.vocab_size)
-        levels = (c_void_p * (self.decoder.num_layers + 1))()
-        states = {}
-        if with_hidden:
-            width_of_state = self.decoder.embedding.shape[1]
-            for level in self._levels.values():
-                states[level] = torch.empty(rows, width, width_of_state, dtype=torch.bfloat16)
-                levels[level] = states[level].data_ptr()
         slots = self.cache.placement.slots
-        slots = torch.arange(rows) if slots is None else slots
+        if slots is None:
+            slots = self._in_order if rows <= MOST_ROWS else torch.arange(rows)
+        starts = (c_int64 * rows)(*step.starts)
         closure = None if step.closure is None else step.closure.contiguous()
-        forward = library.Forward(
-            rows,
-            width,
-            num_logits,
-            self.cache.capacity,
-            self.context_length,
-            torch.get_num_threads(),
-            tokens.data_ptr(),
-            step.query_positions.data_ptr(),
-            slots.data_ptr(),
-            None if closure is None else closure.data_ptr(),
-            ctypes.addressof(self._turns),
-            ctypes.addressof(self._keys),
-            ctypes.addressof(self._values),
-            ctypes.addressof(levels),
-            logits.data_ptr(),
-        )
+        forward = self._forward
+        forward.num_rows, forward.num_tokens, forward.num_logits = rows, width, num_logits
+        forward.capacity, forward.num_threads = self.cache.capacity, torch.get_num_threads()
+        forward.tokens, forward.slots, forward.logits = tokens.data_ptr(), slots.data_ptr(), logits.data_ptr()
+        forward.starts, forward.hidden = ctypes.addressof(starts), ctypes.addressof(levels)
+        forward.closure = None if closure is None else closure.data_ptr()
         if self._kernels.secondguess_run(self.decoder.described, forward, self._workspace):
             raise OutOfMemoryError(
                 f"expected memory for a forward over {rows * width} tokens, got none; decode fewer at once"
             )
         return Output(
-            logits, {layer: states[level] for layer, level in self._levels.items()} if with_hidden else {}
+            logits, {layer: states[level] for layer, level in self._levels.items()} if states else {}
         )
+
+    def _levels_for(self, rows: int, width: int) -> tuple[ctypes.Array[c_void_p], dict[int, Tensor]]:
+        """Where the kernels put the states that `hidden_layers` asks for, as addresses by level and as tensors."""
+        levels = (c_void_p * (self.decoder.num_layers + 1))()
+        states = {}
+        for level in set(self._levels.values()):
+            states[level] = torch.empty(rows, width, self.decoder.embedding.shape[1], dtype=torch.bfloat16)
+            levels[level] = states[level].data_ptr()
+        return levels, states
