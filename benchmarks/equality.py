@@ -48,7 +48,7 @@ class Branching(Drafter):
         chain = self._inner.propose(rows, budgets, noise)
         wrong = (chain.tokens + 1).remainder(self._vocab_size)
         tokens = torch.stack((wrong, chain.tokens), -1).flatten(1)
-        parents = torch.arange(-1, 2 * chain.num_nodes - 2, 2).repeat_interleave(2).expand_as(tokens)
+        parents = (2 * torch.arange(chain.num_nodes) - 1).repeat_interleave(2).expand_as(tokens)
         real = torch.arange(tokens.shape[1]) < 2 * chain.lengths[:, None]
         return Draft(tokens, torch.where(real, parents, -1), 2 * chain.lengths)
 

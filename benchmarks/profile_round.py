@@ -3,8 +3,9 @@
     python benchmarks/profile_round.py --controller fixed:5
 
 For each phase it prints milliseconds per round; then what the forwards of those rounds cost when nothing else
-runs (the cost model of `secondguess.bench.predict`); the difference is our overhead. A second, slower pass
-under cProfile names the functions in which it is spent.
+runs (the cost model of `secondguess.bench.predict`); the difference is our overhead. Of the forwards it tells how long it
+takes merely to read their weights from where they lie: what is missing from that is arithmetic, waiting and calls. A second,
+slower pass under cProfile names the functions in which our time is spent.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import time
 from statistics import median
 
 import torch
@@ -22,6 +24,10 @@ from secondguess.bench.harness import typical_context
 from secondguess.bench.predict import predicted_seconds
 from secondguess.bench.systems import Models, Run, Speculator, draft_models
 from secondguess.bench.workloads import BUILTIN, load_workload
+from secondguess.runtime.native.runtime import NativeDecoder, NativeRuntime
+from secondguess.stats import Stats
+
+READINGS = 20
 
 
 def main() -> None:
@@ -44,12 +50,12 @@ def main() -> None:
     for index, prompt in enumerate(prompts):
         runs.append(system.generate(prompt, options.tokens, options.temperature, index))
         probe.sample()
-    show_phases(system, runs, probe)
+    show_phases(system, models, runs, probe)
     if options.functions:
         show_functions(system, prompts, options)
 
 
-def show_phases(system: Speculator, runs: list[Run], probe: CostProbe) -> None:
+def show_phases(system: Speculator, models: Models, runs: list[Run], probe: CostProbe) -> None:
     """Medians over prompts, in milliseconds per round."""
     costs = probe.costs(system.draft_model)
     told = [(run, run.stats) for run in runs if run.stats is not None]
@@ -69,8 +75,39 @@ def show_phases(system: Speculator, runs: list[Run], probe: CostProbe) -> None:
     print(
         f"  {'overhead':<28}{measured - forwards:8.3f} ms, measured/predicted speed {forwards / measured:.3f}"
     )
+    show_bytes(system, models, told, measured)
     print(f"  T(m) in ms: {', '.join(f'{m}: {1000 * costs.target[m]:.2f}' for m in sorted(costs.target))}")
     print(f"  draft step {1000 * costs.draft_step:.3f} ms, c = {costs.cost_ratio:.3f}")
+
+
+def show_bytes(system: Speculator, models: Models, told: list[tuple[Run, Stats]], measured: float) -> None:
+    """How much of a round is reading weights, where the kernels run the models."""
+    target = models.target.runtime
+    drafters = [models.draft_model(name).runtime for name in draft_models([system])]
+    if not all(isinstance(runtime, NativeRuntime) for runtime in (target, *drafters)):
+        return
+    steps = median(sum(stats.drafted_per_position) / stats.num_rounds for _, stats in told)
+    total = 0.0
+    for label, runtime, times in (("target", target, 1.0), *(("drafter", each, steps) for each in drafters)):
+        seconds, num_bytes = reading_time(runtime.decoder)
+        total += 1000 * seconds * times
+        print(
+            f"  {f'reading the {label}':<28}{1000 * seconds:8.3f} ms: {num_bytes / 1e6:.1f} MB at "
+            f"{num_bytes / seconds / 1e9:.1f} GB/s, {times:.2f} times a round"
+        )
+    print(
+        f"  {'all but reading':<28}{measured - total:8.3f} ms, {100 * (1 - total / measured):.0f} % of the round"
+    )
+
+
+def reading_time(decoder: NativeDecoder) -> tuple[float, int]:
+    """Median seconds to read a decoder's weights once, and how many bytes they are."""
+    found = []
+    for _ in range(READINGS):
+        start = time.perf_counter()
+        num_bytes = decoder.read_weights(torch.get_num_threads())
+        found.append(time.perf_counter() - start)
+    return median(found), num_bytes
 
 
 def show_functions(system: Speculator, prompts: list[list[int]], options: argparse.Namespace) -> None:

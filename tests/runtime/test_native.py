@@ -20,7 +20,7 @@ from families import (
 )
 
 from secondguess.core import Draft
-from secondguess.errors import OutOfMemoryError, UnsupportedModelError
+from secondguess.errors import BadInputError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime import loading
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.loading import load_runtime, memory_need
@@ -40,7 +40,11 @@ WAYS = [False, *([True] if library.library() and library.has_amx() else [])]
 def checkpoint(request, tmp_path_factory):
     path = write_checkpoint(FAMILIES[request.param](), tmp_path_factory.mktemp("native"))
     model = plain_model(path)
-    with torch.no_grad():  # norms of ones and biases of zero would hide where they are used
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(),
+    ):  # norms of ones and biases of zero would hide where they are used
+        torch.manual_seed(0)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
@@ -238,10 +242,19 @@ def test_no_room_between_the_layers_is_named(checkpoint, monkeypatch):
         runtime.read(TOKENS)
 
 
-def test_heads_that_the_kernels_cannot_turn_are_left_to_torch():
+def test_a_token_of_another_model_is_named(checkpoint):
+    runtime = native_runtime(checkpoint)
+    for token in (-1, 300):
+        with pytest.raises(BadInputError, match=f"token ids from 0 to 299, got .*{token}"):
+            runtime.read(torch.tensor([[5, token]]))
+
+
+def test_what_the_kernels_cannot_run_is_said():
     config = FAMILIES["llama"]()
     place = torch.device("cpu")
-    assert native.can_run_native(config, torch.bfloat16, place)
-    assert not native.can_run_native(config, torch.float32, place)
+    assert native.obstacle_to_kernels(config, torch.bfloat16, place) is None
+    assert "not float32" in native.obstacle_to_kernels(config, torch.float32, place)
+    assert "not on cuda" in native.obstacle_to_kernels(config, torch.bfloat16, torch.device("cuda"))
     config.head_dim = 1024
-    assert not native.can_run_native(config, torch.bfloat16, place)
+    assert "heads of 1024" in native.obstacle_to_kernels(config, torch.bfloat16, place)
+    assert "gpt2 is not among" in native.obstacle_to_kernels(FAMILIES["gpt2"](), torch.bfloat16, place)

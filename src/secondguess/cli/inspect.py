@@ -17,7 +17,7 @@ MIB = 2**20
 RUNTIMES = {
     "native": "native, if it says what the module says (probed at loading)",
     "fused": "fused, if it says what the module says (probed at loading)",
-    "transformers": "the Transformers module; the fused runtime does not cover this architecture here",
+    "transformers": "the Transformers module",
 }
 
 
@@ -69,7 +69,10 @@ def _lines(found: ModelDescription, drafters: list[str]) -> list[tuple[str, str]
         ("vocabulary", f"{found.vocab_size:,}, of which the tokenizer knows {found.num_tokens:,}"),
         ("context", context),
         ("picked", f"{found.dtype} on {found.device}"),
-        ("runtime", RUNTIMES[found.runtime]),
+        (
+            "runtime",
+            RUNTIMES[found.runtime] + (f"; not native: {found.not_native}" if found.not_native else ""),
+        ),
         (
             "memory",
             f"{_size(found.weights_bytes)} of weights, {_size(found.cache_bytes)} of cache per row "

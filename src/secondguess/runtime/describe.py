@@ -19,7 +19,7 @@ from secondguess.runtime.loading import (
     read_tokenizer,
 )
 from secondguess.runtime.memory import available_memory
-from secondguess.runtime.native.runtime import can_run_native
+from secondguess.runtime.native.runtime import obstacle_to_kernels
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import check_supported, context_length_of
 
@@ -44,6 +44,7 @@ class ModelDescription:
         dtype, device: what would be picked.
         runtime: what would run it: `native` or `fused` if a probe at loading finds that it says the same, else
             `transformers`.
+        not_native: why the kernels do not run it; empty where they do.
         weights_bytes, cache_bytes: memory for the weights, and for one row that fills the context (4096 tokens
             where there is no limit).
         available_bytes: what there is on the device; None when the system does not say.
@@ -66,6 +67,7 @@ class ModelDescription:
     dtype: str
     device: str
     runtime: str
+    not_native: str
     weights_bytes: int
     cache_bytes: int
     available_bytes: int | None
@@ -107,17 +109,18 @@ def describe_model(name: str, *, dtype: str = "auto", device: str = "auto") -> M
         sliding_window=_window_of(text) if "sliding_attention" in attention else None,
         dtype=str(pick_dtype(dtype, place)).removeprefix("torch."),
         device=str(place),
-        runtime=_runtime_of(config, pick_dtype(dtype, place), place),
+        **_runtime_of(config, pick_dtype(dtype, place), place),
         weights_bytes=need.weights,
         cache_bytes=need.cache,
         available_bytes=available_memory(place),
     )
 
 
-def _runtime_of(config: Any, dtype: torch.dtype, place: torch.device) -> str:
-    if can_run_native(config, dtype, place):
-        return "native"
-    return "fused" if can_fuse(config, place) else "transformers"
+def _runtime_of(config: Any, dtype: torch.dtype, place: torch.device) -> dict[str, str]:
+    obstacle = obstacle_to_kernels(config, dtype, place)
+    if obstacle is None:
+        return {"runtime": "native", "not_native": ""}
+    return {"runtime": "fused" if can_fuse(config, place) else "transformers", "not_native": obstacle}
 
 
 def _attention_of(config: Any) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """How the dense decoder families differ, in words that the fused decoder understands.
 
-A family is a line in `FAMILIES`. `can_fuse` refuses configurations that ask for what no description has words for; whether the
-description is right is then found out by the probe in `fused.fuse`.
+A family is a line in `FAMILIES`. `obstacle_to_fusing` names configurations that ask for what no description has words for;
+whether the description is right is then found out by the probe in `fused.fuse`.
 """
 
 from __future__ import annotations
@@ -108,16 +108,25 @@ UNCOVERED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirecti
 
 def can_fuse(config: Any, device: torch.device) -> bool:
     """Whether there is a description for models with this configuration on this device."""
-    if device.type != "cpu" or config.model_type not in FAMILIES:
-        return False
+    return obstacle_to_fusing(config, device) is None
+
+
+def obstacle_to_fusing(config: Any, device: torch.device) -> str | None:
+    """Why there is no description for models with this configuration on this device; None when there is."""
+    if device.type != "cpu":
+        return f"our own decoders run on a CPU, not on {device}"
+    if config.model_type not in FAMILIES:
+        return f"{config.model_type} is not among the families described ({', '.join(FAMILIES)})"
     family, text = FAMILIES[config.model_type], config.get_text_config()
     ropes = text.rope_parameters or {}
-    return (
-        getattr(config, "quantization_config", None) is None
-        and getattr(text, family.activation) in ACTIVATIONS
-        and all(map(_is_plain_rope, ropes.values() if family.turns_by_layer_type else [ropes]))
-        and not any(getattr(text, field, None) for field in UNCOVERED)
-    )
+    if getattr(config, "quantization_config", None) is not None:
+        return "the checkpoint is quantised"
+    if getattr(text, family.activation) not in ACTIVATIONS:
+        return f"activation {getattr(text, family.activation)} is none of {', '.join(ACTIVATIONS)}"
+    if not all(map(_is_plain_rope, ropes.values() if family.turns_by_layer_type else [ropes])):
+        return "its rotary positions depend on the length, or turn part of a head"
+    asked = [field for field in UNCOVERED if getattr(text, field, None)]
+    return f"no description has words for {asked[0]}" if asked else None
 
 
 def _is_plain_rope(rope: Mapping[str, Any]) -> bool:

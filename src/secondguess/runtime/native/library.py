@@ -99,6 +99,7 @@ def library() -> ctypes.CDLL | None:
     kernels.secondguess_workspace.restype = c_void_p
     kernels.secondguess_free.argtypes = [c_void_p]
     kernels.secondguess_run.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p]
+    kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
     sizes = (c_int64 * 5)()
     kernels.secondguess_sizes(sizes)
     expected = [ctypes.sizeof(kind) for kind in (Weight, Norm, Layer, Decoder, Forward)]
