@@ -24,7 +24,8 @@ from secondguess.bench.harness import typical_context
 from secondguess.bench.predict import predicted_seconds
 from secondguess.bench.systems import Models, Run, Speculator, draft_models
 from secondguess.bench.workloads import BUILTIN, load_workload
-from secondguess.runtime.native.runtime import NativeDecoder, NativeRuntime
+from secondguess.runtime.native.decoder import NativeDecoder
+from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.stats import Stats
 
 READINGS = 20

@@ -17,8 +17,9 @@ from secondguess.core import Row
 from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
 from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import library
-from secondguess.runtime.native.runtime import NativeDecoder, NativeRuntime
+from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.packing import can_pack
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams

@@ -36,8 +36,9 @@ from secondguess.noise import KeyedNoise, Purpose
 from secondguess.runtime import tree
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
+from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import library
-from secondguess.runtime.native.runtime import NativeDecoder, NativeRuntime
+from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams, target_laws

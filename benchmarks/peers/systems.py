@@ -93,7 +93,7 @@ class LlamaCpp(System):
             str(num_threads),
             "-c",
             "1024",
-            "--no-mmap",
+            "--load-mode", "none",
             "--samplers",
             "temperature",
         ]

@@ -25,8 +25,8 @@ from secondguess.runtime import loading
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.loading import load_runtime, memory_need
 from secondguess.runtime.native import library
-from secondguess.runtime.native import runtime as native
-from secondguess.runtime.native.runtime import NativeDecoder, NativeRuntime
+from secondguess.runtime.native.decoder import NativeDecoder, obstacle_to_kernels
+from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.native.weights import Arena, in_blocks, side_by_side
 
 pytestmark = needs_kernels
@@ -252,9 +252,9 @@ def test_a_token_of_another_model_is_named(checkpoint):
 def test_what_the_kernels_cannot_run_is_said():
     config = FAMILIES["llama"]()
     place = torch.device("cpu")
-    assert native.obstacle_to_kernels(config, torch.bfloat16, place) is None
-    assert "not float32" in native.obstacle_to_kernels(config, torch.float32, place)
-    assert "not on cuda" in native.obstacle_to_kernels(config, torch.bfloat16, torch.device("cuda"))
+    assert obstacle_to_kernels(config, torch.bfloat16, place) is None
+    assert "not float32" in obstacle_to_kernels(config, torch.float32, place)
+    assert "not on cuda" in obstacle_to_kernels(config, torch.bfloat16, torch.device("cuda"))
     config.head_dim = 1024
-    assert "heads of 1024" in native.obstacle_to_kernels(config, torch.bfloat16, place)
-    assert "gpt2 is not among" in native.obstacle_to_kernels(FAMILIES["gpt2"](), torch.bfloat16, place)
+    assert "heads of 1024" in obstacle_to_kernels(config, torch.bfloat16, place)
+    assert "gpt2 is not among" in obstacle_to_kernels(FAMILIES["gpt2"](), torch.bfloat16, place)

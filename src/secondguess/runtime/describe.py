@@ -19,7 +19,7 @@ from secondguess.runtime.loading import (
     read_tokenizer,
 )
 from secondguess.runtime.memory import available_memory
-from secondguess.runtime.native.runtime import obstacle_to_kernels
+from secondguess.runtime.native.decoder import obstacle_to_kernels
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import check_supported, context_length_of
 

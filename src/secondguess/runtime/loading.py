@@ -16,7 +16,8 @@ from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.families import can_fuse
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.memory import MemoryNeed, check_memory, count_parameters, estimate_memory
-from secondguess.runtime.native.runtime import NativeRuntime, can_run_native, to_native
+from secondguess.runtime.native.decoder import can_run_native
+from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import can_pack, pack_linears
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import check_class, check_config
