@@ -149,7 +149,9 @@ def main() -> None:
                 for prompt, ours, theirs in zip(prompts, tokens, plain, strict=True):
                     if ours != theirs:
                         pairs = zip(ours, theirs, strict=False)
-                        same = next(i for i, (a, b) in enumerate(pairs) if a != b)
+                        same = next(
+                            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs))
+                        )
                         context = llm.target.encode(prompt) + theirs[:same]
                         gap = deciding_gap(llm.target.runtime, context, params)
                         flips.append({"position": same, "gap": gap})

@@ -148,7 +148,7 @@ def damp_until(target: Any, num_kept: int, agreement: float) -> tuple[float, Agr
         low, high = (middle, high) if tried[middle].greedy > agreement else (low, middle)
     best = min(tried, key=lambda factor: abs(tried[factor].greedy - agreement))
     _damp(target, num_kept, best / current)
-    return best, tried[best]
+    return best, measure(target, drafter, tokens)  # what was multiplied back and forth has been rounded
 
 
 def _damp(target: Any, num_kept: int, factor: float) -> None:

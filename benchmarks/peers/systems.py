@@ -28,14 +28,17 @@ class OpenVino(System):
         process: from `start`.
         draft_length: tokens to draft per round; 0 for plain decoding.
         label: precision, for the name.
+        draft: what the name calls the draft.
     """
 
-    def __init__(self, process: subprocess.Popen[str], draft_length: int, label: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], draft_length: int, label: str, draft: str = "draft"
+    ) -> None:
         self._process = process
         self._draft_length = draft_length
         self.family = f"openvino {label}"
         self.speculates = draft_length > 0
-        self.name = f"{self.family} {f'draft {draft_length}' if draft_length else 'plain'}"
+        self.name = f"{self.family} {f'{draft} {draft_length}' if draft_length else 'plain'}"
 
     @staticmethod
     def start(
@@ -93,7 +96,8 @@ class LlamaCpp(System):
             str(num_threads),
             "-c",
             "1024",
-            "--load-mode", "none",
+            "--load-mode",
+            "none",
             "--samplers",
             "temperature",
         ]

@@ -49,6 +49,10 @@ def interleaved(weight: Tensor, num_heads: int) -> Tensor:
 
 def write(checkpoint: Path, out: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
+    if config["rope_parameters"]["rope_type"] != "default":
+        raise SystemExit(
+            f"expected plain rotary positions, got {config['rope_parameters']}: they would be dropped"
+        )
     num_heads, num_key_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // num_heads
     writer = GGUFWriter(out, "llama")

@@ -234,7 +234,8 @@ def load(
         controller: `fixed:K` or `confidence:K[,threshold=T]`; by default what suits the drafter.
         dtype: `auto` picks bfloat16 where the processor has it; or float64, float32, bfloat16, float16.
         device: `auto`, `cpu` or `cuda[:N]`.
-        quantize: `int8` stores the target's weights in 8 bits (needs `pip install secondguess[quant]`).
+        quantize: `int8` stores the target's weights in 8 bits (where our kernels do not run it,
+            with `pip install secondguess[quant]`).
         drafter_quantize: the same for a draft model.
         runtime: `fused` (fewer, faster calls; dense decoders on a CPU), `transformers` (the module itself), or `auto`:
             fused where it covers a model and says what the module says. A draft model always gets `auto`.

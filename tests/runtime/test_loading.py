@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime import loading, memory
 from secondguess.runtime.loading import borrow_model, check_vocabularies, load_runtime, pick_dtype
+from secondguess.runtime.native.library import library, processor_can
 from secondguess.runtime.support import context_length_of
 
 TOKENS = [5, 6, 7, 8, 9]
@@ -245,3 +247,14 @@ def test_loading_prints_nothing(checkpoint):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_kernels_are_there_where_they_can_be():
+    """A build that fails is only a warning of the installer, and without kernels their tests are skipped."""
+    if platform.machine() != "x86_64" or sys.platform != "linux" or not shutil.which("c++"):
+        pytest.skip("no kernels are built on this system")
+    if not processor_can():
+        pytest.skip("this processor lacks what the kernels are compiled for")
+    assert library() is not None, (
+        "expected kernels beside library.py; run `pip install -v -e .` to see why not"
+    )

@@ -119,6 +119,87 @@ def test_a_tokens_bits_depend_on_its_own_text_alone(checkpoint, eight_bits, use_
         torch.set_num_threads(before)
 
 
+CHANGES = {
+    **{f"head of {size}": {"head_dim": size} for size in (6, 24, 64, 80, 128, 256)},
+    "wide": {"hidden_size": 200, "intermediate_size": 328},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "scaled": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "one key head": {"num_key_value_heads": 1},
+    "three key heads": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_shapes(change, tmp_path):
+    """As near to the exact law as the module, in the same bits in a draft as in one forward."""
+    config = FAMILIES["llama"]()
+    for field, value in CHANGES[change].items():
+        setattr(config, field, value)
+    path = write_checkpoint(config, tmp_path)
+    model = plain_model(path)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(2)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    model.save_pretrained(path)
+    rounded = loading._read_model(str(path), torch.bfloat16).eval()
+    with torch.inference_mode():
+        truth = loading._read_model(str(path), torch.bfloat16).float().eval()(TOKENS, use_cache=False).logits
+        of_module = rounded(TOKENS, use_cache=False).logits
+    runtime = native_runtime(path)
+    whole = runtime.read(TOKENS).logits
+    assert error(whole, truth) < 1.2 * error(of_module, truth)
+    row = row_of(TOKENS[1, :21].tolist())
+    runtime.begin([row])
+    drafted = runtime.score([row], Draft.chains([TOKENS[1, 21:].tolist()])).logits[0]
+    assert torch.equal(drafted, whole[1, 20:])
+
+
+def test_hidden_states_are_those_of_the_module(checkpoint):
+    model = loading._read_model(str(checkpoint), torch.bfloat16).eval()
+    with torch.inference_mode():
+        expected = model(TOKENS, output_hidden_states=True, use_cache=False).hidden_states
+    found = native_runtime(checkpoint, hidden_layers=(0, 1, 2, -1)).read(TOKENS).hidden
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[2], found[-1])
+    for layer in (1, 2):
+        assert error(found[layer], expected[layer]) < 0.03 * float(
+            expected[layer].float().square().mean().sqrt()
+        )
+
+
+def test_a_released_runtime_begins_anew(checkpoint):
+    runtime = native_runtime(checkpoint)
+    tokens = TOKENS[0].tolist()
+    logits = []
+    for _ in range(2):
+        row = row_of(tokens)
+        runtime.begin([row])
+        with pytest.raises(BadInputError, match="no row in the cache, got 1"):
+            runtime.read(TOKENS)
+        logits.append(runtime.score([row], Draft.empty(1)).logits)
+        runtime.release()
+        assert runtime.cache.keys == []
+    assert torch.equal(*logits)
+
+
+def test_eight_bits_have_no_module(checkpoint):
+    with pytest.raises(UnsupportedModelError, match="weights in 8 bits"):
+        load_runtime(checkpoint, dtype="bfloat16", device="cpu", quantize="int8").module()
+
+
+def test_loading_takes_more_for_a_while_than_eight_bits_do(checkpoint):
+    need = memory_need(checkpoint, dtype="bfloat16", device="cpu", quantize="int8", num_cached_tokens=0)
+    assert need.loading > need.weights
+    assert need.excess == need.loading - need.total
+
+
 @pytest.mark.parametrize("use_amx", WAYS)
 @pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 70])

@@ -35,7 +35,7 @@ class Placement:
     slots: Tensor | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class KeyValueCache:
     """The cache of one model. Attention layers call `update`; the runtime places each forward first.
 

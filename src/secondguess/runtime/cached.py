@@ -112,6 +112,10 @@ class CachedRuntime(Runtime):
 
     def read(self, tokens: Tensor) -> Output:
         """Whole texts `[row, query]` in one forward, which nobody keeps: for probes, before any row has begun."""
+        if self._by_slot:
+            raise BadInputError(
+                f"expected no row in the cache, got {len(self._by_slot)}; call end(row) first"
+            )
         num_rows, width = tokens.shape
         starts = [0] * num_rows
         with torch.inference_mode():

@@ -78,7 +78,16 @@ class LoadedModel:
         return f"{self.kind}, weights in 8 bits" if rounded else self.kind
 
     def module(self) -> Any:
-        """The Transformers module whose law the runtime keeps: the one that runs, or else a second copy in memory."""
+        """The Transformers module whose law the runtime keeps: the one that runs, or else a second copy in memory.
+
+        Raises:
+            UnsupportedModelError: there is none, because the kernels rounded the weights to 8 bits themselves.
+        """
+        if isinstance(self.runtime, NativeRuntime) and self.runtime.decoder.eight_bits:
+            raise UnsupportedModelError(
+                f"expected a model that a Transformers module computes, got {self.name} with weights in 8 bits of our own; "
+                "load it without quantize, or with runtime transformers"
+            )
         if isinstance(self.runtime, TransformersRuntime):
             return self.runtime.model
         return _read_model(self.path, DTYPES[self.dtype]).to(self.device).eval()
@@ -101,7 +110,7 @@ def load_runtime(
         name_or_path: a directory, a repository in the local Hugging Face cache, `builtin` or `builtin-draft`.
         dtype: `auto` (see `pick_dtype`), `float64`, `float32`, `bfloat16` or `float16`.
         device: `auto` (see `pick_device`), `cpu`, `cuda` or `cuda:N`.
-        quantize: `int8` keeps the linear layers' weights in 8 bits; needs torchao.
+        quantize: `int8` keeps the linear layers' weights in 8 bits: ours where the kernels run the model, else torchao's.
         runtime: `native` (compiled kernels, see `runtime.native`), `fused` (torch, see `runtime.fused`),
             `transformers` (the module), or `auto`: the first of them that covers the model and says the same.
         hidden_layers: hidden states that `score` returns.
@@ -173,11 +182,13 @@ def make_runtime(
     dtype, place = model.dtype, model.device
     packable = quantize is None and can_pack(dtype, place)
     if kind in ("auto", "native") and can_run_native(model.config, dtype, place):
-        unpacked = fuse(model.eval(), packed=False)
-        native = to_native(unpacked, drafts or quantize is not None) if unpacked else None
-        if native is not None:
-            return NativeRuntime(native, hidden_layers)
-        model = read_again()
+        # A draft model that 8 bits do not suit is still faster here than elsewhere.
+        for eight_bits in [drafts or quantize is not None, *([False] if drafts and quantize is None else [])]:
+            unpacked = fuse(model.eval(), packed=False)
+            native = to_native(unpacked, eight_bits) if unpacked else None
+            if native is not None:
+                return NativeRuntime(native, hidden_layers)
+            model = read_again()
     if kind in ("auto", "fused") and quantize is None and can_fuse(model.config, place):
         decoder = fuse(model.eval(), packable)
         if decoder is not None:

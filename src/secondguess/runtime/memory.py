@@ -22,16 +22,25 @@ INT8_BYTES = 1.02
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that a model takes: its weights, and a cache of `num_cached_tokens` tokens over all rows."""
+    """Bytes that a model takes: its weights, and a cache of `num_cached_tokens` tokens over all rows.
+
+    `loading` is what the checkpoint takes in memory until its weights have been rounded, packed or neither.
+    """
 
     name: str
     weights: int
     cache: int
     num_cached_tokens: int
+    loading: int = 0
 
     @property
     def total(self) -> int:
         return self.weights + self.cache
+
+    @property
+    def excess(self) -> int:
+        """What loading takes beyond the total, for a while."""
+        return max(0, self.loading - self.total)
 
 
 def count_parameters(directory: Path) -> int | None:
@@ -83,13 +92,14 @@ def estimate_memory(
     head_size = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     cached_numbers = 2 * text.num_hidden_layers * num_kv_heads * head_size * num_cached_tokens
     num_embedded = text.vocab_size * text.hidden_size
+    loading = num_parameters * dtype.itemsize
     if packed and text.tie_word_embeddings:
         num_parameters += num_embedded
     if quantized:  # embeddings, and a head tied to them, stay as they are
         weights = int((num_parameters - num_embedded) * INT8_BYTES) + num_embedded * dtype.itemsize
     else:
         weights = num_parameters * dtype.itemsize
-    return MemoryNeed(name, weights, cached_numbers * dtype.itemsize, num_cached_tokens)
+    return MemoryNeed(name, weights, cached_numbers * dtype.itemsize, num_cached_tokens, loading)
 
 
 def available_memory(device: torch.device) -> int | None:
@@ -114,7 +124,8 @@ def check_memory(needs: Iterable[MemoryNeed], device: torch.device) -> None:
     """
     needs = list(needs)
     available = available_memory(device)
-    total = sum(need.total for need in needs)
+    # One model is loaded after the other.
+    total = sum(need.total for need in needs) + max((need.excess for need in needs), default=0)
     if available is None or total <= available:
         return
     parts = ", ".join(

@@ -1,10 +1,11 @@
-// One forward of a dense decoder in one parallel region: between two products nothing returns to Python, and threads meet four
+// One forward of a dense decoder in one parallel region: between two products nothing returns to Python, and threads meet five
 // times a layer. Compiled for processors with AVX-512 and its bfloat16 products; AMX is used where the caller says it is there.
 //
 // Numbers are rounded to bfloat16 where the modules of Transformers round, so that a probe can compare the two.
 
 #include <omp.h>
 
+#include <exception>
 #include <new>
 #include <vector>
 
@@ -90,24 +91,27 @@ struct Workspace {
     std::vector<std::vector<float>> scores;
     std::vector<std::vector<int32_t>> positions;
 
+    // What could not be allocated counts as not there, so that a smaller forward may follow.
     void reserve(const Decoder& decoder, int64_t rows, int64_t threads, int64_t keys) {
         if (rows > num_rows || threads > num_threads) {
-            num_rows = std::max(rows, num_rows), num_threads = std::max(threads, num_threads);
+            rows = std::max(rows, num_rows), threads = std::max(threads, num_threads);
+            num_rows = num_threads = num_keys = 0;
             const int64_t mixed_width = decoder.num_queries * decoder.head_size;
-            states.reserve(num_rows, decoder.width);
-            joint.reserve(num_rows, mixed_width + 2 * decoder.num_keys * decoder.head_size);
-            mixed.reserve(num_rows, mixed_width);
-            gated.reserve(num_rows, decoder.inner_width);
-            added.reserve(num_rows, decoder.width);
-            normalised.resize(num_threads);
-            for (Rows& each : normalised) each.reserve(num_rows, decoder.width);
-            scores.resize(num_threads), positions.resize(num_threads);
-            num_keys = 0;
+            states.reserve(rows, decoder.width);
+            joint.reserve(rows, mixed_width + 2 * decoder.num_keys * decoder.head_size);
+            mixed.reserve(rows, mixed_width);
+            gated.reserve(rows, decoder.inner_width);
+            added.reserve(rows, decoder.width);
+            normalised.resize(threads);
+            for (int64_t i = 0; i < threads; i++) normalised[i].reserve(i ? std::min<int64_t>(rows, TILE) : rows, decoder.width);
+            scores.resize(threads), positions.resize(threads);
+            num_rows = rows, num_threads = threads;
         }
         if (keys > num_keys) {
+            num_keys = 0;
+            for (auto& each : scores) each.resize(round_up(2 * keys, 16));
+            for (auto& each : positions) each.resize(2 * keys);
             num_keys = 2 * keys;
-            for (auto& each : scores) each.resize(round_up(num_keys, 16));
-            for (auto& each : positions) each.resize(num_keys);
         }
     }
 };
@@ -190,7 +194,7 @@ struct Worker {
         wait();
     }
 
-    // Where the text position of a token is: its ancestors stand between.
+    // The text position of a token: its ancestors stand between the cached ones and itself.
     int64_t position(int64_t row, int64_t token) const {
         int64_t depth = token;
         if (forward.closure) {
@@ -215,42 +219,73 @@ struct Worker {
         return count;
     }
 
-    // Turn and cache what one key head of one row gained, and let its queries look.
-    void look(const Layer& layer, int64_t index, int64_t row, int64_t head) const {
-        const int64_t size = decoder.head_size, group = decoder.num_queries / decoder.num_keys;
-        const int64_t offset = (forward.slots[row] * decoder.num_keys + head) * forward.capacity * size;
-        bf16 *keys = forward.keys[index] + offset, *values = forward.values[index] + offset;
-        const bf16* turns = forward.turns[layer.rotary];
-        bf16 turned[LARGEST_HEAD];
-        auto turn = [&](bf16* from, const Norm& norm, int64_t token, bf16* to) {
-            if (norm.weight) normalise(from, size, norm, from);
-            const int64_t at = std::min(position(row, token), forward.context_length - 1);
-            rotate(from, size, turns + at * 2 * size, to);
-        };
+    struct Block {
+        bf16 *keys, *values;
+    };
+
+    // Where the cache has what one key head of one row saw.
+    Block block_of(int64_t index, int64_t row, int64_t head) const {
+        const int64_t offset = (forward.slots[row] * decoder.num_keys + head) * forward.capacity * decoder.head_size;
+        return {forward.keys[index] + offset, forward.values[index] + offset};
+    }
+
+    void turn(const Layer& layer, bf16* from, const Norm& norm, int64_t row, int64_t token, bf16* to) const {
+        if (norm.weight) normalise(from, decoder.head_size, norm, from);
+        const int64_t at = std::min(position(row, token), forward.context_length - 1);
+        rotate(from, decoder.head_size, forward.turns[layer.rotary] + at * 2 * decoder.head_size, to);
+    }
+
+    // Turn and cache what one key head of one row gained.
+    void remember(const Layer& layer, int64_t index, int64_t row, int64_t head) const {
+        const int64_t size = decoder.head_size;
+        const Block at = block_of(index, row, head);
         for (int64_t token = 0; token < forward.num_tokens; token++) {
             bf16* joint = space.joint.row(row * forward.num_tokens + token);
             const int64_t place = (forward.starts[row] + token) * size;
-            turn(joint + (decoder.num_queries + head) * size, layer.key_norm, token, keys + place);
-            std::memcpy(values + place, joint + (decoder.num_queries + decoder.num_keys + head) * size, size * sizeof(bf16));
+            turn(layer, joint + (decoder.num_queries + head) * size, layer.key_norm, row, token, at.keys + place);
+            std::memcpy(at.values + place, joint + (decoder.num_queries + decoder.num_keys + head) * size, size * sizeof(bf16));
         }
+    }
+
+    // Let some tokens' queries of one key head look at what is cached.
+    void look(const Layer& layer, int64_t index, int64_t row, int64_t head, int64_t first, int64_t last) const {
+        const int64_t size = decoder.head_size, group = decoder.num_queries / decoder.num_keys;
+        const Block at = block_of(index, row, head);
+        bf16 turned[LARGEST_HEAD];
         int32_t* positions = space.positions[thread].data();
-        for (int64_t token = 0; token < forward.num_tokens; token++) {
+        for (int64_t token = first; token < last; token++) {
             const int64_t count = list_visible(row, token, layer.window, positions);
             const int64_t line = row * forward.num_tokens + token;
             for (int64_t query = head * group; query < (head + 1) * group; query++) {
-                turn(space.joint.row(line) + query * size, layer.query_norm, token, turned);
-                attend(turned, keys, values, size, positions, count, decoder.scaling, space.scores[thread].data(),
+                turn(layer, space.joint.row(line) + query * size, layer.query_norm, row, token, turned);
+                attend(turned, at.keys, at.values, size, positions, count, decoder.scaling, space.scores[thread].data(),
                        space.mixed.row(line) + query * size);
             }
         }
     }
 
+    // All rows' key heads, shared out. Where there are fewer heads than would keep every thread as busy as the others, or many
+    // tokens, the tokens of each head are shared out too, once everybody has cached its keys.
+    void mix(const Layer& layer, int64_t index) const {
+        const int64_t num_heads = forward.num_rows * decoder.num_keys;
+        const int64_t first = thread * num_heads / num_threads, last = (thread + 1) * num_heads / num_threads;
+        for (int64_t item = first; item < last; item++) remember(layer, index, item / decoder.num_keys, item % decoder.num_keys);
+        if (num_heads % num_threads == 0 || forward.num_tokens < num_threads) {
+            for (int64_t item = first; item < last; item++)
+                look(layer, index, item / decoder.num_keys, item % decoder.num_keys, 0, forward.num_tokens);
+            return;
+        }
+        wait();
+        // token by token in turn, because later ones see more
+        for (int64_t item = 0; item < num_heads; item++)
+            for (int64_t token = thread; token < forward.num_tokens; token += num_threads)
+                look(layer, index, item / decoder.num_keys, item % decoder.num_keys, token, token + 1);
+    }
+
     void run_layer(const Layer& layer, int64_t index) const {
         write(space.joint, read_states(layer.attention_norm, layer.joint), layer.joint);
         wait();
-        const int64_t num_heads = forward.num_rows * decoder.num_keys;
-        for (int64_t item = thread * num_heads / num_threads; item < (thread + 1) * num_heads / num_threads; item++)
-            look(layer, index, item / decoder.num_keys, item % decoder.num_keys);
+        mix(layer, index);
         wait();
         add(read_shared(space.mixed, layer.output), layer.output, layer.attention_output_norm);
         // A block holds 16 gates and the 16 numbers that they open or close.
@@ -357,7 +392,7 @@ int secondguess_run(const Decoder* decoder, const Forward* forward, void* worksp
     for (int64_t row = 0; row < forward->num_rows; row++) longest = std::max(longest, forward->starts[row]);
     try {
         space.reserve(*decoder, forward->num_rows * forward->num_tokens, forward->num_threads, longest + forward->num_tokens);
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         return 1;
     }
 #pragma omp parallel num_threads((int)forward->num_threads)

@@ -7,13 +7,12 @@ what they need, `library` says so and the fused runtime computes with torch inst
 from __future__ import annotations
 
 import ctypes
+import sysconfig
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-
-PREFIX = "_kernels"
 
 
 class Weight(Structure):
@@ -91,11 +90,14 @@ class Forward(Structure):
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The kernels, ready to be called; None where they were not built or this processor cannot run them."""
-    built = sorted(Path(__file__).parent.glob(f"{PREFIX}*.so"))
-    if not built or not _processor_can():
+    built = Path(__file__).parent / f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not built.exists() or not processor_can():
         return None
-    # torch has been imported, so that both use one pool of threads.
-    kernels = ctypes.CDLL(str(built[0]))
+    try:
+        # torch has been imported, so that both use one pool of threads.
+        kernels = ctypes.CDLL(str(built))
+    except OSError:
+        return None  # built elsewhere, for libraries that are not here
     kernels.secondguess_workspace.restype = c_void_p
     kernels.secondguess_free.argtypes = [c_void_p]
     kernels.secondguess_run.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p]
@@ -106,7 +108,8 @@ def library() -> ctypes.CDLL | None:
     return kernels if list(sizes) == expected else None  # built from another version of the sources
 
 
-def _processor_can() -> bool:
+def processor_can() -> bool:
+    """Whether this processor has what the kernels are compiled for."""
     found = torch.cpu.get_capabilities()
     return all(found.get(f"avx512_{part}") for part in ("f", "bw", "vl", "dq", "vnni", "bf16"))
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "vectors.h"
 
@@ -49,6 +50,8 @@ inline void set_tiles(int num_rows) {
         tiles.row_bytes[i] = 64;
         tiles.num_rows[i] = i < 6 ? num_rows : TILE;
     }
+    // GCC does not know that tiles are loaded from memory: what was written before must be there.
+    asm volatile("" : : "r"(&tiles) : "memory");
     _tile_loadconfig(&tiles);
 }
 
@@ -126,7 +129,8 @@ inline void block_sums_vector(const bf16* rows, int64_t stride, const char* bloc
             const __m512bh first = (__m512bh)_mm512_loadu_si512(tile + pair * 64);
             const __m512bh second = (__m512bh)_mm512_loadu_si512(tile + TILE_BYTES + pair * 64);
             for (int row = 0; row < ROWS; row++) {
-                const int both = *(const int*)(rows + row * stride + step * 32 + pair * 2);
+                int both;
+                std::memcpy(&both, rows + row * stride + step * 32 + pair * 2, sizeof both);
                 low[row] = _mm512_dpbf16_ps(low[row], (__m512bh)_mm512_set1_epi32(both), first);
                 high[row] = _mm512_dpbf16_ps(high[row], (__m512bh)_mm512_set1_epi32(both), second);
             }
@@ -151,7 +155,8 @@ inline void block_sums_vector(const int8_t* rows, int64_t stride, const char* bl
             const __m512i first = _mm512_loadu_si512(tile + four * 64);
             const __m512i second = _mm512_loadu_si512(tile + TILE_BYTES + four * 64);
             for (int row = 0; row < ROWS; row++) {
-                const int all = *(const int*)(rows + row * stride + step * 64 + four * 4);
+                int all;
+                std::memcpy(&all, rows + row * stride + step * 64 + four * 4, sizeof all);
                 const __m512i shifted = _mm512_xor_si512(_mm512_set1_epi32(all), shift);
                 low[row] = _mm512_dpbusd_epi32(low[row], shifted, first);
                 high[row] = _mm512_dpbusd_epi32(high[row], shifted, second);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 
@@ -74,6 +75,9 @@ class NativeRuntime(CachedRuntime):
         self._prefills_together = True
         self._kernels = kernels
         self._workspace = c_void_p(kernels.secondguess_workspace())
+        if not self._workspace:
+            raise OutOfMemoryError("expected memory for a model's workspace, got none")
+        weakref.finalize(self, kernels.secondguess_free, self._workspace)
         levels = decoder.num_layers + 1
         self._levels = {layer: layer % levels for layer in self.hidden_layers}  # -1 is the last of them
         self._keys, self._values = (c_void_p * decoder.num_layers)(), (c_void_p * decoder.num_layers)()
@@ -88,8 +92,9 @@ class NativeRuntime(CachedRuntime):
         )
         self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
 
-    def __del__(self) -> None:
-        self._kernels.secondguess_free(self._workspace)
+    def release(self) -> None:
+        super().release()
+        self._reached = (None, 0, 0)
 
     def _step(self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False) -> Step:
         return Step(None, NOWHERE, num_keys, starts=starts, closure=queries.closure)

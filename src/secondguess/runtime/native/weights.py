@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,8 @@ from secondguess.runtime.native import library
 BLOCK, TILE = 32, 16
 INPUT_MULTIPLE = 64
 ARENA = 2**26
+ROWS_AT_ONCE = 4096
+"""Rows of a weight that are rounded together: in float32 a whole head would take as much memory as a small model."""
 
 
 class Arena:
@@ -27,8 +30,9 @@ class Arena:
         flat = values.contiguous().view(torch.uint8).reshape(-1)
         size = -(-flat.numel() // 64) * 64
         if size > self._piece.numel():
-            memory = mmap.mmap(-1, max(size, ARENA))
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux's; elsewhere pages are what they are
+            # Private, because shared memory gets large pages under another rule, which is usually off.
+            memory = mmap.mmap(-1, max(size, ARENA), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without large pages: small ones are slower, not wrong
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._piece = torch.frombuffer(memory, dtype=torch.uint8)
         place, self._piece = self._piece[: flat.numel()], self._piece[size:]
@@ -67,7 +71,14 @@ def in_blocks(weight: Tensor, bias: Tensor | None, arena: Arena, eight_bits: boo
         found.bias = kept[-1].data_ptr()
     if eight_bits:
         scale = padded.abs().amax(1).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
-        padded = (padded.float() / scale[:, None]).round().to(torch.int8)
+        padded = torch.cat(
+            [
+                (rows.float() / part[:, None]).round().to(torch.int8)
+                for rows, part in zip(
+                    torch.split(padded, ROWS_AT_ONCE), torch.split(scale, ROWS_AT_ONCE), strict=True
+                )
+            ]
+        )
         sums = padded.sum(1, dtype=torch.int32)
         kept += [scale, sums]
         found.scale, found.sum = scale.data_ptr(), sums.data_ptr()
