@@ -255,9 +255,9 @@ def main() -> None:
         "provenance": provenance.as_dict(),
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"{provenance.date[:10]}-peers-{options.name}"
-    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(markdown(report))
+    stem = f"{provenance.date[:10]}-peers-{options.name}"
+    (options.out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (options.out / f"{stem}.md").write_text(markdown(report))
     print(markdown(report))
 
 
