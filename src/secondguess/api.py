@@ -237,8 +237,9 @@ def load(
         quantize: `int8` stores the target's weights in 8 bits (where our kernels do not run it,
             with `pip install secondguess[quant]`).
         drafter_quantize: the same for a draft model.
-        runtime: `fused` (fewer, faster calls; dense decoders on a CPU), `transformers` (the module itself), or `auto`:
-            fused where it covers a model and says what the module says. A draft model always gets `auto`.
+        runtime: `native` (compiled kernels; dense decoders in bfloat16 or 8 bits on a CPU), `fused` (the same with torch, in
+            any dtype), `transformers` (the module itself), or `auto`: the first that covers a model and says what the
+            module says. A draft model always gets `auto`.
 
     Raises:
         CheckpointError: a model that is missing, broken or cannot be decoded speculatively.
