@@ -39,7 +39,7 @@ DrafterQuantize = Annotated[
     str | None, Option(help="int8: store the draft model's weights in 8 bits.", rich_help_panel=TEAM)
 ]
 Runtime = Annotated[
-    str, Option(help="What runs the target: auto, fused or transformers.", rich_help_panel=TEAM)
+    str, Option(help="What runs the target: auto, native, fused or transformers.", rich_help_panel=TEAM)
 ]
 
 MaxTokens = Annotated[int, Option(help="Most tokens to generate.", rich_help_panel=SAMPLING)]
