@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from secondguess.controllers import make_controller
-from secondguess.core import Budgets, Draft, Row
+from secondguess.core import Budgets, Draft, Prospect, Row
 from secondguess.decode import Team
+from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.enumeration import Branch, enumerate_rounds, exact_law, largest_difference, text_law
@@ -97,12 +98,22 @@ class TreeDrafter(Drafter):
         return Draft(as_rows(self.tokens), as_rows(self.parents), lengths)
 
 
+class SometimesScripted(ScriptedDrafter):
+    """Has a guess behind texts of even sum only."""
+
+    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
+        return [(Prospect(longest=4 if sum(row.tokens) % 2 == 0 else 0, certain=True),) for row in rows]
+
+
 def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
-    """`sampled` draws from the pair's drafter; `certain` names tokens; `tree` names a tree of them."""
+    """`sampled` draws from the pair's drafter; `certain` names tokens; `tree` names a tree of them; `either` takes turns."""
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
     if kind == "certain":
         return ScriptedDrafter(script)
+    if kind == "either":
+        parts = [SometimesScripted(script), make_pair_drafter("sampled", pair)]
+        return AlternatingDrafter(parts, pair.vocab_size)
     assert kind == "tree"
     return TreeDrafter(tokens=[0, 1, 1, 0, 1], parents=[-1, -1, 0, 1, 1])
 

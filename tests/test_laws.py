@@ -37,7 +37,7 @@ CONTROLLERS = ["fixed:0", "fixed:1", "fixed:3", "confidence:3,threshold=0.5"]
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("drafter", ["sampled", "certain", "either"])
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
 def test_the_law_of_the_text_is_the_targets(verifier, drafter, controller, pair):
     pair = PAIRS[pair]
@@ -108,10 +108,11 @@ def make_verifier_named(name):
 
 @pytest.mark.parametrize("controller", ["fixed:1", "confidence:2,threshold=0.6"])
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
-def test_a_second_round_starts_from_the_truth(verifier, controller):
+@pytest.mark.parametrize("drafter", ["sampled", "either"])
+def test_a_second_round_starts_from_the_truth(verifier, controller, drafter):
     """Two rounds enumerated in full: caches, drafter and controller all carry on from the first verdict."""
     pair = PAIRS["binary"]
-    branches = play(pair, make_pair_drafter("sampled", pair), verifier, controller, num_rounds=2)
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, controller, num_rounds=2)
     assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 

@@ -2,24 +2,25 @@
 
 import pytest
 
-from secondguess.core import Draft, Row
+from secondguess.core import Draft, RoundTime, Row
 from secondguess.sampling import SamplingParams
 from secondguess.stats import PHASES, Ledger, Stats
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock():
     """Time that passes only when told to."""
 
     class Clock:
         now = 0.0
 
+        def __call__(self) -> float:
+            return self.now
+
         def advance(self, seconds: float) -> None:
             self.now += seconds
 
-    clock = Clock()
-    monkeypatch.setattr("secondguess.stats.time.perf_counter", lambda: clock.now)
-    return clock
+    return Clock()
 
 
 def rows_of(num_rows: int, **settings) -> list[Row]:
@@ -54,7 +55,7 @@ def test_ratios_of_nothing_are_zero():
 
 
 def test_seconds_of_a_round_go_to_its_phases_and_the_rest_to_other(clock):
-    ledger, rows = Ledger(), rows_of(2)
+    ledger, rows = Ledger(clock), rows_of(2)
     with ledger.round(rows):
         clock.advance(1)
         for seconds in (2, 4):
@@ -68,8 +69,21 @@ def test_seconds_of_a_round_go_to_its_phases_and_the_rest_to_other(clock):
     assert ledger.of(rows[1]).seconds == dict.fromkeys(PHASES, 0.0) | {"draft": 6, "score": 8, "other": 1}
 
 
+def test_the_time_of_the_round_under_way_counts_from_its_start(clock):
+    ledger, rows = Ledger(clock), rows_of(1)
+    for _ in range(2):
+        with ledger.round(rows):
+            clock.advance(1)
+            with ledger.phase("prefill"):
+                clock.advance(2)
+            with ledger.phase("draft"):
+                clock.advance(4)
+            assert ledger.round_time() == RoundTime(prefill=2, draft=4, total=7)
+            clock.advance(8)
+
+
 def test_a_round_that_fails_is_charged_all_the_same(clock):
-    ledger, rows = Ledger(), rows_of(1)
+    ledger, rows = Ledger(clock), rows_of(1)
 
     def interrupted_round():
         with ledger.round(rows), ledger.phase("score"):

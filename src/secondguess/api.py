@@ -18,7 +18,7 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Commit, Row, TokenLogprob
 from secondguess.decode import Team, decode
-from secondguess.drafters import make_drafter, parse_drafter_name
+from secondguess.drafters import draft_model_paths, make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
@@ -254,15 +254,15 @@ def load(
         model=model, drafter=name, verifier=verifier, dtype=dtype, device=device, runtime=runtime, **given
     )
     # Names are cheap to check, weights are not to load.
-    parsed = parse_drafter_name(name)
+    draft_models_named = draft_model_paths(name)
     chosen_verifier = make_verifier(verifier)
     if controller is not None:
         make_controller(controller)
     needs = [memory_need(model, dtype=dtype, device=device, quantize=quantize)]
-    if parsed.kind == "model" and parsed.argument:
-        needs.append(
-            memory_need(parsed.argument, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
-        )
+    needs += [
+        memory_need(path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
+        for path in draft_models_named
+    ]
     check_memory(needs, pick_device(device))
     target = load_runtime(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
     draft_models: list[LoadedModel] = []
@@ -298,7 +298,7 @@ def choose_controller(name: str | None, drafter: Drafter) -> Controller:
             f"expected no controller for the drafter {drafter.name}, which never drafts, got {name!r}; "
             "leave it out or take another drafter"
         )
-    if drafter.certain and controller.reads_laws:
+    if drafter.certain and controller.needs_laws:
         raise BadInputError(
             f"expected a controller that reads no laws for the drafter {drafter.name}, which has none, got "
             f"{name!r}; use fixed:K or a drafter with a model"

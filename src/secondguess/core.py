@@ -18,10 +18,10 @@ A node at depth `d` (children of pending have depth 0) proposes the token at abs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -274,6 +274,35 @@ class Verdict:
         return [path[:length] for path, length in zip(self.paths.tolist(), lengths, strict=True)]
 
 
+MAX_DRAFT_LENGTH = 64
+"""No draft is useful beyond this many nodes: a larger number is a mistake."""
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """One way in which a row could be drafted for, as known before anything is drafted.
+
+    Args:
+        part: which of a drafter's parts would guess; 0 for a drafter that is not made of several.
+        kind: what is known of the guess beforehand, such as the length of a match. Guesses of one kind are
+            expected to be accepted alike, so experience is kept by kind.
+        longest: most nodes it can give.
+        certain: its nodes have no law; nobody is asked whether to go on after them.
+    """
+
+    part: int = 0
+    kind: Hashable = ""
+    longest: int = MAX_DRAFT_LENGTH
+    certain: bool = False
+
+
+class Plan(NamedTuple):
+    """Which part of the drafter guesses for a row, and how many nodes at most; none is plain decoding."""
+
+    part: int
+    length: int
+
+
 @dataclass(frozen=True)
 class Budgets:
     """How far a drafter may go this round, decided without seeing any token it will draw.
@@ -285,12 +314,29 @@ class Budgets:
             is never shown the drawn tokens: that is the non-anticipation rule (algorithms page, 3.0). Rows
             that drew no node at this depth have a line too; it means nothing.
         reads_laws: False when `go_on` always says yes, so that nobody makes a law just to ask it.
+        parts: per row, which part of a drafter made of several is to guess; empty for the first everywhere.
     """
 
     lengths: list[int]
     go_on: Callable[[Tensor, int], list[bool]]
     reads_laws: bool = True
+    parts: Sequence[int] = ()
 
     @property
     def longest(self) -> int:
         return max(self.lengths, default=0)
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """Seconds that a round has taken.
+
+    Args:
+        prefill: of them, getting a drafter ready (reading what it had not read yet).
+        draft: of them, drafting.
+        total: all of them.
+    """
+
+    prefill: float
+    draft: float
+    total: float

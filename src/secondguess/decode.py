@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import inference_mode
+from torch import Tensor, inference_mode
 
 from secondguess.controllers.base import Controller
+from secondguess.controllers.laws import DraftLaws
 from secondguess.core import Budgets, Commit, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.noise import KeyedNoise, Noise
@@ -69,9 +70,10 @@ def begin(team: Team, rows: Sequence[Row]) -> None:
 
 
 def release(team: Team, row: Row) -> None:
-    """Forget what target and drafter hold for a row."""
+    """Forget what target, drafter and controller hold for a row."""
     team.target.end(row)
     team.drafter.end(row)
+    team.controller.end(row)
 
 
 @inference_mode()
@@ -80,8 +82,11 @@ def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
     ledger = team.ledger
     with ledger.round(rows):
         noise = team.noise(rows)
+        budgets = _budgets(team, rows)
+        with ledger.phase("prefill"):
+            _prepare(team.drafter, rows, budgets)
         with ledger.phase("draft"):
-            draft = team.drafter.propose(rows, _budgets(team.controller, rows), noise)
+            draft = team.drafter.propose(rows, budgets, noise)
         with ledger.phase("score"):
             scores = team.target.score(rows, draft)
         with ledger.phase("judge"):
@@ -91,15 +96,38 @@ def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
         commits = _commit(rows, draft, scores, verdict, paths)
         with ledger.phase("draft"):
             team.drafter.observe(rows, verdict, scores.hidden)
-        team.controller.learn(rows, draft, verdict)
+        team.controller.learn(rows, draft, verdict, ledger.round_time())
     ledger.record(rows, draft, commits)
     return commits
 
 
-def _budgets(controller: Controller, rows: Sequence[Row]) -> Budgets:
+def _budgets(team: Team, rows: Sequence[Row]) -> Budgets:
     """How far to draft; a row's last place belongs to the verdict's own token."""
-    lengths = [max(0, min(controller.budget(row), row.room - 1)) for row in rows]
-    return Budgets(lengths, partial(controller.go_on, rows), controller.reads_laws)
+    controller = team.controller
+    prospects = team.drafter.prospects(rows)
+    plans = controller.plan(rows, prospects)
+    wishes = [row.params.draft_length for row in rows]
+    lengths = [
+        max(0, min(plan.length if wish is None else wish, row.room - 1))
+        for row, plan, wish in zip(rows, plans, wishes, strict=True)
+    ]
+    go_on = partial(_go_on, controller, rows, wishes)
+    return Budgets(lengths, go_on, controller.reads_laws, [plan.part for plan in plans])
+
+
+def _go_on(
+    controller: Controller, rows: Sequence[Row], wishes: Sequence[int | None], probs: Tensor, depth: int
+) -> list[bool]:
+    """The controller's answers, but for rows whose request set its own draft length."""
+    answers = controller.go_on(rows, DraftLaws(probs), depth)
+    return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
+
+
+def _prepare(drafter: Drafter, rows: Sequence[Row], budgets: Budgets) -> None:
+    """Let the drafter read what it needs for the rows that it is to draft for."""
+    members = [index for index, length in enumerate(budgets.lengths) if length > 0]
+    if members:
+        drafter.prepare([rows[index] for index in members], [budgets.parts[index] for index in members])
 
 
 def _commit(

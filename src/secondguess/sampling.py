@@ -21,7 +21,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from secondguess.core import Commit, Draft, Row, TokenLogprob
+from secondguess.core import MAX_DRAFT_LENGTH, Commit, Draft, Row, TokenLogprob
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.penalties import LogitEdits
 from secondguess.truncation import RowRules
@@ -74,6 +74,8 @@ class SamplingParams:
             float32 and float64, and on a CPU in bfloat16 too.
         logprobs: report each token's log-probability and this many alternatives (0: only its own); None
             reports nothing.
+        draft_length: draft so many nodes per round for this request, whatever the controller would do; 0 decodes
+            it plainly. The text's law does not depend on it.
 
     Raises:
         BadInputError: a value of the wrong type or out of range.
@@ -93,6 +95,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
+    draft_length: int | None = None
 
     def __post_init__(self) -> None:
         self._check_integer("max_tokens", 1, 2**31 - 1)
@@ -115,6 +118,9 @@ class SamplingParams:
             self._check_integer("seed", 0, 2**64 - 1, "leave it out for a fresh text each time")
         if self.logprobs is not None:
             self._check_integer("logprobs", 0, MAX_LOGPROBS, "leave it out to report none")
+        if self.draft_length is not None:
+            advice = "leave it out to let the controller decide"
+            self._check_integer("draft_length", 0, MAX_DRAFT_LENGTH, advice)
 
     def __hash__(self) -> int:
         return self._hash

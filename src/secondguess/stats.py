@@ -6,13 +6,16 @@ Only counters are kept; ratios are derived on reading.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from secondguess.core import Commit, Draft, Row
+from secondguess.core import Commit, Draft, RoundTime, Row
 
 PHASES = ("prefill", "draft", "score", "judge", "other")
+
+Clock = Callable[[], float]
+"""Seconds from some moment on; tests and replays hand in clocks of their own."""
 
 
 @dataclass
@@ -86,23 +89,26 @@ def _count_positions(counters: list[int], width: int, up_to: int | None = None) 
 class _Stopwatch:
     """Adds the time spent inside a `with` to one phase; several times cheaper than a generator that does so."""
 
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
+    def __init__(self, seconds: dict[str, float], name: str, clock: Clock) -> None:
         self._seconds = seconds
         self._name = name
+        self._clock = clock
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter()
+        self._start = self._clock()
 
     def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] += time.perf_counter() - self._start
+        self._seconds[self._name] += self._clock() - self._start
 
 
 class Ledger:
     """The statistics of the rows that decode together."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
         self._stats: dict[Row, Stats] = {}
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
+        self._round_start = 0.0
 
     def of(self, row: Row) -> Stats:
         """The counters of one row."""
@@ -113,17 +119,22 @@ class Ledger:
 
     def phase(self, name: str) -> _Stopwatch:
         """Time a phase of the current round."""
-        return _Stopwatch(self._phase_seconds, name)
+        return _Stopwatch(self._phase_seconds, name, self._clock)
+
+    def round_time(self) -> RoundTime:
+        """What the round under way has taken so far."""
+        seconds = self._phase_seconds
+        return RoundTime(seconds["prefill"], seconds["draft"], self._clock() - self._round_start)
 
     @contextmanager
     def round(self, rows: Sequence[Row]) -> Iterator[None]:
         """Charge what happens inside to these rows; what no phase claims is `other`."""
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
-        start = time.perf_counter()
+        self._round_start = self._clock()
         try:
             yield
         finally:
-            elapsed = time.perf_counter() - start
+            elapsed = self._clock() - self._round_start
             self._phase_seconds["other"] += elapsed - sum(self._phase_seconds.values())
             for row in rows:
                 seconds = self.of(row).seconds

@@ -45,6 +45,10 @@ class TableModel(Runtime):
                 raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
             self._cached[row] = row.tokens[:-1]
 
+    def read_up(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._cached[row] = row.tokens[:-1]
+
     def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
         self.num_forwards += 1
         laws = [self._score_row(row, draft, index) for index, row in enumerate(rows)]

@@ -13,7 +13,8 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.controllers.confidence import ConfidenceController, ConfidenceOptions
 from secondguess.controllers.fixed import FixedController
-from secondguess.core import Row
+from secondguess.controllers.laws import DraftLaws
+from secondguess.core import Plan, Prospect, Row
 from secondguess.decode import Team, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
@@ -26,15 +27,19 @@ def rows_of(num_rows: int) -> list[Row]:
     return [Row([1], SamplingParams(max_tokens=20), seed=index) for index in range(num_rows)]
 
 
-def laws_with(*confidences: float) -> Tensor:
+def tensor_with(*confidences: float) -> Tensor:
     """Laws over ten tokens whose largest probability is the one given."""
     laws = [[confidence, *[(1 - confidence) / 9] * 9] for confidence in confidences]
     return torch.tensor(laws, dtype=torch.float64)
 
 
+def laws_with(*confidences: float) -> DraftLaws:
+    return DraftLaws(tensor_with(*confidences))
+
+
 def alike(confidence: float) -> TableModel:
     """A model that gives token 0 this probability in every context."""
-    return TableModel(10, lambda context: laws_with(confidence)[0])
+    return TableModel(10, lambda context: tensor_with(confidence)[0])
 
 
 def run(controller: Controller, target: TableModel, drafter: TableModel) -> list[int]:
@@ -60,7 +65,7 @@ def test_fixed_zero_is_plain_decoding() -> None:
 
 def test_fixed_is_not_shown_any_law() -> None:
     class Blind(FixedController):
-        def go_on(self, rows: Sequence[Row], laws: Tensor, depth: int) -> list[bool]:
+        def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
             raise AssertionError("asked for nothing")
 
     assert run(Blind(), alike(0.5), alike(0.5))[0] == 5
@@ -124,7 +129,8 @@ def test_a_controller_tells_the_options_it_uses(text: str, name: str) -> None:
 
 
 def test_the_length_in_a_name_is_the_budget() -> None:
-    assert [make_controller(text).budget(rows_of(1)[0]) for text in ("fixed:3", "confidence:7")] == [3, 7]
+    for text, length in (("fixed:3", 3), ("confidence:7", 7)):
+        assert make_controller(text).plan(rows_of(2), [(Prospect(),)] * 2) == [Plan(0, length)] * 2
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Team, decode
+from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.ngram import NgramDrafter, NgramOptions
@@ -53,6 +54,12 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model alike": lambda: model_drafter(noisy_law(TARGET_LAW, seed=5)),
     "model itself": lambda: model_drafter(TARGET_LAW),
     "model worst": lambda: model_drafter(worst_law(TARGET_LAW)),
+    "suffix or model": lambda: AlternatingDrafter(
+        [SuffixDrafter(SuffixOptions(min=3)), model_drafter(noisy_law(TARGET_LAW, seed=5))], VOCAB_SIZE
+    ),
+    "look-ups in turn": lambda: AlternatingDrafter(
+        [SuffixDrafter(SuffixOptions(min=2)), NgramDrafter(NgramOptions(max=3, min=1))], VOCAB_SIZE
+    ),
     "model short context": lambda: model_drafter(TARGET_LAW, context_length=9),
 }
 CONTROLLERS = ["fixed:0", "fixed:1", "fixed:4", "confidence:6", "confidence:6,threshold=0.9"]

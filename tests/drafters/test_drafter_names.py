@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from secondguess.controllers import make_controller
-from secondguess.drafters import DRAFTERS, make_drafter, parse_drafter_name
+from secondguess.drafters import DRAFTERS, draft_model_paths, make_drafter, parse_drafter_name
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.names import Name
@@ -78,4 +78,38 @@ def test_what_is_refused(text: str, message: str) -> None:
 
 
 def test_a_path_may_hold_colons() -> None:
-    assert parse_drafter_name("model:C:/dir/x,a=1") == Name("model", "C:/dir/x", {"a": "1"})
+    assert parse_drafter_name("model:C:/dir/x,a=1") == [Name("model", "C:/dir/x", {"a": "1"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("suffix+model:tiny", [("suffix", None), ("model", "tiny")]),
+        ("suffix,min=4+ngram,max=3", [("suffix", None), ("ngram", None)]),
+        ("model:a+b/c", [("model", "a+b/c")]),  # a plus sign in a path joins nothing
+        ("model:C++/models", [("model", "C++/models")]),
+        ("ngram+model:x+suffix", [("ngram", None), ("model", "x"), ("suffix", None)]),
+    ],
+)
+def test_drafters_are_joined_by_a_plus_sign(text: str, parts: list[tuple[str, str | None]]) -> None:
+    assert [(name.kind, name.argument) for name in parse_drafter_name(text)] == parts
+
+
+def test_draft_models_are_found_wherever_they_stand() -> None:
+    assert draft_model_paths("suffix+model:tiny") == ["tiny"]
+    assert draft_model_paths("model:tiny") == ["tiny"]
+    assert draft_model_paths("suffix") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("suffix+suffix,min=3", "different drafters .* suffix\\+suffix"),
+        ("none+suffix", "leave out none"),
+        ("suffix+model:a+model:b", "different drafters"),
+        ("suffix,oops=1+ngram", "the option 'oops'"),
+    ],
+)
+def test_parts_that_do_not_mix_are_refused(text: str, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        make(text)

@@ -35,6 +35,7 @@ def always(laws: Tensor, depth: int) -> list[bool]:
 
 
 def propose(drafter: ModelDrafter, rows: list[Row], budgets: Budgets) -> Draft:
+    drafter.prepare(rows, [0] * len(rows))
     return drafter.propose(rows, budgets, KeyedNoise.of_rows(rows))
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from operator import mul
 
-from torch import Tensor
-
-from secondguess.controllers.base import MAX_DRAFT_LENGTH, Controller
-from secondguess.core import Row
+from secondguess.controllers.base import Controller
+from secondguess.controllers.laws import DraftLaws
+from secondguess.core import MAX_DRAFT_LENGTH, Plan, Prospect, Row
 from secondguess.names import Name, read_options, require_between, with_argument
 
 
@@ -40,6 +39,8 @@ class ConfidenceController(Controller):
     Only laws enter, never drawn tokens, so the rule does not anticipate.
     """
 
+    needs_laws = True
+
     def __init__(self, options: ConfidenceOptions = ConfidenceOptions()) -> None:
         self.options = options
         self.name = f"confidence:{options.length},threshold={options.threshold:g}"
@@ -49,12 +50,11 @@ class ConfidenceController(Controller):
     def build(cls, name: Name) -> ConfidenceController:
         return cls(read_options(ConfidenceOptions, with_argument(name, "length"), "controller confidence"))
 
-    def budget(self, row: Row) -> int:
-        return self.options.length
+    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+        return [Plan(choices[0].part, self.options.length) for choices in prospects]
 
-    def go_on(self, rows: Sequence[Row], laws: Tensor, depth: int) -> list[bool]:
+    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
         # A round begins at depth 0, which resets the products; rows that dropped out since are not read.
         so_far = repeat(1.0) if depth == 0 else self._survival
-        confidences: list[float] = laws.amax(-1).tolist()
-        self._survival = list(map(mul, so_far, confidences))
+        self._survival = list(map(mul, so_far, laws.confidences))
         return [survival >= self.options.threshold for survival in self._survival]

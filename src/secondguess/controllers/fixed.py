@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from secondguess.controllers.base import MAX_DRAFT_LENGTH, Controller
-from secondguess.core import Row
+from secondguess.controllers.base import Controller
+from secondguess.core import MAX_DRAFT_LENGTH, Plan, Prospect, Row
 from secondguess.names import Name, read_options, require_between, with_argument
 
 
@@ -36,5 +37,5 @@ class FixedController(Controller):
     def build(cls, name: Name) -> FixedController:
         return cls(read_options(FixedOptions, with_argument(name, "length"), "controller fixed"))
 
-    def budget(self, row: Row) -> int:
-        return self.options.length
+    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+        return [Plan(choices[0].part, self.options.length) for choices in prospects]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 
+from secondguess.drafters.alternating import AlternatingDrafter, check_parts
 from secondguess.drafters.base import Drafter, Supplies
 from secondguess.names import Name, parse_name
 from secondguess.runtime.base import Runtime
@@ -18,27 +20,42 @@ DRAFTERS = {
 """Kind of drafter -> where its class is; imported only when it is asked for."""
 
 
-def parse_drafter_name(text: str) -> Name:
-    """Split a drafter's name such as `model:PATH,key=value`.
+def parse_drafter_name(text: str) -> list[Name]:
+    """Split a drafter's name such as `model:PATH,key=value`, or several joined as in `suffix+model:PATH`.
 
     Raises:
         BadInputError: a kind that does not exist, or options that are not `key=value`.
     """
-    return parse_name(text, "drafter", DRAFTERS)
+    # A plus sign may be part of a path: it joins only where the name of a kind follows.
+    pieces = re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:,+]|$))", text.strip())
+    return [parse_name(piece, "drafter", DRAFTERS) for piece in pieces]
+
+
+def draft_model_paths(text: str) -> list[str]:
+    """The paths of the draft models that a drafter's name asks for."""
+    return [name.argument for name in parse_drafter_name(text) if name.kind == "model" and name.argument]
 
 
 def make_drafter(text: str, *, target_vocab_size: int, load_draft_model: Callable[[str], Runtime]) -> Drafter:
     """Make the drafter that a name asks for.
 
     Args:
-        text: the name, such as `none`, `ngram,max=4` or `model:PATH`.
+        text: the name, such as `none`, `ngram,max=4`, `model:PATH` or `suffix+model:PATH`.
         target_vocab_size: width of the target's logits.
         load_draft_model: gives the runtime of the model at a path; called only by drafters that have one.
 
     Raises:
-        BadInputError: a kind, an argument, an option or a value that does not exist.
+        BadInputError: a kind, an argument, an option or a value that does not exist, or parts that do not mix.
     """
-    name = parse_drafter_name(text)
+    names = parse_drafter_name(text)
+    supplies = Supplies(target_vocab_size, load_draft_model)
+    if len(names) == 1:
+        return _make(names[0], supplies)
+    check_parts(names)
+    return AlternatingDrafter([_make(name, supplies) for name in names], target_vocab_size)
+
+
+def _make(name: Name, supplies: Supplies) -> Drafter:
     module, _, class_name = DRAFTERS[name.kind].partition(":")
     drafter_class: type[Drafter] = getattr(import_module(module), class_name)
-    return drafter_class.build(name, Supplies(target_vocab_size, load_draft_model))
+    return drafter_class.build(name, supplies)

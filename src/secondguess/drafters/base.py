@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
 from secondguess.names import Name, refuse_argument, refuse_options
 from secondguess.noise import Noise
 from secondguess.runtime.base import Runtime
@@ -56,7 +56,20 @@ class Drafter(ABC):
         return cls()
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Admit rows; they hold their whole prompt."""
+        """Admit rows; they hold their whole prompt. What takes long and may never be needed is for `prepare`."""
+
+    def prospects(self, rows: Sequence[Row]) -> Sequence[Sequence[Prospect]]:
+        """Per row, the ways in which it could be drafted for now, the preferred one first; at least one.
+
+        A look-up can say how good its match is. What is said must be known before anything is drafted.
+        """
+        return [(Prospect(certain=self.certain),)] * len(rows)
+
+    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
+        """Get ready to draft for these rows, by these parts: called before `propose` in every round that drafts.
+
+        A draft model reads here what it has not read yet. Its time counts as prefill.
+        """
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:

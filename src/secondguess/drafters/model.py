@@ -3,6 +3,9 @@
 The draft model is a runtime like the target, with a cache of its own. Each target row has a *shadow*: a row
 whose tokens are the committed ones plus what was drafted this round. A draft step scores the shadows; the
 runtime forwards what it has not cached yet: normally one token, two after a draft was accepted whole.
+
+A row that is not drafted for costs nothing: the draft model reads its text when (and if) the controller first
+wants a draft, and what was written meanwhile when it next wants one.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Prospect, Row
 from secondguess.drafters.base import Drafter, Supplies
 from secondguess.errors import BadInputError
 from secondguess.names import Name, refuse_options
@@ -25,6 +28,12 @@ from secondguess.sampling import drafter_laws
 
 UNREADABLE = 0
 """What a draft model is shown in place of a token that its vocabulary lacks."""
+
+FAR_BEHIND = 4
+"""A shadow with more unread tokens than this reads them before the draft begins, and not in its first step."""
+
+
+ROOMY = Prospect()
 
 
 @dataclass(eq=False)
@@ -67,12 +76,32 @@ class ModelDrafter(Drafter):
         runtime = supplies.load_draft_model(name.argument)
         return cls(runtime, f"{name.kind}:{name.argument}", supplies.target_vocab_size)
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Prefill the draft model; rows longer than its context are left to be decoded without drafts."""
-        admitted = [row for row in rows if len(row.tokens) <= self.runtime.context_length]
-        shadows = [Row([self._readable(token) for token in row.tokens], row.params) for row in admitted]
+    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
+        """Nothing, for rows that the draft model's context does not hold."""
+        # Prospects are values: the one of a row with room to spare is made once.
+        return [
+            (ROOMY if room >= MAX_DRAFT_LENGTH else Prospect(longest=room),) for room in map(self._room, rows)
+        ]
+
+    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
+        """Make the shadows agree with the rows, and read what is more than a step's worth."""
+        held = [row for row in rows if self._room(row) > 0]
+        new = [row for row in held if row not in self._shadows]
+        known = [row for row in held if row in self._shadows]
+        behind = [self._shadows[row] for row in known]
+        for row, shadow in zip(known, behind, strict=True):
+            self._agree(shadow, row.tokens)
+        self.runtime.rewind([shadow.row for shadow in behind], [shadow.num_agreed for shadow in behind])
+        far = [shadow.row for shadow in behind if len(shadow.row.tokens) - shadow.num_agreed > FAR_BEHIND]
+        if far:
+            self.runtime.read_up(far)
+        if new:
+            self._admit(new)
+
+    def _admit(self, rows: Sequence[Row]) -> None:
+        shadows = [Row([self._readable(token) for token in row.tokens], row.params) for row in rows]
         # Known before the prefill, so that `end` releases them even if it is interrupted.
-        for row, shadow in zip(admitted, shadows, strict=True):
+        for row, shadow in zip(rows, shadows, strict=True):
             self._shadows[row] = Shadow(shadow, num_agreed=len(shadow.tokens))
         self.runtime.begin(shadows)
 
@@ -109,15 +138,6 @@ class ModelDrafter(Drafter):
                 active = [index for index in active if going_on[index]]
         return Draft.chains(chains, None if certain else self._probs(laws, len(rows)), self.runtime.device)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
-        """Forget what was drafted in vain and read what the target said instead."""
-        followed = [(row, self._shadows[row]) for row in rows if row in self._shadows]
-        for row, shadow in followed:
-            self._agree(shadow, row.tokens)
-        self.runtime.rewind(
-            [shadow.row for _, shadow in followed], [shadow.num_agreed for _, shadow in followed]
-        )
-
     def end(self, row: Row) -> None:
         shadow = self._shadows.pop(row, None)
         if shadow is not None:
@@ -125,7 +145,7 @@ class ModelDrafter(Drafter):
 
     def _room(self, row: Row) -> int:
         """How many nodes the draft model's context allows; its last node need not be forwarded."""
-        return self.runtime.context_length - len(row.tokens) + 1 if row in self._shadows else 0
+        return max(0, self.runtime.context_length - len(row.tokens) + 1)
 
     def _next_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         """`[row, vocab]` behind each shadow in one forward of the active rows; the others get zeros."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Drafter, Supplies
 from secondguess.names import Name, read_options, refuse_argument, require_between, show_options
 from secondguess.noise import Noise
@@ -189,6 +189,10 @@ class SuffixDrafter(Drafter):
             self._automata[row] = SuffixAutomaton()
         self._read(rows)
 
+    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
+        """Matches of similar length are accepted alike; none shorter than `min` is trusted."""
+        return [(self._prospect(self._automata[row].num_matched),) for row in rows]
+
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = zip(rows, budgets.lengths, strict=True)
         chains = [self._chain(self._automata[row], limit) for row, limit in limits]
@@ -206,11 +210,19 @@ class SuffixDrafter(Drafter):
             for token in row.tokens[automaton.num_tokens :]:
                 automaton.append(token)
 
+    def _prospect(self, num_matched: int) -> Prospect:
+        # Octaves: a match of 9 tells much the same as one of 12, and much more than one of 3.
+        return Prospect(
+            kind=("suffix", num_matched.bit_length()), longest=self._longest(num_matched), certain=True
+        )
+
+    def _longest(self, num_matched: int) -> int:
+        if num_matched < self.options.min:
+            return 0
+        return min(int(self.options.factor * num_matched) + self.options.offset, MAX_DRAFT_LENGTH)
+
     def _chain(self, automaton: SuffixAutomaton, limit: int) -> list[int]:
-        matched = automaton.num_matched
-        if matched < self.options.min:
-            return []
-        limit = min(limit, int(self.options.factor * matched) + self.options.offset)
+        limit = min(limit, self._longest(automaton.num_matched))
         chain: list[int] = []
         survival = 1.0
         for token, chance in automaton.continuation(self.options.min):

@@ -49,6 +49,13 @@ class Runtime(ABC):
         """Admit rows and cache all of their tokens but the last (in chunks)."""
 
     @abstractmethod
+    def read_up(self, rows: Sequence[Row]) -> None:
+        """Cache all tokens of rows but the last (in chunks), where more than that is uncached.
+
+        `score` would do it too, in the forward in which everybody else waits.
+        """
+
+    @abstractmethod
     def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
         """One forward over each row's uncached tokens (at least `pending`) and its nodes.
 

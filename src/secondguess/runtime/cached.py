@@ -144,6 +144,9 @@ class CachedRuntime(Runtime):
             state = _Cached(row, slot=len(self._by_slot))
             self._states[row] = state
             self._by_slot.append(state)
+        self.read_up(rows)
+
+    def read_up(self, rows: Sequence[Row]) -> None:
         self._prefill([self._states[row] for row in rows])
 
     def end(self, row: Row) -> None:

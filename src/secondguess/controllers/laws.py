@@ -1,0 +1,46 @@
+"""What a controller is shown of the nodes just drawn: their laws, never their tokens."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class DraftLaws:
+    """The laws that one node of each row was drawn from, summarised on demand, each summary made once.
+
+    Args:
+        probs: `[row, vocab]`, before sampling settings. Read it with `probs`; the summaries are cheaper.
+    """
+
+    def __init__(self, probs: Tensor) -> None:
+        self.probs = probs
+
+    @cached_property
+    def confidences(self) -> list[float]:
+        """Per row, the largest probability."""
+        # NumPy's reduction over one law takes a fifth of the time of torch's.
+        largest: list[float] = self._host.max(-1).tolist()
+        return largest
+
+    @cached_property
+    def entropies(self) -> list[float]:
+        """Per row, the entropy in nats."""
+        probs = self._host.clip(numpy.finfo(numpy.float32).tiny)
+        entropies: list[float] = (-(probs * numpy.log(probs)).sum(-1)).tolist()
+        return entropies
+
+    @cached_property
+    def runners_up(self) -> list[float]:
+        """Per row, the second largest probability."""
+        largest_two = numpy.partition(self._host, -2, axis=-1)[:, -2]
+        seconds: list[float] = largest_two.tolist()
+        return seconds
+
+    @cached_property
+    def _host(self) -> NDArray[numpy.floating]:
+        values: NDArray[numpy.floating] = self.probs.cpu().numpy()
+        return values

@@ -1,0 +1,128 @@
+"""Several drafters, one at a time per row: `suffix+model:PATH`.
+
+Where a look-up has a long match it guesses better than a model and costs nothing; elsewhere it has nothing to say.
+(The hybrid of SuffixDecoding, arXiv 2411.04975, and of SAM Decoding, arXiv 2411.10666.) Who guesses is decided per row
+and round by the controller, from what the parts say beforehand: never from what they would guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
+from secondguess.drafters.base import Drafter
+from secondguess.errors import BadInputError
+from secondguess.names import Name
+from secondguess.noise import Noise
+
+
+def check_parts(names: Sequence[Name]) -> None:
+    """Refuse parts that cannot take turns, before any of them is loaded.
+
+    Raises:
+        BadInputError: a part twice, `none`, or more than one model.
+    """
+    kinds = [name.kind for name in names]
+    joined = "+".join(kinds)
+    if len(set(kinds)) < len(kinds):
+        raise BadInputError(f"expected different drafters joined by +, got {joined}; name each kind once")
+    if "none" in kinds:
+        raise BadInputError(f"expected drafters that guess joined by +, got {joined}; leave out none")
+
+
+class AlternatingDrafter(Drafter):
+    """Asks one of its parts per row and round.
+
+    Args:
+        parts: in order of preference: a controller that does not weigh them takes the first that has a guess.
+        vocab_size: width of the target's logits.
+    """
+
+    def __init__(self, parts: Sequence[Drafter], vocab_size: int) -> None:
+        self.parts = list(parts)
+        self.name = "+".join(part.name for part in self.parts)
+        self.certain = all(part.certain for part in self.parts)
+        self._vocab_size = vocab_size
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        for part in self.parts:
+            part.begin(rows)
+
+    def prospects(self, rows: Sequence[Row]) -> list[list[Prospect]]:
+        """Those of all parts; a part without a guess comes last."""
+        of_parts = [part.prospects(rows) for part in self.parts]
+        numbered = [
+            [replace(choice, part=number) for number, choices in enumerate(of_row) for choice in choices]
+            for of_row in zip(*of_parts, strict=True)
+        ]
+        return [sorted(choices, key=_has_nothing) for choices in numbered]
+
+    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
+        for number, part in enumerate(self.parts):
+            members = [row for row, chosen in zip(rows, parts, strict=True) if chosen == number]
+            if members:
+                part.prepare(members, [0] * len(members))
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        drafts = [
+            part.propose(rows, self._share(budgets, number), noise) for number, part in enumerate(self.parts)
+        ]
+        certain = self.certain or noise.all_greedy
+        if not any(draft.num_nodes for draft in drafts):
+            return replace(drafts[0], probs=None) if certain else self._with_laws(drafts[0])
+        # Every row was drafted for by one part at most, so the longest draft of a row is its draft.
+        widest = max(drafts, key=lambda draft: draft.num_nodes)
+        merged = [self._widened(draft, widest.num_nodes, certain) for draft in drafts]
+        whose = torch.stack([draft.lengths for draft in drafts]).argmax(0)
+        everyone = torch.arange(len(rows), device=whose.device)
+        tokens, parents, lengths = (
+            torch.stack([getattr(draft, name) for draft in merged])[whose, everyone]
+            for name in ("tokens", "parents", "lengths")
+        )
+        if certain:
+            return Draft(tokens, parents, lengths)
+        laws = torch.stack([draft.probs for draft in merged if draft.probs is not None])
+        return Draft(tokens, parents, lengths, laws[whose, everyone])
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+        for part in self.parts:
+            part.observe(rows, verdict, hidden)
+
+    def end(self, row: Row) -> None:
+        for part in self.parts:
+            part.end(row)
+
+    def _share(self, budgets: Budgets, number: int) -> Budgets:
+        """The budgets of the rows that this part guesses for; the others get none."""
+        lengths = [
+            length if part == number else 0
+            for length, part in zip(budgets.lengths, budgets.parts, strict=True)
+        ]
+        return replace(budgets, lengths=lengths, parts=())
+
+    def _widened(self, draft: Draft, num_nodes: int, certain: bool) -> Draft:
+        missing = num_nodes - draft.num_nodes
+        pad = torch.nn.functional.pad
+        wide = replace(
+            draft, tokens=pad(draft.tokens, (0, missing)), parents=pad(draft.parents, (0, missing), value=-1)
+        )
+        if certain:
+            return replace(wide, probs=None)
+        if draft.probs is None:
+            return self._with_laws(wide)
+        return replace(wide, probs=pad(draft.probs, (0, 0, 0, missing)))
+
+    def _with_laws(self, draft: Draft) -> Draft:
+        """A certain draft's laws are one-hot: beside sampled ones they have to be said."""
+        if draft.probs is not None:
+            return draft
+        return replace(draft, probs=one_hot(draft.tokens, self._vocab_size).float())
+
+
+def _has_nothing(prospect: Prospect) -> bool:
+    return prospect.longest == 0
