@@ -1,0 +1,201 @@
+"""What a drafter would have guessed at every place of a text, and how much of it the verifier accepts.
+
+Recorded once, such a trace replays any controller exactly (`replay.py`): at temperature 0 and for seeded requests the text
+does not depend on the drafts, so the guess behind every prefix, and what is accepted of its first 1, 2, ... nodes,
+is all there is to know. For other sampled text the replay goes on along the recorded text where a real run would go on along
+the accepted draft: another sample of the same law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from secondguess.controllers.base import Controller
+from secondguess.controllers.laws import DraftLaws
+from secondguess.core import Draft, Plan, Prospect, RoundTime, Row, Verdict
+from secondguess.decode import Team, decode
+from secondguess.drafters.base import Drafter
+from secondguess.noise import Noise
+from secondguess.runtime.base import Runtime
+from secondguess.verifiers.base import Verifier
+
+
+@dataclass(frozen=True)
+class NodeLaw:
+    """The law that one node was drawn from, in what controllers ask of it (see `DraftLaws`)."""
+
+    confidence: float
+    entropy: float
+    runner_up: float
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What one part of a drafter says at one place of a text.
+
+    Args:
+        prospect: what it says beforehand.
+        laws: per node, its law; empty for a certain drafter. The last node's is not known.
+        accepted: accepted nodes of a draft of the first 1, 2, ... nodes.
+    """
+
+    prospect: Prospect
+    laws: tuple[NodeLaw, ...]
+    accepted: tuple[int, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.accepted)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One prompt's text with the guesses at each of its places.
+
+    Args:
+        task: which part of a workload the prompt belongs to.
+        num_prompt: tokens of the prompt.
+        temperature: of the text.
+        guesses: `[part][place]`; place i stands behind the prompt and i tokens of the text.
+    """
+
+    task: str
+    num_prompt: int
+    temperature: float
+    guesses: list[list[Guess]]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.guesses[0])
+
+
+def record(
+    target: Runtime,
+    drafter: Drafter,
+    verifier: Verifier,
+    rows: Sequence[Row],
+    num_tokens: int,
+    depth: int = 12,
+    tasks: Sequence[str] | None = None,
+) -> list[Trace]:
+    """Let the target write, token by token, and the drafter guess at every place.
+
+    Args:
+        rows: fresh rows with room for `num_tokens` and `depth + 1` more; they keep the text.
+        num_tokens: places to record per row.
+        depth: most nodes of a guess.
+        tasks: of the rows; all of one nameless task by default.
+    """
+    num_parts = max(len(choices) for choices in _prospects(drafter, rows))
+    tapes: list[list[list[Guess]]] = []
+    originals = [list(row.tokens) for row in rows]
+    for part in range(num_parts):
+        for row, tokens in zip(rows, originals, strict=True):
+            # Every part guesses along the same text: what a row's noise draws depends on its places alone.
+            row.tokens[:] = tokens
+            row.finish_reason = None
+        tape = Tape(part, depth, len(rows))
+        team = Team(target, drafter, Teacher(verifier, tape), tape)
+        for number, _ in enumerate(decode(team, rows), start=1):
+            if number == num_tokens:
+                break
+        tapes.append(tape.guesses)
+    names = tasks or [""] * len(rows)
+    return [
+        Trace(names[index], row.num_prompt, row.params.temperature, [tape[index] for tape in tapes])
+        for index, row in enumerate(rows)
+    ]
+
+
+def _prospects(drafter: Drafter, rows: Sequence[Row]) -> Sequence[Sequence[Prospect]]:
+    drafter.begin(rows)
+    try:
+        return drafter.prospects(rows)
+    finally:
+        for row in rows:
+            drafter.end(row)
+
+
+@dataclass
+class Tape(Controller):
+    """Asks one part for long guesses and notes what it hears.
+
+    Args:
+        part: which part guesses.
+        depth: most nodes of a guess; one more is asked for, so that the law of the last one is heard too.
+        num_rows: of the batch.
+    """
+
+    part: int
+    depth: int
+    num_rows: int
+    guesses: list[list[Guess]] = field(init=False)
+    name: str = "tape"
+
+    def __post_init__(self) -> None:
+        self.guesses = [[] for _ in range(self.num_rows)]
+        self._prospects: list[Prospect] = []
+        self._laws: list[list[NodeLaw]] = []
+        self._accepted: list[list[int]] = []
+
+    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+        self._prospects = [
+            next(choice for choice in choices if choice.part == self.part) for choices in prospects
+        ]
+        self._laws = [[] for _ in rows]
+        return [Plan(self.part, self.depth + 1) for _ in rows]
+
+    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+        for index, numbers in enumerate(zip(laws.confidences, laws.entropies, laws.runners_up, strict=True)):
+            self._laws[index].append(NodeLaw(*numbers))
+        return [True] * len(rows)
+
+    def hear(self, accepted: list[list[int]]) -> None:
+        """Per row, the accepted nodes of its draft cut to 1, 2, ... nodes."""
+        self._accepted = accepted
+
+    def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
+        for index, length in enumerate(draft.lengths.tolist()):
+            length = min(length, self.depth)
+            laws = () if self._prospects[index].certain else tuple(self._laws[index][:length])
+            accepted = tuple(self._accepted[index][:length])
+            self.guesses[index].append(Guess(self._prospects[index], laws, accepted))
+
+
+class Teacher(Verifier):
+    """Commits one token of the target's own per round, and tells a tape what a real verifier would have accepted."""
+
+    name = "teacher"
+
+    def __init__(self, verifier: Verifier, tape: Tape) -> None:
+        self.exactness = verifier.exactness
+        self._verifier = verifier
+        self._tape = tape
+
+    def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+        longest = min(draft.num_nodes, self._tape.depth)
+        if noise.all_greedy or noise.all_coupled:
+            # What is accepted is what the text says: a shorter draft is accepted as far as it goes.
+            whole = self._verifier.judge(draft, target_probs, noise).lengths.tolist()
+            self._tape.hear([[min(length, cut) for cut in range(1, longest + 1)] for length in whole])
+        else:
+            cuts = [_cut(draft, length) for length in range(1, longest + 1)]
+            verdicts = [
+                self._verifier.judge(cut, target_probs[:, : cut.num_nodes + 1], noise).lengths.tolist()
+                for cut in cuts
+            ]
+            by_row = [list(accepted) for accepted in zip(*verdicts, strict=True)]
+            self._tape.hear(by_row or [[] for _ in range(draft.num_rows)])
+        nothing = torch.zeros(draft.num_rows, dtype=torch.long)
+        first = noise.race(target_probs[:, :1], nothing[:, None].to(target_probs.device))
+        return Verdict.of_chain(nothing, first[:, 0])
+
+
+def _cut(draft: Draft, length: int) -> Draft:
+    """The first nodes of chains."""
+    probs = None if draft.probs is None else draft.probs[:, :length]
+    return Draft(draft.tokens[:, :length], draft.parents[:, :length], draft.lengths.clamp(max=length), probs)

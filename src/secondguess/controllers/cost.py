@@ -1,0 +1,288 @@
+"""Draft as far as it pays: expected tokens over expected time, both measured. The default.
+
+A round drafts a node when the chance that the node is accepted, in tokens, exceeds what the node costs, at the rate at which
+tokens could be had otherwise:
+
+    draft node k + 1   iff   S_{k+1}  >  rate * (T_draft + T_target(k + 2) - T_target(k + 1))
+
+For the highest rate that can be held, this is the best policy of all (the optimal stopping rule of a renewal-reward
+process; SpecDec++, arXiv 2405.19715, has the threshold form, SmartSpec, 2406.14066, the goodput). The rate is that of
+recent rounds and at least plain decoding's, so the threshold follows text, load and machine.
+
+S is learnt from what the verifier in use accepted: for a draft model from its confidences, calibrated; for a look-up by
+position, given how long its match was. Whether to draft at all is decided by what such drafts have gained lately.
+When nothing pays, rounds are plain, and what looking for better costs is bounded (`allowance.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from secondguess.controllers.allowance import Guard, Probes
+from secondguess.controllers.base import Controller
+from secondguess.controllers.experience import Experience
+from secondguess.controllers.laws import DraftLaws
+from secondguess.controllers.round_times import RoundTimes
+from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime, Row, Verdict
+from secondguess.names import Name, read_options, require_between, with_argument
+
+CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
+"""Confidences between two edges are expected to be accepted alike."""
+EXPECTED_GAIN, EXPECTED_WIDTH, EXPECTED_SHARE = 1.0, 2.0, 0.7
+"""What is believed of guesses of which nothing is known: worth a try."""
+PLAIN = Plan(0, 0)
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """Options of `cost:LENGTH`.
+
+    Args:
+        length: nodes per round at most, 0 to 64.
+    """
+
+    length: int = 16
+
+    def __post_init__(self) -> None:
+        require_between("the draft length of the controller cost", self.length, 0, MAX_DRAFT_LENGTH)
+
+
+@dataclass
+class Standing:
+    """How a row's drafts have fared lately: the share accepted, and None before the first draft."""
+
+    share: float | None = None
+
+    @property
+    def level(self) -> int:
+        return 0 if self.share is None else 1 + int(self.share * 3.999)
+
+    def see(self, drafted: int, accepted: int) -> None:
+        share = accepted / drafted
+        self.share = share if self.share is None else self.share + (share - self.share) / 3
+
+
+@dataclass
+class Offer:
+    """One row's best prospect in a round: what it is expected to gain, in tokens, with how many nodes."""
+
+    row: int
+    prospect: Prospect
+    kind: Hashable
+    length: int
+    gain: float
+    width: float
+    net: float
+    confidences: list[float] = field(default_factory=list)
+    survival: float = 1.0
+    goes_on: bool = True
+
+
+class CostController(Controller):
+    """Weighs tokens against time in every round, per row of the batch."""
+
+    def __init__(self, options: CostOptions = CostOptions()) -> None:
+        self.options = options
+        self.name = f"cost:{options.length}"
+        self.times = RoundTimes()
+        self.probes = Probes()
+        self.guard = Guard()
+        self._nodes = Experience(memory=200)
+        self._rounds = Experience(memory=24)
+        self._speedups: dict[int, float] = {}
+        self._standings: dict[Row, Standing] = {}
+        self._offers: list[Offer] = []
+        self._probing = False
+        self._num_rows = 0
+
+    @classmethod
+    def build(cls, name: Name) -> CostController:
+        return cls(read_options(CostOptions, with_argument(name, "length"), "controller cost"))
+
+    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+        self._offers = []
+        self._num_rows = len(rows)
+        nothing = [PLAIN] * len(rows)
+        if self.guard.forbids or self.times.needs_plain(len(rows), _context(rows)):
+            return nothing
+        offers = [
+            self._best_offer(index, row, choices)
+            for index, (row, choices) in enumerate(zip(rows, prospects, strict=True))
+        ]
+        able = sorted((offer for offer in offers if offer is not None), key=lambda offer: -offer.net)
+        taken = able[: self._num_worthwhile(able)]
+        was_probing, self._probing = self._probing, False
+        if taken:
+            self.probes.succeeded()
+        elif able:
+            taken = self._probe(able[0], was_probing)
+        self._offers = taken
+        plans = nothing
+        for offer in taken:
+            plans[offer.row] = Plan(offer.prospect.part, offer.length)
+        return plans
+
+    def _rate(self) -> float:
+        """Tokens per second that can be had."""
+        speedup = max(self._speedups.get(self._num_rows, 1.0), 1.0)
+        return speedup * self._num_rows / self.times.plain(self._num_rows)
+
+    def _best_offer(self, index: int, row: Row, choices: Sequence[Prospect]) -> Offer | None:
+        best: Offer | None = None
+        for prospect in choices:
+            if prospect.longest > 0:
+                offer = self._offer(index, row, prospect)
+                if best is None or offer.net > best.net:
+                    best = offer
+        return best
+
+    def _offer(self, index: int, row: Row, prospect: Prospect) -> Offer:
+        kind = (prospect.part, prospect.kind, row.coupled, row.params.temperature)
+        standing = self._standings.get(row)
+        level = standing.level if standing else 0
+        gain = self._rounds.mean((kind, level, "gain"), self._rounds.mean((kind, "gain"), EXPECTED_GAIN))
+        width = self._rounds.mean((kind, level, "width"), self._rounds.mean((kind, "width"), EXPECTED_WIDTH))
+        length = min(prospect.longest, self.options.length)
+        if prospect.certain:
+            length = self._length_by_position(kind, prospect.part, length)
+        step = self.times.step(prospect.part, self._num_rows) or 0.0
+        share = self._num_rows
+        extra = width * step / share + self._wider(0, max(round(width), 1)) / share
+        net = gain - self._rate() * extra
+        return Offer(index, prospect, kind, length, gain, width, net)
+
+    def _length_by_position(self, kind: Hashable, part: int, longest: int) -> int:
+        """How many nodes of a look-up's guess pay, going by how often each position was accepted."""
+        survival, length = 1.0, 0
+        rate = self._rate()
+        step = self.times.step(part, self._num_rows) or 0.0
+        value, best, best_length = 0.0, 0.0, 0
+        while length < longest:
+            survival *= self._nodes.mean((kind, min(length, 8)), EXPECTED_SHARE)
+            value += survival - rate * (step + self._wider(length, length + 1)) / self._num_rows
+            length += 1
+            if value > best:
+                best, best_length = value, length
+            elif survival < 0.05:
+                break
+        return max(best_length, 1)
+
+    def _num_worthwhile(self, offers: Sequence[Offer]) -> int:
+        """How many of the offers, best first, to take: rows of a batch wait for the longest draft among them."""
+        rate = self._rate()
+        gain, width, best, best_count = 0.0, 0, 0.0, 0
+        for count, offer in enumerate(offers, start=1):
+            gain += offer.gain
+            width = max(width, round(offer.width))
+            step = self.times.step(offer.prospect.part, count) or 0.0
+            net = gain - rate * (offer.width * step + self._wider(0, max(width, 1)))
+            if net > best:
+                best, best_count = net, count
+        return best_count
+
+    def _wider(self, width: int, wider: int) -> float:
+        """Seconds by which nodes make the rest of a round dearer."""
+        return self.times.rest(self._num_rows, wider) - self.times.rest(self._num_rows, width)
+
+    def _probe(self, offer: Offer, was_probing: bool) -> list[Offer]:
+        """Try one node, if that can be paid for; a series of them, once there is enough for several."""
+        price = (self.times.step(offer.prospect.part, 1) or 0.0) + max(self._wider(0, 1), 0.0)
+        if self.probes.balance < (price if was_probing else 4 * price):
+            if was_probing:
+                self.probes.failed()
+            return []
+        self._probing = True
+        offer.length = 1
+        return [offer]
+
+    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+        active = []
+        confidences = laws.confidences
+        for offer in self._offers:
+            if offer.prospect.certain or not offer.goes_on:
+                continue
+            confidence = confidences[offer.row]
+            offer.confidences.append(confidence)
+            bin_ = bisect_right(CONFIDENCE_EDGES, confidence)
+            offer.survival *= self._nodes.mean((offer.kind, "own", bin_), confidence)
+            follow = self._nodes.mean((offer.kind, "next", bin_), confidence)
+            if depth + 1 < offer.length:
+                active.append((offer.survival * follow, offer))
+            else:
+                offer.goes_on = False
+        answers = [False] * len(rows)
+        active.sort(key=lambda pair: -pair[0])
+        rate = self._rate()
+        widest = max((offer.length for offer in self._offers if offer.prospect.certain), default=0)
+        wider = self._wider(depth + 1, depth + 2) if depth + 2 > widest else 0.0
+        total, best, best_count = 0.0, 0.0, 0
+        for count, (chance, offer) in enumerate(active, start=1):
+            total += chance
+            net = total - rate * ((self.times.step(offer.prospect.part, count) or 0.0) + wider)
+            if net > best:
+                best, best_count = net, count
+        for count, (_, offer) in enumerate(active):
+            offer.goes_on = answers[offer.row] = count < best_count
+        return answers
+
+    def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
+        num_rows = len(rows)
+        if draft.num_nodes == 0:
+            self.times.see_plain(num_rows, _context(rows), time.total)
+            self._pass(num_rows, num_rows, time.total)
+            return
+        lengths, accepted = draft.lengths.tolist(), verdict.lengths.tolist()
+        self._learn_times(num_rows, draft.num_nodes, lengths, time)
+        for offer in self._offers:
+            length = lengths[offer.row]
+            if length:
+                self._learn_offer(rows[offer.row], offer, length, accepted[offer.row])
+        self._pass(num_rows, num_rows + sum(accepted), time.total)
+
+    def _learn_times(self, num_rows: int, width: int, lengths: Sequence[int], time: RoundTime) -> None:
+        self.times.see(num_rows, width, time.total - time.draft - time.prefill)
+        by_part: dict[int, list[int]] = {}
+        for offer in self._offers:
+            if lengths[offer.row] and not offer.prospect.certain:
+                by_part.setdefault(offer.prospect.part, []).append(lengths[offer.row])
+        for part, drafted in by_part.items():
+            num_steps = max(drafted)
+            self.times.see_steps(part, round(sum(drafted) / num_steps), num_steps, time.draft)
+
+    def _learn_offer(self, row: Row, offer: Offer, length: int, accepted: int) -> None:
+        kind, nodes, rounds = offer.kind, self._nodes, self._rounds
+        standing = self._standings.setdefault(row, Standing())
+        bins = [bisect_right(CONFIDENCE_EDGES, confidence) for confidence in offer.confidences]
+        for place in range(min(accepted + 1, length)):
+            outcome = float(place < accepted)
+            if offer.prospect.certain:
+                nodes.add((kind, min(place, 8)), outcome)
+                continue
+            if place < len(bins):
+                nodes.add((kind, "own", bins[place]), outcome)
+            if place and place <= len(bins):
+                nodes.add((kind, "next", bins[place - 1]), outcome)
+        for key in ((kind, standing.level), (kind,)):
+            rounds.add((*key, "gain"), accepted)
+            rounds.add((*key, "width"), length)
+        standing.see(length, accepted)
+
+    def _pass(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Book a round."""
+        plain = self.times.plain(num_rows)
+        plain_seconds = num_tokens * plain / num_rows
+        speedup = self._speedups.get(num_rows, 1.0)
+        self._speedups[num_rows] = speedup + (plain_seconds / seconds - speedup) / 32
+        self.probes.earn(seconds, plain)
+        if self._probing:
+            self.probes.pay(seconds - plain_seconds)
+        self.guard.book(seconds, plain_seconds, plain)
+
+    def end(self, row: Row) -> None:
+        self._standings.pop(row, None)
+
+
+def _context(rows: Sequence[Row]) -> float:
+    return sum(len(row.tokens) for row in rows) / len(rows)
