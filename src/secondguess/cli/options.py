@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Context, Option
+
+from secondguess.cli.output import aside
+
+if TYPE_CHECKING:
+    from secondguess.configuration import Configuration
 
 TEAM = "Who takes part"
 SAMPLING = "Sampling"
 OUTPUT = "Input and output"
 
+Config = Annotated[
+    Path | None,
+    Option(
+        metavar="FILE",
+        help="A secondguess.toml, as tune writes it; options given here win over it.",
+        show_default="none",
+        rich_help_panel=TEAM,
+    ),
+]
 Model = Annotated[
     str, Option(help="Target: a directory, a cached model's name, or builtin.", rich_help_panel=TEAM)
 ]
@@ -91,3 +106,59 @@ Logprobs = Annotated[
 ]
 
 Json = Annotated[bool, Option("--json", help="For machines: JSON and nothing else.", rich_help_panel=OUTPUT)]
+
+OF_THE_DRAFTER = ("controller", "drafter_quantize")
+"""What is chosen for one drafter and may not suit, or not even fit, another."""
+
+
+def load_settings(context: Context, config: Path | None) -> dict[str, Any]:
+    """What to call `load` with: options given on the command line, else keys of the file, else the options' defaults.
+
+    Args:
+        context: of a command whose parameters have the names of `load`'s; it may lack some of them, and what the
+            file says of these is in the answer all the same.
+        config: the file of `--config`.
+
+    Raises:
+        BadInputError: a file that cannot be understood, or one of another model.
+    """
+    from secondguess.configuration import LoadSettings
+
+    names = [name for name in LoadSettings.__dataclass_fields__ if name in context.params]
+    settings = {name: context.params[name] for name in names}
+    if config is not None:
+        given = {name: value for name, value in settings.items() if is_given(context, name)}
+        settings |= _from_file(read_config(config, given.get("model")), given, config) | given
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def is_given(context: Context, name: str) -> bool:
+    """Whether an option was given, be it with its default value."""
+    source = context.get_parameter_source(name)
+    return source is not None and not source.name.startswith("DEFAULT")
+
+
+def read_config(config: Path, model: str | None = None) -> Configuration:
+    """The file of `--config`, if it is one of the model that was asked for and of the weights that lie there.
+
+    Raises:
+        BadInputError: it is not, or it cannot be understood.
+    """
+    from secondguess.configuration import read_configuration, require_same_model, require_same_weights
+
+    configuration = read_configuration(config)
+    if model is not None:
+        require_same_model(configuration, model, config)
+    require_same_weights(configuration, config)
+    return configuration
+
+
+def _from_file(configuration: Configuration, given: dict[str, Any], config: Path) -> dict[str, Any]:
+    settings = configuration.load.given()
+    if "drafter" not in given or given["drafter"] == settings.get("drafter"):
+        return settings
+    left_out = [name for name in OF_THE_DRAFTER if name in settings and name not in given]
+    if left_out:
+        chosen_for = settings.get("drafter", "the model's own drafter")
+        aside(f"{config}: not using its {' and '.join(left_out)}, which it has for {chosen_for}")
+    return {name: value for name, value in settings.items() if name not in left_out}
