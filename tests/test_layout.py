@@ -28,9 +28,9 @@ LAYERS = [
         "controllers",
         "train",
     ),
-    ("decode", "testing", "configuration"),
-    ("engine", "api", "certify", "enumeration", "export"),
-    ("drop_in",),
+    ("decode", "testing", "configuration", "pairing"),
+    ("engine", "api", "certify", "enumeration"),
+    ("drop_in", "export"),
     ("server", "bench"),
     ("cli",),
 ]
@@ -42,7 +42,7 @@ SIDEWAYS = {
     "runtime": {"builtin"},
     "train": {"builtin", "runtime"},
 }
-FOLDERS_OF_VARIANTS = ("drafters", "verifiers", "controllers")
+FOLDERS_OF_VARIANTS = ("drafters", "verifiers", "controllers", "export")
 
 
 def imports(tree: ast.Module) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typer import Context, Option
 from secondguess.cli.output import aside
 
 if TYPE_CHECKING:
-    from secondguess.configuration import Configuration
+    from secondguess.configuration import Configuration, Tuned
 
 TEAM = "Who takes part"
 SAMPLING = "Sampling"
@@ -109,6 +109,7 @@ Json = Annotated[bool, Option("--json", help="For machines: JSON and nothing els
 
 OF_THE_DRAFTER = ("controller", "drafter_quantize")
 """What is chosen for one drafter and may not suit, or not even fit, another."""
+MEASUREMENTS = "measurements"
 
 
 def load_settings(context: Context, config: Path | None) -> dict[str, Any]:
@@ -122,14 +123,28 @@ def load_settings(context: Context, config: Path | None) -> dict[str, Any]:
     Raises:
         BadInputError: a file that cannot be understood, or one of another model.
     """
-    from secondguess.configuration import LoadSettings
+    return settings_and_measurements(context, config)[0]
+
+
+def settings_and_measurements(context: Context, config: Path | None) -> tuple[dict[str, Any], Tuned]:
+    """The same, and what the file says that was measured with them; nothing when there is no file, or another drafter."""
+    from secondguess.configuration import LoadSettings, Tuned
 
     names = [name for name in LoadSettings.__dataclass_fields__ if name in context.params]
-    settings = {name: context.params[name] for name in names}
+    settings, tuned = {name: context.params[name] for name in names}, Tuned()
     if config is not None:
         given = {name: value for name, value in settings.items() if is_given(context, name)}
-        settings |= _from_file(read_config(config, given.get("model")), given, config) | given
-    return {name: value for name, value in settings.items() if value is not None}
+        configuration = read_config(config, given.get("model"))
+        left_out = _not_for(given, configuration)
+        if left_out:
+            chosen_for = configuration.load.drafter or "the model's own drafter"
+            aside(
+                f"{config}: not using its {', '.join(left_out)}: of {chosen_for}, not of {given['drafter']}"
+            )
+        keys = {name: value for name, value in configuration.load.given().items() if name not in left_out}
+        settings |= keys | given
+        tuned = tuned if MEASUREMENTS in left_out else configuration.tuned
+    return {name: value for name, value in settings.items() if value is not None}, tuned
 
 
 def is_given(context: Context, name: str) -> bool:
@@ -153,12 +168,9 @@ def read_config(config: Path, model: str | None = None) -> Configuration:
     return configuration
 
 
-def _from_file(configuration: Configuration, given: dict[str, Any], config: Path) -> dict[str, Any]:
-    settings = configuration.load.given()
-    if "drafter" not in given or given["drafter"] == settings.get("drafter"):
-        return settings
-    left_out = [name for name in OF_THE_DRAFTER if name in settings and name not in given]
-    if left_out:
-        chosen_for = settings.get("drafter", "the model's own drafter")
-        aside(f"{config}: not using its {' and '.join(left_out)}, which it has for {chosen_for}")
-    return {name: value for name, value in settings.items() if name not in left_out}
+def _not_for(given: dict[str, Any], configuration: Configuration) -> list[str]:
+    """What the file has for its own drafter, if another one is asked for."""
+    if given.get("drafter", configuration.load.drafter) == configuration.load.drafter:
+        return []
+    names = [name for name in configuration.load.given() if name in OF_THE_DRAFTER and name not in given]
+    return [*names, MEASUREMENTS] if configuration.tuned.given() else names
