@@ -18,7 +18,8 @@ KEYS = {
     "drafter_quantize": "int8",
     "runtime": "fused",
 }
-COMMANDS = [["generate", "x"], ["verify"]]
+LOADING = [["generate", "x"], ["verify"]]
+COMMANDS = [*LOADING, ["inspect"], ["export", "--to", "vllm"]]
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def loaded(secondguess_command, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", LOADING, ids=lambda command: command[0])
 def test_every_key_reaches_load(loaded, write, command):
     assert loaded(*command, "--config", write("somewhere", **KEYS)) == {"model": "somewhere", **KEYS}
 
@@ -94,7 +95,8 @@ def test_it_is_told_that_something_went_with_the_drafter(secondguess_command, wr
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_a_file_of_another_model_is_refused(secondguess_command, write, command):
-    done = secondguess_command(*command, "--config", write("org/one"), "--model", "org/other")
+    model = ["org/other"] if command == ["inspect"] else ["--model", "org/other"]
+    done = secondguess_command(*command, *model, "--config", write("org/one"))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     for words in ("org/one", "org/other", "give no --model", "tune"):
         assert words in done.err
