@@ -7,6 +7,7 @@ import re
 import shutil
 import tomllib
 from inspect import signature
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from secondguess.configuration import (
 )
 from secondguess.errors import BadInputError
 
+REPOSITORY = Path(__file__).parents[1]
 FULL = """\
 schema = 1
 
@@ -106,6 +108,16 @@ def test_every_key_of_the_format_is_understood(tmp_path):
     assert None not in dataclasses.asdict(found.tuned).values()
     assert found.tuned.speedup == {1: 2.3, 4: 1.8, 16: 1.0}
     assert found.tuned.acceptance_by_position == (0.8, 0.6, 1.0)
+
+
+def test_the_file_in_the_documentation_is_one(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", (REPOSITORY / "docs/tuning.md").read_text(), re.DOTALL)
+    path = tmp_path / "secondguess.toml"
+    path.write_text(text)
+    found = read_configuration(path)
+    assert None not in dataclasses.asdict(found.load).values()
+    missing = {name for name, value in dataclasses.asdict(found.tuned).items() if value is None}
+    assert missing == {"workload_sha256", "model_sha256"}
 
 
 def test_the_keys_of_load_are_the_arguments_of_load():

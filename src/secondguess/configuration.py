@@ -4,7 +4,7 @@
     [load]     what `load()` takes; a key that is absent has load()'s own default
     [tuned]    what the choice was measured on: for readers, `export` and `inspect`
 
-Every command reads it with `--config FILE`. A file is understood whole or refused: no key is ignored.
+Commands read it with `--config FILE`. A file is understood whole or refused: no key is ignored.
 """
 
 from __future__ import annotations
