@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -130,6 +132,16 @@ def test_int_8_is_told_before_it_is_chosen_and_counted_after(inspected, secondgu
     )
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_it_is_told_where_int_8_needs_a_library(
+    inspected, secondguess_command, tiny_checkpoint, monkeypatch, there
+):
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao") if there else None)
+    assert bool(inspected(tiny_checkpoint)["memory"]["int8_obstacle"]) is not there
+    said = secondguess_command("inspect", tiny_checkpoint, *FLOAT32).out
+    assert ("pip install secondguess[quant]" in said) is not there
+
+
 def test_what_may_differ_is_remarked(
     inspected, secondguess_command, tiny_checkpoint, short_drafter, tmp_path
 ):
@@ -144,11 +156,13 @@ def test_what_may_differ_is_remarked(
     assert "not smaller" in larger
 
 
-def test_a_row_that_outgrew_the_draft_model_is_not_counted_there(inspected, tiny_checkpoint, short_drafter):
-    drafter = f"model:{short_drafter}"
-    all_of_it = inspected(tiny_checkpoint, "--drafter", drafter, "--context", 256, "--rows", 8)["memory"]
-    half = inspected(tiny_checkpoint, "--drafter", drafter, "--context", 128, "--rows", 8)["memory"]
-    assert all_of_it["drafter"] == half["drafter"]
+def test_a_row_that_outgrew_the_draft_model_is_not_counted_there(inspected, tiny_draft_checkpoint, tmp_path):
+    # Caches begin with 256 positions, so that only longer contexts tell.
+    target = write_llama(tmp_path / "long", seed=0, max_position_embeddings=1024)
+    drafter = ["--drafter", f"model:{tiny_draft_checkpoint}"]
+    whole, quarter = (inspected(target, *drafter, "--context", size)["memory"] for size in (1024, 256))
+    assert whole["target"]["cache_bytes"] == 4 * quarter["target"]["cache_bytes"]
+    assert whole["drafter"] == quarter["drafter"]
 
 
 def test_a_drafter_with_another_tokenizer_is_refused(secondguess_command, tiny_checkpoint, tmp_path):

@@ -191,6 +191,8 @@ def _memory_lines(plan: MemoryPlan, settings: dict[str, Any]) -> list[tuple[str,
         for who, need, quantize in parts
         if quantize is None and plan.int8[who] < need.weights
     ]
+    if savings and plan.int8_obstacle:
+        savings.append(plan.int8_obstacle)
     return [*lines, ("int8", "; ".join(savings))] if savings else lines
 
 

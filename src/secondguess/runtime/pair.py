@@ -9,7 +9,12 @@ import torch
 from secondguess.errors import BadInputError
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.describe import WITHOUT_LIMIT, ModelDescription
-from secondguess.runtime.loading import check_tokenizers, memory_need, read_tokenizer
+from secondguess.runtime.loading import (
+    check_quantization,
+    check_tokenizers,
+    memory_need,
+    read_tokenizer,
+)
 from secondguess.runtime.memory import MemoryNeed, available_memory, peak_of
 
 INT8 = "int8"
@@ -48,6 +53,7 @@ class MemoryPlan:
         load: for how many rows of how many tokens.
         target, drafter: weights and caches; no drafter where it has no model.
         int8: by `target` and `drafter`, the weights if they were kept in 8 bits.
+        int8_obstacle: why the target's cannot be, as things are; empty where they can.
         total_bytes: all of it, and what loading takes beyond that for a while.
         available_bytes: None when the system does not say.
     """
@@ -56,6 +62,7 @@ class MemoryPlan:
     target: MemoryNeed
     drafter: MemoryNeed | None
     int8: dict[str, int]
+    int8_obstacle: str
     total_bytes: int
     available_bytes: int | None
 
@@ -75,6 +82,7 @@ class MemoryPlan:
             "available_bytes": self.available_bytes,
             "fits": None if missing is None else missing == 0,
             "int8_weights_bytes": self.int8,
+            "int8_obstacle": self.int8_obstacle,
         }
 
 
@@ -108,7 +116,7 @@ def plan_memory(
         int8["drafter"] = _need(load, drafter, INT8, drafts=True).weights
     needs = [need] if guessing is None else [need, guessing]
     available = available_memory(torch.device(load.device))
-    return MemoryPlan(load, need, guessing, int8, peak_of(needs), available)
+    return MemoryPlan(load, need, guessing, int8, _obstacle_to_int8(target), peak_of(needs), available)
 
 
 def remarks_on(target: ModelDescription, drafter: ModelDescription) -> list[str]:
@@ -130,6 +138,14 @@ def remarks_on(target: ModelDescription, drafter: ModelDescription) -> list[str]
     if drafter.num_parameters >= target.num_parameters:
         remarks.append("the draft model is not smaller than the target: it costs more than it can save")
     return remarks
+
+
+def _obstacle_to_int8(model: ModelDescription) -> str:
+    try:
+        check_quantization(INT8, by_kernels=not model.not_native)
+    except BadInputError as error:
+        return str(error)
+    return ""
 
 
 def _positions(model: ModelDescription) -> int:
