@@ -18,7 +18,7 @@ from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime import loading
 from secondguess.runtime.describe import describe_model
 from secondguess.runtime.memory import check_memory
-from secondguess.runtime.pair import plan_load, plan_memory, remarks_on
+from secondguess.runtime.pair import plan_demand, plan_memory, remarks_on
 from secondguess.sampling import SamplingParams
 
 FLOAT32 = ["--dtype", "float32", "--device", "cpu"]
@@ -91,11 +91,11 @@ def test_what_fits_is_what_load_accepts(tiny_checkpoint, tiny_draft_checkpoint, 
         describe_model(str(path), dtype="float32") for path in (tiny_checkpoint, tiny_draft_checkpoint)
     ]
     for missing in (0, 1):
-        plan = plan_memory(plan_load(described[0], rows=2, context=100), *described)
+        plan = plan_memory(plan_demand(described[0], rows=2, context=100), *described)
         enough = plan.total_bytes - missing
         monkeypatch.setattr("secondguess.runtime.pair.available_memory", lambda _, enough=enough: enough)
         monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda _, enough=enough: enough)
-        plan = plan_memory(plan_load(described[0], rows=2, context=100), *described)
+        plan = plan_memory(plan_demand(described[0], rows=2, context=100), *described)
         assert plan.missing_bytes == missing
         assert plan.as_dict()["fits"] is (missing == 0)
         refusal = pytest.raises(OutOfMemoryError) if missing else contextlib.nullcontext()
@@ -212,10 +212,10 @@ def test_bad_options_of_inspect(secondguess_command, tiny_checkpoint, arguments,
 
 def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint):
     endless = dataclasses.replace(describe_model(str(tiny_checkpoint)), context_length=None)
-    assert plan_load(endless, rows=None, context=None).context == 4096
-    assert plan_load(endless, rows=2, context=1_000_000).context == 1_000_000
+    assert plan_demand(endless, rows=None, context=None).context == 4096
+    assert plan_demand(endless, rows=2, context=1_000_000).context == 1_000_000
     with pytest.raises(BadInputError, match="100000000 tokens"):
-        plan_load(endless, rows=None, context=10**12)
+        plan_demand(endless, rows=None, context=10**12)
 
 
 def test_a_configuration_is_inspected(inspected, secondguess_command, tiny_checkpoint, tmp_path):
