@@ -35,9 +35,11 @@ EXPECTED_GAIN, EXPECTED_WIDTH, EXPECTED_SHARE = 1.0, 2.0, 0.7
 """What is believed of guesses of which nothing is known: worth a try."""
 DOUBT = 1.0
 """How many tokens a guess of an unknown kind may gain beyond what is expected of it; falls with the root of the count."""
+NEUTRAL, FORGETTING = 0.5, 8.0
+"""What a row's share of accepted nodes goes back to while nothing is drafted, and in how many rounds."""
 DEEP = 8
 """Positions of a look-up's guess from here on are expected to fare alike."""
-PACE_MEMORY = 32
+PACE_MEMORY = 64
 """Rounds over which the rate is averaged."""
 PLAIN = Plan(0, 0)
 
@@ -69,6 +71,11 @@ class Standing:
     def see(self, drafted: int, accepted: int) -> None:
         share = accepted / drafted
         self.share = share if self.share is None else self.share + (share - self.share) / 3
+
+    def move_on(self) -> None:
+        """The text went on without a draft: what was seen of it says less and less."""
+        if self.share is not None:
+            self.share += (NEUTRAL - self.share) / FORGETTING
 
 
 @dataclass
@@ -123,7 +130,8 @@ class CostController(Controller):
         self.guard = Guard()
         self._nodes = Experience(memory=200)
         self._rounds = Experience(memory=100)
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[Hashable, Pace] = {}
+        self._place: Hashable = None
         self._standings: dict[Row, Standing] = {}
         self._offers: list[Offer] = []
         self._probing = False
@@ -136,6 +144,7 @@ class CostController(Controller):
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
         self._offers = []
         self._num_rows = len(rows)
+        self._place = _place(prospects)
         nothing = [PLAIN] * len(rows)
         if self.guard.forbids or self.times.needs_plain(len(rows), _context(rows)):
             return nothing
@@ -158,7 +167,7 @@ class CostController(Controller):
 
     def _rate(self) -> float:
         """Tokens per second that can be had."""
-        pace = self._paces.get(self._num_rows)
+        pace = self._paces.get(self._place)
         speedup = pace.speedup if pace else 1.0
         return speedup * self._num_rows / self.times.plain(self._num_rows)
 
@@ -265,6 +274,9 @@ class CostController(Controller):
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         num_rows = len(rows)
         if draft.num_nodes == 0:
+            for row in rows:
+                if row in self._standings:
+                    self._standings[row].move_on()
             self.times.see_plain(num_rows, _context(rows), time.total)
             self._pass(num_rows, num_rows, time.total)
             return
@@ -311,11 +323,11 @@ class CostController(Controller):
         """Book a round."""
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
-        self._paces.setdefault(num_rows, Pace()).see(seconds / plain, num_tokens / num_rows)
+        self._paces.setdefault(self._place, Pace()).see(seconds / plain, num_tokens / num_rows)
         self.probes.earn(seconds, plain)
         if self._probing:
             self.probes.pay(seconds - plain_seconds)
-        self.guard.book(seconds, plain_seconds, plain)
+        self.guard.book((plain_seconds - seconds) / plain)
 
     def end(self, row: Row) -> None:
         self._standings.pop(row, None)
@@ -335,6 +347,13 @@ def _followers(kind: Kind, confidence_bin: int) -> tuple[Hashable, ...]:
 
 def _levels(kind: Kind, level: int, what: str) -> tuple[Hashable, ...]:
     return (what, kind.pool), (what, kind), (what, kind, level)
+
+
+def _place(prospects: Sequence[Sequence[Prospect]]) -> Hashable:
+    """In what kind of place a batch stands: a token saved here is worth what tokens take hereabouts."""
+    if len(prospects) > 1:
+        return len(prospects)
+    return next((choice.kind for choice in prospects[0] if choice.longest > 0), None)
 
 
 def _context(rows: Sequence[Row]) -> float:
