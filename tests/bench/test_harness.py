@@ -3,7 +3,9 @@
 import pytest
 from bench_fakes import FakeSystem
 
-from secondguess.bench.harness import BenchConfig, Measurement, turns, typical_context
+from secondguess.bench.config import BenchConfig
+from secondguess.bench.encoding import typical_context
+from secondguess.bench.measurement import Measurement, Setting, turns
 from secondguess.errors import BadInputError
 
 
@@ -62,7 +64,7 @@ def test_a_steady_drift_gives_equal_systems_equal_medians():
     systems = [Drifting("A", log), Drifting("B", log)]
     measured = measurement(log, *systems, num_prompts=2, temperatures=(0.0,))
     measured.run(ignore)
-    seconds = {name: sum(run.seconds for run in runs[0.0]) for name, runs in measured.runs.items()}
+    seconds = {name: sum(run.seconds for run in runs[Setting(0.0)]) for name, runs in measured.runs.items()}
     assert seconds["A"] == pytest.approx(seconds["B"])
 
 
@@ -74,7 +76,7 @@ def test_ctrl_c_keeps_the_finished_prompts_and_no_half_ones():
     assert not measured.run(ignore)
     finished = measured.finished_runs()
     assert measured.num_finished == 2
-    assert [len(runs[0.0]) for runs in finished.values()] == [2, 2]
+    assert [len(runs[Setting(0.0)]) for runs in finished.values()] == [2, 2]
 
 
 def test_ctrl_c_before_the_first_result_is_passed_on():

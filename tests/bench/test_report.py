@@ -7,17 +7,12 @@ from bench_fakes import FakeSystem, stats_of
 
 from secondguess.bench.predict import Costs
 from secondguess.bench.provenance import Provenance
-from secondguess.bench.report import (
-    Report,
-    Workbench,
-    count_flips,
-    fastest_speculators,
-    make_cost_table,
-    make_results,
-    summarise_rounds,
-)
+from secondguess.bench.measurement import Setting
+from secondguess.bench.report import Report, Workbench, make_cost_table
+from secondguess.bench.results import count_flips, fastest_speculators, make_results, summarise_rounds
 from secondguess.bench.systems import Run, public_name
 
+TASKS = ["code", "talk", "talk"]
 COSTS = Costs({1: 0.1, 4: 0.13}, draft_step=0.01)
 
 
@@ -42,15 +37,16 @@ def results(temperature=0.0):
         "theirs plain": runs([5.0, 10.0, 20.0], tokens=(1, 2, 3, 5)),
         "theirs fast": runs([20.0, 20.0, 20.0], tokens=(1, 2, 3, 5)),
     }
-    timed = {name: {temperature: each} for name, each in by_system.items()}
-    return make_results(systems(), timed, {"ours plain": COSTS, "ours fast": COSTS}, seed=0)
+    timed = {name: {Setting(temperature): each} for name, each in by_system.items()}
+    costs = {"ours plain": COSTS, "ours fast": COSTS}
+    return make_results(systems(), timed, costs, {1: TASKS}, seed=0)
 
 
 def report(complete=True, note=""):
     return Report(
         name="tiny",
         complete=complete,
-        workbench=Workbench("prompts.jsonl", "abc", note, 3, 4, 4, 17.0),
+        workbench=Workbench("prompts.jsonl", "abc", note, 3, 4, 4, 17.0, 0, {1: TASKS}, []),
         costs=make_cost_table(20, {None: COSTS, "draft": COSTS}),
         results=results(),
         provenance=Provenance(
@@ -154,14 +150,14 @@ def test_results_are_found_by_name_and_temperature():
 
 
 def test_json_holds_everything_under_stable_names(tmp_path):
-    data, page = report().save(tmp_path / "results")
+    data, page, *_ = report().save(tmp_path / "results")
     assert (data.name, page.name) == ("2026-01-02-tiny.json", "2026-01-02-tiny.md")
     told = json.loads(data.read_text())
-    assert told["schema"] == 1
+    assert told["schema"] == 2
     assert set(told) == {"schema", "name", "complete", "workbench", "costs", "results", "provenance"}
     assert set(told["results"][1]) == {
-        "system", "family", "speculates", "temperature", "tokens_per_second", "per_prompt", "against",
-        "rounds", "equality",
+        "system", "family", "speculates", "temperature", "batch_size", "tokens_per_second", "interval", "per_batch",
+        "against", "by_task", "rounds", "equality",
     }  # fmt: skip
     assert told["costs"]["curve"]["4"] == pytest.approx(1.3)
     assert told["costs"]["cost_ratio"]["draft"] == pytest.approx(0.1)
@@ -169,7 +165,7 @@ def test_json_holds_everything_under_stable_names(tmp_path):
 
 
 def test_an_interrupted_run_is_saved_as_such(tmp_path):
-    data, page = report(complete=False).save(tmp_path)
+    data, page, *_ = report(complete=False).save(tmp_path)
     assert data.name.endswith("-partial.json")
     assert json.loads(data.read_text())["complete"] is False
     assert "Interrupted" in page.read_text()
