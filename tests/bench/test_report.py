@@ -5,9 +5,9 @@ import json
 import pytest
 from bench_fakes import FakeSystem, stats_of
 
+from secondguess.bench.measurement import Setting
 from secondguess.bench.predict import Costs
 from secondguess.bench.provenance import Provenance
-from secondguess.bench.measurement import Setting
 from secondguess.bench.report import Report, Workbench, make_cost_table
 from secondguess.bench.results import count_flips, fastest_speculators, make_results, summarise_rounds
 from secondguess.bench.systems import Run, public_name

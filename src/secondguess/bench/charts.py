@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import takewhile
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from secondguess.bench.markdown import show_count
 
 if TYPE_CHECKING:
     from secondguess.bench.report import Report
@@ -24,6 +28,8 @@ MARKERS = "osD^vPX*"
 MOST_LINES = 8
 MOST_POSITIONS = 16
 MOST_BARS = 6
+FEWEST_NODES = 20
+"""Of fewer nodes a share says little, and a line through it draws the eye."""
 DOTS_PER_INCH = 140
 
 
@@ -76,8 +82,9 @@ def draw_speeds(report: Report) -> Any:
             axis.text(end, place, f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}", va="center", fontsize=8)
         axis.set_xlim(0, farthest * 1.14)
         axis.set_yticks(places, [_short(result.system) for result in results], fontsize=8)
-        axis.invert_yaxis()
-        axis.set_xlabel("tokens/s, median over prompts (bar: 95 % interval)")
+        # As many places in every panel, so that a bar is as thick everywhere.
+        axis.set_ylim(most - 0.4, -0.6)
+        axis.set_xlabel("tokens/s, median over prompts, 95 % interval")
         axis.set_title(_setting(temperature, batch_size))
         axis.grid(axis="x", **_faint())
     _title(figure, f"Speed: {_what(report)}")
@@ -104,10 +111,10 @@ def draw_acceptance(report: Report) -> Any:
                 marker=MARKERS[number % len(MARKERS)], markersize=4.5, label=_short(result.system),
             )  # fmt: skip
         longest = max(len(_positions(result)) for result in results)
-        axis.set_ylim(0, 1.03)
+        axis.set_ylim(-0.03, 1.03)
         axis.set_xlim(0.7, longest + 0.3)
         axis.set_xticks(range(1, longest + 1))
-        axis.set_xlabel("position in the draft")
+        axis.set_xlabel(f"position in the draft (drafted at least {FEWEST_NODES} times)")
         axis.set_ylabel("accepted / drafted")
         axis.set_title(_setting(temperature, batch_size))
         axis.grid(**_faint())
@@ -135,15 +142,21 @@ def draw_tasks(report: Report) -> Any:
         len(panels), height=4.4, width=max(5.0, 1.0 + 0.17 * (most_bars + 1.5) * most_tasks)
     )
     colours = _colours([result.system for results in panels.values() for result in results])
+    for other in axes[1:]:
+        other.sharey(axes[0])
     for axis, ((temperature, batch_size), results) in zip(axes, panels.items(), strict=True):
         tasks = list(results[0].by_task)
         width = 0.8 / len(results)
         for number, result in enumerate(results):
             ratios = [result.by_task[task].against_plain for task in tasks]
             middles = [each.of_medians if each else 0.0 for each in ratios]
+            told = [
+                each if result.by_task[task].has_interval else None
+                for task, each in zip(tasks, ratios, strict=True)
+            ]
             beside = [
-                [max(0.0, each.of_medians - each.low) if each else 0.0 for each in ratios],
-                [max(0.0, each.high - each.of_medians) if each else 0.0 for each in ratios],
+                [max(0.0, each.of_medians - each.low) if each else nan for each in told],
+                [max(0.0, each.high - each.of_medians) if each else nan for each in told],
             ]
             places = [place + (number - (len(results) - 1) / 2) * width for place in range(len(tasks))]
             axis.bar(
@@ -179,12 +192,14 @@ def draw_costs(report: Report) -> Any:
     axis.set_ylabel("v(m) = T(m) / T(1)")
     for model, ratio in report.costs.cost_ratio.items():
         axis.plot([], [], " ", label=f"c = {ratio:.3f} ({_short(model)})")
-    axis.legend(fontsize=8, frameon=False, loc="upper left")
     axis.grid(**_faint())
     milliseconds = report.costs.target_ms[min(report.costs.target_ms)]
     axis.set_title(f"T(1) = {milliseconds:.3g} ms, {report.costs.context_length} tokens cached")
+    _legend(figure, [axis])
     about = report.provenance
-    _title(figure, f"Cost of a pass: {about.dtype} on {about.device}, {about.num_threads} threads")
+    _title(
+        figure, f"Cost of a pass: {about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}"
+    )
     return figure
 
 
@@ -209,7 +224,12 @@ def _at_smallest_batch(report: Report) -> dict[tuple[float, int], list[Result]]:
 
 
 def _positions(result: Result) -> list[float]:
-    return result.rounds.acceptance_by_position[:MOST_POSITIONS] if result.rounds else []
+    """Shares at the first positions, up to where too few nodes were drafted."""
+    if result.rounds is None:
+        return []
+    counted = zip(result.rounds.acceptance_by_position, result.rounds.drafted_by_position, strict=True)
+    told = takewhile(lambda each: each[1] >= FEWEST_NODES, counted)
+    return [rate for rate, _ in told][:MOST_POSITIONS]
 
 
 def _panels(count: int, height: float, width: float) -> tuple[Any, list[Any]]:
@@ -226,6 +246,9 @@ def _panels(count: int, height: float, width: float) -> tuple[Any, list[Any]]:
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_axisbelow(True)
         axis.tick_params(labelsize=8)
+        axis.title.set_fontsize(10)
+        axis.xaxis.label.set_fontsize(9)
+        axis.yaxis.label.set_fontsize(9)
     return figure, axes
 
 
@@ -258,7 +281,7 @@ def _what(report: Report) -> str:
     bench, about = report.workbench, report.provenance
     return (
         f"{bench.num_prompts} prompts of {_short(bench.workload, 60)}, {bench.num_tokens} new tokens\n"
-        f"{about.dtype} on {about.device}, {about.num_threads} threads, {_short(about.processor, 60)}"
+        f"{about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}, {_short(about.processor, 60)}"
     )
 
 

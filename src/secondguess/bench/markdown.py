@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from secondguess.bench.summary import Ratio
+from secondguess.bench.summary import FEWEST_PROMPTS, Ratio
 
 if TYPE_CHECKING:
     from secondguess.bench.report import CostTable, Report, Workbench
@@ -41,7 +41,7 @@ def _conditions(report: Report) -> str:
     about = report.provenance
     return (
         f"{bench.num_prompts} prompts of {bench.workload} (median {bench.median_prompt_tokens:g} tokens), "
-        f"{bench.num_tokens} new tokens each, {about.dtype} on {about.device}, {about.num_threads} threads, "
+        f"{bench.num_tokens} new tokens each, {about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}, "
         f"{about.processor}. Systems ran in turn within one process, in alternating order, after warm-up."
         + (f" Note: {bench.workload_note}." if bench.workload_note else "")
     )
@@ -82,7 +82,10 @@ def _task_table(results: Sequence[Result]) -> str:
         cells = [_show_task(each) for each in result.by_task.values()]
         rows.append([result.system, *cells])
     header = ["system", *(f"{task} ({each.num_batches})" for task, each in tasks.items())]
-    words = "By task (how many): tokens/s, against the same family's plain decoding, tau."
+    words = (
+        "By task (how many): tokens/s, against the same family's plain decoding "
+        f"(with an interval from {FEWEST_PROMPTS} on), tau."
+    )
     return f"{words}\n\n{table(header, rows)}"
 
 
@@ -90,7 +93,7 @@ def _show_task(each: TaskResult) -> str:
     ratio = each.against_plain
     parts = [
         f"{each.tokens_per_second:.1f}",
-        "" if ratio is None else f"{ratio.of_medians:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]",
+        "" if ratio is None else show_ratio(ratio, with_interval=each.has_interval, with_worst=False),
         "" if ratio is None or each.acceptance_length is None else f"tau {each.acceptance_length:.2f}",
     ]
     return ", ".join(part for part in parts if part)
@@ -193,10 +196,19 @@ def show(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def show_ratio(ratio: Ratio | None) -> str:
+def show_ratio(ratio: Ratio | None, with_interval: bool = True, with_worst: bool = True) -> str:
     if ratio is None:
         return ""
-    return f"{ratio.of_medians:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}], worst {ratio.worst:.2f}x"
+    interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if with_interval else ""
+    return f"{ratio.of_medians:.2f}x{interval}" + (f", worst {ratio.worst:.2f}x" if with_worst else "")
+
+
+def show_count(number: int, noun: str) -> str:
+    """
+    >>> show_count(1, "thread"), show_count(2, "thread")
+    ('1 thread', '2 threads')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

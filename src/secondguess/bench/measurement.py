@@ -34,7 +34,7 @@ class Batch:
 
 
 def make_batches(tasks: Sequence[str], size: int) -> list[Batch]:
-    """Batches of exactly `size` prompts, every prompt in one, those of the tasks mixed evenly.
+    """Batches of exactly `size` prompts, every prompt in one, in the workload's order of their first prompts.
 
     A task whose prompts do not go round fills its last batch with its first ones: batches of another size would be
     another measurement.
@@ -42,16 +42,13 @@ def make_batches(tasks: Sequence[str], size: int) -> list[Batch]:
     >>> [batch.places for batch in make_batches(["a", "b", "a", "a"], 2)]
     [(0, 2), (1, 1), (3, 0)]
     """
-    groups = []
+    batches = []
     for task in dict.fromkeys(tasks):
         places = [place for place, each in enumerate(tasks) if each == task]
-        groups.append(
-            [
-                Batch(tuple(places[(start + step) % len(places)] for step in range(size)), task)
-                for start in range(0, len(places), size)
-            ]
-        )
-    return mix(groups)
+        for start in range(0, len(places), size):
+            chosen = [places[(start + step) % len(places)] for step in range(size)]
+            batches.append(Batch(tuple(chosen), task))
+    return sorted(batches, key=lambda batch: batch.places[0])
 
 
 def num_repeated(batches: Sequence[Batch], num_prompts: int) -> int:

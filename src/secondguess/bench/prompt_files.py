@@ -7,9 +7,9 @@ wrong: a benchmark over fewer prompts than its reader believes is worse than non
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from secondguess.errors import BadInputError
@@ -45,7 +45,10 @@ def read_any(path: Path) -> list[Prompt]:
 
 def read_paragraphs(path: Path) -> list[Prompt]:
     """Plain text: paragraphs between blank lines are the prompts, the file's name is the task."""
-    paragraphs = [part.strip("\n") for part in re.split(r"\n[ \t]*\n", read_text(path)) if part.strip()]
+    lines = read_text(path).split("\n")
+    paragraphs = [
+        "\n".join(part) for blank, part in groupby(lines, lambda line: not line.strip()) if not blank
+    ]
     return _at_least_one([Prompt(paragraph, path.stem) for paragraph in paragraphs], path)
 
 

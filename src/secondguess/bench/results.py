@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from secondguess.bench.measurement import Setting
 from secondguess.bench.predict import Costs, predicted_seconds
-from secondguess.bench.summary import Ratio, add_up, compare, first_difference, median, median_interval
+from secondguess.bench.summary import (
+    FEWEST_PROMPTS,
+    Ratio,
+    add_up,
+    compare,
+    first_difference,
+    median,
+    median_interval,
+)
 from secondguess.bench.systems import Run, System
 
 
@@ -19,6 +27,7 @@ class Rounds:
         acceptance_length: tokens per target pass and row, correction or bonus included (tau).
         acceptance_rate: accepted over drafted nodes.
         acceptance_by_position: accepted over drafted nodes at each depth.
+        drafted_by_position: how many nodes were drafted at each depth.
         draft_length: mean number of nodes per round.
         cost_ratio: one draft step over one target pass (c); 0 for look-ups, which run no model.
         predicted_tokens_per_second: decoding speed that tau, c and v(m) allow (median over prompts, prefill
@@ -31,6 +40,7 @@ class Rounds:
     acceptance_length: float
     acceptance_rate: float
     acceptance_by_position: list[float]
+    drafted_by_position: list[int]
     draft_length: float
     cost_ratio: float
     predicted_tokens_per_second: float | None
@@ -74,6 +84,11 @@ class TaskResult:
     tokens_per_second: float
     against_plain: Ratio | None
     acceptance_length: float | None
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the interval means anything: of a few prompts, resampling gives one that is far too narrow."""
+        return self.num_batches >= FEWEST_PROMPTS
 
 
 @dataclass(frozen=True)
@@ -234,6 +249,7 @@ def summarise_rounds(runs: Sequence[Run], costs: Costs, batch_size: int = 1) -> 
                 total.accepted_per_position, total.drafted_per_position, strict=False
             )
         ],
+        drafted_by_position=total.drafted_per_position,
         draft_length=total.num_drafted / total.num_rounds,
         cost_ratio=costs.cost_ratio,
         predicted_tokens_per_second=median(

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from secondguess.stats import Stats
 
 NUM_RESAMPLES = 10_000
+FEWEST_PROMPTS = 5
+"""Resampling fewer prompts gives an interval that is far too narrow: of one prompt it has no width at all."""
 
 
 @dataclass(frozen=True)
