@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from systems import LlamaCpp, OpenVino
 
-from secondguess.bench.harness import turns
+from secondguess.bench.measurement import turns
 from secondguess.bench.markdown import table
 from secondguess.bench.peers import StockModel, transformers_systems
 from secondguess.bench.provenance import gather
