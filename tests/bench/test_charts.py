@@ -110,7 +110,8 @@ def test_the_cost_curve_is_drawn_as_measured():
 
 def test_strange_names_are_shown_as_they_are(tmp_path):
     told = with_results(
-        report(), system="a $x^{$ name that is so long that no label has any room for all of it"
+        often_drafted(report()),
+        system="a $x^{$ name that is so long that no label has any room for all of it",
     )
     saved = told.save(tmp_path)
     assert len(saved) >= 4

@@ -136,7 +136,8 @@ def bench(
         report = run_bench(config, progress)
     saved = report.save(output)
     print(report.to_json() if json else report.to_markdown(), end="")
-    aside(f"saved {' and '.join(map(str, saved))}")
+    *others, last = map(str, saved)
+    aside(f"saved {', '.join(others)} and {last}")
     if not any(path.suffix == ".png" for path in saved):
         from secondguess.bench.charts import HOW_TO_DRAW
 
