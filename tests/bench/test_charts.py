@@ -117,3 +117,21 @@ def test_strange_names_are_shown_as_they_are(tmp_path):
     assert len(saved) >= 4
     (axis,) = draw_speeds(told).axes
     assert max(len(label) for label in labels(axis)) <= 46
+
+
+def test_long_titles_are_broken_and_not_cut_off():
+    told = report()
+    told = dataclasses.replace(
+        told,
+        workbench=dataclasses.replace(told.workbench, workload=" + ".join(["a_$long$_name.jsonl"] * 3)),
+        provenance=dataclasses.replace(
+            told.provenance, processor="A Very Long Name of a Processor @ 2.70GHz " * 2
+        ),
+    )
+    for draw in (draw_speeds, draw_tasks, draw_costs):
+        figure = draw(told)
+        figure.canvas.draw()
+        box = figure._suptitle.get_window_extent()
+        assert r"\\$" not in figure._suptitle.get_text()
+        assert box.x0 >= 0, draw
+        assert box.x1 <= figure.bbox.x1, draw

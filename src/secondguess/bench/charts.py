@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from itertools import takewhile
 from math import nan
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from secondguess.bench.markdown import show_count
@@ -28,9 +29,12 @@ MARKERS = "osD^vPX*"
 MOST_LINES = 8
 MOST_POSITIONS = 16
 MOST_BARS = 6
+WIDEST_BAR = 0.25
 FEWEST_NODES = 20
 """Of fewer nodes a share says little, and a line through it draws the eye."""
 DOTS_PER_INCH = 140
+CHARACTERS_PER_INCH = 10
+"""What a line of a title has room for."""
 
 
 def can_draw() -> bool:
@@ -87,7 +91,7 @@ def draw_speeds(report: Report) -> Any:
         axis.set_xlabel("tokens/s, median over prompts, 95 % interval")
         axis.set_title(_setting(temperature, batch_size))
         axis.grid(axis="x", **_faint())
-    _title(figure, f"Speed: {_what(report)}")
+    _title(figure, f"Speed\n{_what(report)}")
     return figure
 
 
@@ -119,7 +123,7 @@ def draw_acceptance(report: Report) -> Any:
         axis.set_title(_setting(temperature, batch_size))
         axis.grid(**_faint())
     _legend(figure, axes)
-    _title(figure, f"Acceptance by position: {_what(report)}")
+    _title(figure, f"Acceptance by position\n{_what(report)}")
     return figure
 
 
@@ -146,7 +150,7 @@ def draw_tasks(report: Report) -> Any:
         other.sharey(axes[0])
     for axis, ((temperature, batch_size), results) in zip(axes, panels.items(), strict=True):
         tasks = list(results[0].by_task)
-        width = 0.8 / len(results)
+        width = min(WIDEST_BAR, 0.8 / len(results))
         for number, result in enumerate(results):
             ratios = [result.by_task[task].against_plain for task in tasks]
             middles = [each.of_medians if each else 0.0 for each in ratios]
@@ -164,13 +168,14 @@ def draw_tasks(report: Report) -> Any:
                 color=colours[result.system], label=_short(result.system),
             )  # fmt: skip
         axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        axis.set_xlim(-0.6, len(tasks) - 0.4)
         tilt = {"rotation": 25, "ha": "right"} if len(tasks) > 3 else {}
         axis.set_xticks(range(len(tasks)), [_short(task, 18) for task in tasks], fontsize=8, **tilt)
         axis.set_ylabel("speed-up over plain decoding")
         axis.set_title(_setting(temperature, batch_size))
         axis.grid(axis="y", **_faint())
     _legend(figure, axes)
-    _title(figure, f"Speed-up per task: {_what(report)}")
+    _title(figure, f"Speed-up per task\n{_what(report)}")
     return figure
 
 
@@ -253,7 +258,10 @@ def _panels(count: int, height: float, width: float) -> tuple[Any, list[Any]]:
 
 
 def _title(figure: Any, text: str) -> None:
-    figure.suptitle(_plain(text), fontsize=10, fontweight="bold")
+    """Over the whole figure, in as many lines as its width asks for."""
+    width = int(CHARACTERS_PER_INCH * figure.get_figwidth())
+    lines = [line for part in text.split("\n") for line in wrap(part, width)]
+    figure.suptitle(_plain("\n".join(lines)), fontsize=9, fontweight="bold")
 
 
 def _legend(figure: Any, axes: Sequence[Any]) -> None:
@@ -280,15 +288,19 @@ def _setting(temperature: float, batch_size: int) -> str:
 def _what(report: Report) -> str:
     bench, about = report.workbench, report.provenance
     return (
-        f"{bench.num_prompts} prompts of {_short(bench.workload, 60)}, {bench.num_tokens} new tokens\n"
-        f"{about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}, {_short(about.processor, 60)}"
+        f"{show_count(bench.num_prompts, 'prompt')} of {_cut(bench.workload, 60)}, {bench.num_tokens} new tokens\n"
+        f"{about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}, {_cut(about.processor, 60)}"
     )
 
 
 def _short(name: str, most: int = 44) -> str:
-    """A name that a label has room for; what tells systems apart often stands at the end."""
-    shown = name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[-(most // 2 - 2) :]}"
-    return _plain(shown)
+    """A name that a label has room for, as it is."""
+    return _plain(_cut(name, most))
+
+
+def _cut(name: str, most: int) -> str:
+    """What tells systems apart often stands at the end: the middle goes."""
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[-(most // 2 - 2) :]}"
 
 
 def _plain(text: str) -> str:
