@@ -314,7 +314,7 @@ def _require_texts(**values: object) -> None:
 
 def default_drafter(model: str) -> str:
     """The drafter of a target for which none was named."""
-    return "model:builtin-draft" if model == "builtin" else "suffix"
+    return "suffix+model:builtin-draft" if model == "builtin" else "suffix"
 
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -60,7 +60,6 @@ class ModelDrafter(Drafter):
     """
 
     certain = False
-    default_controller = "confidence"
 
     def __init__(self, runtime: Runtime, name: str, vocab_size: int) -> None:
         self.runtime = runtime
