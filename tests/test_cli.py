@@ -194,6 +194,7 @@ OPTIONS = [
     ("stop_token_ids", ["--stop-token-id", "5", "--stop-token-id", "6"], (5, 6)),
     ("seed", ["--seed", "9"], 9),
     ("logprobs", ["--logprobs", "1"], 1),
+    ("draft_length", ["--draft-length", "2"], 2),
 ]
 
 

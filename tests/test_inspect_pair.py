@@ -55,7 +55,7 @@ def test_the_drafter_that_load_would_take_is_described(inspected, tiny_checkpoin
     assert record["drafter"] == {"name": "suffix", "model": None, "remarks": []}
     assert record["memory"]["drafter"] is None
     pair = inspected("builtin")
-    assert pair["drafter"]["name"] == "model:builtin-draft"
+    assert pair["drafter"]["name"] == "suffix+model:builtin-draft"
     assert pair["drafter"]["model"]["num_parameters"] < pair["num_parameters"]
 
 

@@ -146,7 +146,12 @@ def test_absurd_settings_are_refused_by_name(settings, message):
 
 
 def test_the_drafters_follow_the_model_unless_named():
-    assert BenchConfig().drafters_to_run == ("model:builtin-draft", "ngram", "suffix")
+    assert BenchConfig().drafters_to_run == (
+        "suffix+model:builtin-draft",
+        "suffix",
+        "model:builtin-draft",
+        "ngram",
+    )
     assert BenchConfig(model="some/model").drafters_to_run == ("suffix", "ngram")
     assert BenchConfig(drafters=("ngram",)).drafters_to_run == ("ngram",)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from secondguess.api import default_drafter
 from secondguess.bench.server import ServerAddress, is_address
+from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError
 
 PEERS = ("transformers",)
@@ -102,7 +103,9 @@ class BenchConfig:
     def drafters_to_run(self) -> tuple[str, ...]:
         if self.drafters is not None:
             return self.drafters
-        return tuple(dict.fromkeys((default_drafter(self.model), "ngram", "suffix")))
+        default = default_drafter(self.model)
+        parts = map(str, parse_drafter_name(default))
+        return tuple(dict.fromkeys((default, *parts, "ngram", "suffix")))
 
 
 def _require(holds: bool, option: str, expected: str, got: object) -> None:
