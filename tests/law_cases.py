@@ -103,10 +103,10 @@ class TreeDrafter(Drafter):
 
 
 class SometimesScripted(ScriptedDrafter):
-    """Has a guess behind texts of even sum only."""
+    """Has a guess behind texts of odd sum only, such as the prompt."""
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
-        return [(Prospect(longest=4 if sum(row.tokens) % 2 == 0 else 0, certain=True),) for row in rows]
+        return [(Prospect(longest=4 if sum(row.tokens) % 2 else 0, certain=True),) for row in rows]
 
 
 def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
