@@ -41,6 +41,8 @@ DEEP = 8
 """Positions of a look-up's guess from here on are expected to fare alike."""
 PACE_MEMORY = 64
 """Rounds over which the rate is averaged."""
+RESTING = 4
+"""Rounds to let pass before asking again in a place where nothing paid."""
 PLAIN = Plan(0, 0)
 
 
@@ -136,6 +138,7 @@ class CostController(Controller):
         self._offers: list[Offer] = []
         self._probing = False
         self._num_rows = 0
+        self._num_resting = 0
 
     @classmethod
     def build(cls, name: Name) -> CostController:
@@ -143,9 +146,12 @@ class CostController(Controller):
 
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
         self._offers = []
+        place, self._place = self._place, _place(prospects)
         self._num_rows = len(rows)
-        self._place = _place(prospects)
         nothing = [PLAIN] * len(rows)
+        if self._num_resting and place == self._place:
+            self._num_resting -= 1
+            return nothing
         if self.guard.forbids or self.times.needs_plain(len(rows), _context(rows)):
             return nothing
         offers = [
@@ -159,6 +165,8 @@ class CostController(Controller):
             self.probes.succeeded()
         elif able:
             taken = self._probe(able[0], was_probing)
+        # Where nothing pays, nothing will in the very next rounds either: asking again costs time too.
+        self._num_resting = 0 if taken else RESTING
         self._offers = taken
         plans = nothing
         for offer in taken:
