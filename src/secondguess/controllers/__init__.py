@@ -11,6 +11,7 @@ CONTROLLERS = {
     "fixed": "secondguess.controllers.fixed:FixedController",
     "confidence": "secondguess.controllers.confidence:ConfidenceController",
     "cost": "secondguess.controllers.cost:CostController",
+    "learned": "secondguess.controllers.learned:LearnedController",
 }
 """Kind of controller -> where its class is; imported only when it is asked for."""
 
