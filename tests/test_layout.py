@@ -35,8 +35,8 @@ LAYERS = [
     ("server", "bench"),
     ("cli",),
 ]
-# Inside the second layer: contracts speak of noise and sampling, what is in the box is found by whoever reads it, a trainer writes
-# what a controller reads; the rest are strangers to each other.
+# Inside the second layer: contracts speak of noise and sampling, what is in the box is found by those who read it, a
+# trainer writes what a controller reads; the rest are strangers to each other.
 SIDEWAYS = {
     "drafters": {"noise", "sampling", "runtime"},
     "verifiers": {"noise"},

@@ -7,7 +7,7 @@ target accepts it. What is fitted to that, and how, is in `secondguess.train.acc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy
@@ -62,7 +62,7 @@ class AcceptanceRecipe:
     depth: int = 8
     seed: int = 0
     dtype: str = "auto"
-    options: FitOptions = FitOptions()
+    options: FitOptions = field(default_factory=FitOptions)
 
     def __post_init__(self) -> None:
         _require_from("the number of prompts", self.num_prompts, HELD_OUT, 100_000)
@@ -177,9 +177,7 @@ def split(traces: Sequence[Trace], num_prompts: int) -> tuple[list[Trace], list[
 
 def examples_of(traces: Sequence[Trace]) -> Examples:
     """Features and chances of all guesses that were drawn from laws."""
-    guesses = [
-        (trace, guess) for trace in traces for part in trace.guesses for guess in part if guess.laws
-    ]
+    guesses = [(trace, guess) for trace in traces for part in trace.guesses for guess in part if guess.laws]
     if not guesses:
         raise BadInputError("expected guesses with laws, got none; the texts left the drafter no room")
     depth = max(guess.num_nodes for _, guess in guesses)
@@ -194,9 +192,7 @@ def examples_of(traces: Sequence[Trace]) -> Examples:
     return Examples(features, chances, real)
 
 
-def _provenance(
-    recipe: AcceptanceRecipe, workload: Workload, llm: LLM, fitted: Fitted
-) -> dict[str, object]:
+def _provenance(recipe: AcceptanceRecipe, workload: Workload, llm: LLM, fitted: Fitted) -> dict[str, object]:
     (draft_path,) = draft_model_paths(recipe.drafter)
     return {
         "model": public_name(recipe.model),

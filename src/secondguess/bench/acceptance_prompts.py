@@ -20,7 +20,19 @@ STANDARD_LIBRARY = "stdlib"
 MOST_CHARACTERS = 900
 """A prompt is cut to so many: it should leave a small context some room."""
 
-_FOLDERS = ("", "asyncio", "collections", "email", "html", "http", "importlib", "json", "logging", "urllib", "xml/etree")
+_FOLDERS = (
+    "",
+    "asyncio",
+    "collections",
+    "email",
+    "html",
+    "http",
+    "importlib",
+    "json",
+    "logging",
+    "urllib",
+    "xml/etree",
+)
 
 
 def standard_library_prompts(num_prompts: int) -> Workload:
@@ -79,7 +91,9 @@ def _repetitive() -> Iterator[str]:
     """Text in which a pattern goes on."""
     yield "".join(f"    case {number}:\n        return '{number:b}'\n" for number in range(12))
     yield "".join(f"self.assertTrue(is_even({2 * number}))\n" for number in range(1, 16))
-    yield "| key | square |\n|---|---|\n" + "".join(f"| {number} | {number * number} |\n" for number in range(16))
+    yield "| key | square |\n|---|---|\n" + "".join(
+        f"| {number} | {number * number} |\n" for number in range(16)
+    )
     yield "".join(f'{{"key": "k{number}", "size": {number * 5}}},\n' for number in range(14))
     yield "".join(
         f"def is_{word}(self):\n    return self.state == '{word}'\n\n\n"

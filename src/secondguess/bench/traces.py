@@ -192,7 +192,9 @@ class Teacher(Verifier):
         if noise.all_greedy or noise.all_coupled:
             # What is accepted is what the text says: a shorter draft is accepted as far as it goes.
             whole = self._verifier.judge(draft, target_probs, noise).lengths.tolist()
-            self._tape.hear([[min(length, cut) for cut in range(1, longest + 1)] for length in whole], chances)
+            self._tape.hear(
+                [[min(length, cut) for cut in range(1, longest + 1)] for length in whole], chances
+            )
         else:
             cuts = [_cut(draft, length) for length in range(1, longest + 1)]
             verdicts = [

@@ -22,8 +22,8 @@ FEATURES = (
 )
 """Names of the features, in their order.
 
-`log_survival` is the sum of `log_confidence` over the nodes before this one, `log_depth` that of 1 + depth. Temperature and coupling
-are the request's: the law is the draft model's own, so it does not show them, and they decide what is accepted.
+`log_survival` is the sum of `log_confidence` over the nodes before this one, `log_depth` the logarithm of 1 + depth. Temperature
+and coupling are the request's: the law is the draft model's own, so it does not show them, and they decide what is accepted.
 """
 
 SMALLEST = 1e-6

@@ -25,7 +25,7 @@ class LearnedOptions:
     """
 
     length: int = 8
-    threshold: float = 0.6
+    threshold: float = 0.3
 
     def __post_init__(self) -> None:
         require_between("the draft length of the controller learned", self.length, 0, MAX_DRAFT_LENGTH)

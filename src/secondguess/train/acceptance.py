@@ -4,8 +4,8 @@ SpecDec++ (arXiv 2405.19715), section 3: label y = min(1, p(x) / q(x)) of a draf
 
     -( y log a + w (1 - y) log(1 - a) ),   w = 6,
 
-so that the loss of a missed rejection weighs more. Every node counts, on its own prefix, whether or not the nodes before it would be
-accepted: the policy multiplies conditional chances.
+so that the loss of a missed rejection weighs more. Every node counts, on its own prefix, whether or not the nodes before it
+would be accepted: the policy multiplies conditional chances.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class AcceptanceNet(nn.Module):
 
     def __init__(self, mean: Tensor, deviation: Tensor) -> None:
         super().__init__()
-        self.register_buffer("mean", mean)
-        self.register_buffer("deviation", deviation)
+        self.mean = mean
+        self.deviation = deviation
         self.first = nn.Linear(len(mean), WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, 1)
@@ -121,7 +121,10 @@ class AcceptanceNet(nn.Module):
 
 def _layer(weights: Tensor, biases: Tensor) -> Layer:
     # Six digits: what is dropped is far below what the fit could tell.
-    rounded = [numpy.array([float(f"{value:.6g}") for value in each.flatten().tolist()]) for each in (weights, biases)]
+    rounded = [
+        numpy.array([float(f"{value:.6g}") for value in each.flatten().tolist()])
+        for each in (weights, biases)
+    ]
     return Layer.of(rounded[0].reshape(weights.shape), rounded[1])
 
 
@@ -177,7 +180,7 @@ def _train(
     start = time.monotonic()
     for epoch in range(1, options.num_epochs + 1):
         total = 0.0
-        for members in torch.randperm(len(chances)).split(options.batch_size):
+        for members in torch.split(torch.randperm(len(chances)), options.batch_size):
             loss = weighted_loss(net(features[members]), chances[members], options.reject_weight)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
