@@ -25,7 +25,10 @@ from secondguess.sampling import SamplingParams
 LOGIT = FEATURES.index("logit_confidence")
 
 
-def trusting(calibration: Calibration = Calibration((1.0,), (0.0,)), width: int = 2) -> Predictor:
+UNCALIBRATED = Calibration((1.0,), (0.0,))
+
+
+def trusting(calibration: Calibration = UNCALIBRATED, width: int = 2) -> Predictor:
     """A predictor whose logit is that of the confidence: silu(z) - silu(-z) = z, passed on by the second layer."""
     first = numpy.zeros((width, len(FEATURES)))
     first[0, LOGIT], first[1, LOGIT] = 1.0, -1.0

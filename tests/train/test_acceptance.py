@@ -11,7 +11,7 @@ import torch
 from secondguess.controllers.acceptance_features import FEATURES
 from secondguess.controllers.predictor import Calibration, Network, Predictor
 from secondguess.errors import BadInputError
-from secondguess.train.acceptance import AcceptanceNet, Examples, FitOptions, fit, weighted_loss
+from secondguess.train.acceptance import AcceptanceNet, Examples, FitOptions, Nodes, fit, weighted_loss
 from secondguess.train.calibration import calibrate, calibrated, calibration_error, path_error, sigmoid
 
 UNCALIBRATED = Calibration((1.0,), (0.0,))
@@ -40,16 +40,33 @@ def test_extreme_features_do_not_overflow() -> None:
     assert all(0 <= chance <= 1 for chance in chances)
 
 
+def alike(chances: list[float], reached: list[float] | None = None) -> Nodes:
+    """Nodes without features."""
+    nothing = torch.zeros(len(chances), len(FEATURES))
+    return Nodes(nothing, torch.tensor(chances), torch.tensor(reached or [1.0] * len(chances)))
+
+
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
 def test_the_weighted_loss_is_least_where_it_should_be(chance: float) -> None:
     """Its derivative vanishes at logit a = logit y - log w."""
     least = torch.tensor([math.log(chance / (1 - chance)) - math.log(6)], requires_grad=True)
-    weighted_loss(least, torch.tensor([chance]), 6.0).backward()  # type: ignore[no-untyped-call]
+    weighted_loss(least, alike([chance]), 6.0).backward()  # type: ignore[no-untyped-call]
     assert least.grad is not None
     assert least.grad.item() == pytest.approx(0, abs=1e-6)
     by_hand = -(0.7 * math.log(0.4) + 6 * 0.3 * math.log(0.6))
     logit = torch.tensor([math.log(0.4 / 0.6)])
-    assert weighted_loss(logit, torch.tensor([0.7]), 6.0).item() == pytest.approx(by_hand, rel=1e-5)
+    assert weighted_loss(logit, alike([0.7]), 6.0).item() == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_nodes_count_by_the_chance_that_they_are_reached() -> None:
+    chances = numpy.array([[0.5, 0.25, 1.0], [1.0, 0.0, 1.0]])
+    real = numpy.array([[True, True, True], [True, True, False]])
+    nodes = Examples(numpy.zeros((2, 3, len(FEATURES))), chances, real).nodes()
+    assert nodes.reached.tolist() == [1.0, 0.5, 0.125, 1.0, 1.0]
+    assert nodes.chances.tolist() == [0.5, 0.25, 1.0, 1.0, 0.0]
+    logits = torch.tensor([0.0, 3.0])
+    unreached = weighted_loss(logits, alike([0.5, 0.5], [1.0, 0.0]), 1.0)
+    assert unreached.item() == pytest.approx(math.log(2))
 
 
 def synthetic(num_guesses: int, depth: int, seed: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:

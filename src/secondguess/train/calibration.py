@@ -24,8 +24,8 @@ Flags = NDArray[numpy.bool_]
 
 NUM_BINS = 20
 """Bins of equal width over [0, 1]."""
-SLACK = 0.001
-"""Calibration errors that differ by less are taken for equal; the log loss then decides."""
+SLACK = 0.003
+"""Calibration errors that differ by less are noise: the log loss decides between them, and temperatures vary smoothly."""
 FEWEST = 100
 """A depth at which fewer guesses have a node shares the calibration of the one before it."""
 LOWEST_SCALE, HIGHEST_SCALE = 0.5, 2.0
