@@ -32,7 +32,13 @@ from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams, target_laws
 from secondguess.testing import TableModel, random_law
 
-CONTROLLERS = ["fixed:0", "fixed:1", "fixed:3", "confidence:3,threshold=0.5"]
+CONTROLLERS = [
+    "fixed:0",
+    "fixed:1",
+    "fixed:3",
+    "confidence:3,threshold=0.5",
+    "learned,length=3,threshold=0.24",
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -46,7 +52,9 @@ def test_the_law_of_the_text_is_the_targets(verifier, drafter, controller, pair)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("controller", ["fixed:2", "confidence:2,threshold=0.5"])
+@pytest.mark.parametrize(
+    "controller", ["fixed:2", "confidence:2,threshold=0.5", "learned,length=2,threshold=0.24"]
+)
 @pytest.mark.parametrize("drafter", ["sampled", "certain"])
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("verifier", ["coupled", "auto"])
@@ -106,7 +114,9 @@ def make_verifier_named(name):
     return make_verifier(name)
 
 
-@pytest.mark.parametrize("controller", ["fixed:1", "confidence:2,threshold=0.6"])
+@pytest.mark.parametrize(
+    "controller", ["fixed:1", "confidence:2,threshold=0.6", "learned,length=2,threshold=0.24"]
+)
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
 @pytest.mark.parametrize("drafter", ["sampled", "either"])
 def test_a_second_round_starts_from_the_truth(verifier, controller, drafter):

@@ -62,7 +62,14 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     ),
     "model short context": lambda: model_drafter(TARGET_LAW, context_length=9),
 }
-CONTROLLERS = ["fixed:0", "fixed:1", "fixed:4", "confidence:6", "confidence:6,threshold=0.9"]
+CONTROLLERS = [
+    "fixed:0",
+    "fixed:1",
+    "fixed:4",
+    "confidence:6",
+    "confidence:6,threshold=0.9",
+    "learned,length=6",
+]
 
 
 def never_asked(laws: torch.Tensor, depth: int) -> list[bool]:
