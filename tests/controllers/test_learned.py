@@ -91,6 +91,12 @@ def test_it_stops_after_the_node_that_makes_a_rejection_likely(
     assert [nodes_until_stop(controller, confidences) for _ in range(2)] == [expected, expected]
 
 
+def test_at_the_threshold_is_sure_enough(write: Callable[[str], Path]) -> None:
+    certain = trusting(Calibration((1.0,), (50.0,)))
+    controller = LearnedController(LearnedOptions(threshold=0.0), str(write(certain.to_json())))
+    assert controller.go_on(rows_of(1), laws_with(0.9), 0) == [True]
+
+
 def test_rows_have_their_own_products(write: Callable[[str], Path]) -> None:
     controller = LearnedController(LearnedOptions(threshold=0.4), str(write(trusting().to_json())))
     rows = rows_of(3)

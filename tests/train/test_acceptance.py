@@ -12,7 +12,15 @@ from secondguess.controllers.acceptance_features import FEATURES
 from secondguess.controllers.predictor import Calibration, Network, Predictor
 from secondguess.errors import BadInputError
 from secondguess.train.acceptance import AcceptanceNet, Examples, FitOptions, Nodes, fit, weighted_loss
-from secondguess.train.calibration import calibrate, calibrated, calibration_error, path_error, sigmoid
+from secondguess.train.calibration import (
+    HIGHEST_SCALE,
+    LOWEST_SCALE,
+    calibrate,
+    calibrated,
+    calibration_error,
+    path_error,
+    sigmoid,
+)
 
 UNCALIBRATED = Calibration((1.0,), (0.0,))
 
@@ -97,6 +105,10 @@ def test_calibration_does_not_flatten_what_is_informative() -> None:
     logits, outcomes, real = synthetic(20_000, 1, seed=2)
     chances = calibrated(logits, calibrate(logits, outcomes, real))
     assert chances.std() > 0.8 * sigmoid(logits).std()
+    # Logits that say nothing are not flattened to the mean altogether, nor weak ones blown up without end.
+    for useless in (numpy.random.default_rng(4).normal(0, 1, logits.shape), logits / 10):
+        (scale,) = calibrate(useless, outcomes, real).scales
+        assert LOWEST_SCALE <= scale <= HIGHEST_SCALE
 
 
 def test_a_depth_that_is_hardly_seen_shares_the_calibration_before_it() -> None:
