@@ -41,6 +41,7 @@ CONTROLLERS = [
     "confidence:3,threshold=0.5",
     "entropy:3,threshold=0.5",
     "cost:3",
+    "learned,length=3,threshold=0.24",
 ]
 
 
@@ -60,7 +61,10 @@ def test_the_law_of_the_text_is_the_targets(verifier, drafter, controller, pair)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("controller", ["fixed:2", "confidence:2,threshold=0.5", "entropy:2", "cost:2"])
+@pytest.mark.parametrize(
+    "controller",
+    ["fixed:2", "confidence:2,threshold=0.5", "entropy:2", "cost:2", "learned,length=2,threshold=0.24"],
+)
 @pytest.mark.parametrize("drafter", ["sampled", "certain", "either"])
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("verifier", ["coupled", "auto"])
@@ -138,7 +142,10 @@ def make_verifier_named(name):
     return make_verifier(name)
 
 
-@pytest.mark.parametrize("controller", ["fixed:1", "confidence:2,threshold=0.6", "entropy:2", "cost:2"])
+@pytest.mark.parametrize(
+    "controller",
+    ["fixed:1", "confidence:2,threshold=0.6", "entropy:2", "cost:2", "learned,length=2,threshold=0.24"],
+)
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
 @pytest.mark.parametrize("drafter", ["sampled", "either"])
 def test_a_second_round_starts_from_the_truth(verifier, controller, drafter):

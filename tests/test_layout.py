@@ -35,13 +35,15 @@ LAYERS = [
     ("server", "bench"),
     ("cli",),
 ]
-# Inside the second layer: contracts speak of noise and sampling, the rest are strangers to each other.
+# Inside the second layer: contracts speak of noise and sampling, what is in the box is found by those who read it, a
+# trainer writes what a controller reads; the rest are strangers to each other.
 SIDEWAYS = {
     "drafters": {"noise", "sampling", "runtime"},
     "verifiers": {"noise"},
     "sampling": {"runtime"},
     "runtime": {"builtin"},
-    "train": {"builtin", "runtime"},
+    "controllers": {"builtin"},
+    "train": {"builtin", "runtime", "controllers"},
 }
 FOLDERS_OF_VARIANTS = {
     "drafters": "DRAFTERS",

@@ -232,7 +232,7 @@ def load(
             take turns. Without it, the
             built-in target gets `suffix` and its own draft model, any other model `suffix`, which needs nothing.
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block` or `coupled`.
-        controller: `cost` (the default), `fixed:K`, `confidence`, `entropy`, with options (see `docs/controllers.md`).
+        controller: `cost` (the default), `fixed:K`, `confidence`, `entropy`, `learned`, with options (see `docs/controllers.md`).
         dtype: `auto` picks bfloat16 where the processor has it; or float64, float32, bfloat16, float16.
         device: `auto`, `cpu` or `cuda[:N]`.
         quantize: `int8` stores the target's weights in 8 bits (where our kernels do not run it,

@@ -70,6 +70,7 @@ CONTROLLERS = [
     "confidence:6,threshold=0.9",
     "entropy:6",
     "cost",
+    "learned,length=6",
 ]
 ADAPTIVE = ("cost", "entropy")
 """Controllers that learn from the other rows of a batch, and so may draft otherwise in company."""

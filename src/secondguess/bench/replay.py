@@ -61,7 +61,7 @@ class ReplayRow:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         params = SamplingParams(max_tokens=trace.num_tokens, temperature=trace.temperature)
-        self.row = Row([0] * trace.num_prompt, params)
+        self.row = Row([0] * trace.num_prompt, params, coupled=trace.coupled)
         self.place = 0
 
     @property

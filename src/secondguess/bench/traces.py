@@ -21,7 +21,7 @@ from secondguess.decode import Team, decode
 from secondguess.drafters.base import Drafter
 from secondguess.noise import Noise
 from secondguess.runtime.base import Runtime
-from secondguess.verifiers.base import Verifier
+from secondguess.verifiers.base import Verifier, query_depths
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,14 @@ class Guess:
         prospect: what it says beforehand.
         laws: per node, its law; empty for a certain drafter. The last node's is not known.
         accepted: accepted nodes of a draft of the first 1, 2, ... nodes.
+        chances: per node, the chance that it is accepted if all before it were (see `node_chances`); empty in traces
+            that did not note it.
     """
 
     prospect: Prospect
     laws: tuple[NodeLaw, ...]
     accepted: tuple[int, ...]
+    chances: tuple[float, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -61,12 +64,14 @@ class Trace:
         num_prompt: tokens of the prompt.
         temperature: of the text.
         guesses: `[part][place]`; place i stands behind the prompt and i tokens of the text.
+        coupled: whether drafts and text were drawn by one race.
     """
 
     task: str
     num_prompt: int
     temperature: float
     guesses: list[list[Guess]]
+    coupled: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +111,9 @@ def record(
         tapes.append(tape.guesses)
     names = tasks or [""] * len(rows)
     return [
-        Trace(names[index], row.num_prompt, row.params.temperature, [tape[index] for tape in tapes])
+        Trace(
+            names[index], row.num_prompt, row.params.temperature, [tape[index] for tape in tapes], row.coupled
+        )
         for index, row in enumerate(rows)
     ]
 
@@ -141,6 +148,7 @@ class Tape(Controller):
         self._prospects: list[Prospect] = []
         self._laws: list[list[NodeLaw]] = []
         self._accepted: list[list[int]] = []
+        self._chances: list[list[float]] = []
 
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
         self._prospects = [
@@ -154,16 +162,18 @@ class Tape(Controller):
             self._laws[index].append(NodeLaw(*numbers))
         return [True] * len(rows)
 
-    def hear(self, accepted: list[list[int]]) -> None:
-        """Per row, the accepted nodes of its draft cut to 1, 2, ... nodes."""
+    def hear(self, accepted: list[list[int]], chances: list[list[float]]) -> None:
+        """Per row, the accepted nodes of its draft cut to 1, 2, ... nodes, and the chance of each node."""
         self._accepted = accepted
+        self._chances = chances
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         for index, length in enumerate(draft.lengths.tolist()):
             length = min(length, self.depth)
             laws = () if self._prospects[index].certain else tuple(self._laws[index][:length])
             accepted = tuple(self._accepted[index][:length])
-            self.guesses[index].append(Guess(self._prospects[index], laws, accepted))
+            chances = tuple(self._chances[index][:length])
+            self.guesses[index].append(Guess(self._prospects[index], laws, accepted, chances))
 
 
 class Teacher(Verifier):
@@ -178,10 +188,13 @@ class Teacher(Verifier):
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         longest = min(draft.num_nodes, self._tape.depth)
+        chances = node_chances(draft, target_probs, noise)
         if noise.all_greedy or noise.all_coupled:
             # What is accepted is what the text says: a shorter draft is accepted as far as it goes.
             whole = self._verifier.judge(draft, target_probs, noise).lengths.tolist()
-            self._tape.hear([[min(length, cut) for cut in range(1, longest + 1)] for length in whole])
+            self._tape.hear(
+                [[min(length, cut) for cut in range(1, longest + 1)] for length in whole], chances
+            )
         else:
             cuts = [_cut(draft, length) for length in range(1, longest + 1)]
             verdicts = [
@@ -189,10 +202,29 @@ class Teacher(Verifier):
                 for cut in cuts
             ]
             by_row = [list(accepted) for accepted in zip(*verdicts, strict=True)]
-            self._tape.hear(by_row or [[] for _ in range(draft.num_rows)])
+            self._tape.hear(by_row or [[] for _ in range(draft.num_rows)], chances)
         nothing = torch.zeros(draft.num_rows, dtype=torch.long)
         first = noise.race(target_probs[:, :1], nothing[:, None].to(target_probs.device))
         return Verdict.of_chain(nothing, first[:, 0])
+
+
+def node_chances(draft: Draft, target_probs: Tensor, noise: Noise) -> list[list[float]]:
+    """Per row and node of chains, the chance that the node is accepted on its own prefix: min(1, p(x) / q(x)).
+
+    That of the rejection rule (arXiv 2211.17192), which SpecDec++ (arXiv 2405.19715) learns from. Where the text is decided
+    before the draft it is 1 or 0: at temperature 0 because p is one-hot, for a coupled row because the race is.
+    """
+    if draft.num_nodes == 0:
+        return [[] for _ in range(draft.num_rows)]
+    tokens = draft.tokens.to(target_probs.device)
+    ratios = target_probs[:, :-1].gather(-1, tokens[..., None])[..., 0].double()
+    if draft.probs is not None:
+        ratios = ratios / draft.probs.gather(-1, tokens[..., None])[..., 0].double()
+    if noise.any_coupled:
+        matches = noise.race(target_probs, query_depths(draft))[:, :-1] == tokens
+        ratios = torch.where(noise.coupled.to(ratios.device)[:, None], matches.double(), ratios)
+    chances: list[list[float]] = ratios.clamp(max=1).tolist()
+    return chances
 
 
 def _cut(draft: Draft, length: int) -> Draft:

@@ -1,4 +1,5 @@
-"""The trained pair in the box: a target and its drafter, in Transformers format, made by ``secondguess train pair``."""
+"""What is in the box: a target and its drafter, in Transformers format, made by ``secondguess train pair``, and a predictor of
+what the one accepts from the other, made by ``secondguess train acceptance``."""
 
 from __future__ import annotations
 
@@ -25,3 +26,8 @@ def builtin_paths() -> BuiltinPaths:
                 "a pair with `secondguess train pair` and copy its target and drafter folders there"
             )
     return paths
+
+
+def acceptance_path() -> Path:
+    """Where the predictor for the pair lies (`secondguess.controllers.predictor` reads it)."""
+    return Path(__file__).parent / "acceptance" / "predictor.json"

@@ -40,7 +40,7 @@ Verifier = Annotated[str, Option(help="auto, greedy, rejection, block or coupled
 Controller = Annotated[
     str | None,
     Option(
-        help="How far to draft: cost, fixed:K, confidence, entropy, each with ,key=value options.",
+        help="How far to draft: cost, fixed:K, confidence, entropy, learned, each with ,key=value options.",
         show_default="what suits the drafter",
         rich_help_panel=TEAM,
     ),

@@ -1,4 +1,4 @@
-"""`secondguess train pair`: a target and a drafter from Python source."""
+"""`secondguess train`: a target and a drafter from Python source, and a predictor of what the one accepts from the other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Option, Typer
 
+from secondguess.cli import options
 from secondguess.errors import BadInputError
 
 app = Typer(help="Train models.")
@@ -82,6 +83,75 @@ def pair(
         raise KeyboardInterrupt(
             f"interrupted; `{again}`, with the same options, continues from the last checkpoint"
         ) from None
+    return 0
+
+
+@app.command()
+def acceptance(
+    out: Annotated[Path, Option(help="Where the predictor goes, for --controller learned:FILE.")],
+    model: options.Model = "builtin",
+    drafter: Annotated[
+        str | None,
+        Option(
+            help="The drafter whose nodes are judged: model:PATH.", show_default="builtin-draft for builtin"
+        ),
+    ] = None,
+    prompts: Annotated[
+        str,
+        Option(
+            help="A file with one JSON object with a prompt per line, or stdlib for prompts out of the "
+            "standard library."
+        ),
+    ] = "stdlib",
+    num_prompts: Annotated[
+        int, Option(help="How many prompts, evenly spread over the file; every fifth is held out.")
+    ] = 100,
+    max_tokens: Annotated[int, Option(help="Tokens of the target's text behind each prompt.")] = 64,
+    temperature: Annotated[
+        list[float] | None, Option(help="Of the text; repeatable.", show_default="0 and 1")
+    ] = None,
+    depth: Annotated[int, Option(help="Nodes guessed at every place of the text.")] = 8,
+    reject_weight: Annotated[float, Option(help="Weight of rejections in the loss; 1 for none.")] = 6.0,
+    seed: Annotated[int, Option(help="Of the texts and of the network's first weights.")] = 0,
+    dtype: options.Dtype = "auto",
+) -> int:
+    """Train a small predictor of what the target accepts, for the controller learned.
+
+    The target writes, the drafter guesses at every place, and the predictor
+    learns from the drafter's laws which guesses are accepted: some minutes.
+    The file is written at the very end, whole.
+    """
+    if out.is_dir() or not out.parent.is_dir():
+        raise BadInputError(f"expected a file in an existing folder for --out, got {out}")
+
+    from secondguess.bench.acceptance import AcceptanceRecipe, train_acceptance
+    from secondguess.train.acceptance import FitOptions
+    from secondguess.train.files import write_atomically
+
+    given = {
+        "drafter": drafter or ("model:builtin-draft" if model == "builtin" else None),
+        "temperatures": temperature and tuple(temperature),
+    }
+    if given["drafter"] is None:
+        raise BadInputError(f"expected --drafter model:PATH for the model {model}, got none")
+    recipe = AcceptanceRecipe(
+        model=model,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        num_tokens=max_tokens,
+        depth=depth,
+        seed=seed,
+        dtype=dtype,
+        options=FitOptions(reject_weight=reject_weight),
+        **{field: value for field, value in given.items() if value},  # type: ignore[arg-type]
+    )
+    predictor = train_acceptance(recipe, _report)
+    with write_atomically(out) as stream:
+        stream.write(predictor.to_json().encode())
+    for name, value in predictor.provenance.items():
+        if "loss" in name or "calibration" in name:
+            _report(f"{name.replace('_', ' ')}: {value}")
+    _report(f"wrote {out}")
     return 0
 
 

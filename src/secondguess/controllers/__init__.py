@@ -12,6 +12,7 @@ CONTROLLERS = {
     "confidence": "secondguess.controllers.confidence:ConfidenceController",
     "entropy": "secondguess.controllers.entropy:EntropyController",
     "cost": "secondguess.controllers.cost:CostController",
+    "learned": "secondguess.controllers.learned:LearnedController",
 }
 """Kind of controller -> where its class is; imported only when it is asked for."""
 

@@ -1,0 +1,107 @@
+"""Prompts to learn acceptance from: code and prose out of the installed standard library, and repetitive text of our own.
+
+Evaluation prompts must stay unseen, so none of them may come from a benchmark's data; and no text of others is committed:
+the same interpreter gives the same prompts, and a workload's hash tells whether they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from secondguess.bench.workloads import Workload, spread
+
+STANDARD_LIBRARY = "stdlib"
+"""The name of this workload, where a file of prompts could stand."""
+
+MOST_CHARACTERS = 900
+"""A prompt is cut to so many: it should leave a small context some room."""
+
+_FOLDERS = (
+    "",
+    "asyncio",
+    "collections",
+    "email",
+    "html",
+    "http",
+    "importlib",
+    "json",
+    "logging",
+    "urllib",
+    "xml/etree",
+)
+
+
+def standard_library_prompts(num_prompts: int) -> Workload:
+    """A mixture in fixed proportions: of ten prompts five are code, two files, two prose and one repeats itself."""
+    files = list(_sources(Path(sysconfig.get_path("stdlib"))))
+    trees = [ast.parse(source) for source in files]
+    heads = tuple(
+        head for source, tree in zip(files, trees, strict=True) for head in _function_heads(source, tree)
+    )
+    openings = tuple(_opening(source) for source in files)
+    prose = tuple(text for tree in trees for text in _long_docstrings(tree))
+    shares = ((heads, 5), (openings, 2), (prose, 2), (tuple(_repetitive()), 1))
+    parts = [spread(texts, -(-num_prompts * share // 10)) for texts, share in shares]
+    prompts = tuple(_interleaved(parts)[:num_prompts])
+    return Workload(STANDARD_LIBRARY, prompts, tasks=(STANDARD_LIBRARY,) * len(prompts))
+
+
+def _interleaved(parts: Sequence[Sequence[str]]) -> list[str]:
+    """Texts of all parts in turn by their place in their part, so that any stretch is a mixture."""
+    placed = [((index + 0.5) / len(part), text) for part in parts for index, text in enumerate(part)]
+    return [text for _, text in sorted(placed)]
+
+
+def _sources(library: Path) -> Iterator[str]:
+    for folder in _FOLDERS:
+        for path in sorted((library / folder).glob("*.py")):
+            if not path.name.startswith("_"):
+                yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _function_heads(source: str, tree: ast.Module) -> Iterator[str]:
+    """Signatures with docstrings of the module's own functions: the shape of what people ask to be completed."""
+    lines = source.splitlines()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+            head = "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno]) + "\n"
+            if len(head) <= MOST_CHARACTERS:
+                yield head
+
+
+def _opening(source: str) -> str:
+    """The first lines of a file, whole."""
+    cut = source[:MOST_CHARACTERS]
+    return cut[: cut.rfind("\n") + 1] or cut
+
+
+def _long_docstrings(tree: ast.Module) -> Iterator[str]:
+    """The beginnings of docstrings of several sentences, without their markup's indentation."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = textwrap.dedent(ast.get_docstring(node) or "")
+            if len(text) > MOST_CHARACTERS and ">>>" not in text:
+                yield text[: MOST_CHARACTERS // 2]
+
+
+def _repetitive() -> Iterator[str]:
+    """Text in which a pattern goes on."""
+    yield "".join(f"    case {number}:\n        return '{number:b}'\n" for number in range(12))
+    yield "".join(f"self.assertTrue(is_even({2 * number}))\n" for number in range(1, 16))
+    yield "| key | square |\n|---|---|\n" + "".join(
+        f"| {number} | {number * number} |\n" for number in range(16)
+    )
+    yield "".join(f'{{"key": "k{number}", "size": {number * 5}}},\n' for number in range(14))
+    yield "".join(
+        f"def is_{word}(self):\n    return self.state == '{word}'\n\n\n"
+        for word in ("open", "closed", "locked", "ready", "broken")
+    )
+    yield "A hundred sheep went over the hill,\nover the hill, over the hill.\n" * 6
+    yield "".join(f"<option value='{number}'>Choice {number}</option>\n" for number in range(14))
+    yield "".join(f"export VARIABLE_{number}=value_{number}\n" for number in range(16))
+    yield "".join(f"from package.module_{name} import {name.title()}\n" for name in "abcdefghijklmno")
+    yield "CREATE TABLE\n" + "".join(f"    column_{number} INTEGER NOT NULL,\n" for number in range(14))

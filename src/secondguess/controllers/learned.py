@@ -1,0 +1,76 @@
+"""Stop drafting once a rejection has become too likely, as a small network sees it that was trained on what was rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from secondguess.builtin import acceptance_path
+from secondguess.controllers.acceptance_features import node_features
+from secondguess.controllers.base import Controller
+from secondguess.controllers.laws import DraftLaws
+from secondguess.controllers.predictor import Network, Predictor
+from secondguess.core import MAX_DRAFT_LENGTH, Plan, Prospect, Row
+from secondguess.names import Name, read_options, require_between
+
+
+@dataclass(frozen=True)
+class LearnedOptions:
+    """Options of `learned:PATH,length=K,threshold=H`.
+
+    Args:
+        length: nodes per round at most, 0 to 64; 0 is plain decoding.
+        threshold: draft on while the chance that some drafted node is rejected is at most this, 0 to 1.
+    """
+
+    length: int = 8
+    threshold: float = 0.3
+
+    def __post_init__(self) -> None:
+        require_between("the draft length of the controller learned", self.length, 0, MAX_DRAFT_LENGTH)
+        require_between("the threshold of the controller learned", self.threshold, 0, 1)
+
+
+class LearnedController(Controller):
+    """Drafts on while 1 - a_1 a_2 ... a_k <= threshold, a_i being the predicted chance that node i is accepted.
+
+    The threshold form is optimal for fixed costs of drafting and verifying (SpecDec++, arXiv 2405.19715). Only laws, depths and
+    requests' settings enter, never drawn tokens, so the rule does not anticipate.
+
+    Args:
+        path: the predictor's file; None for the one in the box, which was trained for the built-in pair.
+    """
+
+    needs_laws = True
+
+    def __init__(self, options: LearnedOptions = LearnedOptions(), path: str | None = None) -> None:
+        self.options = options
+        where = "" if path is None else f":{path}"
+        self.name = f"learned{where},length={options.length},threshold={options.threshold:g}"
+        self._network = Network(Predictor.read(acceptance_path() if path is None else Path(path)))
+        self._survivals: list[float] = []
+        self._log_confidences: list[float] = []
+
+    @classmethod
+    def build(cls, name: Name) -> LearnedController:
+        return cls(read_options(LearnedOptions, name.options, "controller learned"), name.argument)
+
+    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+        return [Plan(choices[0].part, self.options.length) for choices in prospects]
+
+    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+        # A round begins at depth 0, which resets the products; rows that dropped out since are not read.
+        survivals = [1.0] * len(rows) if depth == 0 else self._survivals
+        so_far = [0.0] * len(rows) if depth == 0 else self._log_confidences
+        summaries = zip(rows, laws.confidences, laws.runners_up, laws.entropies, so_far, strict=True)
+        features = [
+            node_features(
+                confidence, runner_up, entropy, depth, survival, row.params.temperature, row.coupled
+            )
+            for row, confidence, runner_up, entropy, survival in summaries
+        ]
+        self._log_confidences = [line[0] + before for line, before in zip(features, so_far, strict=True)]
+        chances = self._network.chances(features, depth)
+        self._survivals = [before * chance for before, chance in zip(survivals, chances, strict=True)]
+        return [1 - survival <= self.options.threshold for survival in self._survivals]
