@@ -5,12 +5,17 @@ something pays, so over N plain rounds they cost at most PROBING * N of them, an
 
 The guard backs up every estimate by the wall clock: it books what drafting rounds really took against what plain rounds
 would have taken for the same tokens. Some credit may be saved up, some debt run into; then drafting stops for a while, twice
-as long each time until the debt is made good. What is lost over any N rounds, in plain rounds, is therefore at most
+as long each time until the debt is made good. With R the most that a single round can lose, what is lost over any N rounds is,
+in plain rounds, at most
 
-    CREDIT + PATIENCE + (PATIENCE / 2) * log2(1 + N / COOLING) + the round under way
+    CREDIT + PATIENCE + R  +  (PATIENCE / 2 + R) * log2(1 + N / COOLING)
+
+(`loss_bound`; for N up to 2 ** MOST_DOUBLINGS * COOLING, some sixty thousand rounds).
 """
 
 from __future__ import annotations
+
+import math
 
 PROBING = 0.01
 """Income of the account for probes: this share of the time that passes, at most."""
@@ -23,7 +28,17 @@ CREDIT = 16.0
 """Time won is remembered up to so many plain rounds."""
 COOLING = 64
 """Rounds for which the first stop lasts."""
-MOST_DOUBLINGS = 6
+MOST_DOUBLINGS = 10
+
+
+def loss_bound(num_rounds: int, worst_round: float) -> float:
+    """Plain rounds that drafting can lose at most over any stretch of so many rounds.
+
+    Args:
+        worst_round: what a single round can lose, in plain rounds: the longest draft at the dearest drafter.
+    """
+    num_further_stops = math.log2(1 + num_rounds / COOLING)
+    return CREDIT + PATIENCE + worst_round + (PATIENCE / 2 + worst_round) * num_further_stops
 
 
 class Probes:

@@ -300,11 +300,14 @@ class CostController(Controller):
         self.times.see(num_rows, width, time.total - time.draft - time.prefill)
         by_part: dict[int, list[int]] = {}
         for offer in self._offers:
-            if lengths[offer.row] and not offer.prospect.certain:
+            if lengths[offer.row]:
                 by_part.setdefault(offer.prospect.part, []).append(lengths[offer.row])
+        models = {offer.prospect.part for offer in self._offers if not offer.prospect.certain}
         for part, drafted in by_part.items():
-            num_steps = max(drafted)
-            self.times.see_steps(part, round(sum(drafted) / num_steps), num_steps, time.draft)
+            # Beside a model's steps a look-up's take no time worth telling apart.
+            if part in models or not models:
+                num_steps = max(drafted)
+                self.times.see_steps(part, round(sum(drafted) / num_steps), num_steps, time.draft)
 
     def _learn_offer(self, row: Row, offer: Offer, length: int, accepted: int) -> None:
         kind, nodes, rounds = offer.kind, self._nodes, self._rounds

@@ -206,6 +206,18 @@ def verdict_of(
     return Verdict.of_chain(on_device, noise.draw(law, on_device))
 
 
+def plain_verdict(target_probs: Tensor, noise: Noise) -> Verdict:
+    """What follows pending where nothing was drafted: a round of plain decoding, in which there is nothing to judge."""
+    nothing = no_nodes(len(target_probs), target_probs.device)
+    return Verdict.of_chain(nothing, noise.draw(target_probs[:, 0], nothing))
+
+
+@lru_cache(maxsize=64)
+def no_nodes(num_rows: int, device: torch.device) -> Tensor:
+    """`[row]` zeros, made once: the lengths of empty drafts."""
+    return torch.zeros(num_rows, dtype=torch.long, device=device)
+
+
 def query_depths(draft: Draft) -> Tensor:
     """`[row, query]`: how many nodes lie on the path that ends at each query; 0 behind pending."""
     index = torch.arange(draft.num_nodes + 1, device=draft.tokens.device)

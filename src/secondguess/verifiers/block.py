@@ -29,6 +29,7 @@ from secondguess.verifiers.base import (
     Verifier,
     excess,
     likelihood_ratios,
+    plain_verdict,
     real_nodes,
     require_independent_chains,
     verdict_of,
@@ -43,6 +44,8 @@ class BlockVerifier(Verifier):
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent_chains(self.name, draft, noise)
+        if draft.num_nodes == 0:
+            return plain_verdict(target_probs, noise)
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
         left = excess(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
         real = real_nodes(draft)

@@ -15,6 +15,7 @@ from secondguess.verifiers.base import (
     at,
     excess,
     likelihood_ratios,
+    plain_verdict,
     real_nodes,
     require_independent_chains,
     verdict_of,
@@ -32,6 +33,8 @@ class RejectionVerifier(Verifier):
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent_chains(self.name, draft, noise)
+        if draft.num_nodes == 0:
+            return plain_verdict(target_probs, noise)
         chances = likelihood_ratios(draft, target_probs).clip(max=1.0)
         accepted = noise.accept(chances) & real_nodes(draft)
         lengths = accepted.cumprod(1).sum(1)

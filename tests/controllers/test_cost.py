@@ -1,0 +1,394 @@
+"""The controller `cost`: it drafts where that pays, stops where it does not, and what it loses is bounded.
+
+Rounds are played on paper: a drafter whose nodes are accepted with a given chance, and a clock that runs by given costs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from secondguess.controllers.allowance import (
+    COOLING,
+    CREDIT,
+    LARGEST_PROBE,
+    PATIENCE,
+    PROBING,
+    Guard,
+    Probes,
+    loss_bound,
+)
+from secondguess.controllers.cost import CostController, CostOptions
+from secondguess.controllers.experience import Experience
+from secondguess.controllers.laws import DraftLaws
+from secondguess.controllers.round_times import RoundTimes
+from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.sampling import SamplingParams
+
+Chance = Callable[[int, int], float]
+"""Of a node's acceptance, given the round and the node's depth."""
+
+
+class FlatLaws(DraftLaws):
+    """Laws that say nothing but a confidence."""
+
+    def __init__(self, confidences: Sequence[float]) -> None:
+        self.__dict__["confidences"] = list(confidences)
+
+
+@dataclass
+class Paper:
+    """A drafter and a target on paper, for rows that never end.
+
+    Args:
+        chance: of acceptance, by round and depth.
+        step: seconds of a draft step; a plain round takes 1.
+        node: seconds that a node adds to the target's pass.
+        certain: whether the drafter is a look-up.
+        confidence: what the drafter says of every node.
+    """
+
+    chance: Chance
+    step: float = 0.15
+    node: float = 0.05
+    certain: bool = False
+    confidence: float = 0.5
+    prefill: float = 0.0
+    drafted: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def play(self, controller: CostController, num_rounds: int, num_rows: int = 1, seed: int = 0) -> Paper:
+        dice = random.Random(seed)
+        rows = [Row([0] * 50, SamplingParams(max_tokens=10**6, temperature=1.0)) for _ in range(num_rows)]
+        for number in range(num_rounds):
+            plans = controller.plan(rows, [(Prospect(certain=self.certain),)] * num_rows)
+            lengths = [plan.length and 1 for plan in plans]
+            depth = 0
+            active = [index for index, plan in enumerate(plans) if plan.length > 1]
+            while active:
+                if not self.certain:
+                    answers = controller.go_on(rows, FlatLaws([self.confidence] * num_rows), depth)
+                    active = [index for index in active if answers[index]]
+                depth += 1
+                for index in active:
+                    lengths[index] = depth + 1
+                active = [index for index in active if plans[index].length > depth + 1]
+            accepted = [
+                next((d for d in range(length) if dice.random() >= self.chance(number, d)), length)
+                for length in lengths
+            ]
+            drafting = self.step * max(lengths)
+            total = 1 + drafting + self.node * max(lengths) + (self.prefill if max(lengths) else 0)
+            draft = Draft.chains([[0] * length for length in lengths])
+            verdict = Verdict.of_chain(torch.tensor(accepted), torch.zeros(num_rows, dtype=torch.long))
+            controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, total))
+            self.drafted.append(lengths)
+            self.seconds += total
+            self.tokens += sum(accepted) + num_rows
+        return self
+
+    @property
+    def speed(self) -> float:
+        """Tokens per row and second; plain decoding has 1."""
+        return self.tokens / len(self.drafted[0]) / self.seconds
+
+
+def best_fixed(chance: float, step: float, node: float) -> float:
+    """Speed of the best constant draft length where every node is accepted with one chance."""
+    return max(
+        sum(chance**depth for depth in range(length + 1)) / (1 + length * (step + node))
+        for length in range(17)
+    )
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize(
+    ("chance", "step"), [(0.95, 0.05), (0.9, 0.15), (0.8, 0.05), (0.7, 0.15), (0.5, 0.1), (0.5, 0.02)]
+)
+def test_it_finds_the_best_constant_length(chance: float, step: float, certain: bool) -> None:
+    paper = Paper(lambda number, depth: chance, step, certain=certain).play(CostController(), 3000)
+    assert paper.speed > 0.96 * best_fixed(chance, step, 0.05)
+
+
+def test_it_tells_good_guesses_from_bad_ones_by_their_confidence() -> None:
+    """Half of the rounds have sure guesses that hold, half unsure ones that fail: one length cannot serve both."""
+    controller = CostController()
+    paper = Paper(lambda number, depth: 0.97 if number % 2 else 0.1, step=0.1)
+    dice = random.Random(1)
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    for number in range(2000):
+        paper.confidence = 0.9 if number % 2 else 0.15
+        paper.chance = lambda _, depth, number=number: 0.97 if number % 2 else 0.1
+        paper.play(controller, 1, seed=dice.randrange(10**9))
+        lengths[bool(number % 2)].append(paper.drafted[-1][0])
+    assert sum(lengths[True][500:]) > 4 * sum(lengths[False][500:])
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_noise_is_given_up(certain: bool) -> None:
+    paper = Paper(lambda number, depth: 0.0, certain=certain).play(CostController(), 4000)
+    assert sum(length > 0 for (length,) in paper.drafted[:100]) <= 40
+    assert sum(length > 0 for (length,) in paper.drafted[1000:]) <= 40
+    assert paper.speed > 0.985
+
+
+def test_perfect_guesses_that_cost_as_much_as_the_target_are_given_up() -> None:
+    paper = Paper(lambda number, depth: 1.0, step=1.0, confidence=0.99).play(CostController(), 2000)
+    assert paper.speed > 0.98
+
+
+def test_it_comes_back_when_guesses_become_good() -> None:
+    paper = Paper(lambda number, depth: 0.0 if number < 500 else 0.9).play(CostController(), 3000)
+    late = [length for (length,) in paper.drafted[2000:]]
+    assert sum(late) / len(late) > 2
+
+
+def test_it_gives_way_when_guesses_become_bad() -> None:
+    paper = Paper(lambda number, depth: 0.9 if number < 500 else 0.0).play(CostController(), 1500)
+    assert sum(length > 0 for (length,) in paper.drafted[600:]) < 60
+
+
+def test_a_dearer_machine_is_noticed() -> None:
+    """The same guesses stop paying when draft steps take longer."""
+    controller = CostController()
+    cheap = Paper(lambda number, depth: 0.6, step=0.05).play(controller, 500)
+    dear = Paper(lambda number, depth: 0.6, step=1.5).play(controller, 500)
+    mean = lambda paper: sum(length for (length,) in paper.drafted[100:]) / 400  # noqa: E731
+    assert mean(cheap) > 1
+    assert mean(dear) < 0.2
+
+
+ADVERSARIES: dict[str, Chance] = {
+    "noise": lambda number, depth: 0.0,
+    "good, then noise": lambda number, depth: float(number % 400 < 200),
+    "good while it is tried": lambda number, depth: float(number % 10 < 3),
+    "first node only": lambda number, depth: float(depth == 0) * 0.3,
+    "coin": lambda number, depth: 0.25,
+}
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+@pytest.mark.parametrize("step", [0.02, 0.3, 2.0])
+@pytest.mark.parametrize("certain", [False, True])
+def test_the_loss_over_any_stretch_is_within_the_bound(adversary: str, step: float, certain: bool) -> None:
+    controller = CostController()
+    paper = Paper(ADVERSARIES[adversary], step=step, certain=certain, confidence=0.9)
+    lost = [0.0]
+    for number in range(1500):
+        chance = ADVERSARIES[adversary]
+        paper.chance = lambda _, depth, number=number, chance=chance: chance(number, depth)
+        before = (paper.seconds, paper.tokens)
+        paper.play(controller, 1, seed=number)
+        lost.append(lost[-1] + (paper.seconds - before[0]) - (paper.tokens - before[1]))
+    for start in range(0, 1500, 50):
+        for stretch in (10, 50, 128, 400, 1000):
+            if start + stretch <= 1500:
+                assert lost[start + stretch] - lost[start] <= loss_bound(stretch, 16 * (step + 0.05))
+
+
+def test_the_guard_stops_what_estimates_do_not_see() -> None:
+    """A drafter whose price is not in its draft steps: only the wall clock tells."""
+    guard = Guard()
+    stops = []
+    for number in range(10_000):
+        if guard.forbids:
+            guard.book(0.0)
+        else:
+            stops.append(number)
+            guard.book(-1.0)
+    assert len(stops) <= loss_bound(10_000, 1.0)
+    assert guard.forbids
+
+
+def test_the_guard_forgets_once_the_debt_is_made_good() -> None:
+    guard = Guard()
+    for _ in range(40):
+        guard.book(-1.0)
+    assert guard.forbids
+    while guard.forbids:
+        guard.book(0.0)
+    for _ in range(60):
+        guard.book(1.0)
+    waits = 0
+    for _ in range(int(CREDIT + PATIENCE)):
+        guard.book(-1.0)
+    while guard.forbids:
+        guard.book(0.0)
+        waits += 1
+    assert waits == COOLING
+
+
+def test_probes_cost_no_more_than_their_income() -> None:
+    controller = CostController()
+    paper = Paper(lambda number, depth: 0.0, step=0.3).play(controller, 200)
+    before = paper.seconds
+    paper.play(controller, 5000)
+    lost = paper.seconds - before - 5000
+    assert 0 < lost <= PROBING * 5000 + LARGEST_PROBE
+
+
+def test_probing_slows_down_while_it_fails() -> None:
+    paper = Paper(lambda number, depth: 0.0, step=0.3).play(CostController(), 8000)
+    probes = [number for number, (length,) in enumerate(paper.drafted) if length]
+    early = sum(200 <= number < 1200 for number in probes)
+    late = sum(7000 <= number < 8000 for number in probes)
+    assert early > 2 * late
+
+
+def test_income_is_halved_by_failures_and_restored_by_success() -> None:
+    probes = Probes()
+    probes.earn(10.0, plain=1.0)
+    assert probes.balance == pytest.approx(10 * PROBING)
+    probes.failed()
+    probes.earn(10.0, plain=1.0)
+    assert probes.balance == pytest.approx(15 * PROBING)
+    probes.succeeded()
+    probes.earn(10.0, plain=1.0)
+    assert probes.balance == pytest.approx(25 * PROBING)
+    probes.earn(1e6, plain=1.0)
+    assert probes.balance == LARGEST_PROBE
+
+
+def test_a_hazard_is_not_biased_by_drafts_that_stopped_early() -> None:
+    """Nodes are accepted with chance 0.8 at every depth, drafts mostly have one node."""
+    controller = CostController()
+    dice = random.Random(3)
+    row = Row([0], SamplingParams(max_tokens=10**6))
+    share_of_lengths, shares = [], []
+    for _ in range(2000):
+        length = 1 if dice.random() < 0.8 else 6
+        accepted = next((depth for depth in range(length) if dice.random() >= 0.8), length)
+        controller.plan([row], [(Prospect(longest=0),)])
+        nothing = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
+        controller.learn([row], Draft.chains([[]]), nothing, RoundTime(0, 0, 1))
+        offer = controller._offer(0, row, Prospect(certain=True))
+        controller._learn_offer(row, offer, length, accepted)
+        share_of_lengths.append(accepted)
+        shares.append([controller._nodes.mean([("at", offer.kind.pool, depth)], 0.5) for depth in range(4)])
+    for depth in range(4):
+        late = [each[depth] for each in shares[500:]]
+        assert sum(late) / len(late) == pytest.approx(0.8, abs=0.04)
+    # The average accepted length would have said that a second node is hardly ever accepted.
+    assert sum(accepted >= 2 for accepted in share_of_lengths) / 2000 < 0.2
+
+
+def test_rows_with_good_guesses_are_drafted_for_and_others_wait() -> None:
+    controller = CostController()
+    dice = random.Random(5)
+    rows = [Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0)) for _ in range(4)]
+    drafted = [0] * 4
+    for number in range(1200):
+        kinds = ["good", "good", "bad", "bad"]
+        plans = controller.plan(rows, [(Prospect(kind=kind, certain=True),) for kind in kinds])
+        lengths = [plan.length for plan in plans]
+        accepted = [
+            next((d for d in range(length) if dice.random() >= (0.9 if kind == "good" else 0.05)), length)
+            for length, kind in zip(lengths, kinds, strict=True)
+        ]
+        widest = max(lengths)
+        time = RoundTime(0.0, 0.0, 1 + 0.2 * widest)
+        draft = Draft.chains([[0] * length for length in lengths])
+        controller.learn(
+            rows, draft, Verdict.of_chain(torch.tensor(accepted), torch.zeros(4, dtype=torch.long)), time
+        )
+        if number >= 600:
+            drafted = [total + length for total, length in zip(drafted, lengths, strict=True)]
+    assert min(drafted[:2]) > 5 * max(drafted[2:])
+
+
+def test_the_better_of_two_drafters_is_chosen_for_each_kind_of_place() -> None:
+    controller = CostController()
+    dice = random.Random(7)
+    row = Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0))
+    chosen: dict[str, list[int]] = {"long": [], "short": []}
+    for number in range(3000):
+        match = "long" if number % 3 == 0 else "short"
+        look_up = Prospect(part=0, kind=match, certain=True)
+        plan = controller.plan([row], [(look_up, Prospect(part=1))])[0]
+        chance = (0.95 if match == "long" else 0.1) if plan.part == 0 else 0.7
+        length = plan.length
+        if plan.part == 1:
+            length = min(length, 1)
+            while length < plan.length and controller.go_on([row], FlatLaws([0.7]), length - 1)[0]:
+                length += 1
+        accepted = next((d for d in range(length) if dice.random() >= chance), length)
+        drafting = 0.0 if plan.part == 0 else 0.1 * length
+        verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
+        controller.learn(
+            [row],
+            Draft.chains([[0] * length]),
+            verdict,
+            RoundTime(0.0, drafting, 1 + drafting + 0.03 * length),
+        )
+        if number > 1500 and length:
+            chosen[match].append(plan.part)
+    assert sum(part == 0 for part in chosen["long"]) > 0.9 * len(chosen["long"])
+    assert sum(part == 1 for part in chosen["short"]) > 0.9 * len(chosen["short"])
+
+
+def test_nothing_is_held_for_rows_that_ended() -> None:
+    controller = CostController()
+    row = Row([0] * 20, SamplingParams(max_tokens=10**6))
+    for _ in range(8):
+        plan = controller.plan([row], [(Prospect(certain=True),)])[0]
+        verdict = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
+        controller.learn([row], Draft.chains([[0] * plan.length]), verdict, RoundTime(0.0, 0.0, 1.0))
+    assert controller._standings
+    controller.end(row)
+    assert not controller._standings
+
+
+def test_no_more_nodes_than_the_options_allow() -> None:
+    paper = Paper(lambda number, depth: 1.0, step=0.001, node=0.001, certain=True)
+    paper.play(CostController(CostOptions(5)), 300)
+    assert max(length for (length,) in paper.drafted) == 5
+    paper = Paper(lambda number, depth: 1.0, step=0.001).play(CostController(CostOptions(0)), 50)
+    assert sum(length for (length,) in paper.drafted) == 0
+
+
+def test_curves_lie_on_lines_between_what_was_seen() -> None:
+    times = RoundTimes()
+    assert times.needs_plain(1, 10)
+    for _ in range(3):
+        times.see_plain(1, 10, 1.0)
+        times.see_plain(8, 10, 2.0)
+        times.see(1, 2, 1.2)
+        times.see(1, 6, 2.0)
+        times.see_steps("part", 1, 2, 0.5)
+    assert not times.needs_plain(1, 19)
+    assert times.needs_plain(1, 21), "the rows have doubled"
+    assert times.needs_plain(3, 10), "no batch size near three was seen"
+    assert not times.needs_plain(7, 10)
+    assert times.plain(4) == pytest.approx(1 + 3 / 7)
+    assert [times.rest(1, width) for width in (0, 1, 2, 4, 6, 8)] == pytest.approx(
+        [1, 1.1, 1.2, 1.6, 2.0, 7 / 3]
+    )
+    assert times.step("part", 1) == 0.25
+    assert times.step("other", 1) is None
+
+
+def test_a_hiccup_hardly_moves_an_average() -> None:
+    times = RoundTimes()
+    for _ in range(20):
+        times.see_plain(1, 10, 1.0)
+    times.see_plain(1, 10, 100.0)
+    assert times.plain(1) < 1.03
+
+
+def test_experience_goes_from_the_general_to_the_special() -> None:
+    experience = Experience(memory=50)
+    assert experience.mean(["all", "own"], 0.3) == 0.3
+    for _ in range(100):
+        experience.add("all", 1.0)
+    assert experience.mean(["all", "own"], 0.3) > 0.9
+    for _ in range(100):
+        experience.add("own", 0.0)
+    assert experience.mean(["all", "own"], 0.3) < 0.1
+    for _ in range(100):
+        experience.add("own", 1.0)
+    assert experience.mean(["all", "own"], 0.3) > 0.8, "what is long past is forgotten"
