@@ -4,7 +4,7 @@
 
 Drafters: one of random weights (its guesses are noise), and the target itself (its guesses are perfect and far too slow).
 Every prompt is decoded by everybody in turn, forwards and backwards, `--repeats` times; a prompt's ratio is that of the
-medians. One controller lives over all prompts, as it does in a loaded model.
+medians (a batch begins at each of the prompts). One controller lives over all prompts, as it does in a loaded model.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
     models = Models("builtin", "bfloat16", "cpu")
     workload = load_workload(options.prompts, options.num_prompts)
     prompts = encode_workload(models.target, workload, options.max_tokens).prompts
-    systems = {"plain": Speculator(models, "none")}
+    # Plain decoding twice: what parts the two is the machine's noise.
+    systems = {"plain": Speculator(models, "none"), "plain again": Speculator(models, "none")}
     for name, drafter in drafters.items():
         systems[name] = Speculator(models, drafter, options.controller)
     size = options.batch_size
     batches = [
-        [prompts[(start + offset) % len(prompts)] for offset in range(size)]
-        for start in range(0, len(prompts), size)
+        [prompts[(start + offset) % len(prompts)] for offset in range(size)] for start in range(len(prompts))
     ]
     table = []
     for temperature in options.temperature:
@@ -64,7 +64,7 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
                 for name in order:
                     run = systems[name].generate_batch(batch, options.max_tokens, temperature, number)
                     seconds[name][number].append(run.seconds)
-        for name in drafters:
+        for name in [name for name in systems if name != "plain"]:
             medians = {who: [median(runs) for runs in seconds[who]] for who in ("plain", name)}
             ratios = [plain / ours for plain, ours in zip(medians["plain"], medians[name], strict=True)]
             row = {

@@ -288,12 +288,14 @@ class Prospect:
             expected to be accepted alike, so experience is kept by kind.
         longest: most nodes it can give.
         certain: its nodes have no law; nobody is asked whether to go on after them.
+        unread: tokens that have to be read before the first node can be drafted.
     """
 
     part: int = 0
     kind: Hashable = ""
     longest: int = MAX_DRAFT_LENGTH
     certain: bool = False
+    unread: int = 0
 
 
 class Plan(NamedTuple):

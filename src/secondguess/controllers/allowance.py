@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 
-PROBING = 0.01
+PROBING = 0.005
 """Income of the account for probes: this share of the time that passes, at most."""
 LARGEST_PROBE = 6.0
 """Probes are saved up for so many plain rounds at most."""

@@ -41,6 +41,8 @@ DEEP = 8
 """Positions of a look-up's guess from here on are expected to fare alike."""
 PACE_MEMORY = 64
 """Rounds over which the rate is averaged."""
+SERIES = 4
+"""Probes come in series of about so many."""
 RESTING = 4
 """Rounds to let pass before asking again in a place where nothing paid."""
 PLAIN = Plan(0, 0)
@@ -106,7 +108,15 @@ class Kind(NamedTuple):
 
 @dataclass
 class Offer:
-    """One row's best prospect in a round: what it is expected to gain, in tokens, with how many nodes."""
+    """One row's best prospect in a round.
+
+    Args:
+        gain: tokens that it is expected to gain, with `width` nodes on average.
+        doubt: what it might gain beyond that.
+        reading: seconds for what the drafter has to read first, spread over the rounds to come.
+        net: tokens, when what it takes is paid for.
+        confidences, survival, goes_on: of the draft under way.
+    """
 
     row: int
     prospect: Prospect
@@ -115,6 +125,7 @@ class Offer:
     gain: float
     doubt: float
     width: float
+    reading: float
     net: float
     confidences: list[float] = field(default_factory=list)
     survival: float = 1.0
@@ -202,8 +213,11 @@ class CostController(Controller):
         extra = width * step / share + self._wider(0, max(round(width), 1)) / share
         # While little has been seen the doubt speaks for trying: what is never tried is never found out.
         doubt = DOUBT / (1 + self._rounds.seen(("gain", kind))) ** 0.5
-        net = gain + doubt - self._rate() * extra
-        return Offer(index, prospect, kind, length, gain, doubt, width, net)
+        # What is read now serves all the rounds that the row will yet take.
+        num_rounds = max(row.room / (1 + max(gain, 0.0)), 1.0)
+        reading = self.times.reading(prospect.part, prospect.unread) / num_rounds
+        net = gain + doubt - self._rate() * (extra + reading)
+        return Offer(index, prospect, kind, length, gain, doubt, width, reading, net)
 
     def _length_by_position(self, kind: Kind, part: int, longest: int) -> int:
         """How many nodes of a look-up's guess pay, going by how often each position was accepted."""
@@ -224,15 +238,28 @@ class CostController(Controller):
     def _num_worthwhile(self, offers: Sequence[Offer]) -> int:
         """How many of the offers, best first, to take: rows of a batch wait for the longest draft among them."""
         rate = self._rate()
-        gain, width, best, best_count = 0.0, 0, 0.0, 0
-        for count, offer in enumerate(offers, start=1):
-            gain += offer.gain + offer.doubt
+        # What is found out is found out once, however many rows take part.
+        gain, width, best, best_count = max((offer.doubt for offer in offers), default=0.0), 0, 0.0, 0
+        reading = 0.0
+        for count, offer in enumerate(offers[: self._most_rows(offers)], start=1):
+            gain += offer.gain
+            reading += offer.reading
             width = max(width, round(offer.width))
             step = self.times.step(offer.prospect.part, count) or 0.0
-            net = gain - rate * (offer.width * step + self._wider(0, max(width, 1)))
+            net = gain - rate * (offer.width * step + self._wider(0, max(width, 1)) + reading)
             if net > best:
                 best, best_count = net, count
         return best_count
+
+    def _most_rows(self, offers: Sequence[Offer]) -> int:
+        """How many rows may be drafted for: at most twice as many as a draft step is known to have taken.
+
+        A drafter may cost anything, and reading the texts of a whole batch only to find that out is dear.
+        """
+        known = [
+            self.times.most_rows(part) for part in {o.prospect.part for o in offers if not o.prospect.certain}
+        ]
+        return max(2 * min(known), 1) if known else len(offers)
 
     def _wider(self, width: int, wider: int) -> float:
         """Seconds by which nodes make the rest of a round dearer."""
@@ -241,7 +268,8 @@ class CostController(Controller):
     def _probe(self, offer: Offer, was_probing: bool) -> list[Offer]:
         """Try one node, if that can be paid for; a series of them, once there is enough for several."""
         price = (self.times.step(offer.prospect.part, 1) or 0.0) + max(self._wider(0, 1), 0.0)
-        if self.probes.balance < (price if was_probing else 4 * price):
+        price += self.times.reading(offer.prospect.part, offer.prospect.unread) / SERIES
+        if self.probes.balance < (price if was_probing else SERIES * price):
             if was_probing:
                 self.probes.failed()
             return []
@@ -298,6 +326,10 @@ class CostController(Controller):
 
     def _learn_times(self, num_rows: int, width: int, lengths: Sequence[int], time: RoundTime) -> None:
         self.times.see(num_rows, width, time.total - time.draft - time.prefill)
+        unread = [offer.prospect for offer in self._offers if lengths[offer.row] and offer.prospect.unread]
+        if unread:
+            num_tokens = sum(prospect.unread for prospect in unread)
+            self.times.see_reading(unread[0].part, num_tokens, time.prefill)
         by_part: dict[int, list[int]] = {}
         for offer in self._offers:
             if lengths[offer.row]:

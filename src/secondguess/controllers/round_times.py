@@ -48,6 +48,7 @@ class RoundTimes:
         self._context: dict[int, float] = {}
         self._ratios: dict[int, dict[int, Average]] = {}
         self._steps: dict[Hashable, dict[int, Average]] = {}
+        self._reading: dict[Hashable, Average] = {}
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
         """Whether a plain round should be timed before anything is compared with one.
@@ -73,6 +74,15 @@ class RoundTimes:
     def see_steps(self, part: Hashable, num_rows: int, num_steps: int, seconds: float) -> None:
         """Draft steps that took so long together."""
         self._steps.setdefault(part, {}).setdefault(num_rows, Average()).add(seconds / num_steps)
+
+    def see_reading(self, part: Hashable, num_tokens: int, seconds: float) -> None:
+        """What a drafter took to read so many tokens that it had not read yet."""
+        self._reading.setdefault(part, Average()).add(seconds / num_tokens)
+
+    def reading(self, part: Hashable, num_tokens: int) -> float:
+        """Seconds that a drafter needs to read so many tokens; 0 before it was seen to read."""
+        known = self._reading.get(part)
+        return known.value * num_tokens if known else 0.0
 
     def plain(self, num_rows: int) -> float:
         """Seconds of a round without drafts; from the batch sizes around it where this one is unknown."""
@@ -106,6 +116,10 @@ class RoundTimes:
         if known is None:
             known = seen[min(seen, key=lambda other: abs(other - num_rows))]
         return known.value
+
+    def most_rows(self, part: Hashable) -> int:
+        """The most rows that a draft step was seen to take; 0 before one was seen."""
+        return max(self._steps.get(part, {}), default=0)
 
     def _ratio(self, num_rows: int, width: int) -> float:
         """Over a plain round; straight lines between the widths that were seen, from 1 at width 0."""

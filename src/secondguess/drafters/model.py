@@ -77,10 +77,15 @@ class ModelDrafter(Drafter):
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
         """Nothing, for rows that the draft model's context does not hold."""
-        # Prospects are values: the one of a row with room to spare is made once.
-        return [
-            (ROOMY if room >= MAX_DRAFT_LENGTH else Prospect(longest=room),) for room in map(self._room, rows)
-        ]
+        return [(self._prospect(row),) for row in rows]
+
+    def _prospect(self, row: Row) -> Prospect:
+        shadow = self._shadows.get(row)
+        unread = len(row.tokens) - (shadow.num_agreed if shadow else 0)
+        room = self._room(row)
+        if room >= MAX_DRAFT_LENGTH and unread <= FAR_BEHIND:
+            return ROOMY
+        return Prospect(longest=min(room, MAX_DRAFT_LENGTH), unread=unread if unread > FAR_BEHIND else 0)
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         """Make the shadows agree with the rows, and read what is more than a step's worth."""
