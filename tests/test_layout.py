@@ -29,9 +29,9 @@ LAYERS = [
         "controllers",
         "train",
     ),
-    ("decode", "testing"),
+    ("decode", "testing", "configuration", "pairing"),
     ("engine", "api", "certify", "enumeration"),
-    ("drop_in",),
+    ("drop_in", "export"),
     ("server", "bench"),
     ("cli",),
 ]
@@ -43,7 +43,7 @@ SIDEWAYS = {
     "runtime": {"builtin"},
     "train": {"builtin", "runtime"},
 }
-FOLDERS_OF_VARIANTS = ("drafters", "verifiers", "controllers")
+FOLDERS_OF_VARIANTS = ("drafters", "verifiers", "controllers", "export")
 
 
 def imports(tree: ast.Module) -> Iterator[str]:

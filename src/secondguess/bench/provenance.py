@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shlex
@@ -13,6 +12,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from secondguess.runtime.fingerprint import hash_weights
 
 LIBRARIES = ("secondguess", "torch", "transformers", "tokenizers", "numpy")
 
@@ -89,16 +90,6 @@ def _without_folders(word: str) -> str:
         if found and tail.startswith("/"):
             return f"{head}{mark}{Path(tail).name}"
     return Path(word).name if word.startswith("/") else word
-
-
-def hash_weights(folder: Path) -> str:
-    """SHA-256 over the weight files of a model, in the order of their names."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def _git_state(folder: Path) -> tuple[str | None, bool | None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from secondguess.cli import options
 from secondguess.cli.interruption import Interruption
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def generate(
+    context: Context,
     prompt: Annotated[
         str | None,
         Argument(
@@ -43,6 +44,7 @@ def generate(
         ),
     ] = None,
     json: options.Json = False,
+    config: options.Config = None,
     model: options.Model = "builtin",
     drafter: options.Drafter = None,
     verifier: options.Verifier = "auto",
@@ -100,17 +102,7 @@ def generate(
     params = [_settings(base, request) for request in requests]
     if not json:
         _refuse_logprobs(requests, params)
-    llm = load(
-        model,
-        drafter,
-        verifier=verifier,
-        controller=controller,
-        dtype=dtype,
-        device=device,
-        quantize=quantize,
-        drafter_quantize=drafter_quantize,
-        runtime=runtime,
-    )
+    llm = load(**options.load_settings(context, config))
     return answer(llm, requests, params, batch_size or 1, JsonWriter if json else TerminalWriter)
 
 

@@ -1,19 +1,24 @@
-"""`secondguess inspect`: what a model is, what it would take, and whether it can be decoded speculatively."""
+"""`secondguess inspect`: what a model is, what fits it, and what the two would take, before anything is loaded."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument
+from typer import Argument, Context, Option
 
 from secondguess.cli import options
 from secondguess.cli.output import print_json
+from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
+    from secondguess.configuration import Tuned
+    from secondguess.pairing import NamedDrafter
     from secondguess.runtime.describe import ModelDescription
+    from secondguess.runtime.pair import MemoryPlan
 
 MIB = 2**20
+MEMORY = "How much at once"
 RUNTIMES = {
     "native": "native, if it says what the module says (probed at loading)",
     "fused": "fused, if it says what the module says (probed at loading)",
@@ -22,28 +27,86 @@ RUNTIMES = {
 
 
 def inspect(
+    context: Context,
     model: Annotated[
-        str,
-        Argument(metavar="MODEL", help="A directory, a cached model's name, or builtin.", show_default=False),
-    ],
+        str | None,
+        Argument(
+            metavar="MODEL",
+            help="A directory, a cached model's name, or builtin; --config names one, too.",
+            show_default=False,
+        ),
+    ] = None,
+    config: options.Config = None,
+    drafter: options.Drafter = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantize: options.Quantize = None,
+    drafter_quantize: options.DrafterQuantize = None,
+    rows: Annotated[
+        int | None,
+        Option(help="Prompts that decode together.", show_default="1", rich_help_panel=MEMORY),
+    ] = None,
+    num_tokens: Annotated[
+        int | None,
+        Option(
+            "--context",
+            help="Tokens of each, prompt and output together.",
+            show_default="4096, or the model's context if that is less",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> int:
-    """Describe a model without loading its weights.
+    """Describe a model and its drafter without loading their weights.
 
-    Architecture, sizes, memory, and the drafters that fit. A model that cannot be
-    decoded speculatively is refused with the reason (exit code 2).
+    Architecture, sizes, drafters, and whether weights and caches fit into memory. A
+    model that cannot be decoded speculatively, or a drafter with another tokenizer,
+    is refused with the reason (exit code 2).
     """
-    from secondguess.runtime.describe import describe_model
+    settings, tuned = options.settings_and_measurements(context, config)
+    if "model" not in settings:
+        raise BadInputError(
+            "Missing argument 'MODEL': expected a model to inspect, or a --config that names one"
+        )
 
-    found = describe_model(model, dtype=dtype, device=device)
-    drafters = fitting_drafters(model)
+    from secondguess.runtime.describe import describe_model
+    from secondguess.runtime.pair import plan_load, plan_memory, remarks_on
+
+    place = {name: settings[name] for name in ("dtype", "device") if name in settings}
+    target = describe_model(settings["model"], **place, quantize=settings.get("quantize"))
+    named = _drafter_of(settings)
+    load = plan_load(target, rows=rows, context=num_tokens)
+    guessing, remarks = None, []
+    if named.draft_model is not None:
+        eight_bits = settings.get("drafter_quantize")
+        guessing = describe_model(named.draft_model, **place, quantize=eight_bits, drafts=True)
+        remarks = remarks_on(target, guessing)
+    plan = plan_memory(
+        load,
+        target,
+        guessing,
+        quantize=settings.get("quantize"),
+        drafter_quantize=settings.get("drafter_quantize"),
+    )
+    drafters = fitting_drafters(settings["model"])
     if json:
-        print_json(asdict(found) | {"supported": True, "drafters": drafters})
-    else:
-        for label, value in _lines(found, drafters):
-            print(f"{label:<13}{value}")
+        record = asdict(target) | {"supported": True, "drafters": drafters}
+        record["drafter"] = {
+            "name": named.name,
+            "model": None if guessing is None else asdict(guessing),
+            "remarks": remarks,
+        }
+        record["memory"] = plan.as_dict()
+        record["configuration"] = None if config is None else {"load": settings, "tuned": tuned.given()}
+        print_json(record)
+        return 0
+    lines = _lines(target, drafters)
+    lines += _pair_lines(named, target, guessing, remarks)
+    lines += _memory_lines(plan, settings)
+    if config is not None:
+        lines += _configuration_lines(settings, tuned)
+    for label, value in lines:
+        print(f"{label:<13}{value}")
     return 0
 
 
@@ -54,6 +117,20 @@ def fitting_drafters(model: str) -> list[str]:
 
     names = ["model:PATH" if kind == "model" else kind for kind in DRAFTERS]
     return list(dict.fromkeys([default_drafter(model), *names]))
+
+
+def _drafter_of(settings: dict[str, Any]) -> NamedDrafter:
+    """The drafter that `load` would take, its name understood; options that it would not read are refused."""
+    from secondguess.api import default_drafter
+    from secondguess.pairing import understand_drafter
+
+    named = understand_drafter(settings.get("drafter", default_drafter(settings["model"])))
+    if named.draft_model is None and "drafter_quantize" in settings:
+        raise BadInputError(
+            f"expected a drafter with a model for drafter_quantize={settings['drafter_quantize']!r}, "
+            f"got {named.name}; leave it out"
+        )
+    return named
 
 
 def _lines(found: ModelDescription, drafters: list[str]) -> list[tuple[str, str]]:
@@ -81,6 +158,66 @@ def _lines(found: ModelDescription, drafters: list[str]) -> list[tuple[str, str]
         ("speculation", "supported"),
         ("drafters", ", ".join(drafters) + " (PATH: a model with the same tokenizer)"),
     ]
+
+
+def _pair_lines(
+    named: NamedDrafter, target: ModelDescription, drafter: ModelDescription | None, remarks: list[str]
+) -> list[tuple[str, str]]:
+    if drafter is None:
+        return [("drafter", f"{named.name}, which needs no model and fits any target")]
+    share = drafter.num_parameters / target.num_parameters
+    context = f"{drafter.context_length:,} tokens" if drafter.context_length else "no limit named"
+    return [
+        (
+            "drafter",
+            f"{named.name} ({drafter.architecture}), {drafter.num_parameters:,} parameters "
+            f"({share:.2g} of the target's), context {context}",
+        ),
+        ("pair", "; ".join(["fits: one tokenizer", *remarks])),
+    ]
+
+
+def _memory_lines(plan: MemoryPlan, settings: dict[str, Any]) -> list[tuple[str, str]]:
+    parts = [("target", plan.target, settings.get("quantize"))]
+    if plan.drafter is not None:
+        parts.append(("drafter", plan.drafter, settings.get("drafter_quantize")))
+    shares = ", ".join(
+        f"{who} {_size(need.weights)} of weights and {_size(need.cache)} of cache" for who, need, _ in parts
+    )
+    rows = f"{plan.load.rows:,} row{'s' if plan.load.rows > 1 else ''} of {plan.load.context:,} tokens"
+    lines = [("for", f"{rows}: {shares}; {_size(plan.total_bytes)} in all: {_verdict(plan)}")]
+    savings = [
+        f"{who} {_size(plan.int8[who])} of weights instead of {_size(need.weights)}"
+        for who, need, quantize in parts
+        if quantize is None and plan.int8[who] < need.weights
+    ]
+    return [*lines, ("int8", "; ".join(savings))] if savings else lines
+
+
+def _verdict(plan: MemoryPlan) -> str:
+    if plan.available_bytes is None or plan.missing_bytes is None:
+        return "nobody says how much there is"
+    if plan.missing_bytes == 0:
+        return f"fits into the {_size(plan.available_bytes)} available"
+    return (
+        f"does not fit: {_size(plan.missing_bytes)} more than the {_size(plan.available_bytes)} available; "
+        "take fewer rows, a shorter context, int8 or a smaller model"
+    )
+
+
+def _configuration_lines(settings: dict[str, Any], tuned: Tuned) -> list[tuple[str, str]]:
+    chosen = [f"{name} {value}" for name, value in settings.items() if name != "model"]
+    measured = [f"{name} {_shown(value)}" for name, value in tuned.given().items()]
+    lines = [("configured", ", ".join(chosen)), ("tuned", ", ".join(measured))]
+    return [(label, value) for label, value in lines if value]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{size}:{_shown(each)}" for size, each in value.items())
+    if isinstance(value, tuple):
+        return " ".join(map(_shown, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _attention(found: ModelDescription) -> str:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Context, Option
+
+from secondguess.cli.output import aside
+
+if TYPE_CHECKING:
+    from secondguess.configuration import Configuration, Tuned
 
 TEAM = "Who takes part"
 SAMPLING = "Sampling"
 OUTPUT = "Input and output"
 
+Config = Annotated[
+    Path | None,
+    Option(
+        metavar="FILE",
+        help="A secondguess.toml, as tune writes it; options given here win over it.",
+        show_default="none",
+        rich_help_panel=TEAM,
+    ),
+]
 Model = Annotated[
     str, Option(help="Target: a directory, a cached model's name, or builtin.", rich_help_panel=TEAM)
 ]
@@ -91,3 +106,71 @@ Logprobs = Annotated[
 ]
 
 Json = Annotated[bool, Option("--json", help="For machines: JSON and nothing else.", rich_help_panel=OUTPUT)]
+
+OF_THE_DRAFTER = ("controller", "drafter_quantize")
+"""What is chosen for one drafter and may not suit, or not even fit, another."""
+MEASUREMENTS = "measurements"
+
+
+def load_settings(context: Context, config: Path | None) -> dict[str, Any]:
+    """What to call `load` with: options given on the command line, else keys of the file, else the options' defaults.
+
+    Args:
+        context: of a command whose parameters have the names of `load`'s; it may lack some of them, and what the
+            file says of these is in the answer all the same.
+        config: the file of `--config`.
+
+    Raises:
+        BadInputError: a file that cannot be understood, or one of another model.
+    """
+    return settings_and_measurements(context, config)[0]
+
+
+def settings_and_measurements(context: Context, config: Path | None) -> tuple[dict[str, Any], Tuned]:
+    """The same, and what the file says that was measured with them; nothing when there is no file, or another drafter."""
+    from secondguess.configuration import LoadSettings, Tuned
+
+    names = [name for name in LoadSettings.__dataclass_fields__ if name in context.params]
+    settings, tuned = {name: context.params[name] for name in names}, Tuned()
+    if config is not None:
+        given = {name: value for name, value in settings.items() if is_given(context, name)}
+        configuration = read_config(config, given.get("model"))
+        left_out = _not_for(given, configuration)
+        if left_out:
+            chosen_for = configuration.load.drafter or "the model's own drafter"
+            aside(
+                f"{config}: not using its {', '.join(left_out)}: of {chosen_for}, not of {given['drafter']}"
+            )
+        keys = {name: value for name, value in configuration.load.given().items() if name not in left_out}
+        settings |= keys | given
+        tuned = tuned if MEASUREMENTS in left_out else configuration.tuned
+    return {name: value for name, value in settings.items() if value is not None}, tuned
+
+
+def is_given(context: Context, name: str) -> bool:
+    """Whether an option was given, be it with its default value."""
+    source = context.get_parameter_source(name)
+    return source is not None and not source.name.startswith("DEFAULT")
+
+
+def read_config(config: Path, model: str | None = None) -> Configuration:
+    """The file of `--config`, if it is one of the model that was asked for and of the weights that lie there.
+
+    Raises:
+        BadInputError: it is not, or it cannot be understood.
+    """
+    from secondguess.configuration import read_configuration, require_same_model, require_same_weights
+
+    configuration = read_configuration(config)
+    if model is not None:
+        require_same_model(configuration, model, config)
+    require_same_weights(configuration, config)
+    return configuration
+
+
+def _not_for(given: dict[str, Any], configuration: Configuration) -> list[str]:
+    """What the file has for its own drafter, if another one is asked for."""
+    if given.get("drafter", configuration.load.drafter) == configuration.load.drafter:
+        return []
+    names = [name for name in configuration.load.given() if name in OF_THE_DRAFTER and name not in given]
+    return [*names, MEASUREMENTS] if configuration.tuned.given() else names

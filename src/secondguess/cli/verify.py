@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Context, Option
 
 from secondguess.cli import options
 from secondguess.cli.output import print_json, progress_bar
@@ -19,6 +19,8 @@ CHECK_FAILED = 1
 
 
 def verify(
+    context: Context,
+    config: options.Config = None,
     model: Annotated[
         str | None,
         Option(
@@ -86,14 +88,15 @@ def verify(
         batch_size=batch_size,
         seed=seed,
     )
-    if model is None:
+    settings = options.load_settings(context, config)
+    if "model" not in settings:
         for name, value in (("--dtype", dtype), ("--device", device), ("--prompt", prompt)):
             if value is not None:
                 raise BadInputError(f"expected --model together with {name}, got {name} {value} alone")
         subject = _random_subject(drafter, verifier, controller)
     else:
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-        subject = _loaded_subject(model, drafter, verifier, controller, dtype, device, prompt, params)
+        subject = _loaded_subject(settings, prompt, params)
     room = subject.team.target.context_length - len(subject.prompt)
     if max_tokens > room:
         raise BadInputError(
@@ -120,27 +123,11 @@ def _random_subject(drafter: str | None, verifier: str, controller: str | None) 
     return subject
 
 
-def _loaded_subject(
-    model: str,
-    drafter: str | None,
-    verifier: str,
-    controller: str | None,
-    dtype: str | None,
-    device: str | None,
-    prompt: str | None,
-    params: SamplingParams,
-) -> Subject:
+def _loaded_subject(settings: dict[str, Any], prompt: str | None, params: SamplingParams) -> Subject:
     from secondguess.api import check_request, encode, load
     from secondguess.certify import subject_of
 
-    llm = load(
-        model,
-        drafter,
-        verifier=verifier,
-        controller=controller,
-        dtype="auto" if dtype is None else dtype,
-        device="auto" if device is None else device,
-    )
+    llm = load(**settings)
     ids = encode(llm.target, "def quicksort(items):" if prompt is None else prompt)
     check_request(llm.target, llm.verifier, ids, params)
     return subject_of(llm, ids)

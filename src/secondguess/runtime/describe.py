@@ -11,6 +11,7 @@ import torch
 from secondguess.runtime.families import FAMILIES, can_fuse
 from secondguess.runtime.loading import (
     check_loadable,
+    check_quantization,
     find_checkpoint,
     memory_need,
     pick_device,
@@ -73,11 +74,21 @@ class ModelDescription:
     available_bytes: int | None
 
 
-def describe_model(name: str, *, dtype: str = "auto", device: str = "auto") -> ModelDescription:
+def describe_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantize: str | None = None,
+    drafts: bool = False,
+) -> ModelDescription:
     """Describe a model by its configuration, its tokenizer and the headers of its weights.
 
+    Args:
+        name, dtype, device, quantize, drafts: as in `load_runtime`.
+
     Raises:
-        BadInputError: a dtype or a device that does not exist here.
+        BadInputError: a dtype, a device or a quantization that does not exist here.
         CheckpointError: a checkpoint that is missing, broken or of the wrong kind.
         UnsupportedModelError: a model that cannot be decoded speculatively.
     """
@@ -90,7 +101,16 @@ def describe_model(name: str, *, dtype: str = "auto", device: str = "auto") -> M
     check_supported(model)
     text = config.get_text_config()
     context = context_length_of(text)
-    need = memory_need(name, dtype=dtype, device=device, num_cached_tokens=context or WITHOUT_LIMIT)
+    number = pick_dtype(dtype, place)
+    check_quantization(quantize, by_kernels=obstacle_to_kernels(config, number, place) is None)
+    need = memory_need(
+        name,
+        dtype=dtype,
+        device=device,
+        quantize=quantize,
+        num_cached_tokens=context or WITHOUT_LIMIT,
+        drafts=drafts,
+    )
     attention = _attention_of(text)
     return ModelDescription(
         name=name,
@@ -107,9 +127,9 @@ def describe_model(name: str, *, dtype: str = "auto", device: str = "auto") -> M
         context_length=context,
         attention=attention,
         sliding_window=_window_of(text) if "sliding_attention" in attention else None,
-        dtype=str(pick_dtype(dtype, place)).removeprefix("torch."),
+        dtype=str(number).removeprefix("torch."),
         device=str(place),
-        **_runtime_of(config, pick_dtype(dtype, place), place),
+        **_runtime_of(config, number, place),
         weights_bytes=need.weights,
         cache_bytes=need.cache,
         available_bytes=available_memory(place),

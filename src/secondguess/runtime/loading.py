@@ -248,19 +248,29 @@ def borrow_model(model: Any, hidden_layers: Sequence[int] = ()) -> Iterator[Load
 def check_vocabularies(target: LoadedModel, drafter: LoadedModel) -> None:
     """Require that a token id means the same to both models.
 
+    Raises:
+        CheckpointError: two tokenizers.
+    """
+    own, other = (model.tokenizer or read_tokenizer(model.path) for model in (target, drafter))
+    check_tokenizers(target.name, own, drafter.name, other)
+
+
+def check_tokenizers(target: str, own: Any, drafter: str, other: Any) -> None:
+    """Require that the tokenizers of a target and of a drafter, both by name, give a token the same id.
+
     Padding of the vocabulary (Qwen2.5: 151936 rows in small models, 152064 in large ones, one tokenizer) and
     tokens that were added to one of them do not matter.
 
     Raises:
         CheckpointError: two tokenizers.
     """
-    own, other = (_vocabulary(model.tokenizer or read_tokenizer(model.path)) for model in (target, drafter))
-    if own == other:
+    known, guessed = _vocabulary(own), _vocabulary(other)
+    if known == guessed:
         return
-    differing = next(iter(sorted(own.items() ^ other.items(), key=lambda item: item[1])))
+    differing = next(iter(sorted(known.items() ^ guessed.items(), key=lambda item: item[1])))
     raise CheckpointError(
-        f"expected a drafter that shares the target's tokenizer, got vocabularies of {len(other)} tokens "
-        f"({drafter.name}) and {len(own)} tokens ({target.name}) that differ, first at token {differing[1]}; "
+        f"expected a drafter that shares the target's tokenizer, got vocabularies of {len(guessed)} tokens "
+        f"({drafter}) and {len(known)} tokens ({target}) that differ, first at token {differing[1]}; "
         "choose a drafter of the same model family"
     )
 

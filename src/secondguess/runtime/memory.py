@@ -116,6 +116,12 @@ def available_memory(device: torch.device) -> int | None:
     return None
 
 
+def peak_of(needs: Iterable[MemoryNeed]) -> int:
+    """Bytes that models take together at most, while they are loaded one after the other."""
+    needs = list(needs)
+    return sum(need.total for need in needs) + max((need.excess for need in needs), default=0)
+
+
 def check_memory(needs: Iterable[MemoryNeed], device: torch.device) -> None:
     """Refuse models that do not fit together.
 
@@ -124,8 +130,7 @@ def check_memory(needs: Iterable[MemoryNeed], device: torch.device) -> None:
     """
     needs = list(needs)
     available = available_memory(device)
-    # One model is loaded after the other.
-    total = sum(need.total for need in needs) + max((need.excess for need in needs), default=0)
+    total = peak_of(needs)
     if available is None or total <= available:
         return
     parts = ", ".join(

@@ -1,0 +1,216 @@
+"""What is recommended, and the contract of an engine that it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from secondguess.api import default_drafter
+from secondguess.builtin import builtin_paths
+from secondguess.configuration import LoadSettings, Tuned
+from secondguess.controllers.base import MAX_DRAFT_LENGTH
+from secondguess.controllers.fixed import FixedController, FixedOptions
+from secondguess.errors import BadInputError
+from secondguess.names import parse_name
+from secondguess.pairing import NamedDrafter, understand_drafter
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A target and what to draft for it, in words that every engine understands.
+
+    Args:
+        model: a directory or a model's name; never `builtin`, which no other engine knows.
+        drafter: who guesses; kind `none` for plain decoding.
+        draft_length: tokens to draft in every round; 0 with `none`.
+        dtype: what computes; None where it is the engine's choice.
+        quantize, drafter_quantize: `int8`, or None.
+        notes: what a reader should know of where the numbers come from.
+    """
+
+    model: str
+    drafter: NamedDrafter
+    draft_length: int
+    dtype: str | None = None
+    quantize: str | None = None
+    drafter_quantize: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        low = 0 if self.drafter.kind == "none" else 1
+        high = MAX_DRAFT_LENGTH if low else 0
+        if not low <= self.draft_length <= high:
+            raise BadInputError(
+                f"expected a draft length from {low} to {high} for the drafter {self.drafter.name}, "
+                f"got {self.draft_length}"
+            )
+        for name in (self.model, self.drafter.draft_model or ""):
+            # They end up in comments and command lines.
+            if not name.isprintable():
+                raise BadInputError(f"expected a model's name or path in printable characters, got {name!r}")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What to give to the engine, and what to know about it.
+
+    Args:
+        text: a command line, a file or a script; whatever is not for the engine is a comment.
+        notes: what the engine does otherwise than we do, one sentence each.
+    """
+
+    text: str
+    notes: tuple[str, ...]
+
+
+Writer = Callable[[Recommendation], str]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that a recommendation can be told to.
+
+    Args:
+        title: its name in prose.
+        writers: by kind of drafter, what writes the configuration. A kind that is not here is refused.
+        options: by kind of drafter, its options that the engine knows too.
+        dtypes: those that the engine has.
+        notes: what it does otherwise, always.
+        notes_on: what it does otherwise, by kind of drafter.
+        int8: what to do there for weights in 8 bits; empty where the configuration says it all.
+        longest_draft: most tokens of a draft.
+    """
+
+    title: str
+    writers: Mapping[str, Writer]
+    dtypes: tuple[str, ...]
+    notes: tuple[str, ...]
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    int8: str = ""
+    longest_draft: int = MAX_DRAFT_LENGTH
+
+    def export(self, recommendation: Recommendation) -> Exported:
+        """The recommendation in this engine's words.
+
+        Raises:
+            BadInputError: the engine has no counterpart of something that cannot be left out.
+        """
+        drafter = recommendation.drafter
+        if drafter.kind not in self.writers:
+            raise BadInputError(
+                f"expected a drafter that {self.title} has ({', '.join(self.writers)}), got {drafter.name}; "
+                "choose one of these with --drafter"
+            )
+        if recommendation.draft_length > self.longest_draft:
+            raise BadInputError(
+                f"expected a draft length of at most {self.longest_draft} for {self.title}, "
+                f"got {recommendation.draft_length}; give --draft-length"
+            )
+        if recommendation.dtype is not None and recommendation.dtype not in self.dtypes:
+            raise BadInputError(
+                f"expected a dtype that {self.title} has ({', '.join(self.dtypes)}), got {recommendation.dtype}; "
+                "choose one of these with --dtype"
+            )
+        text = self.writers[drafter.kind](recommendation)
+        return Exported(text, (*recommendation.notes, *self._notes(recommendation)))
+
+    def _notes(self, recommendation: Recommendation) -> list[str]:
+        drafter = recommendation.drafter
+        known = self.options.get(drafter.kind, ())
+        notes = [
+            f"{self.title} has nothing like {key}={value} of the drafter {drafter.kind}: left out"
+            for key, value in drafter.given.items()
+            if key not in known
+        ]
+        if self.int8:
+            for whose, quantize in (
+                ("target", recommendation.quantize),
+                ("draft model", recommendation.drafter_quantize),
+            ):
+                if quantize is not None:
+                    notes.append(f"{quantize} of the {whose} is left out: {self.int8}")
+        on_speculation = self.notes if drafter.kind != "none" else ()
+        return [*notes, *self.notes_on.get(drafter.kind, ()), *on_speculation]
+
+
+def recommend(
+    settings: LoadSettings, tuned: Tuned | None = None, draft_length: int | None = None
+) -> Recommendation:
+    """Make a recommendation of what `load` would be called with.
+
+    Args:
+        settings: the team; names are checked as far as they are exported.
+        tuned: what was measured with it.
+        draft_length: the constant draft length. Without it: that of a controller `fixed:K`, else the best one that
+            was measured, else the default of `fixed`.
+
+    Raises:
+        BadInputError: a drafter or a draft length that does not exist, or an option that nothing would read.
+    """
+    name = settings.drafter or default_drafter(settings.model)
+    drafter = understand_drafter(name)
+    if settings.drafter_quantize is not None and drafter.draft_model is None:
+        raise BadInputError(
+            f"expected a drafter with a model for drafter_quantize={settings.drafter_quantize!r}, got {name}; "
+            "leave it out"
+        )
+    length, notes = _draft_length(settings, tuned or Tuned(), draft_length, drafter)
+    notes += _stays_here(settings)
+    if length == 0 and drafter.kind != "none":
+        notes.insert(0, f"a draft length of 0 is plain decoding: no {drafter.kind} drafter is asked for")
+        drafter = NamedDrafter("none", "none")
+    if drafter.draft_model is not None:
+        drafter = NamedDrafter(name, drafter.kind, _real(drafter.draft_model), given=drafter.given)
+    return Recommendation(
+        model=_real(settings.model),
+        drafter=drafter,
+        draft_length=length,
+        dtype=None if settings.dtype == "auto" else settings.dtype,
+        quantize=settings.quantize,
+        drafter_quantize=settings.drafter_quantize if drafter.draft_model is not None else None,
+        notes=tuple(notes),
+    )
+
+
+def _draft_length(
+    settings: LoadSettings, tuned: Tuned, asked: int | None, drafter: NamedDrafter
+) -> tuple[int, list[str]]:
+    """The length, and where it comes from."""
+    if asked is not None:
+        return asked, []
+    if drafter.kind == "none":
+        return 0, []
+    controller = settings.controller or ""
+    if controller.partition(":")[0] == "fixed":
+        return FixedController.build(parse_name(controller, "controller", ["fixed"])).options.length, []
+    if tuned.draft_length is not None:
+        where = f" on {tuned.processor}" if tuned.processor else ""
+        return tuned.draft_length, [
+            f"draft length {tuned.draft_length} was the best constant one for secondguess{where}; "
+            "other engines draft and verify at other costs, so try its neighbours"
+        ]
+    length = FixedOptions().length
+    return length, [
+        f"draft length {length} is a default, nothing was measured: `secondguess tune` measures, "
+        "--draft-length says it"
+    ]
+
+
+def _stays_here(settings: LoadSettings) -> list[str]:
+    """What was asked for and cannot be exported, because every engine has a way of its own."""
+    values = {name: getattr(settings, name) for name in ("verifier", "controller", "device", "runtime")}
+    asked = [
+        f"{name} {value}"
+        for name, value in values.items()
+        if value not in (None, "auto") and not (name == "controller" and value.startswith("fixed"))
+    ]
+    return [f"left out, because each engine has its own: {', '.join(asked)}"] if asked else []
+
+
+def _real(model: str) -> str:
+    """The directory of a model in the box, which other engines do not know by name."""
+    target, drafter = ("builtin", "builtin-draft")
+    if model in (target, drafter):
+        return str(builtin_paths()[model == drafter])
+    return model

@@ -1,0 +1,66 @@
+"""SGLang (names of 0.5.23): one option per setting.
+
+What is a draft of K tokens here is one of K + 1 there: it counts the pending one.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from secondguess.export.base import Engine, Recommendation
+
+
+def _plain(recommendation: Recommendation) -> str:
+    return _launch(recommendation, [])
+
+
+def _standalone(recommendation: Recommendation) -> str:
+    assert recommendation.drafter.draft_model is not None
+    length = recommendation.draft_length
+    return _launch(
+        recommendation,
+        [
+            *("--speculative-algorithm", "STANDALONE"),
+            *("--speculative-draft-model-path", recommendation.drafter.draft_model),
+            *("--speculative-num-steps", str(length)),
+            # A chain. A tree needs more, and its overlap scheduler switched off.
+            *("--speculative-eagle-topk", "1"),
+            *("--speculative-num-draft-tokens", str(length + 1)),
+        ],
+    )
+
+
+def _ngram(recommendation: Recommendation) -> str:
+    length = str(recommendation.draft_length + 1)
+    return _launch(
+        recommendation, ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", length]
+    )
+
+
+def _launch(recommendation: Recommendation, speculation: list[str]) -> str:
+    command = ["python", "-m", "sglang.launch_server", "--model-path", recommendation.model]
+    if recommendation.dtype is not None:
+        command += ["--dtype", recommendation.dtype]
+    return shlex.join([*command, *speculation]) + "\n"
+
+
+_LOOKED_UP = (
+    "SGLang's NGRAM looks up a tree of past text, that of other requests included, and needs CUDA; "
+    "how long a match must be is its own choice"
+)
+
+SGLANG = Engine(
+    title="SGLang",
+    writers={"none": _plain, "model": _standalone, "ngram": _ngram, "suffix": _ngram},
+    dtypes=("float32", "bfloat16", "float16"),
+    int8="SGLang rounds no weights to 8 bits in our way; give it a checkpoint that is quantised",
+    notes=(
+        "the law of sampled text is not promised: SGLang samples the target alone unless "
+        "--speculative-use-rejection-sampling is added (chains only)",
+        "with speculation on, SGLang lowers --max-running-requests to 48 unless it is given",
+    ),
+    notes_on={
+        "ngram": (_LOOKED_UP,),
+        "suffix": ("SGLang has no suffix drafter: NGRAM is the nearest it has", _LOOKED_UP),
+    },
+)

@@ -1,0 +1,73 @@
+"""vLLM (names of 0.33): `vllm serve` with one JSON object for everything about speculation."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from secondguess.export.base import Engine, Recommendation
+
+
+def _plain(recommendation: Recommendation) -> str:
+    return _serve(recommendation)
+
+
+def _draft_model(recommendation: Recommendation) -> str:
+    return _serve(recommendation, method="draft_model", model=recommendation.drafter.draft_model)
+
+
+def _ngram(recommendation: Recommendation) -> str:
+    options = recommendation.drafter.options
+    return _serve(
+        recommendation,
+        method="ngram",
+        prompt_lookup_max=options["max"],
+        prompt_lookup_min=options["min"],
+    )
+
+
+def _suffix(recommendation: Recommendation) -> str:
+    options = recommendation.drafter.options
+    return _serve(
+        recommendation,
+        method="suffix",
+        suffix_decoding_max_spec_factor=options["factor"],
+        suffix_decoding_min_token_prob=options["threshold"],
+    )
+
+
+def _serve(recommendation: Recommendation, **speculation: object) -> str:
+    command = ["vllm", "serve", recommendation.model]
+    if recommendation.dtype is not None:
+        command += ["--dtype", recommendation.dtype]
+    if speculation:
+        speculation["num_speculative_tokens"] = recommendation.draft_length
+        command += ["--speculative-config", json.dumps(speculation, ensure_ascii=False)]
+    return shlex.join(command) + "\n"
+
+
+VLLM = Engine(
+    title="vLLM",
+    writers={"none": _plain, "model": _draft_model, "ngram": _ngram, "suffix": _suffix},
+    options={"ngram": ("max", "min"), "suffix": ("factor", "threshold")},
+    dtypes=("float32", "bfloat16", "float16"),
+    int8="vLLM rounds no weights to 8 bits in our way; give it a checkpoint that is quantised",
+    longest_draft=32,
+    notes=(
+        "vLLM calls itself lossless up to numerics: greedy text may change with drafting in half precision, and a seed "
+        "gives another text with drafts than without",
+        "it drafts this many tokens at any load; num_speculative_tokens_per_batch_size in the same JSON can make that "
+        "fewer for large batches",
+    ),
+    notes_on={
+        "model": (
+            "vLLM's drafts are greedy at any temperature, which is lossless and accepts less; for sampled text add "
+            '"draft_sample_method": "probabilistic" (it takes memory for the laws) and, for block verification, '
+            '"rejection_sample_method": "block"',
+        ),
+        "suffix": (
+            "suffix needs `pip install arctic-inference` with vLLM's first model runner; matches there also reach "
+            "into the outputs of earlier requests",
+        ),
+    },
+)

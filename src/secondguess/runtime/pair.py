@@ -1,0 +1,154 @@
+"""Do a target and its drafter fit, together and into memory? Answered without reading any weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from secondguess.errors import BadInputError
+from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.describe import WITHOUT_LIMIT, ModelDescription
+from secondguess.runtime.loading import check_tokenizers, memory_need, read_tokenizer
+from secondguess.runtime.memory import MemoryNeed, available_memory, peak_of
+
+INT8 = "int8"
+MAX_ROWS = 100_000
+MAX_CONTEXT = 100_000_000
+"""For a model that names no limit."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a model is loaded with and how much of it is asked at once.
+
+    Args:
+        dtype, device: as in `load_runtime`.
+        rows: sequences in flight.
+        context: tokens of each of them.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    rows: int = 1
+    context: int = WITHOUT_LIMIT
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rows <= MAX_ROWS:
+            raise BadInputError(f"expected rows from 1 to {MAX_ROWS}, got {self.rows}")
+        if not 1 <= self.context <= MAX_CONTEXT:
+            raise BadInputError(f"expected a context from 1 to {MAX_CONTEXT} tokens, got {self.context}")
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a team takes with all its rows filled.
+
+    Args:
+        load: for how many rows of how many tokens.
+        target, drafter: weights and caches; no drafter where it has no model.
+        int8: by `target` and `drafter`, the weights if they were kept in 8 bits.
+        total_bytes: all of it, and what loading takes beyond that for a while.
+        available_bytes: None when the system does not say.
+    """
+
+    load: Load
+    target: MemoryNeed
+    drafter: MemoryNeed | None
+    int8: dict[str, int]
+    total_bytes: int
+    available_bytes: int | None
+
+    @property
+    def missing_bytes(self) -> int | None:
+        """What there is too little; 0 where all of it fits, None when nobody knows."""
+        return None if self.available_bytes is None else max(0, self.total_bytes - self.available_bytes)
+
+    def as_dict(self) -> dict[str, object]:
+        missing = self.missing_bytes
+        return {
+            "rows": self.load.rows,
+            "context": self.load.context,
+            "target": _as_dict(self.target),
+            "drafter": None if self.drafter is None else _as_dict(self.drafter),
+            "total_bytes": self.total_bytes,
+            "available_bytes": self.available_bytes,
+            "fits": None if missing is None else missing == 0,
+            "int8_weights_bytes": self.int8,
+        }
+
+
+def plan_load(target: ModelDescription, *, rows: int | None, context: int | None) -> Load:
+    """How much to reckon with: one row, and as many tokens as `load` makes sure of, unless told otherwise.
+
+    Raises:
+        BadInputError: a number that is absurd, or more tokens than the model has positions.
+    """
+    limit = _positions(target)
+    if context is not None and context > limit:
+        raise BadInputError(f"expected a context of at most {limit} tokens (the model's), got {context}")
+    tokens = min(WITHOUT_LIMIT, limit) if context is None else context
+    return Load(target.dtype, target.device, 1 if rows is None else rows, tokens)
+
+
+def plan_memory(
+    load: Load,
+    target: ModelDescription,
+    drafter: ModelDescription | None,
+    *,
+    quantize: str | None = None,
+    drafter_quantize: str | None = None,
+) -> MemoryPlan:
+    """What weights and caches will take, with caches as large as they are really allocated."""
+    need = _need(load, target, quantize, drafts=False)
+    int8 = {"target": _need(load, target, INT8, drafts=False).weights}
+    guessing = None
+    if drafter is not None:
+        guessing = _need(load, drafter, drafter_quantize, drafts=True)
+        int8["drafter"] = _need(load, drafter, INT8, drafts=True).weights
+    needs = [need] if guessing is None else [need, guessing]
+    available = available_memory(torch.device(load.device))
+    return MemoryPlan(load, need, guessing, int8, peak_of(needs), available)
+
+
+def remarks_on(target: ModelDescription, drafter: ModelDescription) -> list[str]:
+    """What may differ between a target and a draft model, and does.
+
+    Raises:
+        CheckpointError: what may not: two tokenizers.
+    """
+    check_tokenizers(target.name, read_tokenizer(target.path), drafter.name, read_tokenizer(drafter.path))
+    remarks = []
+    if drafter.vocab_size != target.vocab_size:
+        remarks.append(
+            f"vocabularies of {drafter.vocab_size:,} and {target.vocab_size:,} with one tokenizer: the rest is padding"
+        )
+    if _positions(drafter) < _positions(target):
+        remarks.append(
+            f"a row that outgrows the draft model's {_positions(drafter):,} tokens goes on without drafts"
+        )
+    if drafter.num_parameters >= target.num_parameters:
+        remarks.append("the draft model is not smaller than the target: it costs more than it can save")
+    return remarks
+
+
+def _positions(model: ModelDescription) -> int:
+    return model.context_length or MAX_CONTEXT
+
+
+def _need(load: Load, model: ModelDescription, quantize: str | None, drafts: bool) -> MemoryNeed:
+    # A draft model caches nothing of a row that has outgrown it.
+    tokens = min(load.context, _positions(model))
+    cached = KeyValueCache(torch.device("cpu")).num_to_allocate(load.rows, tokens)
+    return memory_need(
+        model.name,
+        dtype=load.dtype,
+        device=load.device,
+        quantize=quantize,
+        num_cached_tokens=cached,
+        drafts=drafts,
+    )
+
+
+def _as_dict(need: MemoryNeed) -> dict[str, int]:
+    return {"weights_bytes": need.weights, "cache_bytes": need.cache}

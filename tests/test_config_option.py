@@ -1,0 +1,136 @@
+"""`--config FILE`: its keys reach what runs, options win over them, and a file of another model is refused."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from secondguess.configuration import Configuration, LoadSettings, Tuned
+
+KEYS = {
+    "drafter": "ngram",
+    "verifier": "block",
+    "controller": "fixed:3",
+    "dtype": "float32",
+    "device": "cpu",
+    "quantize": "int8",
+    "drafter_quantize": "int8",
+    "runtime": "fused",
+}
+LOADING = [["generate", "x"], ["verify"]]
+COMMANDS = [*LOADING, ["inspect"], ["export", "--to", "vllm"]]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file and gives its path; arguments are those of `LoadSettings`, and `tuned`."""
+
+    def write_file(model, tuned=None, **settings):
+        path = tmp_path / "secondguess.toml"
+        Configuration(LoadSettings(str(model), **settings), tuned or Tuned()).write(path)
+        return path
+
+    return write_file
+
+
+@pytest.fixture
+def loaded(secondguess_command, monkeypatch):
+    """Runs a command and gives what it called `load` with."""
+
+    class EnoughError(Exception):
+        pass
+
+    def run(*arguments):
+        seen = {}
+
+        def load(**settings):
+            seen.update(settings)
+            raise EnoughError
+
+        monkeypatch.setattr("secondguess.api.load", load)
+        done = secondguess_command(*arguments)
+        assert "EnoughError" in done.err, done
+        return seen
+
+    return run
+
+
+@pytest.mark.parametrize("command", LOADING, ids=lambda command: command[0])
+def test_every_key_reaches_load(loaded, write, command):
+    assert loaded(*command, "--config", write("somewhere", **KEYS)) == {"model": "somewhere", **KEYS}
+
+
+def test_a_key_that_is_absent_leaves_the_default_of_the_option(loaded, write):
+    with_file = loaded("generate", "x", "--config", write("somewhere", dtype="float32"))
+    without = loaded("generate", "x", "--model", "somewhere", "--dtype", "float32")
+    assert with_file == without
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_an_option_wins_over_the_file(loaded, write, name):
+    option = f"--{name.replace('_', '-')}"
+    # Given, although it may be what the option would have been anyway.
+    settings = loaded("generate", "x", "--config", write("somewhere", **KEYS), option, "auto")
+    assert settings[name] == "auto"
+
+
+def test_what_was_chosen_for_the_drafter_goes_with_it(secondguess_command, loaded, write):
+    path = write("somewhere", **KEYS)
+    settings = loaded("generate", "x", "--config", path, "--drafter", "suffix")
+    assert settings.keys() == {"model", *KEYS} - {"controller", "drafter_quantize"}
+    same = loaded("generate", "x", "--config", path, "--drafter", "ngram")
+    assert same == {"model": "somewhere", **KEYS}
+    own = loaded("generate", "x", "--config", path, "--drafter", "suffix", "--controller", "fixed:9")
+    assert own["controller"] == "fixed:9"
+    assert "drafter_quantize" not in own
+
+
+def test_it_is_told_that_something_went_with_the_drafter(secondguess_command, write, tiny_checkpoint):
+    path = write(tiny_checkpoint, drafter="ngram", controller="fixed:3")
+    done = secondguess_command("generate", "x", "--max-tokens", 2, "--config", path, "--drafter", "none")
+    assert done.code == 0
+    assert "not using its controller: of ngram, not of none" in done.err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_file_of_another_model_is_refused(secondguess_command, write, command):
+    model = ["org/other"] if command == ["inspect"] else ["--model", "org/other"]
+    done = secondguess_command(*command, *model, "--config", write("org/one"))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    for words in ("org/one", "org/other", "give no --model", "tune"):
+        assert words in done.err
+
+
+def test_the_model_of_the_file_may_be_named_again(loaded, write, tiny_checkpoint):
+    path = write(tiny_checkpoint)
+    assert loaded("generate", "x", "--config", path, "--model", f"{tiny_checkpoint}/")["model"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_file_of_other_weights_is_refused(secondguess_command, write, command, tiny_checkpoint, tmp_path):
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    done = secondguess_command(*command, "--config", write(model, Tuned(model_sha256="0" * 64)))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    for words in (str(model), "weights", "tune again"):
+        assert words in done.err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("content", [None, b"\xff", b"schema = ", b"schema = 1\n[load]\nmodle = 'x'"])
+def test_a_file_that_is_none_is_one_clear_line(secondguess_command, tmp_path, command, content):
+    path = tmp_path / "tuned.toml"
+    if content is not None:
+        path.write_bytes(content)
+    done = secondguess_command(*command, "--config", path)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("secondguess: error: ")
+    assert "tuned.toml" in done.err
+
+
+def test_verify_certifies_the_model_of_the_file(secondguess_command, write, tiny_checkpoint):
+    path = write(tiny_checkpoint, drafter="ngram", dtype="float32")
+    options = ["--samples", 1000, "--max-tokens", 2, "--limit", 0.9, "--prompt", "x", "--json"]
+    (record,) = secondguess_command("verify", "--config", path, *options).records
+    assert record["model"] == str(tiny_checkpoint)
+    assert record["drafter"].startswith("ngram")

@@ -1,0 +1,502 @@
+"""What `export` prints is read back and held against each engine's own names, types and combinations.
+
+The schemas are ours, written from the engines' documentation and sources (see `docs/tuning.md` for the versions).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+
+import pytest
+
+from secondguess.builtin import builtin_paths
+from secondguess.configuration import Configuration, LoadSettings, Tuned
+from secondguess.errors import BadInputError
+from secondguess.export import ENGINES, export
+from secondguess.export.base import Recommendation, recommend
+from secondguess.pairing import NamedDrafter, understand_drafter
+
+yaml = pytest.importorskip("yaml")  # comes with Transformers
+
+TARGET, DRAFTER = map(str, builtin_paths())
+NAMES = {
+    "none": "none",
+    "model": "model:builtin-draft",
+    "ngram": "ngram,max=6,min=3",
+    "suffix": "suffix,factor=2,threshold=0.25",
+}
+LENGTH = 4
+
+
+def exported(engine, drafter, length=LENGTH, **settings):
+    settings = LoadSettings("builtin", drafter=NAMES.get(drafter, drafter), **settings)
+    return export(recommend(settings, draft_length=None if drafter == "none" else length), engine)
+
+
+# one schema per engine: each returns what it understood, in our words
+
+
+def flags(words, known):
+    """`--flag value` pairs, each once, with values of the known types."""
+    names = words[::2]
+    assert len(words) % 2 == 0
+    assert len(set(names)) == len(names)
+    assert set(names) <= known.keys(), set(names) - known.keys()
+    return {name: known[name](value) for name, value in zip(names, words[1::2], strict=True)}
+
+
+def one_of(*values):
+    def check(value):
+        assert value in values, value
+        return value
+
+    return check
+
+
+GPU_DTYPES = one_of("auto", "float32", "bfloat16", "float16")
+
+
+def read_vllm(text):
+    (line,) = text.splitlines()
+    words = shlex.split(line)
+    assert words[:2] == ["vllm", "serve"]
+    found = flags(words[3:], {"--dtype": GPU_DTYPES, "--speculative-config": json.loads})
+    speculation = found.get("--speculative-config")
+    if speculation is None:
+        return {"model": words[2], "kind": "none"}
+    keys = {
+        "draft_model": {"model": str},
+        "ngram": {"prompt_lookup_max": int, "prompt_lookup_min": int},
+        "suffix": {
+            "suffix_decoding_max_tree_depth": int,
+            "suffix_decoding_max_cached_requests": int,
+            "suffix_decoding_max_spec_factor": float,
+            "suffix_decoding_min_token_prob": float,
+        },
+    }[speculation["method"]] | {"method": str, "num_speculative_tokens": int}
+    assert set(speculation) <= set(keys)
+    for key, value in speculation.items():
+        assert type(value) is keys[key], key
+    assert 1 <= speculation["num_speculative_tokens"] <= 32
+    if speculation["method"] == "ngram":
+        assert 1 <= speculation["prompt_lookup_min"] <= speculation["prompt_lookup_max"]
+    return {
+        "model": words[2],
+        "kind": {"draft_model": "model"}.get(speculation["method"], speculation["method"]),
+        "draft_model": speculation.get("model"),
+        "length": speculation["num_speculative_tokens"],
+        "options": speculation,
+    }
+
+
+def read_sglang(text):
+    (line,) = text.splitlines()
+    words = shlex.split(line)
+    assert words[:3] == ["python", "-m", "sglang.launch_server"]
+    known = {
+        "--model-path": str,
+        "--dtype": GPU_DTYPES,
+        "--speculative-algorithm": one_of("STANDALONE", "NGRAM"),
+        "--speculative-draft-model-path": str,
+        "--speculative-num-steps": int,
+        "--speculative-eagle-topk": int,
+        "--speculative-num-draft-tokens": int,
+    }
+    found = flags(words[3:], known)
+    model = found.pop("--model-path")
+    found.pop("--dtype", None)
+    algorithm = found.pop("--speculative-algorithm", None)
+    if algorithm is None:
+        assert not found
+        return {"model": model, "kind": "none"}
+    counted = found.pop("--speculative-num-draft-tokens")
+    draft_model = None
+    if algorithm == "STANDALONE":
+        draft_model = found.pop("--speculative-draft-model-path")
+        # With top-k 1 the number of draft tokens is that of steps and the pending token.
+        assert found.pop("--speculative-eagle-topk") == 1
+        assert found.pop("--speculative-num-steps") == counted - 1
+    assert not found
+    return {
+        "model": model,
+        "kind": {"STANDALONE": "model", "NGRAM": "ngram"}[algorithm],
+        "draft_model": draft_model,
+        "length": counted - 1,
+    }
+
+
+def read_llama_cpp(text):
+    *before, line = map(shlex.split, text.splitlines())
+    files = {}
+    for words in before:
+        assert words[:2] == ["python", "convert_hf_to_gguf.py"]
+        outtypes = one_of("f32", "f16", "bf16", "q8_0", "auto")
+        found = flags(words[3:], {"--outfile": str, "--outtype": outtypes})
+        files[found["--outfile"]] = words[2]
+    assert line[0] == "llama-server"
+    types = one_of(
+        "none", "draft-simple", "ngram-cache", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod"
+    )
+    known = {
+        "-m": str,
+        "-md": str,
+        "--spec-type": types,
+        "--spec-draft-n-max": int,
+        "--spec-ngram-simple-size-n": int,
+        "--spec-ngram-simple-size-m": int,
+        "--spec-ngram-simple-min-hits": int,
+    }  # fmt: skip
+    found = flags(line[1:], known)
+    model, draft_model = files.pop(found.pop("-m")), files.pop(found.pop("-md", None), None)
+    assert not files
+    kind = found.pop("--spec-type", "none")
+    length = {"draft-simple": "--spec-draft-n-max", "ngram-simple": "--spec-ngram-simple-size-m"}.get(kind)
+    assert (draft_model is not None) == (kind == "draft-simple")
+    read = {"model": model, "kind": {"draft-simple": "model", "ngram-simple": "ngram"}.get(kind, kind)}
+    if length:
+        read |= {"draft_model": draft_model, "length": found.pop(length)}
+    read["options"] = found
+    assert set(found) <= {"--spec-ngram-simple-size-n"}
+    return read
+
+
+def read_transformers(text):
+    from transformers import GenerationConfig
+
+    tree = ast.parse(text)
+    loads, generate, settings = [], {}, {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            keywords = {each.arg: each.value for each in node.keywords if each.arg}
+            if ast.unparse(node.func) == "AutoModelForCausalLM.from_pretrained":
+                assert set(keywords) == {"dtype"}
+                one_of("auto", "float64", "float32", "bfloat16", "float16")(keywords["dtype"].value)
+                loads.append(node.args[0].value)
+            elif node.func.attr == "generate":
+                generate = {name: ast.unparse(value) for name, value in keywords.items()}
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            assert ast.unparse(node.targets[0].value) == "assistant.generation_config"
+            settings[node.targets[0].attr] = node.value.value
+    known = {"assistant_model", "prompt_lookup_num_tokens", "max_matching_ngram_size", "max_new_tokens"}
+    assert set(generate) <= known
+    assert set(settings) <= {
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+    }
+    # Transformers' own check of values, and that it has these names at all.
+    assert set(settings) <= set(GenerationConfig().__dict__)
+    GenerationConfig(**settings).validate(strict=True)
+    lookup = generate.get("prompt_lookup_num_tokens")
+    if "assistant_model" in generate:
+        assert lookup is None  # it would win, silently
+        return {
+            "model": loads[0],
+            "kind": "model",
+            "draft_model": loads[1],
+            "length": settings["num_assistant_tokens"],
+        }
+    assert len(loads) == 1
+    read = {"model": loads[0], "kind": "ngram" if lookup else "none"}
+    return read | ({"draft_model": None, "length": int(lookup), "options": generate} if lookup else {})
+
+
+def read_tensorrt_llm(text):
+    command = shlex.split(text.splitlines()[0].removeprefix("# "))
+    assert command[0] == "trtllm-serve"
+    assert command[2] == "--config"
+    document = yaml.safe_load(text)
+    assert set(document) <= {"speculative_config", "disable_overlap_scheduler", "dtype"}
+    GPU_DTYPES(document.get("dtype", "auto"))
+    speculation = document.get("speculative_config")
+    if speculation is None:
+        assert "disable_overlap_scheduler" not in document
+        return {"model": command[1], "kind": "none"}
+    keys = {
+        "DraftTarget": {"speculative_model": str},
+        "NGram": {
+            "max_matching_ngram_size": int,
+            "is_keep_all": bool,
+            "is_use_oldest": bool,
+            "is_public_pool": bool,
+        },
+        "SA": {"max_matching_ngram_size": int},
+    }[speculation["decoding_type"]] | {"decoding_type": str, "max_draft_len": int}
+    assert set(speculation) <= set(keys)
+    for key, value in speculation.items():
+        assert type(value) is keys[key], key
+    two_models = speculation["decoding_type"] in ("DraftTarget", "NGram")
+    assert document.get("disable_overlap_scheduler", False) is two_models
+    return {
+        "model": command[1],
+        "kind": {"DraftTarget": "model", "NGram": "ngram", "SA": "suffix"}[speculation["decoding_type"]],
+        "draft_model": speculation.get("speculative_model"),
+        "length": speculation["max_draft_len"],
+        "options": speculation,
+    }
+
+
+READERS = {
+    "vllm": read_vllm,
+    "sglang": read_sglang,
+    "llama.cpp": read_llama_cpp,
+    "transformers": read_transformers,
+    "tensorrt-llm": read_tensorrt_llm,
+}
+WITHOUT_SUFFIX = {"sglang", "llama.cpp", "transformers"}
+
+
+def test_every_engine_has_a_schema():
+    assert READERS.keys() == ENGINES.keys()
+
+
+@pytest.mark.parametrize("drafter", NAMES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_printed_fits_the_engine_and_says_what_was_recommended(engine, drafter):
+    done = exported(engine, drafter)
+    read = READERS[engine](done.text)
+    expected = "ngram" if drafter == "suffix" and engine in WITHOUT_SUFFIX else drafter
+    assert (read["model"], read["kind"]) == (TARGET, expected)
+    if drafter != "none":
+        assert read["length"] == LENGTH
+        assert read["draft_model"] == (DRAFTER if drafter == "model" else None)
+    assert all(note.isprintable() and not note.endswith(".") for note in done.notes)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_that_replaces_a_drafter_says_so(engine):
+    said = any("no suffix drafter" in note for note in exported(engine, "suffix").notes)
+    assert said is (engine in WITHOUT_SUFFIX)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_says_what_it_does_otherwise(engine):
+    notes = " ".join(exported(engine, "model").notes)
+    assert re.search("law|lossless|greedy text", notes)
+    # Plain decoding is the same everywhere.
+    assert exported(engine, "none").notes == ()
+
+
+def test_options_that_an_engine_knows_too_are_handed_on():
+    vllm = read_vllm(exported("vllm", "ngram").text)["options"]
+    assert (vllm["prompt_lookup_max"], vllm["prompt_lookup_min"]) == (6, 3)
+    vllm = read_vllm(exported("vllm", "suffix").text)["options"]
+    assert (vllm["suffix_decoding_max_spec_factor"], vllm["suffix_decoding_min_token_prob"]) == (2.0, 0.25)
+    assert read_llama_cpp(exported("llama.cpp", "ngram").text)["options"] == {"--spec-ngram-simple-size-n": 6}
+    assert (
+        read_transformers(exported("transformers", "ngram").text)["options"]["max_matching_ngram_size"] == "6"
+    )
+    trt = read_tensorrt_llm(exported("tensorrt-llm", "ngram").text)["options"]
+    assert trt["max_matching_ngram_size"] == 6
+    # Ours copies the latest match of the same text.
+    assert (trt["is_use_oldest"], trt["is_public_pool"]) == (False, False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_options_that_an_engine_lacks_are_named(engine, drafter):
+    done = exported(engine, drafter)
+    given = understand_drafter(NAMES[drafter]).given
+    named = {key for key in given if any(f"{key}={given[key]}" in note for note in done.notes)}
+    known = {("vllm", "ngram"): {"max", "min"}, ("vllm", "suffix"): {"factor", "threshold"}}
+    some = {"max"} if drafter == "ngram" and engine != "sglang" else set()
+    assert set(given) - named == known.get((engine, drafter), some)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dtype_and_quantization_are_used_or_named(engine):
+    plain = exported(engine, "model")
+    done = exported(engine, "model", dtype="float16", quantize="int8", drafter_quantize="int8")
+    READERS[engine](done.text)
+    assert done.text != plain.text
+    left_out = [note for note in done.notes if note.startswith("int8 of the ")]
+    if engine == "llama.cpp":
+        assert done.text.count("q8_0") == 2
+    else:
+        assert [note.split(" is ")[0] for note in left_out] == [
+            "int8 of the target",
+            "int8 of the draft model",
+        ]
+    with pytest.raises(BadInputError, match=r"dtype that .* float8; choose"):
+        exported(engine, "model", dtype="float8")
+
+
+def test_the_script_for_transformers_runs(tiny_checkpoint, tiny_draft_checkpoint, capsys):
+    for drafter in ("none", f"model:{tiny_draft_checkpoint}", "ngram", "suffix"):
+        settings = LoadSettings(str(tiny_checkpoint), drafter=drafter, dtype="float32")
+        exec(export(recommend(settings), "transformers").text, {})
+    texts = capsys.readouterr().out.split("def quicksort(items):")[1:]
+    assert len(texts) == 4
+    assert len(set(texts)) == 1
+
+
+def test_the_script_drafts_as_many_tokens_as_it_says(tiny_checkpoint, tiny_draft_checkpoint, capsys):
+    from transformers.generation import candidate_generator
+
+    seen = []
+
+    def count(generator, input_ids, *_, **__):
+        found = candidate_generator.AssistedCandidateGenerator.__wrapped__(generator, input_ids)
+        seen.append(found[0].shape[1] - input_ids.shape[1])
+        return found
+
+    original = candidate_generator.AssistedCandidateGenerator.get_candidates
+    settings = LoadSettings(str(tiny_checkpoint), drafter=f"model:{tiny_draft_checkpoint}", dtype="float32")
+    with pytest.MonkeyPatch.context() as patch:
+        generator = candidate_generator.AssistedCandidateGenerator
+        patch.setattr(generator, "__wrapped__", original, raising=False)
+        patch.setattr(generator, "get_candidates", count)
+        exec(export(recommend(settings, draft_length=3), "transformers").text, {})
+    # Near the end of its length a draft is shorter.
+    assert set(seen[:10]) == {3}
+
+
+def test_a_model_of_the_hub_is_fetched_before_it_is_converted():
+    settings = LoadSettings("org/model", drafter="none")
+    fetch, convert, serve = export(recommend(settings), "llama.cpp").text.splitlines()
+    assert fetch == "hf download org/model --local-dir target"
+    assert convert.startswith("python convert_hf_to_gguf.py target --outfile target.gguf")
+    assert serve == "llama-server -m target.gguf"
+
+
+AWKWARD = 'a model\'s "name" with $spaces; # and ünïcode'
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_awkward_paths_are_quoted(engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / AWKWARD).mkdir()
+    settings = LoadSettings(AWKWARD, drafter=f"model:{AWKWARD}")
+    read = READERS[engine](export(recommend(settings, draft_length=2), engine).text)
+    assert (read["model"], read["draft_model"]) == (AWKWARD, AWKWARD)
+
+
+def test_a_path_that_could_write_lines_of_its_own_is_refused():
+    with pytest.raises(BadInputError, match="printable"):
+        recommend(LoadSettings("a\nspeculative_config: {}"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_drafter_that_an_engine_lacks_is_refused(engine):
+    with pytest.raises(BadInputError, match=r"drafter that .* has \(none, model.*, got oracle:3; choose"):
+        export(Recommendation("m", NamedDrafter("oracle:3", "oracle"), 3), engine)
+
+
+def test_an_engine_that_does_not_exist():
+    with pytest.raises(BadInputError, match=r"vllm, sglang, llama\.cpp.*'triton'"):
+        export(recommend(LoadSettings("m", drafter="none")), "triton")
+
+
+# where the draft length comes from
+
+
+@pytest.mark.parametrize(
+    ("settings", "tuned", "asked", "length"),
+    [
+        ({}, {}, None, 5),
+        ({}, {"draft_length": 7}, None, 7),
+        ({"controller": "cost"}, {"draft_length": 7}, None, 7),
+        ({"controller": "fixed:3"}, {"draft_length": 7}, None, 3),
+        ({"controller": "fixed"}, {"draft_length": 7}, None, 5),
+        ({"controller": "fixed:3"}, {"draft_length": 7}, 2, 2),
+        ({"drafter": "none"}, {"draft_length": 7}, None, 0),
+    ],
+)
+def test_the_draft_length_is_asked_for_fixed_measured_or_a_default(settings, tuned, asked, length):
+    done = recommend(LoadSettings("m", **{"drafter": "ngram"} | settings), Tuned(**tuned), asked)
+    assert done.draft_length == length
+
+
+def test_it_is_told_where_the_length_comes_from():
+    (default,) = recommend(LoadSettings("m")).notes
+    assert "nothing was measured" in default
+    (measured,) = recommend(LoadSettings("m"), Tuned(draft_length=7, processor="Some CPU")).notes
+    assert "best" in measured
+    assert "Some CPU" in measured
+    assert recommend(LoadSettings("m"), draft_length=3).notes == ()
+
+
+def test_where_no_draft_is_best_none_is_asked_for():
+    for settings, tuned in (({}, {"draft_length": 0}), ({"controller": "fixed:0"}, {})):
+        done = recommend(LoadSettings("m", drafter="model:d", **settings), Tuned(**tuned))
+        assert done.drafter.kind == "none"
+        assert "plain decoding" in done.notes[0]
+
+
+def test_what_stays_here_is_named():
+    settings = LoadSettings("m", verifier="block", controller="cost", device="cpu", runtime="native")
+    notes = recommend(settings, Tuned(draft_length=2)).notes
+    assert "verifier block, controller cost, device cpu, runtime native" in notes[-1]
+    quiet = LoadSettings("m", verifier="auto", controller="fixed:2", device="auto")
+    assert recommend(quiet).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "words"),
+    [
+        ({"drafter": "oracle"}, None, "drafter among"),
+        ({"drafter": "model"}, None, "path of a draft model"),
+        ({"drafter": "ngram,max=99"}, None, "between 1 and 32"),
+        ({"drafter": "none"}, 3, "from 0 to 0 for the drafter none, got 3"),
+        ({"drafter": "ngram"}, -1, "from 1 to 64 .* got -1"),
+        ({"drafter": "ngram"}, 65, "from 1 to 64 .* got 65"),
+        ({"drafter": "ngram", "controller": "fixed:99"}, None, "draft length"),
+        ({"drafter": "ngram", "drafter_quantize": "int8"}, None, "drafter with a model"),
+    ],
+)
+def test_recommendations_that_make_no_sense(settings, asked, words):
+    with pytest.raises(BadInputError, match=words):
+        recommend(LoadSettings("m", **settings), draft_length=asked)
+
+
+def test_a_draft_that_is_too_long_for_an_engine():
+    with pytest.raises(BadInputError, match="at most 32 for vLLM, got 40"):
+        exported("vllm", "ngram", length=40)
+    assert read_sglang(exported("sglang", "ngram", length=40).text)["length"] == 40
+
+
+# the command line
+
+
+def test_the_command_prints_the_configuration_and_notes_beside_it(secondguess_command, tmp_path):
+    path = tmp_path / "secondguess.toml"
+    settings = LoadSettings("builtin", drafter="model:builtin-draft", dtype="bfloat16", controller="cost")
+    Configuration(settings, Tuned(draft_length=6)).write(path)
+    done = secondguess_command("export", "--to", "vllm", "--config", path)
+    assert done.code == 0
+    read = read_vllm(done.out)
+    assert (read["kind"], read["length"]) == ("model", 6)
+    assert "--dtype bfloat16" in done.out
+    assert all(line.startswith("note: ") for line in done.err.splitlines())
+    assert "controller cost" in done.err
+
+    (record,) = secondguess_command("export", "--to", "vllm", "--config", path, "--json").records
+    assert record["engine"] == "vllm"
+    assert record["text"] == done.out
+    assert [f"note: {note}" for note in record["notes"]] == done.err.splitlines()
+
+    other = secondguess_command("export", "--to", "vllm", "--config", path, "--drafter", "ngram")
+    assert read_vllm(other.out)["length"] == 5  # what was measured was measured with the other drafter
+    assert "not using its controller, measurements" in other.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--to"]),
+        (["--to", "triton"], ["vllm", "tensorrt-llm", "triton"]),
+        (["--to", "vllm", "--drafter", "oracle"], ["oracle"]),
+        (["--to", "vllm", "--draft-length", "0x"], ["--draft-length"]),
+        (["--to", "vllm", "--draft-length", "99"], ["64", "99"]),
+        (["--to", "vllm", "--config", "nowhere.toml"], ["nowhere.toml"]),
+        (["--to", "llama.cpp", "--dtype", "float64"], ["llama.cpp", "float64"]),
+    ],
+)
+def test_bad_options_of_export(secondguess_command, arguments, words):
+    done = secondguess_command("export", *arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    for word in words:
+        assert word in done.err

@@ -1,0 +1,221 @@
+"""`inspect` answers before anything is loaded: do target and drafter fit, together and into memory?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+
+import pytest
+
+from checkpoints import write_llama
+from secondguess import load
+from secondguess.configuration import Configuration, LoadSettings, Tuned
+from secondguess.core import Row
+from secondguess.errors import BadInputError, OutOfMemoryError
+from secondguess.runtime import loading
+from secondguess.runtime.describe import describe_model
+from secondguess.runtime.memory import check_memory
+from secondguess.runtime.pair import plan_load, plan_memory, remarks_on
+from secondguess.sampling import SamplingParams
+
+FLOAT32 = ["--dtype", "float32", "--device", "cpu"]
+
+
+@pytest.fixture
+def inspected(secondguess_command, monkeypatch):
+    """What `inspect --json` says; reading any weights fails."""
+
+    def refuse(*_, **__):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(loading, "_read_model", refuse)
+
+    def run(*arguments):
+        done = secondguess_command("inspect", *arguments, *FLOAT32, "--json")
+        assert (done.code, done.err) == (0, "")
+        (record,) = done.records
+        return record
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def short_drafter(tmp_path_factory):
+    """A draft model with half the target's context."""
+    return write_llama(
+        tmp_path_factory.mktemp("short"), seed=3, hidden_size=16, num_hidden_layers=1, max_position_embeddings=128
+    )  # fmt: skip
+
+
+def test_the_drafter_that_load_would_take_is_described(inspected, tiny_checkpoint):
+    record = inspected(tiny_checkpoint)
+    assert record["drafter"] == {"name": "suffix", "model": None, "remarks": []}
+    assert record["memory"]["drafter"] is None
+    pair = inspected("builtin")
+    assert pair["drafter"]["name"] == "model:builtin-draft"
+    assert pair["drafter"]["model"]["num_parameters"] < pair["num_parameters"]
+
+
+def test_a_draft_model_is_described_and_counted(inspected, tiny_checkpoint, tiny_draft_checkpoint):
+    record = inspected(tiny_checkpoint, "--drafter", f"model:{tiny_draft_checkpoint}")
+    drafter = describe_model(str(tiny_draft_checkpoint), dtype="float32", device="cpu", drafts=True)
+    assert record["drafter"]["model"] | {"available_bytes": 0} == dataclasses.asdict(drafter) | {
+        "available_bytes": 0
+    }
+    memory = record["memory"]
+    parts = [memory["target"], memory["drafter"]]
+    assert memory["target"] == {
+        "weights_bytes": record["weights_bytes"],
+        "cache_bytes": record["cache_bytes"],
+    }
+    assert memory["total_bytes"] == sum(sum(part.values()) for part in parts)
+    assert memory["fits"] is True
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 7), (3, 200), (4, 256), (5, 100)])
+def test_caches_are_counted_as_they_are_allocated(inspected, tiny_checkpoint, monkeypatch, rows, context):
+    planned = inspected(tiny_checkpoint, "--rows", rows, "--context", context)["memory"]
+    assert (planned["rows"], planned["context"]) == (rows, context)
+    monkeypatch.undo()
+    runtime = load(str(tiny_checkpoint), "none", dtype="float32", device="cpu").target.runtime
+    runtime.begin([Row([5] * context, SamplingParams()) for _ in range(rows)])
+    blocks = [*runtime.cache.keys, *runtime.cache.values]
+    assert sum(block.nbytes for block in blocks) == planned["target"]["cache_bytes"]
+
+
+def test_what_fits_is_what_load_accepts(tiny_checkpoint, tiny_draft_checkpoint, monkeypatch):
+    described = [
+        describe_model(str(path), dtype="float32") for path in (tiny_checkpoint, tiny_draft_checkpoint)
+    ]
+    for missing in (0, 1):
+        plan = plan_memory(plan_load(described[0], rows=2, context=100), *described)
+        enough = plan.total_bytes - missing
+        monkeypatch.setattr("secondguess.runtime.pair.available_memory", lambda _, enough=enough: enough)
+        monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda _, enough=enough: enough)
+        plan = plan_memory(plan_load(described[0], rows=2, context=100), *described)
+        assert plan.missing_bytes == missing
+        assert plan.as_dict()["fits"] is (missing == 0)
+        refusal = pytest.raises(OutOfMemoryError) if missing else contextlib.nullcontext()
+        with refusal:
+            check_memory([plan.target, plan.drafter], loading.pick_device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("available", "words"),
+    [(10**12, "fits into the"), (1000, "does not fit"), (None, "nobody says")],
+)
+def test_people_are_told_whether_it_fits(secondguess_command, tiny_checkpoint, monkeypatch, available, words):
+    monkeypatch.setattr("secondguess.runtime.pair.available_memory", lambda _: available)
+    done = secondguess_command("inspect", tiny_checkpoint, "--rows", 2, "--context", 100, *FLOAT32)
+    assert done.code == 0
+    assert "2 rows of 100 tokens" in done.out
+    assert words in done.out
+
+
+def test_int_8_is_told_before_it_is_chosen_and_counted_after(inspected, secondguess_command, tiny_checkpoint):
+    own = f"model:{tiny_checkpoint}"
+    before = inspected(tiny_checkpoint, "--drafter", own)
+    after = inspected(tiny_checkpoint, "--drafter", own, "--quantize", "int8", "--drafter-quantize", "int8")
+    for who in ("target", "drafter"):
+        promised = before["memory"]["int8_weights_bytes"][who]
+        assert promised < before["memory"][who]["weights_bytes"]
+        assert after["memory"][who]["weights_bytes"] == promised
+    assert after["weights_bytes"] == before["memory"]["int8_weights_bytes"]["target"]
+    said = secondguess_command("inspect", tiny_checkpoint, *FLOAT32).out
+    assert "of weights instead of" in said
+    assert (
+        "instead of"
+        not in secondguess_command("inspect", tiny_checkpoint, *FLOAT32, "--quantize", "int8").out
+    )
+
+
+def test_what_may_differ_is_remarked(
+    inspected, secondguess_command, tiny_checkpoint, short_drafter, tmp_path
+):
+    (remark,) = inspected(tiny_checkpoint, "--drafter", f"model:{short_drafter}")["drafter"]["remarks"]
+    assert "outgrows the draft model's 128 tokens" in remark
+    assert (
+        remark in secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{short_drafter}").out
+    )
+    target = describe_model(str(tiny_checkpoint))
+    wider, larger = remarks_on(target, dataclasses.replace(target, vocab_size=320))
+    assert "320 and 300" in wider
+    assert "not smaller" in larger
+
+
+def test_a_row_that_outgrew_the_draft_model_is_not_counted_there(inspected, tiny_checkpoint, short_drafter):
+    drafter = f"model:{short_drafter}"
+    all_of_it = inspected(tiny_checkpoint, "--drafter", drafter, "--context", 256, "--rows", 8)["memory"]
+    half = inspected(tiny_checkpoint, "--drafter", drafter, "--context", 128, "--rows", 8)["memory"]
+    assert all_of_it["drafter"] == half["drafter"]
+
+
+def test_a_drafter_with_another_tokenizer_is_refused(secondguess_command, tiny_checkpoint, tmp_path):
+    other = write_llama(tmp_path / "other", seed=2, vocab_size=280)
+    done = secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{other}")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    for words in ("tokenizer", "279", "299", str(other)):
+        assert words in done.err
+
+
+def test_a_drafter_that_cannot_draft_is_refused(secondguess_command, tiny_checkpoint, tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=300, hidden_size=16, state_size=4, num_hidden_layers=1)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    for file in tiny_checkpoint.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "mamba")
+    done = secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{tmp_path / 'mamba'}")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "recurrent" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rows", "0"], ["rows", "0"]),
+        (["--rows", "-3"], ["rows", "-3"]),
+        (["--rows", "9" * 30], ["rows", "100000"]),
+        (["--rows", "many"], ["--rows"]),
+        (["--context", "0"], ["context", "0"]),
+        (["--context", "257"], ["context", "256", "257"]),
+        (["--context", "9" * 30], ["context", "256"]),
+        (["--drafter", "oracle"], ["drafter", "oracle"]),
+        (["--drafter", "model"], ["path of a draft model"]),
+        (["--drafter", "model:nowhere/at-all"], ["nowhere/at-all"]),
+        (["--drafter", "ngram,max=99"], ["max", "99"]),
+        (["--drafter", "ngram", "--drafter-quantize", "int8"], ["drafter_quantize", "ngram"]),
+        (["--quantize", "int1"], ["quantize", "int1"]),
+    ],
+)
+def test_bad_options_of_inspect(secondguess_command, tiny_checkpoint, arguments, words):
+    done = secondguess_command("inspect", tiny_checkpoint, *arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    for word in words:
+        assert word in done.err
+
+
+def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint):
+    endless = dataclasses.replace(describe_model(str(tiny_checkpoint)), context_length=None)
+    assert plan_load(endless, rows=None, context=None).context == 4096
+    assert plan_load(endless, rows=2, context=1_000_000).context == 1_000_000
+    with pytest.raises(BadInputError, match="100000000 tokens"):
+        plan_load(endless, rows=None, context=10**12)
+
+
+def test_a_configuration_is_inspected(inspected, secondguess_command, tiny_checkpoint, tmp_path):
+    path = tmp_path / "secondguess.toml"
+    settings = LoadSettings(str(tiny_checkpoint), drafter="ngram", controller="fixed:4")
+    Configuration(settings, Tuned(processor="Some CPU", speedup={1: 2.25})).write(path)
+    record = inspected("--config", path)
+    assert (record["name"], record["drafter"]["name"]) == (str(tiny_checkpoint), "ngram")
+    assert record["configuration"]["load"]["controller"] == "fixed:4"
+    assert record["configuration"]["tuned"] == {"processor": "Some CPU", "speedup": {"1": 2.25}}
+    assert inspected(tiny_checkpoint)["configuration"] is None
+    said = secondguess_command("inspect", "--config", path).out
+    assert "controller fixed:4" in said
+    assert "processor Some CPU, speedup 1:2.25" in said
+    other = secondguess_command("inspect", "builtin", "--config", path)
+    assert (other.code, other.err.count("\n")) == (2, 1)
+    assert "give no --model" in other.err
