@@ -2,17 +2,18 @@
 
 A round over R rows, whose longest draft has w nodes, takes
 
-    seconds = sum over draft steps of D(rows in the step) + T(R, w)
+    seconds = S(R) + sum over draft steps of D(rows in the step) + T(R, w) + R * upkeep
 
-with D the time of one draft step and T that of all the rest: the target's pass, judging, bookkeeping. The rows of a
-round are cycled through draft lengths, so that all lengths are timed under the same conditions.
+with S what a draft takes before its first step, D the time of one draft step, T that of all the rest (the target's pass,
+judging, bookkeeping) and `upkeep` what look-ups spend per row on knowing the text. The rows of a round are cycled through draft
+lengths, and whoever is timed takes turns with the others (ABBA), so that everything is timed under the same conditions.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from secondguess.controllers.base import Controller
@@ -35,11 +36,17 @@ class PartCosts:
         step: of one draft step, by rows in the step.
         asked_step: the same when the controller is asked after each node.
         rest: of everything else in a round, by rows and then by nodes of the longest draft.
+        start: of a draft before its first step, by rows; empty for nothing.
+        upkeep: per row in every round, whoever guesses: what a look-up takes to know the text so far.
+        reading: per token that a draft model has not read, beyond the two that every first step may read.
     """
 
     step: Curve
     asked_step: Curve
     rest: Mapping[int, Curve]
+    start: Curve = field(default_factory=dict)
+    upkeep: float = 0.0
+    reading: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,35 @@ class RoundCosts:
     parts: Sequence[PartCosts]
 
     def drafting(self, steps: Iterable[tuple[int, int]], asks: bool) -> float:
-        """Seconds of draft steps, each given as its part and its rows."""
-        return sum(
-            on_lines(self.parts[part].asked_step if asks else self.parts[part].step, num_rows)
-            for part, num_rows in steps
-        )
+        """Seconds of a round's draft steps, each given as its part and its rows."""
+        seconds, begun = 0.0, set()
+        for part, num_rows in steps:
+            costs = self.parts[part]
+            if part not in begun and costs.start:
+                seconds += on_lines(costs.start, num_rows)
+            begun.add(part)
+            seconds += on_lines(costs.asked_step if asks else costs.step, num_rows)
+        return seconds
+
+    def asking(self, part: int, num_rows: int) -> float:
+        """Seconds of asking the controller once: a draft that it ends has one more question than its steps hold."""
+        costs = self.parts[part]
+        return max(0.0, on_lines(costs.asked_step, num_rows) - on_lines(costs.step, num_rows))
+
+    def upkeep(self, num_rows: int) -> float:
+        """Seconds that all parts take in every round to know what was written."""
+        return num_rows * sum(part.upkeep for part in self.parts)
+
+    def catching_up(self, part: int, num_rows: int, num_unread: int, reads_apart: bool) -> float:
+        """Seconds in which a draft model reads text that others wrote.
+
+        Args:
+            num_rows: rows that have unread text.
+            num_unread: tokens over all of them, but for two of each, which are part of a first step.
+            reads_apart: whether it takes a forward of its own.
+        """
+        costs = self.parts[part]
+        return num_unread * costs.reading + (on_lines(costs.step, num_rows) if reads_apart else 0.0)
 
     def rest(self, num_rows: int, width: int, parts: Iterable[int]) -> float:
         """Seconds of everything else, the longest draft having `width` nodes."""
@@ -87,6 +118,10 @@ class Sweep(Controller):
         part: which part of the drafter guesses.
         lengths: to cycle through.
         asks: whether to be asked after each node.
+
+    Attributes:
+        draft: seconds of drafting, by nodes of the longest draft.
+        rest: seconds of everything else, but for a draft model's reading.
     """
 
     name = "sweep"
@@ -96,6 +131,7 @@ class Sweep(Controller):
         self._part = part
         self._lengths = lengths
         self._number = 0
+        self.notes = True
         self.draft: dict[int, list[float]] = defaultdict(list)
         self.rest: dict[int, list[float]] = defaultdict(list)
 
@@ -108,14 +144,10 @@ class Sweep(Controller):
         # What an adaptive controller would read takes its time too.
         return [confidence >= 0 for confidence in laws.confidences]
 
-    def forget(self) -> None:
-        """Drop what was noted so far: the first rounds allocate."""
-        self.draft.clear()
-        self.rest.clear()
-
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
-        self.draft[draft.num_nodes].append(time.draft)
-        self.rest[draft.num_nodes].append(time.total - time.draft - time.prefill)
+        if self.notes:
+            self.draft[draft.num_nodes].append(time.draft)
+            self.rest[draft.num_nodes].append(time.total - time.draft - time.prefill)
 
 
 @dataclass(frozen=True)
@@ -135,6 +167,51 @@ class Stage:
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
+class Cell:
+    """One thing to time: a part of a drafter over so many rows, asking its controller or not.
+
+    Args:
+        certain: the part looks its guesses up.
+    """
+
+    def __init__(
+        self, stage: Stage, part: int, num_rows: int, asks: bool, certain: bool, lengths: Sequence[int]
+    ) -> None:
+        # A look-up drafts what it finds, which is seldom as long as asked; what any tokens would cost is what is timed.
+        drafter = ScriptedDrafter(lambda row: row.tokens[-max(lengths) :]) if certain else stage.drafter
+        self.part, self.num_rows, self.asks = part, num_rows, asks
+        self.sweep = Sweep(part, lengths, asks)
+        self._num_lengths = len(lengths)
+        self._make_rows = stage.make_rows
+        self._team = Team(stage.target, drafter, stage.verifier, self.sweep)
+        self._warm = False
+
+    def run(self, num_cycles: int) -> None:
+        """Time so many rounds of each length; the very first ones, which allocate, are not noted."""
+        warm_up = 1 if self._warm else self._num_lengths
+        self.sweep.notes = False
+        for number, _ in enumerate(decode(self._team, self._make_rows(self.num_rows)), start=1):
+            self.sweep.notes = number >= warm_up
+            if number == warm_up + num_cycles * self._num_lengths:
+                break
+        self._warm = True
+
+
+def in_turns(cells: Sequence[Cell], num_cycles: int, num_turns: int, go_on: Callable[[], bool]) -> int:
+    """Run all cells, in reverse order in every second turn; gives the number of turns.
+
+    Args:
+        num_cycles: of a cell in one turn.
+        go_on: asked after each turn whether there is time for another.
+    """
+    for turn in range(num_turns):
+        for cell in cells if turn % 2 == 0 else reversed(cells):
+            cell.run(num_cycles)
+        if turn + 1 < num_turns and not go_on():
+            return turn + 1
+    return num_turns
+
+
 def measure_round_costs(
     stage: Stage,
     batch_sizes: Sequence[int] = (1,),
@@ -147,47 +224,71 @@ def measure_round_costs(
         lengths: draft lengths to time; 0 among them.
         num_cycles: rounds of each.
     """
-    plain: dict[int, float] = {}
     certain = [choice.certain for choice in _choices(stage)]
-    steps: list[dict[bool, dict[int, float]]] = [{False: {}, True: {}} for _ in certain]
-    rests: list[dict[int, Curve]] = [{} for _ in certain]
-    for num_rows in batch_sizes:
-        for part, is_certain in enumerate(certain):
-            for asks in (False,) if is_certain else (False, True):
-                sweep = _sweep(stage, part, num_rows, lengths, num_cycles, asks, is_certain)
-                per_node = [
-                    seconds / length
-                    for length, all_seconds in sweep.draft.items()
-                    if length
-                    for seconds in all_seconds
-                ]
-                steps[part][asks][num_rows] = median(per_node)
-                rests[part][num_rows] = {
-                    length: median(seconds) for length, seconds in sorted(sweep.rest.items()) if length
-                }
-                plain[num_rows] = median(map(sum, zip(sweep.rest[0], sweep.draft[0], strict=True)))
-    parts = [
-        PartCosts(step[False], step[True] or step[False], rest)
-        for step, rest in zip(steps, rests, strict=True)
+    cells = make_cells(stage, certain, batch_sizes, lengths)
+    in_turns(cells, 2, -(-num_cycles // 2), lambda: True)
+    return RoundCosts(plain_costs(cells), [part_costs(cells, part) for part in range(len(certain))])
+
+
+def make_cells(
+    stage: Stage, certain: Sequence[bool], batch_sizes: Sequence[int], lengths: Sequence[int] = LENGTHS
+) -> list[Cell]:
+    """What there is to time of a drafter.
+
+    Args:
+        certain: by part of the drafter, whether it looks its guesses up.
+    """
+    return [
+        Cell(stage, part, num_rows, asks, is_certain, lengths)
+        for num_rows in batch_sizes
+        for part, is_certain in enumerate(certain)
+        for asks in ((False,) if is_certain else (False, True))
     ]
-    return RoundCosts(plain, parts)
 
 
-def _sweep(
-    stage: Stage, part: int, num_rows: int, lengths: Sequence[int], num_cycles: int, asks: bool, certain: bool
-) -> Sweep:
-    # A look-up drafts what it finds, which is seldom as long as asked; what any tokens would cost is what is timed.
-    drafter = ScriptedDrafter(lambda row: row.tokens[-max(lengths) :]) if certain else stage.drafter
-    sweep = Sweep(part, lengths, asks)
-    team = Team(stage.target, drafter, stage.verifier, sweep)
-    num_rounds = num_cycles * len(lengths)
-    warm_up = len(lengths)
-    for number, _ in enumerate(decode(team, stage.make_rows(num_rows)), start=1):
-        if number == warm_up:
-            sweep.forget()
-        if number == warm_up + num_rounds:
-            break
-    return sweep
+def plain_costs(cells: Sequence[Cell]) -> Curve:
+    """Seconds of a round without drafts, by rows."""
+    rounds: dict[int, list[float]] = defaultdict(list)
+    for cell in cells:
+        rounds[cell.num_rows] += map(sum, zip(cell.sweep.rest[0], cell.sweep.draft[0], strict=True))
+    return {num_rows: median(seconds) for num_rows, seconds in sorted(rounds.items()) if seconds}
+
+
+def part_costs(cells: Sequence[Cell], part: int = 0) -> PartCosts:
+    """What rounds cost that one part drafts for, from the cells of its drafter."""
+    starts: dict[int, float] = {}
+    steps: dict[bool, dict[int, float]] = {False: {}, True: {}}
+    rests: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for cell in (cell for cell in cells if cell.part == part):
+        for length, seconds in cell.sweep.rest.items():
+            if length:
+                rests[cell.num_rows][length] += seconds
+        drafting = {length: median(all_) for length, all_ in cell.sweep.draft.items() if length}
+        start, steps[cell.asks][cell.num_rows] = fit_line(drafting)
+        if not cell.asks:
+            starts[cell.num_rows] = start
+    medians = {
+        num_rows: {length: median(seconds) for length, seconds in sorted(by_length.items())}
+        for num_rows, by_length in sorted(rests.items())
+    }
+    return PartCosts(steps[False], steps[True] or steps[False], medians, starts)
+
+
+def fit_line(points: Curve) -> tuple[float, float]:
+    """Start and slope of a line through points, neither below 0, unmoved by a few that are off (Theil and Sen).
+
+    >>> fit_line({1: 3.0, 2: 5.0, 4: 9.0})
+    (1.0, 2.0)
+    """
+    places = sorted(points)
+    slopes = [
+        (points[high] - points[low]) / (high - low) for low in places for high in places if low < high
+    ]
+    slope = max(0.0, median(slopes)) if slopes else 0.0
+    start = median(points[place] - slope * place for place in places)
+    if start < 0 or not slopes:
+        return 0.0, median(points[place] / place for place in places)
+    return start, slope
 
 
 def _choices(stage: Stage) -> list[Prospect]:

@@ -61,12 +61,14 @@ class Trace:
         num_prompt: tokens of the prompt.
         temperature: of the text.
         guesses: `[part][place]`; place i stands behind the prompt and i tokens of the text.
+        max_tokens: of the request, for a text that ended before; None where it did not.
     """
 
     task: str
     num_prompt: int
     temperature: float
     guesses: list[list[Guess]]
+    max_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
