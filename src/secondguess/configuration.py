@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from secondguess.builtin import builtin_paths
-from secondguess.controllers.base import MAX_DRAFT_LENGTH
+from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
 
 SCHEMA = 1

@@ -39,7 +39,10 @@ def understand_drafter(name: str) -> NamedDrafter:
     Raises:
         BadInputError: a kind, an argument, an option or a value that does not exist.
     """
-    parsed = parse_drafter_name(name)
+    parts = parse_drafter_name(name)
+    # Drafters that take turns are of a kind of their own, which no engine has.
+    kind = "+".join(part.kind for part in parts)
+    given = {key: value for part in parts for key, value in part.options.items()}
 
     def tell(path: str) -> NoReturn:
         raise _Asked(path)
@@ -47,7 +50,7 @@ def understand_drafter(name: str) -> NamedDrafter:
     try:
         drafter = make_drafter(name, target_vocab_size=1, load_draft_model=tell)
     except _Asked as asked:
-        return NamedDrafter(name, parsed.kind, draft_model=str(asked), given=parsed.options)
+        return NamedDrafter(name, kind, draft_model=str(asked), given=given)
     options = getattr(drafter, "options", None)
     values = dataclasses.asdict(options) if options is not None else {}
-    return NamedDrafter(name, parsed.kind, options=values, given=parsed.options)
+    return NamedDrafter(name, kind, options=values, given=given)

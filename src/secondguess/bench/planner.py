@@ -80,9 +80,7 @@ class Speed:
 
     def worst_over(self, plain: Speed) -> tuple[float, int]:
         """The smallest ratio on one batch, and which batch that is."""
-        ratios = [
-            ours / theirs for ours, theirs in zip(self.per_batch, plain.per_batch, strict=True)
-        ]
+        ratios = [ours / theirs for ours, theirs in zip(self.per_batch, plain.per_batch, strict=True)]
         worst = min(ratios)
         return worst, ratios.index(worst)
 
@@ -153,7 +151,12 @@ class Evidence:
     def traces(self, names: Sequence[str]) -> list[Trace]:
         """Per prompt, the trace of a drafter made of these parts; those of `none` guess nothing."""
         return [
-            replace(trace, guesses=[_as_part(self.parts[name].guesses[index], number) for number, name in enumerate(names)])
+            replace(
+                trace,
+                guesses=[
+                    _as_part(self.parts[name].guesses[index], number) for number, name in enumerate(names)
+                ],
+            )
             if names
             else trace
             for index, trace in enumerate(self.bare)
@@ -204,7 +207,11 @@ def choices_of(drafters: Mapping[str, bool]) -> list[Choice]:
 
 
 def predict(
-    choice: Choice, evidence: Evidence, batch_size: int, num_batches: int | None = None, clock: Clock | None = None
+    choice: Choice,
+    evidence: Evidence,
+    batch_size: int,
+    num_batches: int | None = None,
+    clock: Clock | None = None,
 ) -> Speed:
     """What a choice would take for the batches (all, or the first so many), with one controller over all of them.
 
@@ -215,7 +222,9 @@ def predict(
     batches = evidence.batches[batch_size].first(num_batches or len(evidence.batches[batch_size].members))
     by_prompt = evidence.traces(names)
     traces = [by_prompt[index] for members in batches.members for index in members]
-    prefills = [_prefill(evidence, batches, names, number, batch_size) for number in range(len(batches.members))]
+    prefills = [
+        _prefill(evidence, batches, names, number, batch_size) for number in range(len(batches.members))
+    ]
     done = replay(
         make_controller(choice.controller), traces, evidence.costs(names), batch_size, prefills, clock
     )
@@ -229,7 +238,9 @@ def _prefill(
     certain = [evidence.parts[name].certain for name in names]
     begin = sum(spent for spent, looks_up in zip(seconds, certain, strict=True) if looks_up)
     # A draft model reads a prompt when it first guesses for it, which may be never.
-    later = [0.0 if looks_up else spent / batch_size for spent, looks_up in zip(seconds, certain, strict=True)]
+    later = [
+        0.0 if looks_up else spent / batch_size for spent, looks_up in zip(seconds, certain, strict=True)
+    ]
     return Prefill(batches.target_prefill[number] + begin, later)
 
 
@@ -274,7 +285,9 @@ def one_for_all(speeds: Mapping[int, Mapping[Choice, Speed]]) -> Choice:
     near = [
         choice
         for choice, speed in speeds[smallest].items()
-        if choice.speculates and speed.tokens_per_second >= least and all(choice in of for of in speeds.values())
+        if choice.speculates
+        and speed.tokens_per_second >= least
+        and all(choice in of for of in speeds.values())
     ]
     return max(near or [best], key=lambda choice: _mean_gain(choice, speeds))
 

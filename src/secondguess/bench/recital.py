@@ -162,7 +162,9 @@ def recite(
     return tape.guesses, watched.seconds / (num_places * len(rows))
 
 
-def make_trace(task: str, row: Row, parts: Sequence[Sequence[Guess]], num_tokens: int, max_tokens: int) -> Trace:
+def make_trace(
+    task: str, row: Row, parts: Sequence[Sequence[Guess]], num_tokens: int, max_tokens: int
+) -> Trace:
     """One row's trace from the guesses of the parts of a drafter, cut where the text ends."""
     guesses = [list(part[:num_tokens]) for part in parts]
     return Trace(task, row.num_prompt, row.params.temperature, guesses, max_tokens)

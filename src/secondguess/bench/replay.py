@@ -75,7 +75,9 @@ class ReplayRow:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        params = SamplingParams(max_tokens=trace.max_tokens or trace.num_tokens, temperature=trace.temperature)
+        params = SamplingParams(
+            max_tokens=trace.max_tokens or trace.num_tokens, temperature=trace.temperature
+        )
         self.row = Row([0] * trace.num_prompt, params)
         self.place = 0
         self.unread: dict[int, int] = {}
@@ -176,13 +178,15 @@ def replay(
 
 
 def _replay_batch(
-    controller: TimedController, traces: Sequence[Trace], costs: RoundCosts, prefill: Prefill
+    controller: TimedController, traces: Sequence[Trace], all_costs: RoundCosts, prefill: Prefill
 ) -> Replayed:
     rows = [ReplayRow(trace) for trace in traces]
+    in_cache = list(rows)
     seconds, num_tokens, num_rounds, num_drafted, num_accepted = prefill.begin, 0, 0, 0, 0
     while live := [row for row in rows if not row.finished]:
         decided = controller.seconds
         drafting = _draft(controller, live)
+        costs = all_costs if in_cache == live else all_costs.disordered or all_costs
         plans, lengths = drafting.plans, drafting.lengths
         parts = {plan.part for plan, length in zip(plans, lengths, strict=True) if length}
         reading = sum(_reading(part, live, drafting, costs, prefill) for part in sorted(parts))
@@ -196,7 +200,9 @@ def _replay_batch(
         ]
         real_rows = [row.row for row in live]
         for row, plan, length, count in zip(live, plans, lengths, accepted, strict=True):
-            num_tokens += row.advance(count, plan.part, length)
+            committed = row.advance(count, plan.part, length)
+            num_tokens += committed
+            num_accepted += min(count, committed)
         draft = Draft.chains([[0] * length for length in lengths])
         verdict = Verdict.of_chain(torch.tensor(accepted), torch.zeros(len(live), dtype=torch.long))
         decided = controller.seconds
@@ -204,11 +210,19 @@ def _replay_batch(
         seconds += total + controller.seconds - decided
         num_rounds += len(live)
         num_drafted += sum(lengths)
-        num_accepted += sum(accepted)
-        for row in live:
+        for row in reversed(live):
             if row.finished:
                 controller.end(row.row)
+                _leave(in_cache, row)
     return Replayed(traces[0].task, num_tokens, seconds, num_rounds, num_drafted, num_accepted)
+
+
+def _leave(in_cache: list[ReplayRow], row: ReplayRow) -> None:
+    """Caches keep their rows packed: the last one moves to where a row was."""
+    place = in_cache.index(row)
+    last = in_cache.pop()
+    if last is not row:
+        in_cache[place] = last
 
 
 def _reading(
@@ -224,7 +238,9 @@ def _reading(
     behind = [row.unread[part] for row in readers if row.unread.get(part, 0) > 2]
     per_row = prefill.first_draft[part] if prefill.first_draft else 0.0
     apart = any(unread > FAR_BEHIND for unread in behind)
-    catching_up = costs.catching_up(part, len(behind), sum(behind) - 2 * len(behind), apart) if behind else 0.0
+    catching_up = (
+        costs.catching_up(part, len(behind), sum(behind) - 2 * len(behind), apart) if behind else 0.0
+    )
     return len(new) * per_row + catching_up
 
 

@@ -11,9 +11,10 @@ lengths, and whoever is timed takes turns with the others (ABBA), so that everyt
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from secondguess.controllers.base import Controller
@@ -22,6 +23,7 @@ from secondguess.core import Draft, Plan, Prospect, RoundTime, Row, Verdict
 from secondguess.decode import Team, decode
 from secondguess.drafters.base import Drafter
 from secondguess.runtime.base import Runtime
+from secondguess.stats import Clock, Ledger
 from secondguess.testing import ScriptedDrafter
 from secondguess.verifiers.base import Verifier
 
@@ -51,10 +53,16 @@ class PartCosts:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of rounds: plain ones by rows, and by part of the drafter."""
+    """Seconds of rounds: plain ones by rows, and by part of the drafter.
+
+    Args:
+        disordered: the same for rows that no longer lie in the cache in their order, because others left the batch (the
+            runtime sorts them, and their logits back); None where that makes no difference.
+    """
 
     plain: Curve
     parts: Sequence[PartCosts]
+    disordered: RoundCosts | None = None
 
     def drafting(self, steps: Iterable[tuple[int, int]], asks: bool) -> float:
         """Seconds of a round's draft steps, each given as its part and its rows."""
@@ -156,12 +164,14 @@ class Stage:
 
     Args:
         make_rows: makes so many fresh rows that will not end while they are timed.
+        clock: to time with.
     """
 
     target: Runtime
     drafter: Drafter
     verifier: Verifier
     make_rows: Callable[[int], list[Row]]
+    clock: Clock = time.perf_counter
 
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -172,18 +182,26 @@ class Cell:
 
     Args:
         certain: the part looks its guesses up.
+        disordered: the rows are what is left of a batch that another row has left.
     """
 
     def __init__(
-        self, stage: Stage, part: int, num_rows: int, asks: bool, certain: bool, lengths: Sequence[int]
+        self,
+        stage: Stage,
+        part: int,
+        num_rows: int,
+        asks: bool,
+        certain: bool,
+        lengths: Sequence[int],
+        disordered: bool = False,
     ) -> None:
         # A look-up drafts what it finds, which is seldom as long as asked; what any tokens would cost is what is timed.
-        drafter = ScriptedDrafter(lambda row: row.tokens[-max(lengths) :]) if certain else stage.drafter
-        self.part, self.num_rows, self.asks = part, num_rows, asks
+        drafter = ScriptedDrafter(lambda row: row.tokens[-max(*lengths, 1) :]) if certain else stage.drafter
+        self.part, self.num_rows, self.asks, self.disordered = part, num_rows, asks, disordered
         self.sweep = Sweep(part, lengths, asks)
         self._num_lengths = len(lengths)
-        self._make_rows = stage.make_rows
-        self._team = Team(stage.target, drafter, stage.verifier, self.sweep)
+        self._make_new_rows = stage.make_rows
+        self._team = Team(stage.target, drafter, stage.verifier, self.sweep, Ledger(stage.clock))
         self._warm = False
 
     def run(self, num_cycles: int) -> None:
@@ -195,6 +213,14 @@ class Cell:
             if number == warm_up + num_cycles * self._num_lengths:
                 break
         self._warm = True
+
+    def _make_rows(self, num_rows: int) -> list[Row]:
+        if not self.disordered:
+            return self._make_new_rows(num_rows)
+        rows = self._make_new_rows(num_rows + 1)
+        # The first leaves after one round, which is not noted, and the last takes its place in the cache.
+        rows[0].params = replace(rows[0].params, max_tokens=1)
+        return rows
 
 
 def in_turns(cells: Sequence[Cell], num_cycles: int, num_turns: int, go_on: Callable[[], bool]) -> int:
@@ -231,19 +257,30 @@ def measure_round_costs(
 
 
 def make_cells(
-    stage: Stage, certain: Sequence[bool], batch_sizes: Sequence[int], lengths: Sequence[int] = LENGTHS
+    stage: Stage,
+    certain: Sequence[bool],
+    batch_sizes: Sequence[int],
+    lengths: Sequence[int] = LENGTHS,
+    disordered: bool = False,
 ) -> list[Cell]:
     """What there is to time of a drafter.
 
     Args:
         certain: by part of the drafter, whether it looks its guesses up.
+        disordered: as in `Cell`.
     """
     return [
-        Cell(stage, part, num_rows, asks, is_certain, lengths)
+        Cell(stage, part, num_rows, asks, is_certain, lengths, disordered)
         for num_rows in batch_sizes
         for part, is_certain in enumerate(certain)
         for asks in ((False,) if is_certain else (False, True))
     ]
+
+
+def make_plain_cells(stage: Stage, batch_sizes: Sequence[int], disordered: bool = False) -> list[Cell]:
+    """Rounds without drafts, one after the other: after a wide round a plain one finds other caches, and takes longer."""
+    lengths = (0,) * len(LENGTHS)
+    return [Cell(stage, 0, num_rows, False, True, lengths, disordered) for num_rows in batch_sizes]
 
 
 def plain_costs(cells: Sequence[Cell]) -> Curve:
@@ -281,9 +318,7 @@ def fit_line(points: Curve) -> tuple[float, float]:
     (1.0, 2.0)
     """
     places = sorted(points)
-    slopes = [
-        (points[high] - points[low]) / (high - low) for low in places for high in places if low < high
-    ]
+    slopes = [(points[high] - points[low]) / (high - low) for low in places for high in places if low < high]
     slope = max(0.0, median(slopes)) if slopes else 0.0
     start = median(points[place] - slope * place for place in places)
     if start < 0 or not slopes:
