@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from secondguess.api import default_drafter
 from secondguess.builtin import builtin_paths
 from secondguess.configuration import LoadSettings, Tuned
-from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.controllers.fixed import FixedController, FixedOptions
+from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
 from secondguess.names import parse_name
 from secondguess.pairing import NamedDrafter, understand_drafter
