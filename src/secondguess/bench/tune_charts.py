@@ -6,12 +6,11 @@ global is touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
-from secondguess.bench.planner import PLAIN, acceptance_by_position
+from secondguess.bench.planner import PLAIN, acceptance_by_position, coverage
 from secondguess.bench.systems import public_name
 from secondguess.bench.tune_report import TuneReport, show_choice
 
@@ -70,8 +69,8 @@ def draw_acceptance(report: TuneReport) -> Any:
         rates = acceptance_by_position(part.guesses)
         if rates:
             places = range(1, len(rates) + 1)
-            shown = dict(marker=MARKERS[number % 8], color=COLOURS[number % 8], label=public_name(name))
-            axis.plot(places, rates, **shown)
+            label = f"{public_name(name)} (a guess at {coverage(part.guesses):.0%} of places)"
+            axis.plot(places, rates, marker=MARKERS[number % 8], color=COLOURS[number % 8], label=label)
     axis.set_ylim(0, 1.02)
     axis.set_xlabel("place in the draft")
     axis.set_ylabel("accepted / guessed")
@@ -87,18 +86,21 @@ def draw_speedups(report: TuneReport) -> Any:
     figure, axes = _panels(len(panels), width=6.8, height=0.8 + 0.42 * most_bars)
     farthest = max(value for bars in panels.values() for _, *both in bars for value in both if value)
     for axis, (size, bars) in zip(axes, panels.items(), strict=True):
-        for kind, offset, colour in ((0, 0.2, COLOURS[5]), (1, -0.2, COLOURS[0])):
-            values = [(place, bar[1 + kind]) for place, bar in enumerate(bars) if bar[1 + kind]]
+        axis.axvline(1, color="#444444", linewidth=1, zorder=0)
+        for kind, colour in ((0, COLOURS[5]), (1, COLOURS[0])):
+            both = [bar[1:][kind] for bar in bars]
+            # One bar alone stands where two would touch.
+            places = [place + (0 if bar[2] is None else (0.4 * kind - 0.2)) for place, bar in enumerate(bars)]
+            shown = [(place, value) for place, value in zip(places, both, strict=True) if value is not None]
+            label = ("predicted", "measured")[kind]
             axis.barh(
-                [place - offset for place, _ in values],
-                [value for _, value in values],
-                0.38,
-                color=colour,
-                label=("predicted", "measured")[kind],
+                [place for place, _ in shown], [value for _, value in shown], 0.38, color=colour, label=label
             )
-            for place, value in values:
-                axis.text(value + 0.015 * farthest, place - offset, f"{value:.2f}", va="center", fontsize=7)
-        axis.axvline(1, color="#444444", linewidth=1)
+            for place, value in shown:
+                behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+                axis.text(
+                    value + 0.02 * farthest, place, f"{value:.2f}", va="center", fontsize=7, bbox=behind
+                )
         axis.set_yticks(range(len(bars)), [bar[0] for bar in bars], fontsize=8)
         axis.invert_yaxis()
         axis.set_xlim(0, 1.12 * farthest)
@@ -133,7 +135,7 @@ def _speedups(report: TuneReport, size: int) -> list[tuple[str, float | None, fl
     ]
 
 
-def _panels(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]]:
+def _panels(count: int, width: float, height: float) -> tuple[Any, Any]:
     """A figure with panels below each other, without frames above and beside them."""
     from matplotlib.figure import Figure
 
@@ -148,7 +150,7 @@ def _panels(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]
 def _title(report: TuneReport, what: str) -> str:
     config = report.findings.config
     model = public_name(config.model)
-    return f"{what}: {model}, {report.findings.workload.name}, temperature {config.temperature:g}"
+    return f"{what}: {model} on {report.findings.workload.name}, temperature {config.temperature:g}"
 
 
 def _as_png(figure: Any) -> bytes:

@@ -21,14 +21,17 @@ from secondguess.bench.planner import (
     recommend,
     split_drafter,
 )
-from secondguess.bench.provenance import Provenance, gather, hash_weights
+from secondguess.bench.provenance import Provenance, gather
 from secondguess.bench.systems import public_name
 from secondguess.bench.tuning import Costs, Findings
 from secondguess.configuration import Configuration, LoadSettings, Tuned
+from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import memory_need
 
 SCHEMA = 1
 MIB = 2**20
+BUSY = 0.15
+"""Plain decoding that is predicted worse than this was disturbed."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,18 @@ class TuneReport:
         errors = [abs(verified.error) for verified in self.findings.verified]
         return median(errors) if errors else None
 
+    @property
+    def median_speedup_error(self) -> float | None:
+        """The same for speeds over plain decoding's, in which a machine that was busy during the runs cancels out."""
+        errors = [
+            abs(each.predicted.over(plain.predicted) / each.measured.over(plain.measured) - 1)
+            for plain in self.findings.verified
+            if plain.choice == PLAIN
+            for each in self.findings.verified
+            if each.batch_size == plain.batch_size and each.choice.speculates
+        ]
+        return median(errors) if errors else None
+
     def to_text(self) -> str:
         """A table, then the recommendation in words."""
         return "\n".join([*table(self), "", *recommendation(self), "", *asides(self)]) + "\n"
@@ -106,6 +121,7 @@ class TuneReport:
                 "words": recommendation(self),
             },
             "median_absolute_error": self.median_error,
+            "median_absolute_error_of_speedups": self.median_speedup_error,
             "verified": [
                 _choice(each.choice)
                 | {
@@ -343,8 +359,8 @@ def _about_int8(report: TuneReport) -> list[str]:
     if not gains:
         return []
     return [
-        "With quantize int8 the best would be faster still or not by these factors (predicted, not run): "
-        f"{', '.join(gains)}. It changes the model's numbers, and is not in the configuration."
+        f"With quantize int8 the best is predicted to be faster by these factors: {', '.join(gains)} at a time (not run). "
+        "It changes the model's numbers, so it is not in the configuration."
     ]
 
 
@@ -358,11 +374,24 @@ def asides(report: TuneReport) -> list[str]:
     ]
     if report.median_error is not None:
         lines.append(
-            f"Predictions were off by {report.median_error:.1%} (median over {len(report.findings.verified)} runs of "
-            f"{report.findings.num_passes} passes each)."
+            f"Predicted tokens/s were off by {report.median_error:.1%}, speed-ups by {report.median_speedup_error:.1%} "
+            f"(medians over what was run, {report.findings.num_passes} passes)."
         )
+        lines += _about_load(report)
     spent = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in report.findings.spent.items())
     return [*lines, f"Time: {spent}.", *(f"Note: {note}" for note in report.findings.notes)]
+
+
+def _about_load(report: TuneReport) -> list[str]:
+    """Plain decoding knows no model that could be wrong: where it was slower than its own rounds, the machine was."""
+    plain = [each.error for each in report.findings.verified if each.choice == PLAIN]
+    worst = max(plain, key=abs)
+    if abs(worst) <= BUSY:
+        return []
+    return [
+        f"Note: the machine changed its pace: plain decoding was predicted at {1 + worst:.2f} times its measured speed. "
+        "Trust the ratios more than the speeds, and tune on a quiet machine"
+    ]
 
 
 def _choice(choice: Choice) -> dict[str, object]:

@@ -535,7 +535,10 @@ class Tuner:
             if name == own
         ]
         best = fastest(unrounded, self._config.num_verified)
-        return list(dict.fromkeys([PLAIN, *default, *best]))
+        # What the configuration will most likely hold should be known at every batch size.
+        smallest = self.findings.predictions[min(self.findings.predictions)]
+        elsewhere = fastest({each: smallest[each] for each in unrounded}, 1)
+        return list(dict.fromkeys([PLAIN, *default, *best, *elsewhere]))
 
     def _drafter_names(self) -> tuple[str, ...]:
         return self._config.drafters_to_weigh
