@@ -49,6 +49,7 @@ from secondguess.bench.traces import Guess, Trace, record
 from secondguess.bench.trial import Trial
 from secondguess.bench.tune_config import TuneConfig
 from secondguess.bench.workloads import Workload, load_workload
+from secondguess.controllers import make_controller
 from secondguess.core import Prospect, Row
 from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
@@ -505,7 +506,7 @@ class Tuner:
             trial = Trial(
                 self._models.target.runtime,
                 self._verifier,
-                self._make_whole_drafter,
+                self._make_drafter,
                 lambda members: self._rows(members, self._config.num_tokens, ends=True),
                 self._clock,
             )
@@ -528,17 +529,19 @@ class Tuner:
         }
         if self._config.num_verified == 0:
             return []
-        own = default_drafter(self._config.model)
-        default = [
-            Choice(own, self._make_whole_drafter(own).default_controller)
-            for name in self._drafter_names()
-            if name == own
-        ]
+        default = [choice for choice in [self._default()] if choice in unrounded]
         best = fastest(unrounded, self._config.num_verified)
         # What the configuration will most likely hold should be known at every batch size.
         smallest = self.findings.predictions[min(self.findings.predictions)]
         elsewhere = fastest({each: smallest[each] for each in unrounded}, 1)
         return list(dict.fromkeys([PLAIN, *default, *best, *elsewhere]))
+
+    def _default(self) -> Choice:
+        """What is used when nobody chooses."""
+        name = default_drafter(self._config.model)
+        controller = self._make_drafter(name).default_controller
+        # Other kinds of controllers are weighed under their bare names.
+        return Choice(name, make_controller(controller).name if controller == "fixed" else controller)
 
     def _drafter_names(self) -> tuple[str, ...]:
         return self._config.drafters_to_weigh
@@ -555,9 +558,6 @@ class Tuner:
             target_vocab_size=self._models.target.runtime.vocab_size,
             load_draft_model=lambda path: self._models.draft_model(path).runtime,
         )
-
-    def _make_whole_drafter(self, name: str) -> Drafter:
-        return self._make_drafter(name)
 
     def _rows(self, indices: Sequence[int], max_tokens: int, ends: bool = False) -> list[Row]:
         return [
