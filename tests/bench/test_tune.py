@@ -13,12 +13,14 @@ from secondguess.api import load, make_row
 from secondguess.bench import tune_charts, tuning
 from secondguess.bench.planner import PLAIN, Choice, Speed
 from secondguess.bench.recital import recite, write_texts
-from secondguess.bench.round_costs import Stage, fit_line, in_turns, make_cells, part_costs
+from secondguess.bench.round_costs import PartCosts, Stage, fit_line, in_turns, make_cells, part_costs
 from secondguess.bench.traces import record
 from secondguess.bench.tune_charts import draw_charts
 from secondguess.bench.tune_config import TuneConfig
+from secondguess.bench.tune_costs import Costs
+from secondguess.bench.tune_findings import Budget, Verified
 from secondguess.bench.tune_report import make_report, recommendation, table
-from secondguess.bench.tuning import Budget, Verified, run_tune
+from secondguess.bench.tuning import run_tune
 from secondguess.core import Row
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
@@ -378,3 +380,14 @@ def test_a_drafter_of_another_vocabulary_is_refused(secondguess_command, tiny_ch
     )
     assert done.code == 2
     assert "expected a drafter that shares the target's tokenizer" in done.err
+
+
+def test_joined_drafters_cost_what_joining_them_does_and_their_look_ups_are_judged_as_the_model_is():
+    look_up = PartCosts({1: 0.0}, {1: 0.0}, {1: {1: 1.0, 2: 1.0}})
+    model = PartCosts({1: 0.5}, {1: 0.5}, {1: {1: 3.0, 2: 3.0}})
+    parts = {"suffix": look_up, "model:x": model}
+    costs = Costs({1: 1.0}, parts, {1: 1.0}, parts, {"suffix+model:x": {1: 0.25}}, ("model:x",))
+    assert costs.of(["suffix"]).rest(1, 1, [0]) == 1.0
+    joined = costs.of(["suffix", "model:x"])
+    assert joined.rest(1, 1, [0]) == joined.rest(1, 2, [1]) == 3.25
+    assert joined.rest(1, 0, []) == 1.0

@@ -58,11 +58,13 @@ class RoundCosts:
     Args:
         disordered: the same for rows that no longer lie in the cache in their order, because others left the batch (the
             runtime sorts them, and their logits back); None where that makes no difference.
+        joining: seconds that parts beside each other cost a round with drafts, by rows; empty for nothing.
     """
 
     plain: Curve
     parts: Sequence[PartCosts]
     disordered: RoundCosts | None = None
+    joining: Curve = field(default_factory=dict)
 
     def drafting(self, steps: Iterable[tuple[int, int]], asks: bool) -> float:
         """Seconds of a round's draft steps, each given as its part and its rows."""
@@ -99,12 +101,13 @@ class RoundCosts:
         """Seconds of everything else, the longest draft having `width` nodes."""
         if width == 0:
             return on_lines(self.plain, num_rows)
-        return max(
+        dearest = max(
             on_lines(
                 {rows: on_lines(curve, width) for rows, curve in self.parts[part].rest.items()}, num_rows
             )
             for part in parts
         )
+        return dearest + (on_lines(self.joining, num_rows) if self.joining else 0.0)
 
 
 def on_lines(curve: Curve, place: int) -> float:

@@ -23,7 +23,8 @@ from secondguess.bench.planner import (
 )
 from secondguess.bench.provenance import Provenance, gather
 from secondguess.bench.systems import public_name
-from secondguess.bench.tuning import Costs, Findings
+from secondguess.bench.tune_costs import Costs
+from secondguess.bench.tune_findings import Findings
 from secondguess.configuration import Configuration, LoadSettings, Tuned
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import memory_need
@@ -403,7 +404,9 @@ def _speed(speed: Speed) -> dict[str, object]:
 
 
 def _costs(costs: Costs) -> dict[str, object]:
-    return asdict(costs) | {
-        key: {public_name(name): asdict(part) for name, part in getattr(costs, key).items()}
-        for key in ("parts", "disordered_parts")
-    }
+    def told(by_drafter: Mapping[str, object]) -> dict[str, object]:
+        return {public_name(name): value for name, value in by_drafter.items()}
+
+    values = asdict(costs)
+    values |= {key: told(values[key]) for key in ("parts", "disordered_parts", "joining")}
+    return values | {"models": [public_name(name) for name in costs.models]}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -24,7 +24,6 @@ from secondguess.bench.planner import (
     Choice,
     Evidence,
     Part,
-    Speed,
     choices_of,
     fastest,
     group,
@@ -32,22 +31,13 @@ from secondguess.bench.planner import (
     split_drafter,
 )
 from secondguess.bench.recital import make_trace, recite, write_texts
-from secondguess.bench.round_costs import (
-    Cell,
-    Curve,
-    PartCosts,
-    RoundCosts,
-    Stage,
-    in_turns,
-    make_cells,
-    make_plain_cells,
-    part_costs,
-    plain_costs,
-)
+from secondguess.bench.round_costs import Stage
 from secondguess.bench.systems import Models
-from secondguess.bench.traces import Guess, Trace, record
+from secondguess.bench.traces import Guess, record
 from secondguess.bench.trial import Trial
 from secondguess.bench.tune_config import TuneConfig
+from secondguess.bench.tune_costs import FEWEST_TURNS, MOST_TURNS, Costs, Joined, RoundTimer
+from secondguess.bench.tune_findings import Budget, Findings, Verified
 from secondguess.bench.workloads import Workload, load_workload
 from secondguess.controllers import make_controller
 from secondguess.core import Prospect, Row
@@ -67,110 +57,9 @@ GROUP_SIZE = 4
 """Texts that are written and guessed along at once."""
 SHARE_OF_TEXTS, SHARE_OF_COSTS, SHARE_OF_INT8 = 0.3, 0.25, 0.15
 """Of the budget, at most."""
-MOST_TURNS, FEWEST_TURNS, NUM_CYCLES = 12, 2, 2
 MOST_PASSES = 5
-NOBODY, LOOK_UP = "none", "look-up"
-"""Whose rounds are plain, and whose stand for those of every drafter that looks its guesses up."""
 NOTHING = Guess(Prospect(longest=0, certain=True), (), ())
 GOLDEN = 0.618034
-
-
-class Budget:
-    """Seconds that may be spent, and on what they were spent."""
-
-    def __init__(self, seconds: float, clock: Clock = time.perf_counter) -> None:
-        self._clock = clock
-        self._start = self._mark = clock()
-        self.seconds = seconds
-        self.spent: dict[str, float] = {}
-
-    @property
-    def elapsed(self) -> float:
-        return self._clock() - self._start
-
-    @property
-    def left(self) -> float:
-        return self.seconds - self.elapsed
-
-    def book(self, what: str) -> float:
-        """What passed since the last booking was spent on this; gives its seconds."""
-        now = self._clock()
-        seconds, self._mark = now - self._mark, now
-        self.spent[what] = self.spent.get(what, 0.0) + seconds
-        return seconds
-
-    def until(self, share: float) -> Callable[[], bool]:
-        """Whether a share of the budget, from now on, has not passed yet."""
-        end = self.elapsed + share * self.seconds
-        return lambda: self.elapsed < min(end, self.seconds)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of rounds, plain and by drafter (not those made of several), and the same for rows out of order."""
-
-    plain: Curve
-    parts: Mapping[str, PartCosts]
-    disordered_plain: Curve
-    disordered_parts: Mapping[str, PartCosts]
-
-    def of(self, names: Sequence[str]) -> RoundCosts:
-        """For a drafter made of these."""
-        disordered = RoundCosts(self.disordered_plain, [self.disordered_parts[name] for name in names])
-        return RoundCosts(self.plain, [self.parts[name] for name in names], disordered)
-
-    def with_reading(self, reading: Mapping[str, float]) -> Costs:
-        """With the seconds in which each drafter reads a token."""
-
-        def told(parts: Mapping[str, PartCosts]) -> dict[str, PartCosts]:
-            return {name: replace(part, reading=reading[name]) for name, part in parts.items()}
-
-        return replace(self, parts=told(self.parts), disordered_parts=told(self.disordered_parts))
-
-
-@dataclass(frozen=True)
-class Verified:
-    """One choice that was run, on some of the batches.
-
-    Args:
-        predicted: for the very batches that were run.
-    """
-
-    choice: Choice
-    batch_size: int
-    predicted: Speed
-    measured: Speed
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured speed, less 1."""
-        return self.predicted.tokens_per_second / self.measured.tokens_per_second - 1
-
-
-@dataclass
-class Findings:
-    """Everything that a tuning found out.
-
-    Args:
-        predictions: by batch size and choice, over all batches; those with `quantize` where that was looked at.
-        parts: by drafter (not those made of several), its guesses.
-        costs, int8_costs: seconds of rounds, of the target as it was loaded and with weights in 8 bits.
-        notes: what a reader has to know.
-        spent: seconds by step.
-    """
-
-    config: TuneConfig
-    workload: Workload
-    models: Models
-    traces: list[Trace] = field(default_factory=list)
-    predictions: dict[int, dict[Choice, Speed]] = field(default_factory=dict)
-    verified: list[Verified] = field(default_factory=list)
-    parts: dict[str, Part] = field(default_factory=dict)
-    costs: Costs | None = None
-    int8_costs: Costs | None = None
-    num_passes: int = 0
-    notes: list[str] = field(default_factory=list)
-    spent: dict[str, float] = field(default_factory=dict)
 
 
 def run_tune(
@@ -293,51 +182,29 @@ class Tuner:
 
     def time_rounds(self) -> None:
         """Rounds of every drafter at every batch size, in turns."""
-        cells = self._make_cells(self._models.target.runtime)
+        timer = self._make_timer(self._models.target.runtime)
         start = self._budget.elapsed
-        go_on = self._budget.until(SHARE_OF_COSTS)
-        turns = self._run_cells(cells, MOST_TURNS, go_on)
+        turns = timer.run(MOST_TURNS, self._budget.until(SHARE_OF_COSTS))
         self._seconds_of_turn = (self._budget.elapsed - start) / turns
-        self.findings.costs = self._costs_of(cells)
+        self.findings.costs = timer.costs()
         if turns < FEWEST_TURNS + 1:
             self.findings.notes.append(f"time was short: rounds were timed in {turns} turns only")
 
-    def _run_cells(
-        self, cells: Mapping[str, Sequence[Cell]], most_turns: int, go_on: Callable[[], bool]
-    ) -> int:
-        everybody = [cell for of_drafter in cells.values() for cell in of_drafter]
-        done = 0
-
-        def has_time() -> bool:
-            nonlocal done
-            done += 1
-            return done < FEWEST_TURNS or go_on()
-
-        return in_turns(everybody, NUM_CYCLES, most_turns, has_time)
-
-    def _make_cells(self, target: Runtime) -> dict[str, list[Cell]]:
-        """By drafter that runs a model, `LOOK_UP` for all others, and `NOBODY`."""
-        sizes = sorted({1, *self._config.batch_sizes, *([4] if max(self._config.batch_sizes) > 8 else [])})
-        models = {name: drafter for name, drafter in self._drafters.items() if not drafter.certain}
+    def _make_timer(self, target: Runtime) -> RoundTimer:
         make_rows = self._make_rows_for_timing()
-
-        several = [size for size in sizes if size > 1]
-
-        def cells(drafter: Drafter, certain: bool) -> list[Cell]:
-            stage = Stage(target, drafter, self._verifier, make_rows, self._clock)
-            return [
-                *make_cells(stage, [certain], sizes),
-                *make_cells(stage, [certain], several, disordered=True),
-            ]
-
-        look_up = make_drafter("suffix", target_vocab_size=1, load_draft_model=_no_model)
-        alone = Stage(target, look_up, self._verifier, make_rows, self._clock)
-        plain = [*make_plain_cells(alone, sizes), *make_plain_cells(alone, several, disordered=True)]
-        return {
-            NOBODY: plain,
-            LOOK_UP: cells(look_up, True),
-            **{name: cells(each, False) for name, each in models.items()},
-        }
+        joined = {}
+        for name in self._drafter_names():
+            names = split_drafter(name)
+            models = [place for place, part in enumerate(names) if not self._drafters[part].certain]
+            if len(names) > 1 and models:
+                joined["+".join(names)] = Joined(self._make_drafter(name), names, models[0])
+        return RoundTimer(
+            lambda drafter: Stage(target, drafter, self._verifier, make_rows, self._clock),
+            self._drafters,
+            self._upkeep,
+            joined,
+            self._config.batch_sizes,
+        )
 
     def _make_rows_for_timing(self) -> Callable[[int], list[Row]]:
         """Rows somewhere in their texts, as they would be while they are written."""
@@ -355,28 +222,6 @@ class Tuner:
             return rows
 
         return make_rows
-
-    def _costs_of(self, cells: Mapping[str, Sequence[Cell]]) -> Costs:
-        """Plain rounds, and rounds by drafter that is not made of several."""
-        ordered = {name: [each for each in own if not each.disordered] for name, own in cells.items()}
-        # One row alone is always in order.
-        disordered = {
-            name: [each for each in own if each.disordered or each.num_rows == 1]
-            for name, own in cells.items()
-        }
-        return Costs(
-            plain_costs(ordered[NOBODY]),
-            self._parts_costs(ordered),
-            plain_costs(disordered[NOBODY]),
-            self._parts_costs(disordered),
-        )
-
-    def _parts_costs(self, cells: Mapping[str, Sequence[Cell]]) -> dict[str, PartCosts]:
-        found = {name: part_costs(own) for name, own in cells.items() if name != NOBODY}
-        return {
-            name: replace(found[LOOK_UP], upkeep=self._upkeep[name]) if drafter.certain else found[name]
-            for name, drafter in self._drafters.items()
-        }
 
     def time_prefills(self) -> None:
         """What each batch takes before its first round."""
@@ -468,10 +313,10 @@ class Tuner:
         except SecondGuessError as error:
             notes.append(f"8 bits were not looked at: {error}")
             return
-        cells = self._make_cells(quantized.runtime)
-        self._run_cells(cells, MOST_TURNS // 2, self._budget.until(SHARE_OF_INT8))
+        timer = self._make_timer(quantized.runtime)
+        timer.run(MOST_TURNS // 2, self._budget.until(SHARE_OF_INT8))
         assert self._evidence is not None
-        self.findings.int8_costs = self._with_reading(self._costs_of(cells), self._evidence.batches)
+        self.findings.int8_costs = self._with_reading(timer.costs(), self._evidence.batches)
         evidence = replace(self._evidence, costs=self.findings.int8_costs.of)
         for size, predictions in self.findings.predictions.items():
             for choice in [PLAIN, *fastest(predictions, max(config.num_verified, 1))]:
@@ -592,10 +437,6 @@ def _text_length(text: Sequence[int], end_tokens: frozenset[int], most: int) -> 
     """Tokens up to and including the one that ends the text."""
     ends = (place for place, token in enumerate(text[:most], start=1) if token in end_tokens)
     return next(ends, most)
-
-
-def _no_model(path: str) -> Runtime:
-    raise AssertionError(f"a look-up asked for the model {path}")
 
 
 @contextmanager
