@@ -19,8 +19,8 @@ class TuneConfig:
 
     Args:
         model: the target.
-        drafters: names of the drafters to weigh; empty for the target's own, `suffix`, `ngram`, and `suffix` joined with
-            the own one where that is a model.
+        drafters: names of the drafters to weigh; empty for the target's own, its draft model alone and joined with
+            `suffix` where it has one, `suffix`, and `ngram`.
         prompts: as `bench` takes them; None takes HumanEval where it lies beside the checkout, else `builtin`.
         num_prompts: how many of them at most, evenly spread.
         num_tokens: new tokens per prompt at most; an end token ends a text before.
@@ -79,8 +79,9 @@ class TuneConfig:
         if self.drafters:
             return self.drafters
         own = default_drafter(self.model)
-        joined = [f"suffix+{own}"] if draft_model_paths(own) else []
-        return tuple(dict.fromkeys([own, "suffix", "ngram", *joined]))
+        models = [f"model:{path}" for path in draft_model_paths(own)]
+        joined = [f"suffix+{model}" for model in models]
+        return tuple(dict.fromkeys([own, *models, "suffix", "ngram", *joined]))
 
     @property
     def depth(self) -> int:
