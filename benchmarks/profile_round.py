@@ -20,7 +20,7 @@ import torch
 
 from secondguess.api import encode
 from secondguess.bench.costs import CostProbe
-from secondguess.bench.harness import typical_context
+from secondguess.bench.encoding import typical_context
 from secondguess.bench.predict import predicted_seconds
 from secondguess.bench.systems import Models, Run, Speculator, draft_models
 from secondguess.bench.workloads import BUILTIN, load_workload

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from secondguess.controllers import make_controller
-from secondguess.core import Budgets, Draft, Prospect, Row
+from secondguess.controllers.base import Controller
+from secondguess.controllers.cost import CostController, CostOptions
+from secondguess.controllers.laws import DraftLaws
+from secondguess.controllers.round_times import RoundTimes
+from secondguess.core import Budgets, Draft, Prospect, RoundTime, Row, Verdict
 from secondguess.decode import Team
 from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.base import Drafter
@@ -99,10 +103,10 @@ class TreeDrafter(Drafter):
 
 
 class SometimesScripted(ScriptedDrafter):
-    """Has a guess behind texts of even sum only."""
+    """Has a guess behind texts of odd sum only, such as the prompt."""
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
-        return [(Prospect(longest=4 if sum(row.tokens) % 2 == 0 else 0, certain=True),) for row in rows]
+        return [(Prospect(longest=4 if sum(row.tokens) % 2 else 0, certain=True),) for row in rows]
 
 
 def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
@@ -122,17 +126,61 @@ def play(
     pair: Pair,
     drafter: Drafter,
     verifier: Verifier | str,
-    controller: str,
+    controller: Controller | str,
     params: SamplingParams = SAMPLED,
     num_rounds: int = 1,
     **row_settings: object,
 ) -> list[Branch]:
     """All that the shipping loop can do from the prompt."""
     rule = make_verifier(verifier) if isinstance(verifier, str) else verifier
-    team = Team(TableModel(pair.vocab_size, pair.target), drafter, rule, make_controller(controller))
+    decider = make_controller(controller) if isinstance(controller, str) else controller
+    team = Team(TableModel(pair.vocab_size, pair.target), drafter, rule, decider)
     make_rows = lambda: [Row(list(PROMPT), params, **row_settings)]  # noqa: E731
     (branches,) = enumerate_rounds(team, make_rows, num_rounds)
     return branches
+
+
+class EvenTimes(RoundTimes):
+    """Knows what rounds take at every batch size: an enumeration puts all branches into one batch."""
+
+    def needs_plain(self, num_rows: int, context: float) -> bool:
+        return False
+
+    def plain(self, num_rows: int) -> float:
+        return 1.0
+
+    def rest(self, num_rows: int, width: int) -> float:
+        return 1.0 + 0.01 * width
+
+
+def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> CostController:
+    """A `cost` controller that has learnt that drafting pays, so that its first round already drafts.
+
+    Args:
+        step: seconds of a draft step, where a plain round takes 1 second.
+        accepted: about the share of nodes accepted in what it has seen.
+    """
+    controller = CostController(CostOptions(length))
+    controller.times = EvenTimes()
+    pattern = torch.rand(200, generator=torch.Generator().manual_seed(7)).tolist()
+    for part, certain in ((0, False), (0, True), (1, False)):
+        row = Row([0] * 5, SAMPLED)
+        for fate in pattern:
+            plan = controller.plan([row], [(Prospect(part=part, certain=certain),)])[0]
+            for depth in range(plan.length - 1):
+                if not certain:
+                    law = torch.tensor([[0.5, 0.3, 0.2]])
+                    if not controller.go_on([row], DraftLaws(law), depth)[0]:
+                        plan = plan._replace(length=depth + 1)
+                        break
+            kept = plan.length if fate < accepted else 0
+            draft = Draft.chains([[0] * plan.length])
+            verdict = Verdict.of_chain(torch.tensor([kept]), torch.tensor([0]))
+            drafting = step * plan.length
+            time = RoundTime(prefill=0.0, draft=drafting, total=1 + drafting + 0.01 * plan.length)
+            controller.learn([row], draft, verdict, time)
+        controller.end(row)
+    return controller
 
 
 def law_error(

@@ -194,6 +194,7 @@ OPTIONS = [
     ("stop_token_ids", ["--stop-token-id", "5", "--stop-token-id", "6"], (5, 6)),
     ("seed", ["--seed", "9"], 9),
     ("logprobs", ["--logprobs", "1"], 1),
+    ("draft_length", ["--draft-length", "2"], 2),
 ]
 
 
@@ -509,12 +510,15 @@ def test_bench_passes_its_options_on_and_saves_the_report(secondguess_command, t
     # Interrupted, and yet saved.
     assert (plain.code, plain.out) == (130, "# table\n")
     assert f"saved {tmp_path / 'a.json'} and {tmp_path / 'a.md'}" in plain.err
+    # No chart among what was saved: the only reason is that there is no matplotlib.
+    assert "pip install 'secondguess[bench]' draws them" in plain.err
     assert seen.pop() == BenchConfig()
 
     options = {
-        "--against": ("transformers",), "--prompts": "builtin", "--num-prompts": 3, "--max-tokens": 5,
+        "--against": ("transformers",), "--prompts": ("builtin", "gsm8k"), "--num-prompts": 3, "--max-tokens": 5,
         "--temperature": (0.5, 2.0), "--draft-length": (1, 2), "--seed": 4, "--model": "m", "--drafter": ("ngram",),
-        "--dtype": "float32", "--device": "cuda", "--threads": 1, "--name": "n",
+        "--dtype": "float32", "--device": "cuda", "--threads": 1, "--name": "n", "--task": ("qa", "rag"),
+        "--controller": ("fixed:2", "confidence"), "--batch-size": (1, 8),
     }  # fmt: skip
     arguments = [
         part
@@ -526,13 +530,24 @@ def test_bench_passes_its_options_on_and_saves_the_report(secondguess_command, t
     against, prompts, num_prompts, num_tokens, temperatures, lengths, seed, model, drafters, *rest = (
         options.values()
     )
-    dtype, device, threads, name = rest
+    dtype, device, threads, name, tasks, controllers, batch_sizes = rest
     assert seen == [
         BenchConfig(
             model, drafters, against, prompts, num_prompts, num_tokens, temperatures, lengths, dtype, device,
-            threads, seed, name,
+            threads, seed, name, tasks, controllers, batch_sizes,
         )
     ]  # fmt: skip
+
+
+def test_bench_compares_stored_reports(secondguess_command):
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "2026-11-21-builtin-pair.json"
+    page = secondguess_command("bench", "compare", results, results)
+    assert (page.code, page.err) == (0, "")
+    assert "| secondguess suffix | 1 | 1 | all |" in page.out
+    assert "the same prompts, resampled in pairs" in page.out
+    told = secondguess_command("bench", "compare", results, results, "--json")
+    assert {change["verdict"] for change in json.loads(told.out)["changes"]} == {"no difference beyond noise"}
+    assert told.code == 0
 
 
 def test_training_runs_the_recipe_within_the_budget_and_can_be_interrupted(

@@ -483,6 +483,11 @@ def test_the_command_prints_the_configuration_and_notes_beside_it(secondguess_co
     assert "not using its controller, measurements" in other.err
 
 
+def test_the_help_names_every_engine(secondguess_command):
+    said = secondguess_command("export", "--help").out
+    assert [engine for engine in ENGINES if engine not in said] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -16,7 +18,7 @@ from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime import loading
 from secondguess.runtime.describe import describe_model
 from secondguess.runtime.memory import check_memory
-from secondguess.runtime.pair import plan_load, plan_memory, remarks_on
+from secondguess.runtime.pair import plan_demand, plan_memory, remarks_on
 from secondguess.sampling import SamplingParams
 
 FLOAT32 = ["--dtype", "float32", "--device", "cpu"]
@@ -53,7 +55,7 @@ def test_the_drafter_that_load_would_take_is_described(inspected, tiny_checkpoin
     assert record["drafter"] == {"name": "suffix", "model": None, "remarks": []}
     assert record["memory"]["drafter"] is None
     pair = inspected("builtin")
-    assert pair["drafter"]["name"] == "model:builtin-draft"
+    assert pair["drafter"]["name"] == "suffix+model:builtin-draft"
     assert pair["drafter"]["model"]["num_parameters"] < pair["num_parameters"]
 
 
@@ -89,11 +91,11 @@ def test_what_fits_is_what_load_accepts(tiny_checkpoint, tiny_draft_checkpoint, 
         describe_model(str(path), dtype="float32") for path in (tiny_checkpoint, tiny_draft_checkpoint)
     ]
     for missing in (0, 1):
-        plan = plan_memory(plan_load(described[0], rows=2, context=100), *described)
+        plan = plan_memory(plan_demand(described[0], rows=2, context=100), *described)
         enough = plan.total_bytes - missing
         monkeypatch.setattr("secondguess.runtime.pair.available_memory", lambda _, enough=enough: enough)
         monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda _, enough=enough: enough)
-        plan = plan_memory(plan_load(described[0], rows=2, context=100), *described)
+        plan = plan_memory(plan_demand(described[0], rows=2, context=100), *described)
         assert plan.missing_bytes == missing
         assert plan.as_dict()["fits"] is (missing == 0)
         refusal = pytest.raises(OutOfMemoryError) if missing else contextlib.nullcontext()
@@ -130,6 +132,16 @@ def test_int_8_is_told_before_it_is_chosen_and_counted_after(inspected, secondgu
     )
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_it_is_told_where_int_8_needs_a_library(
+    inspected, secondguess_command, tiny_checkpoint, monkeypatch, there
+):
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao") if there else None)
+    assert bool(inspected(tiny_checkpoint)["memory"]["int8_obstacle"]) is not there
+    said = secondguess_command("inspect", tiny_checkpoint, *FLOAT32).out
+    assert ("pip install secondguess[quant]" in said) is not there
+
+
 def test_what_may_differ_is_remarked(
     inspected, secondguess_command, tiny_checkpoint, short_drafter, tmp_path
 ):
@@ -144,11 +156,13 @@ def test_what_may_differ_is_remarked(
     assert "not smaller" in larger
 
 
-def test_a_row_that_outgrew_the_draft_model_is_not_counted_there(inspected, tiny_checkpoint, short_drafter):
-    drafter = f"model:{short_drafter}"
-    all_of_it = inspected(tiny_checkpoint, "--drafter", drafter, "--context", 256, "--rows", 8)["memory"]
-    half = inspected(tiny_checkpoint, "--drafter", drafter, "--context", 128, "--rows", 8)["memory"]
-    assert all_of_it["drafter"] == half["drafter"]
+def test_a_row_that_outgrew_the_draft_model_is_not_counted_there(inspected, tiny_draft_checkpoint, tmp_path):
+    # Caches begin with 256 positions, so that only longer contexts tell.
+    target = write_llama(tmp_path / "long", seed=0, max_position_embeddings=1024)
+    drafter = ["--drafter", f"model:{tiny_draft_checkpoint}"]
+    whole, quarter = (inspected(target, *drafter, "--context", size)["memory"] for size in (1024, 256))
+    assert whole["target"]["cache_bytes"] == 4 * quarter["target"]["cache_bytes"]
+    assert whole["drafter"] == quarter["drafter"]
 
 
 def test_a_drafter_with_another_tokenizer_is_refused(secondguess_command, tiny_checkpoint, tmp_path):
@@ -198,10 +212,10 @@ def test_bad_options_of_inspect(secondguess_command, tiny_checkpoint, arguments,
 
 def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint):
     endless = dataclasses.replace(describe_model(str(tiny_checkpoint)), context_length=None)
-    assert plan_load(endless, rows=None, context=None).context == 4096
-    assert plan_load(endless, rows=2, context=1_000_000).context == 1_000_000
+    assert plan_demand(endless, rows=None, context=None).context == 4096
+    assert plan_demand(endless, rows=2, context=1_000_000).context == 1_000_000
     with pytest.raises(BadInputError, match="100000000 tokens"):
-        plan_load(endless, rows=None, context=10**12)
+        plan_demand(endless, rows=None, context=10**12)
 
 
 def test_a_configuration_is_inspected(inspected, secondguess_command, tiny_checkpoint, tmp_path):

@@ -4,6 +4,7 @@ The shipping loop runs once with every answer that chance could give (`secondgue
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from law_cases import (
     mean_accepted,
     one_hot_law,
     play,
+    seasoned,
 )
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
@@ -32,7 +34,19 @@ from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams, target_laws
 from secondguess.testing import TableModel, random_law
 
-CONTROLLERS = ["fixed:0", "fixed:1", "fixed:3", "confidence:3,threshold=0.5"]
+CONTROLLERS = [
+    "fixed:0",
+    "fixed:1",
+    "fixed:3",
+    "confidence:3,threshold=0.5",
+    "entropy:3,threshold=0.5",
+    "cost:3",
+]
+
+
+def made(controller):
+    """A controller by its name; `cost` begins with plain rounds, so here it has learnt that drafting pays."""
+    return seasoned(int(controller.partition(":")[2])) if controller.startswith("cost") else controller
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -41,18 +55,36 @@ CONTROLLERS = ["fixed:0", "fixed:1", "fixed:3", "confidence:3,threshold=0.5"]
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
 def test_the_law_of_the_text_is_the_targets(verifier, drafter, controller, pair):
     pair = PAIRS[pair]
-    branches = play(pair, make_pair_drafter(drafter, pair), verifier, controller)
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, made(controller))
     assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("controller", ["fixed:2", "confidence:2,threshold=0.5"])
-@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("controller", ["fixed:2", "confidence:2,threshold=0.5", "entropy:2", "cost:2"])
+@pytest.mark.parametrize("drafter", ["sampled", "certain", "either"])
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("verifier", ["coupled", "auto"])
 def test_the_law_of_coupled_text_is_the_targets(verifier, coupled, drafter, controller, pair):
     pair = PAIRS[pair]
-    branches = play(pair, make_pair_drafter(drafter, pair), verifier, controller, coupled=coupled)
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, made(controller), coupled=coupled)
+    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+
+
+def test_a_seasoned_cost_controller_drafts_in_the_first_round():
+    """Else the enumerations of it would only be about plain decoding."""
+    for drafter in ("sampled", "certain", "either"):
+        pair = PAIRS["binary"]
+        branches = play(pair, make_pair_drafter(drafter, pair), "block", made("cost:3"))
+        assert {branch.num_accepted for branch in branches} >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("wish", [0, 1, 2])
+@pytest.mark.parametrize("controller", ["fixed:3", "confidence:3,threshold=0.9"])
+def test_a_request_sets_its_own_draft_length(controller, wish):
+    pair = PAIRS["binary"]
+    params = replace(SAMPLED, draft_length=wish)
+    branches = play(pair, make_pair_drafter("sampled", pair), "block", controller, params)
+    assert max(branch.num_accepted for branch in branches) == wish
     assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
 
 
@@ -106,13 +138,13 @@ def make_verifier_named(name):
     return make_verifier(name)
 
 
-@pytest.mark.parametrize("controller", ["fixed:1", "confidence:2,threshold=0.6"])
+@pytest.mark.parametrize("controller", ["fixed:1", "confidence:2,threshold=0.6", "entropy:2", "cost:2"])
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
 @pytest.mark.parametrize("drafter", ["sampled", "either"])
 def test_a_second_round_starts_from_the_truth(verifier, controller, drafter):
     """Two rounds enumerated in full: caches, drafter and controller all carry on from the first verdict."""
     pair = PAIRS["binary"]
-    branches = play(pair, make_pair_drafter(drafter, pair), verifier, controller, num_rounds=2)
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, made(controller), num_rounds=2)
     assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 

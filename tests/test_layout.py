@@ -43,7 +43,13 @@ SIDEWAYS = {
     "runtime": {"builtin"},
     "train": {"builtin", "runtime"},
 }
-FOLDERS_OF_VARIANTS = ("drafters", "verifiers", "controllers", "export")
+FOLDERS_OF_VARIANTS = {
+    "drafters": "DRAFTERS",
+    "verifiers": "VERIFIERS",
+    "controllers": "CONTROLLERS",
+    "export": "ENGINES",
+}
+"""Folder -> its dict of names."""
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
@@ -96,11 +102,7 @@ def test_a_module_imports_only_what_lies_below_it(name, tree):
 
 def variants_of(folder: str) -> set[str]:
     """The modules that a folder's dict of names leads to; its other modules are what variants share."""
-    (names,) = [
-        value
-        for name, value in vars(import_module(f"secondguess.{folder}")).items()
-        if name == folder.upper()
-    ]
+    names = getattr(import_module(f"secondguess.{folder}"), FOLDERS_OF_VARIANTS[folder])
     return {place.partition(":")[0].rpartition(".")[2] for place in names.values()}
 
 

@@ -27,7 +27,7 @@ from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 31
 DRAFTERS = ("none", "model:draft", "model:itself", "ngram", "suffix", "suffix,min=3+model:draft")
-CONTROLLERS = ("fixed:1", "fixed:4", "confidence:6,threshold=0.2")
+CONTROLLERS = ("fixed:1", "fixed:4", "confidence:6,threshold=0.2", "entropy:6", "cost")
 PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 23], [2, 3]]
 
 

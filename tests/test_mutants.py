@@ -25,11 +25,14 @@ from law_cases import (
     mean_accepted,
     one_hot_law,
     play,
+    seasoned,
 )
 from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
 from secondguess.controllers import make_controller
+from secondguess.controllers.base import Controller
 from secondguess.core import Draft, Row, Verdict
 from secondguess.decode import Team, decode
+from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.noise import KeyedNoise, Purpose
@@ -53,7 +56,7 @@ Patch = pytest.MonkeyPatch
 def law_holds(
     verifier: str,
     drafter: str = "sampled",
-    controller: str = "fixed:3",
+    controller: Controller | str = "fixed:3",
     params: SamplingParams = SAMPLED,
     num_rounds: int = 1,
     pairs: tuple[str, ...] = ("ternary", "zeros", "equal-at-times"),
@@ -245,6 +248,48 @@ def drop_the_trigger_token(patch: Patch) -> None:
         return Draft(draft.tokens, draft.parents, draft.lengths - dropped.long(), draft.probs)
 
     patch.setattr(ModelDrafter, "propose", propose)
+
+
+def discard_a_poor_draft(patch: Patch) -> None:
+    """Anticipation: whether to speculate at all is decided after a look at what was drawn."""
+    original = ModelDrafter.propose
+
+    def propose(self, rows, budgets, noise):
+        draft = original(self, rows, budgets, noise)
+        if not draft.num_nodes:
+            return draft
+        chance = draft.probs.gather(2, draft.tokens[..., None])[:, 0, 0]
+        lengths = torch.where(chance < 0.4, 0, draft.lengths)
+        return Draft(draft.tokens, draft.parents, lengths, draft.probs)
+
+    patch.setattr(ModelDrafter, "propose", propose)
+
+
+def choose_the_drafter_by_its_guess(patch: Patch) -> None:
+    """Anticipation: the look-up steps in where the model has drawn an unlikely token."""
+    original = AlternatingDrafter.propose
+
+    def propose(self, rows, budgets, noise):
+        draft = original(self, rows, budgets, noise)
+        if not draft.num_nodes:
+            return draft
+        chance = draft.probs.gather(2, draft.tokens[..., None])[:, 0, 0]
+        poor = (chance < 0.4)[:, None]
+        tokens = torch.where(poor, 0, draft.tokens)
+        one_hot = torch.nn.functional.one_hot(tokens, draft.probs.shape[-1]).to(draft.probs)
+        return Draft(tokens, draft.parents, draft.lengths, torch.where(poor[..., None], one_hot, draft.probs))
+
+    patch.setattr(AlternatingDrafter, "propose", propose)
+
+
+def look_ups_beside_samples_have_even_laws(patch: Patch) -> None:
+    original = AlternatingDrafter._with_laws
+
+    def with_laws(self, draft):
+        laws = original(self, draft).probs
+        return Draft(draft.tokens, draft.parents, draft.lengths, torch.full_like(laws, 1 / laws.shape[-1]))
+
+    patch.setattr(AlternatingDrafter, "_with_laws", with_laws)
 
 
 def draft_law_of_another_temperature(patch: Patch) -> None:
@@ -514,6 +559,14 @@ MUTANTS = [
     Mutant(uncapped_prefix_weights, law("block")),
     Mutant(block_stops_at_the_first_failure, law("block")),
     Mutant(drop_the_trigger_token, law("block", controller="confidence:3,threshold=0.5")),
+    Mutant(drop_the_trigger_token, law("block", controller=seasoned(3)), "drop-the-trigger-token-cost"),
+    Mutant(drop_the_trigger_token, law("block", controller="entropy:3"), "drop-the-trigger-token-entropy"),
+    Mutant(discard_a_poor_draft, law("block", controller=seasoned(3))),
+    Mutant(
+        choose_the_drafter_by_its_guess,
+        law("block", "either", controller=seasoned(2), num_rounds=2, pairs=("binary",)),
+    ),
+    Mutant(look_ups_beside_samples_have_even_laws, law("block", "either", controller=seasoned(3))),
     Mutant(draft_law_of_another_temperature, law("rejection", pairs=("ternary",))),
     Mutant(greedy_draft_treated_as_sampled, law("rejection")),
     Mutant(certain_draft_treated_as_sampled, law("block", "certain")),

@@ -228,10 +228,11 @@ def load(
 
     Args:
         model: a directory or a cached model's name; `builtin` is the target in the box.
-        drafter: `none`, `model:PATH`, `ngram`, `suffix`, each with `,key=value` options. Without it, the
-            built-in target gets its own drafter and any other model gets `suffix`, which needs nothing.
+        drafter: `none`, `model:PATH`, `ngram`, `suffix`, each with `,key=value` options, or several joined by `+`, which
+            take turns. Without it, the
+            built-in target gets `suffix` and its own draft model, any other model `suffix`, which needs nothing.
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block` or `coupled`.
-        controller: `fixed:K` or `confidence:K[,threshold=T]`; by default what suits the drafter.
+        controller: `cost` (the default), `fixed:K`, `confidence`, `entropy`, with options (see `docs/controllers.md`).
         dtype: `auto` picks bfloat16 where the processor has it; or float64, float32, bfloat16, float16.
         device: `auto`, `cpu` or `cuda[:N]`.
         quantize: `int8` stores the target's weights in 8 bits (where our kernels do not run it,
@@ -314,7 +315,7 @@ def _require_texts(**values: object) -> None:
 
 def default_drafter(model: str) -> str:
     """The drafter of a target for which none was named."""
-    return "model:builtin-draft" if model == "builtin" else "suffix"
+    return "suffix+model:builtin-draft" if model == "builtin" else "suffix"
 
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

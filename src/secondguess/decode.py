@@ -83,8 +83,9 @@ def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
     with ledger.round(rows):
         noise = team.noise(rows)
         budgets = _budgets(team, rows)
-        with ledger.phase("prefill"):
-            _prepare(team.drafter, rows, budgets)
+        if budgets.longest:
+            with ledger.phase("prefill"):
+                _prepare(team.drafter, rows, budgets)
         with ledger.phase("draft"):
             draft = team.drafter.propose(rows, budgets, noise)
         with ledger.phase("score"):
@@ -126,8 +127,7 @@ def _go_on(
 def _prepare(drafter: Drafter, rows: Sequence[Row], budgets: Budgets) -> None:
     """Let the drafter read what it needs for the rows that it is to draft for."""
     members = [index for index, length in enumerate(budgets.lengths) if length > 0]
-    if members:
-        drafter.prepare([rows[index] for index in members], [budgets.parts[index] for index in members])
+    drafter.prepare([rows[index] for index in members], [budgets.parts[index] for index in members])
 
 
 def _commit(

@@ -8,6 +8,8 @@ row of one large batch takes one branch of the tree of outcomes and carries its 
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -215,6 +217,9 @@ def enumerate_rounds(
 ) -> list[list[Branch]]:
     """Everything that the first rounds of the shipping loop can do.
 
+    Every play begins with a copy of the controller as it was handed in, on a clock that ticks evenly: what it has learnt
+    may be of any kind, what it decides must be the same in every play.
+
     Args:
         team: who plays; their `make_noise` and ledger are replaced.
         make_rows: makes the same fresh rows on every call.
@@ -239,6 +244,7 @@ def _play(
     team: Team, make_rows: Callable[[], Sequence[Row]], num_rounds: int, script: Script
 ) -> list[list[Branch]]:
     num_originals = len(make_rows())
+    team = replace(team, controller=copy.deepcopy(team.controller))
     rows = [row for _ in range(script.num_rows // num_originals) for row in make_rows()]
     num_accepted = dict.fromkeys(rows, 0)
     try:
@@ -264,7 +270,7 @@ def _scripted(team: Team, script: Script, number: int, live: list[int]) -> Team:
         greedy = torch.tensor([row.params.temperature == 0 for row in rows], dtype=torch.bool)
         return EnumeratingNoise(script, number, torch.tensor(live, dtype=torch.long), coupled, greedy)
 
-    return replace(team, make_noise=make_noise, ledger=Ledger())
+    return replace(team, make_noise=make_noise, ledger=Ledger(map(float, itertools.count()).__next__))
 
 
 TextLaw = dict[tuple[int, ...], float]

@@ -27,6 +27,11 @@ class Name:
     argument: str | None
     options: Mapping[str, str]
 
+    def __str__(self) -> str:
+        """As it would be written."""
+        argument = "" if self.argument is None else f":{self.argument}"
+        return self.kind + argument + "".join(f",{key}={value}" for key, value in self.options.items())
+
 
 def parse_name(text: str, what: str, kinds: Iterable[str]) -> Name:
     """Split a name and check its kind.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from secondguess.drafters import make_drafter, parse_drafter_name
+from secondguess.drafters import build_drafter, parse_drafter_name
+from secondguess.drafters.alternating import check_parts
+from secondguess.drafters.base import Supplies
+from secondguess.names import Name
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class NamedDrafter:
         draft_model: the model that it would load, if any.
         options: values of all its options.
         given: those that the name gives, as they were written.
+        parts: what takes turns where the name joins several drafters, each understood on its own; else nothing.
     """
 
     name: str
@@ -27,6 +31,7 @@ class NamedDrafter:
     draft_model: str | None = None
     options: Mapping[str, float] = field(default_factory=dict)
     given: Mapping[str, str] = field(default_factory=dict)
+    parts: tuple[NamedDrafter, ...] = ()
 
 
 class _Asked(Exception):
@@ -39,18 +44,22 @@ def understand_drafter(name: str) -> NamedDrafter:
     Raises:
         BadInputError: a kind, an argument, an option or a value that does not exist.
     """
-    parts = parse_drafter_name(name)
-    # Drafters that take turns are of a kind of their own, which no engine has.
-    kind = "+".join(part.kind for part in parts)
-    given = {key: value for part in parts for key, value in part.options.items()}
+    parts = tuple(_understand(part) for part in parse_drafter_name(name))
+    if len(parts) == 1:
+        return replace(parts[0], name=name)
+    check_parts([part.kind for part in parts])
+    draft_model = next((part.draft_model for part in parts if part.draft_model), None)
+    return NamedDrafter(name, "+".join(part.kind for part in parts), draft_model, parts=parts)
 
+
+def _understand(name: Name) -> NamedDrafter:
     def tell(path: str) -> NoReturn:
         raise _Asked(path)
 
     try:
-        drafter = make_drafter(name, target_vocab_size=1, load_draft_model=tell)
+        drafter = build_drafter(name, Supplies(target_vocab_size=1, load_draft_model=tell))
     except _Asked as asked:
-        return NamedDrafter(name, kind, draft_model=str(asked), given=given)
+        return NamedDrafter(str(name), name.kind, draft_model=str(asked), given=name.options)
     options = getattr(drafter, "options", None)
     values = dataclasses.asdict(options) if options is not None else {}
-    return NamedDrafter(name, kind, options=values, given=given)
+    return NamedDrafter(str(name), name.kind, options=values, given=name.options)

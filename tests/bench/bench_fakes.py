@@ -41,3 +41,15 @@ def stats_of(rounds: Sequence[tuple[int, int]], prefill: float = 0.0) -> Stats:
     stats.seconds["prefill"] = prefill
     stats.seconds["score"] = 1.0
     return stats
+
+
+class FakeBatcher(FakeSystem):
+    """The same, for several prompts at a time: every row costs as much as a single prompt would."""
+
+    batches = True
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
+    ) -> Run:
+        runs = [self.generate(prompt, num_tokens, temperature, seed) for prompt in prompts]
+        return Run.of_batch([run.tokens for run in runs], sum(run.seconds for run in runs), self.stats)

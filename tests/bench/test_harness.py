@@ -1,9 +1,11 @@
 """Order of turns, seeds, interruption and refusals, with systems that cost what we say."""
 
 import pytest
-from bench_fakes import FakeSystem
+from bench_fakes import FakeBatcher, FakeSystem
 
-from secondguess.bench.harness import BenchConfig, Measurement, turns, typical_context
+from secondguess.bench.config import BenchConfig
+from secondguess.bench.encoding import typical_context
+from secondguess.bench.measurement import Batch, Measurement, Setting, make_batches, turns
 from secondguess.errors import BadInputError
 
 
@@ -62,7 +64,7 @@ def test_a_steady_drift_gives_equal_systems_equal_medians():
     systems = [Drifting("A", log), Drifting("B", log)]
     measured = measurement(log, *systems, num_prompts=2, temperatures=(0.0,))
     measured.run(ignore)
-    seconds = {name: sum(run.seconds for run in runs[0.0]) for name, runs in measured.runs.items()}
+    seconds = {name: sum(run.seconds for run in runs[Setting(0.0)]) for name, runs in measured.runs.items()}
     assert seconds["A"] == pytest.approx(seconds["B"])
 
 
@@ -74,7 +76,7 @@ def test_ctrl_c_keeps_the_finished_prompts_and_no_half_ones():
     assert not measured.run(ignore)
     finished = measured.finished_runs()
     assert measured.num_finished == 2
-    assert [len(runs[0.0]) for runs in finished.values()] == [2, 2]
+    assert [len(runs[Setting(0.0)]) for runs in finished.values()] == [2, 2]
 
 
 def test_ctrl_c_before_the_first_result_is_passed_on():
@@ -124,6 +126,15 @@ def test_the_context_of_the_cost_curve_is_half_way_through_a_median_row():
         ({"draft_lengths": (3, 3)}, "draft_lengths"),
         ({"drafters": ("ngram", "ngram")}, "drafters"),
         ({"against": ("vllm",)}, "one of transformers"),
+        ({"against": ("http://host", "http://host")}, "against"),
+        ({"prompts": ()}, "prompts"),
+        ({"prompts": ("gsm8k", "gsm8k")}, "prompts"),
+        ({"tasks": ("qa", "qa")}, "tasks"),
+        ({"controllers": ("fixed:3", "fixed:3")}, "controllers"),
+        ({"batch_sizes": ()}, "batch_sizes"),
+        ({"batch_sizes": (0,)}, "batch_sizes"),
+        ({"batch_sizes": (4, 4)}, "batch_sizes"),
+        ({"batch_sizes": (8,), "against": ("transformers",)}, "transformers decodes one prompt at a time"),
         ({"seed": -1}, "seed"),
         ({"name": "../evil"}, "name"),
         ({"name": ""}, "name"),
@@ -135,6 +146,120 @@ def test_absurd_settings_are_refused_by_name(settings, message):
 
 
 def test_the_drafters_follow_the_model_unless_named():
-    assert BenchConfig().drafters_to_run == ("model:builtin-draft", "ngram", "suffix")
+    assert BenchConfig().drafters_to_run == (
+        "suffix+model:builtin-draft",
+        "suffix",
+        "model:builtin-draft",
+        "ngram",
+    )
     assert BenchConfig(model="some/model").drafters_to_run == ("suffix", "ngram")
     assert BenchConfig(drafters=("ngram",)).drafters_to_run == ("ngram",)
+
+
+def test_batches_are_of_one_task_and_of_exactly_their_size():
+    tasks = ["a", "b", "a", "b", "a", "a", "a"]
+    assert make_batches(tasks, 1) == [Batch((place,), task) for place, task in enumerate(tasks)]
+    for size in (2, 3, 4):
+        batches = make_batches(tasks, size)
+        assert {len(batch.places) for batch in batches} == {size}
+        assert {place for batch in batches for place in batch.places} == set(range(7))
+        assert all(tasks[place] == batch.task for batch in batches for place in batch.places)
+    # Five prompts of "a" fill two batches of three with one of them twice, two of "b" one batch with one of them twice.
+    assert sorted(batch.places for batch in make_batches(tasks, 3)) == [(0, 2, 4), (1, 3, 1), (5, 6, 0)]
+
+
+def test_everybody_who_can_decodes_every_batch_and_the_others_single_prompts():
+    log = []
+    systems = [FakeBatcher("A", log), FakeSystem("B", log)]
+    measured = measurement(log, *systems, num_prompts=4, temperatures=(0.0,), batch_sizes=(1, 2))
+    assert measured.run(ignore)
+    lengths = {
+        name: {setting: len(runs) for setting, runs in of.items()} for name, of in measured.runs.items()
+    }
+    assert lengths == {"A": {Setting(0.0, 1): 4, Setting(0.0, 2): 2}, "B": {Setting(0.0, 1): 4}}
+    assert {run.row_lengths for run in measured.runs["A"][Setting(0.0, 2)]} == {(4, 4)}
+    assert measured.num_finished == 4
+    assert measured.finished_tasks() == {1: [""] * 4, 2: [""] * 2}
+    assert measured.notes() == []
+
+
+def test_batch_sizes_are_mixed_over_the_run_and_each_alternates():
+    log = []
+    measured = measurement(
+        log,
+        FakeBatcher("A", log),
+        FakeBatcher("B", log),
+        num_prompts=4,
+        temperatures=(0.0,),
+        batch_sizes=(1, 4),
+    )
+    told = []
+    measured.run(lambda done, total, what: told.append(what))
+    order = [what.split(",")[0] + what[-1] for what in told[1:-1]]
+    assert order == [
+        "prompt 1A", "prompt 1B", "prompt 2B", "prompt 2A", "batch 1 of 4 promptsA", "batch 1 of 4 promptsB",
+        "prompt 3A", "prompt 3B", "prompt 4B", "prompt 4A",
+    ]  # fmt: skip
+
+
+def test_prompts_that_fill_up_a_batch_are_told():
+    log = []
+    measured = measurement(log, FakeBatcher("A", log), num_prompts=3, temperatures=(0.0,), batch_sizes=(2,))
+    measured.run(ignore)
+    assert measured.notes() == [
+        "batch size 2: 1 of 4 places of the batches are filled with prompts of the same task that another place has "
+        "already"
+    ]
+    assert measured.num_finished == 3
+
+
+def test_ctrl_c_leaves_out_a_batch_size_that_has_nothing_finished():
+    log = []
+    # Two warm-ups (one of them two prompts) and the first prompt, then the batch is cut.
+    system = FakeBatcher("A", log, interrupt_at=5)
+    measured = measurement(log, system, num_prompts=4, temperatures=(0.0,), batch_sizes=(1, 2))
+    assert not measured.run(ignore)
+    finished = measured.finished_runs()["A"]
+    assert list(finished) == [Setting(0.0, 1)]
+    assert measured.finished_tasks()[2] == []
+
+
+def test_a_row_of_a_batch_that_is_too_short_is_not_compared():
+    class Lazy(FakeBatcher):
+        def generate_batch(self, prompts, num_tokens, temperature, seed):
+            run = super().generate_batch(prompts, num_tokens, temperature, seed)
+            texts = run.texts
+            return run.of_batch([texts[0][:-1], [*texts[1], 7]], run.seconds)
+
+    measured = measurement([], Lazy("A", []), batch_sizes=(2,))
+    with pytest.raises(BadInputError, match="expected 4 tokens from A to be comparable, got 3, 5"):
+        measured.run(ignore)
+
+
+def test_a_system_that_counts_for_itself_may_stop_early_and_the_report_says_so():
+    class Server(FakeSystem):
+        keeps_length = False
+
+        def generate(self, *arguments):
+            run = super().generate(*arguments)
+            return type(run)([], run.seconds, lengths=(3 if len(self.log) % 2 else 4,))
+
+    measured = measurement([], Server("S", []), temperatures=(0.0,))
+    measured.run(ignore)
+    assert "S wrote 3 to 3 tokens instead of 4 in 1 of 2 runs" in measured.notes()[0]
+
+
+def test_what_the_warm_up_taught_is_forgotten():
+    class Learner(FakeSystem):
+        def begin_measuring(self):
+            self.log.append("forget")
+
+    log = []
+    measured = measurement(log, Learner("A", log), num_prompts=1, temperatures=(0.0,))
+    measured.run(ignore)
+    assert log == [("A", 0.0, 0), "forget", ("A", 0.0, 0)]
+
+
+def test_a_system_without_batches_refuses_one():
+    with pytest.raises(BadInputError, match="A, which has no batches, got 2"):
+        FakeSystem("A", []).generate_batch([[1], [2]], 3, 0.0, 0)

@@ -36,6 +36,19 @@ def test_relative_paths_and_names_stay():
     )
 
 
+def test_the_address_of_a_server_stays_and_the_file_of_a_data_set_is_cut():
+    words = [
+        "secondguess",
+        "--against",
+        "http://host:8000/v1,model=a/b",
+        "--prompts",
+        "spec-bench:/data/q.jsonl",
+    ]
+    assert show_command(words).endswith(
+        "--against http://host:8000/v1,model=a/b --prompts spec-bench:q.jsonl"
+    )
+
+
 def test_the_hash_follows_the_weights_and_only_them(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"one")
     before = hash_weights(tmp_path)

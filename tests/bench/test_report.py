@@ -1,23 +1,19 @@
 """What a report says about runs whose every number we know."""
 
+import dataclasses
 import json
 
 import pytest
 from bench_fakes import FakeSystem, stats_of
 
+from secondguess.bench.measurement import Setting
 from secondguess.bench.predict import Costs
 from secondguess.bench.provenance import Provenance
-from secondguess.bench.report import (
-    Report,
-    Workbench,
-    count_flips,
-    fastest_speculators,
-    make_cost_table,
-    make_results,
-    summarise_rounds,
-)
+from secondguess.bench.report import Report, Workbench, make_cost_table
+from secondguess.bench.results import count_flips, fastest_speculators, make_results, summarise_rounds
 from secondguess.bench.systems import Run, public_name
 
+TASKS = ["code", "talk", "talk"]
 COSTS = Costs({1: 0.1, 4: 0.13}, draft_step=0.01)
 
 
@@ -42,15 +38,16 @@ def results(temperature=0.0):
         "theirs plain": runs([5.0, 10.0, 20.0], tokens=(1, 2, 3, 5)),
         "theirs fast": runs([20.0, 20.0, 20.0], tokens=(1, 2, 3, 5)),
     }
-    timed = {name: {temperature: each} for name, each in by_system.items()}
-    return make_results(systems(), timed, {"ours plain": COSTS, "ours fast": COSTS}, seed=0)
+    timed = {name: {Setting(temperature): each} for name, each in by_system.items()}
+    costs = {"ours plain": COSTS, "ours fast": COSTS}
+    return make_results(systems(), timed, costs, {1: TASKS}, seed=0)
 
 
 def report(complete=True, note=""):
     return Report(
         name="tiny",
         complete=complete,
-        workbench=Workbench("prompts.jsonl", "abc", note, 3, 4, 4, 17.0),
+        workbench=Workbench("prompts.jsonl", "abc", note, 3, 4, 4, 17.0, 0, {1: TASKS}, []),
         costs=make_cost_table(20, {None: COSTS, "draft": COSTS}),
         results=results(),
         provenance=Provenance(
@@ -124,6 +121,99 @@ def test_a_runtime_that_writes_another_text_shows_in_its_plain_decoding():
     assert (crossed.num_prompts_differing, crossed.num_tokens_differing) == (3, 3)
 
 
+def test_rows_of_a_batch_are_compared_one_by_one():
+    texts, reference = [[1, 2], [3, 4]], [[1, 2], [3, 9]]
+    equality = count_flips([Run.of_batch(texts, 1.0)], [Run.of_batch(reference, 1.0)], "plain")
+    assert equality.first_differences == [None, 1]
+    assert (equality.num_prompts_differing, equality.num_tokens_differing, equality.num_tokens) == (1, 1, 4)
+
+
+def test_a_system_that_tells_no_tokens_is_compared_with_nobody():
+    log = []
+    rivals = [FakeSystem("plain", log), FakeSystem("server", log, family="host")]
+    silent = [Run([], 0.5, lengths=(4,))] * 3
+    told = make_results(
+        rivals,
+        {"plain": {Setting(0.0): runs([4.0] * 3)}, "server": {Setting(0.0): silent}},
+        {},
+        {1: TASKS},
+        seed=0,
+    )
+    assert told[1].tokens_per_second == 8.0
+    assert told[1].equality is None
+    assert told[0].against["server"].of_medians == pytest.approx(0.5)
+
+
+def test_tasks_have_their_own_medians_and_ratios_to_plain():
+    plain, fast, _, theirs = (result.by_task for result in results())
+    assert {task: each.num_batches for task, each in fast.items()} == {"code": 1, "talk": 2}
+    assert {task: each.tokens_per_second for task, each in fast.items()} == {"code": 40.0, "talk": 50.0}
+    assert fast["talk"].against_plain.of_medians == pytest.approx(50 / 25)
+    assert theirs["talk"].against_plain.of_medians == pytest.approx(20 / 15)
+    assert plain["talk"].against_plain is None
+    assert (fast["code"].acceptance_length, theirs["code"].acceptance_length) == (4.0, None)
+
+
+def test_a_task_of_few_prompts_shows_no_interval():
+    told = results()
+    page = report().to_markdown()
+    assert "| system | code (1) | talk (2) |" in page
+    assert "| ours fast | 40.0, 4.00x, tau 4.00 | 50.0, 2.00x, tau 4.00 |" in page
+    assert [dataclasses.replace(told[1].by_task["code"], num_batches=count).has_interval for count in (4, 5)] == [
+        False, True,
+    ]  # fmt: skip
+
+
+def test_one_task_needs_no_table():
+    told = make_results(
+        systems()[:1], {"ours plain": {Setting(0.0): runs([1.0] * 3)}}, {}, {1: ["same"] * 3}, seed=0
+    )
+    assert "By task" not in dataclasses.replace(report(), results=told).to_markdown()
+
+
+def test_settings_are_compared_within_themselves():
+    """At batch size 2 nobody of the other family runs; at temperature 1 everybody is slower."""
+    log = []
+    rivals = [FakeSystem("ours", log), FakeSystem("theirs", log, family="theirs")]
+    by_setting = {
+        "ours": {Setting(0.0): runs([4.0]), Setting(0.0, 2): runs([6.0])},
+        "theirs": {Setting(0.0): runs([2.0])},
+    }
+    told = make_results(rivals, by_setting, {}, {1: ["x"], 2: ["x"]}, seed=0)
+    assert [(each.system, each.batch_size, set(each.against)) for each in told] == [
+        ("ours", 1, {"theirs"}), ("theirs", 1, {"ours"}), ("ours", 2, set()),
+    ]  # fmt: skip
+
+
+def test_passes_of_batches_are_not_predicted_from_those_of_single_prompts():
+    summary = summarise_rounds([Run([1] * 4, 1.0, stats_of([(3, 3)]))], COSTS, batch_size=2)
+    assert (summary.predicted_tokens_per_second, summary.measured_over_predicted) == (None, None)
+    assert summary.acceptance_length == 4.0
+
+
+def test_notes_are_on_the_page():
+    told = report()
+    noted = dataclasses.replace(told, workbench=dataclasses.replace(told.workbench, notes=["who is missing"]))
+    assert "- Note: who is missing.\n" in noted.to_markdown()
+
+
+def test_names_do_not_break_the_tables():
+    told = report()
+    named = [dataclasses.replace(result, system="a | b\nc") for result in told.results]
+    page = dataclasses.replace(told, results=named).to_markdown()
+    assert "| a \\| b c |" in page
+
+
+def test_a_result_is_that_of_the_smallest_batch_unless_told():
+    told = report()
+    larger = [dataclasses.replace(result, batch_size=8) for result in told.results]
+    both = dataclasses.replace(told, results=[*larger, *told.results])
+    assert both.result("ours fast", 0.0).batch_size == 1
+    assert both.result("ours fast", 0.0, 8).batch_size == 8
+    with pytest.raises(KeyError):
+        both.result("ours fast", 0.0, 2)
+
+
 def test_flips_are_a_matter_of_temperature_zero():
     assert all(result.equality is None for result in results(temperature=1.0))
 
@@ -154,14 +244,14 @@ def test_results_are_found_by_name_and_temperature():
 
 
 def test_json_holds_everything_under_stable_names(tmp_path):
-    data, page = report().save(tmp_path / "results")
+    data, page, *_ = report().save(tmp_path / "results")
     assert (data.name, page.name) == ("2026-01-02-tiny.json", "2026-01-02-tiny.md")
     told = json.loads(data.read_text())
-    assert told["schema"] == 1
+    assert told["schema"] == 2
     assert set(told) == {"schema", "name", "complete", "workbench", "costs", "results", "provenance"}
     assert set(told["results"][1]) == {
-        "system", "family", "speculates", "temperature", "tokens_per_second", "per_prompt", "against",
-        "rounds", "equality",
+        "system", "family", "speculates", "temperature", "batch_size", "tokens_per_second", "interval", "per_batch",
+        "against", "by_task", "rounds", "equality",
     }  # fmt: skip
     assert told["costs"]["curve"]["4"] == pytest.approx(1.3)
     assert told["costs"]["cost_ratio"]["draft"] == pytest.approx(0.1)
@@ -169,7 +259,7 @@ def test_json_holds_everything_under_stable_names(tmp_path):
 
 
 def test_an_interrupted_run_is_saved_as_such(tmp_path):
-    data, page = report(complete=False).save(tmp_path)
+    data, page, *_ = report(complete=False).save(tmp_path)
     assert data.name.endswith("-partial.json")
     assert json.loads(data.read_text())["complete"] is False
     assert "Interrupted" in page.read_text()

@@ -9,7 +9,8 @@ import torch
 from secondguess.bench import BenchConfig, run_bench
 from secondguess.bench.harness import make_systems
 from secondguess.bench.peers import StockModel, TransformersAssisted, TransformersPlain, transformers_systems
-from secondguess.bench.systems import Models, Speculator
+from secondguess.bench.roster import notes_on
+from secondguess.bench.systems import Models, Run, Speculator
 from secondguess.errors import BadInputError, CheckpointError
 
 PROMPT = [5, 17, 42, 99, 7, 7, 140]
@@ -87,9 +88,9 @@ def test_a_constant_draft_length_is_kept_and_costs_are_measured(report, tiny_dra
 
 def test_what_is_saved_names_no_folder(report, tmp_path):
     for path in report.save(tmp_path):
-        text = path.read_text()
-        assert "/tmp" not in text
-        assert str(tmp_path) not in text
+        content = path.read_bytes()
+        assert b"/tmp" not in content
+        assert str(tmp_path).encode() not in content
     told = json.loads(report.to_json())
     assert told["provenance"]["dtype"] == "float32"
     assert all(len(digest) == 64 for digest in told["provenance"]["model_sha256"].values())
@@ -222,3 +223,125 @@ def test_a_sampled_speculative_run_is_verified_as_a_request_without_a_seed(model
         for seed in range(3)
     ]
     assert any(ours != plain for ours, plain in texts)
+
+
+def test_rows_of_a_batch_write_what_they_write_alone(models, tiny_draft_checkpoint):
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[:3]]
+    for drafter in ("none", "ngram", f"model:{tiny_draft_checkpoint}"):
+        system = Speculator(models, drafter)
+        batch = system.generate_batch(prompts, 9, 0.0, seed=0)
+        alone = [system.generate(prompt, 9, 0.0, seed=0).tokens for prompt in prompts]
+        assert batch.texts == alone
+        assert (batch.num_tokens, batch.row_lengths) == (27, (9, 9, 9))
+        assert batch.stats.num_tokens == 27
+        # Rows share the time of a round: it counts once.
+        assert sum(batch.stats.seconds.values()) <= batch.seconds
+
+
+def test_rows_of_one_prompt_are_sampled_apart(models):
+    first, second = Speculator(models, "none").generate_batch([PROMPT, PROMPT], 12, 1.0, seed=0).texts
+    assert first != second
+
+
+def test_the_speed_of_a_batch_is_of_all_its_tokens():
+    run = Run.of_batch([[1, 2, 3], [4, 5, 6]], seconds=2.0)
+    assert run.tokens_per_second == 3.0
+    assert run.texts == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_a_controller_lives_over_the_prompts_of_its_condition(models):
+    system = Speculator(models, "ngram", "fixed:2")
+    warm = system.controller(0.0, 1)
+    system.begin_measuring()
+    first = system.controller(0.0, 1)
+    assert first is not warm
+    system.generate(PROMPT, 4, 0.0, seed=0)
+    assert system.controller(0.0, 1) is first
+    assert len({id(system.controller(*key)) for key in ((0.0, 1), (1.0, 1), (0.0, 2))}) == 3
+
+
+def test_a_run_asks_the_controller_of_its_condition(models):
+    system = Speculator(models, "ngram", "fixed:2")
+    seen = []
+    for key in ((0.0, 1), (0.0, 2), (1.0, 1)):
+        controller = system.controller(*key)
+        controller.learn = lambda *_, key=key: seen.append(key)
+    system.generate(PROMPT, 4, 0.0, seed=0)
+    system.generate_batch([PROMPT, PROMPT], 4, 0.0, seed=0)
+    system.generate(PROMPT, 4, 1.0, seed=0)
+    assert list(dict.fromkeys(seen)) == [(0.0, 1), (0.0, 2), (1.0, 1)]
+
+
+def test_named_controllers_run_with_every_drafter_that_would_ask_them(models, tiny_draft_checkpoint):
+    drafter = f"model:{tiny_draft_checkpoint}"
+    config = BenchConfig(
+        drafters=(drafter, "ngram"),
+        controllers=("confidence:4", "fixed:3"),
+        draft_lengths=(3,),
+        dtype="float32",
+    )
+    systems = make_systems(config, models)
+    ours = f"secondguess model:{tiny_draft_checkpoint.name}"
+    assert [system.name for system in systems] == [
+        "secondguess plain", ours, f"{ours} fixed:3", f"{ours} confidence:4", "secondguess ngram",
+        "secondguess ngram fixed:3",
+    ]  # fmt: skip
+    assert notes_on(systems, config) == ["ngram is not run with confidence:4, which it would not ask"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"controllers": ("confidence:4",)}, "would ask the controller 'confidence:4', got ngram"),
+        ({"controllers": ("guess:4",)}, "guess"),
+        ({"controllers": ("fixed:4",), "drafters": ()}, "got none at all"),
+        ({"draft_lengths": (65,)}, "between 0 and 64"),
+    ],
+)
+def test_a_controller_that_nobody_would_ask_is_refused(models, settings, message):
+    with pytest.raises(BadInputError, match=message):
+        make_systems(BenchConfig(**{"drafters": ("ngram",), "dtype": "float32", **settings}), models)
+
+
+@pytest.fixture(scope="module")
+def batched(tiny_checkpoint, tmp_path_factory):
+    """Two tasks at two batch sizes, with a prompt that does not fit."""
+    path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
+    texts = [("sums", "1 + 1 ="), ("sums", "2 + 2 = " * 200), ("sums", "3 + 3 ="), ("songs", "la la")]
+    path.write_text("".join(json.dumps({"prompt": text, "task": task}) + "\n" for task, text in texts))
+    return run_bench(
+        BenchConfig(
+            model=str(tiny_checkpoint), drafters=("ngram",), against=("transformers",), prompts=(str(path),),
+            num_tokens=6, temperatures=(0.0,), batch_sizes=(1, 2), dtype="float32", num_threads=1,
+        )
+    )  # fmt: skip
+
+
+def test_every_batch_size_is_a_table_and_peers_run_at_one(batched):
+    assert [(result.system, result.batch_size) for result in batched.results] == [
+        ("secondguess plain", 1), ("secondguess ngram", 1), ("transformers plain", 1),
+        ("transformers prompt lookup", 1), ("secondguess plain", 2), ("secondguess ngram", 2),
+    ]  # fmt: skip
+    page = batched.to_markdown()
+    assert "## Temperature 0\n" in page
+    assert "## Temperature 0, batch size 2\n" in page
+    assert "transformers: at batch size 1 only" in page
+    pair = batched.result("secondguess ngram", 0.0, 2)
+    assert pair.equality.first_differences == [None] * 6
+    assert pair.rounds.predicted_tokens_per_second is None
+    assert pair.rounds.acceptance_length >= 1
+
+
+def test_results_are_told_by_task(batched):
+    assert batched.workbench.tasks == {1: ["sums", "sums", "songs", "sums"], 2: ["sums", "songs", "sums"]}
+    plain, ngram = (batched.result(f"secondguess {name}", 0.0).by_task for name in ("plain", "ngram"))
+    assert {task: each.num_batches for task, each in ngram.items()} == {"sums": 3, "songs": 1}
+    assert plain["sums"].against_plain is None
+    assert ngram["sums"].against_plain.of_medians > 0
+    assert ngram["songs"].acceptance_length >= 1
+    assert "| system | sums (3) | songs (1) |" in batched.to_markdown()
+
+
+def test_a_prompt_that_was_cut_is_told(batched):
+    assert batched.workbench.num_prompts_cut == 1
+    assert "1 of 4 prompts were cut from the left to the 250 tokens" in batched.to_markdown()

@@ -3,7 +3,14 @@
 import pytest
 from bench_fakes import stats_of
 
-from secondguess.bench.summary import add_up, compare, first_difference, median
+from secondguess.bench.summary import (
+    add_up,
+    compare,
+    compare_apart,
+    first_difference,
+    median,
+    median_interval,
+)
 
 
 def test_a_ratio_is_of_medians_and_its_worst_is_paired():
@@ -38,6 +45,30 @@ def test_the_interval_of_a_median_is_the_known_one():
 def test_the_same_seed_gives_the_same_interval():
     speeds, baseline = [3.0, 5.0, 9.0, 4.0], [2.0, 2.0, 3.0, 8.0]
     assert compare(speeds, baseline, seed=5) == compare(speeds, baseline, seed=5)
+
+
+def test_speeds_apart_are_resampled_each_by_itself():
+    """Twice as fast on every prompt: certain in pairs, not apart."""
+    baseline = [1.0, 100.0, 7.0, 30.0, 0.5]
+    ratio = compare_apart([2 * speed for speed in baseline], baseline)
+    assert ratio.of_medians == 2.0
+    assert ratio.low < 1 < ratio.high
+    calm = compare_apart([20.0, 20.1, 19.9] * 5, [10.0, 10.1, 9.9] * 7)
+    assert calm.low == pytest.approx(2.0, abs=0.05)
+    assert calm.high == pytest.approx(2.0, abs=0.05)
+
+
+def test_equal_speeds_apart_are_not_drawn_alike():
+    """With the same draws on both sides the ratio would be 1 without any doubt."""
+    speeds = [1.0, 100.0, 7.0, 30.0, 0.5]
+    ratio = compare_apart(speeds, speeds)
+    assert ratio.low < 1 < ratio.high
+
+
+def test_the_interval_of_one_systems_median():
+    low, high = median_interval([float(value) for value in range(1, 21)])
+    assert (low, high) == (pytest.approx(6.5, abs=1.0), pytest.approx(14.5, abs=1.0))
+    assert median_interval([3.0]) == (3.0, 3.0)
 
 
 def test_the_median_of_an_even_number_lies_between():

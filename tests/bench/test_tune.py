@@ -357,7 +357,7 @@ def test_an_interruption_says_where_and_writes_nothing(
         (["--config-out", "a-folder"], "expected a file for --config-out, got the folder a-folder"),
         (["--config-out", "nowhere/c.toml"], "in a folder that exists"),
         (["--prompts", "empty.jsonl"], "empty"),
-        (["--prompts", "binary.jsonl"], "UTF-8"),
+        (["--prompts", "binary.jsonl"], "binary.jsonl"),
         (["--prompts", "missing.jsonl"], "missing.jsonl"),
     ],
 )

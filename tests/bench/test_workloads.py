@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from secondguess.bench.workloads import HUMANEVAL, load_workload, spread
+from secondguess.bench.workloads import DATA_SETS, HUMANEVAL, equal_shares, load_workload, mix, spread
 from secondguess.errors import BadInputError
 
 
@@ -75,6 +75,15 @@ def test_an_absent_file_says_what_to_give():
         (b'{"text": "x"}\n', "line 1"),
         (b'["x"]\n', "line 1"),
         (b'{"prompt": "\xff"}\n', "UTF-8"),
+        (b"\n \n", "got an empty file"),
+        (b'{"prompt": "x"}\n\0\0', "binary"),
+        (b'{"prompt": " \\n"}\n', "line 1"),
+        (b'{"prompt": "half \\ud83d"}\n', "surrogate"),
+        (b'{"question": 5}\n', "got the keys question"),
+        (b'{"turns": []}\n', "line 1"),
+        (b'{"messages": [{"role": "system", "content": "be kind"}]}\n', "line 1"),
+        (b'{"prompt": "x", "category": 3}\n', "expected a text as 'category'"),
+        (b"[" * 100_000 + b"\n", "line 1"),
     ],
 )
 def test_a_file_without_prompts_is_refused_with_the_place(tmp_path, content, message):
@@ -82,3 +91,140 @@ def test_a_file_without_prompts_is_refused_with_the_place(tmp_path, content, mes
     path.write_bytes(content)
     with pytest.raises(BadInputError, match=message):
         load_workload(str(path))
+
+
+def write_lines(path, *records):
+    path.write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"prompt": "a", "question": "b"}, "a"),
+        ({"question": "b", "answer": "c"}, "b"),
+        ({"turns": ["first", "second"]}, "first"),
+        (
+            {"messages": [
+                {"role": "system", "content": "s"}, {"role": "user", "content": "u"},
+                {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"},
+            ]},
+            "u\n\nv",
+        ),
+        ({"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]}, "h"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "part"}]}]}, "part"),
+        ({"prompt": "one\u2028line"}, "one\u2028line"),
+    ],
+)  # fmt: skip
+def test_a_line_may_hold_its_prompt_in_several_forms(tmp_path, record, text):
+    assert load_workload(str(write_lines(tmp_path / "x.jsonl", record))).prompts == (text,)
+
+
+def test_the_task_is_what_a_line_says_or_else_the_file(tmp_path):
+    path = write_lines(
+        tmp_path / "mine.jsonl",
+        {"prompt": "a", "category": "sums"}, {"prompt": "b", "task": "songs"}, {"prompt": "c"},
+    )  # fmt: skip
+    workload = load_workload(str(path))
+    assert dict(zip(workload.prompts, workload.tasks, strict=True)) == {
+        "a": "sums",
+        "b": "songs",
+        "c": "mine",
+    }
+
+
+def test_paragraphs_of_a_plain_text_are_prompts(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_bytes("\ufeff \nOnce upon\r\na time\r\n\r\n \n  indented\n\n\n".encode())
+    workload = load_workload(str(path))
+    assert workload.prompts == ("Once upon\na time", "  indented")
+    assert set(workload.tasks) == {"notes"}
+
+
+def test_json_lines_are_known_by_what_they_are_too(tmp_path):
+    path = write_lines(tmp_path / "prompts.dat", {"prompt": "a"}, {"prompt": "b"})
+    assert load_workload(str(path)).prompts == ("a", "b")
+
+
+def spec_bench_file(tmp_path, *categories):
+    records = [
+        {"question_id": number, "category": category, "turns": [f"{category} {number}", "more"]}
+        for number, category in enumerate(categories)
+    ]
+    return f"spec-bench:{write_lines(tmp_path / 'question.jsonl', *records)}"
+
+
+def test_the_eight_categories_of_mt_bench_are_one_task_of_spec_bench(tmp_path):
+    source = spec_bench_file(tmp_path, "writing", "humanities", "qa", "rag", "coding")
+    workload = load_workload(source)
+    assert sorted(set(workload.tasks)) == ["multi-turn", "qa", "rag"]
+    assert workload.tasks.count("multi-turn") == 3
+    assert "writing 0" in workload.prompts
+
+
+def test_a_category_that_spec_bench_has_not_is_refused(tmp_path):
+    with pytest.raises(BadInputError, match=r"got 'cooking'; other files.* in question\.jsonl, line 2"):
+        load_workload(spec_bench_file(tmp_path, "qa", "cooking"))
+
+
+def test_gsm8k_is_asked_its_questions(tmp_path):
+    path = write_lines(tmp_path / "g.jsonl", {"question": "2 + 2?", "answer": "4"})
+    workload = load_workload(f"gsm8k:{path}")
+    assert (workload.prompts, workload.tasks) == (("2 + 2?",), ("gsm8k",))
+    with pytest.raises(BadInputError, match="'prompt' for humaneval"):
+        load_workload(f"humaneval:{path}")
+
+
+def test_data_sets_lie_beside_the_checkout_or_one_says_where(tmp_path, monkeypatch):
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    monkeypatch.chdir(checkout)
+    for name, data_set in DATA_SETS.items():
+        with pytest.raises(BadInputError, match=f"--prompts {name}:PATH"):
+            load_workload(name)
+        place = checkout / data_set.place
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_lines(place, {"prompt": "x", "question": "x", "turns": ["x"], "category": "qa"})
+        assert load_workload(name).prompts == ("x",)
+
+
+def test_a_sample_is_equally_large_for_every_task_and_mixed(tmp_path):
+    first = write_lines(tmp_path / "many.jsonl", *({"prompt": f"m{number}"} for number in range(30)))
+    other = write_lines(tmp_path / "few.jsonl", *({"prompt": f"f{number}"} for number in range(3)))
+    workload = load_workload((str(first), str(other)), 12)
+    assert workload.name == "many.jsonl + few.jsonl"
+    assert (workload.tasks.count("many"), workload.tasks.count("few")) == (9, 3)
+    assert [prompt for prompt in workload.prompts if prompt[0] == "m"][:4] == ["m0", "m3", "m6", "m10"]
+    assert "few" in workload.tasks[:4]
+    assert "few" in workload.tasks[-4:]
+
+
+def test_shares_are_equal_as_far_as_the_groups_go():
+    assert equal_shares([80] * 6, 40) == [7, 7, 7, 7, 6, 6]
+    assert equal_shares([2, 100], 10) == [2, 8]
+    assert equal_shares([2, 3], 10) == [2, 3]
+
+
+def test_mixing_keeps_each_order_and_spreads_the_small_group():
+    assert mix([list("abcd"), list("12")]) == ["a", "1", "b", "c", "2", "d"]
+
+
+def test_only_the_tasks_that_were_asked_for(tmp_path):
+    source = spec_bench_file(tmp_path, "writing", "qa", "rag")
+    assert set(load_workload(source, tasks=("qa", "rag")).tasks) == {"qa", "rag"}
+    with pytest.raises(
+        BadInputError, match=r"expected a task of question.jsonl \(multi-turn, qa, rag\), got 'maths'"
+    ):
+        load_workload(source, tasks=("maths",))
+
+
+def test_fewer_prompts_than_tasks_are_refused(tmp_path):
+    with pytest.raises(BadInputError, match="--task"):
+        load_workload(spec_bench_file(tmp_path, "writing", "qa", "rag"), num_prompts=2)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(BadInputError, match="got the folder"):
+        load_workload(str(tmp_path))

@@ -136,7 +136,7 @@ def test_the_length_in_a_name_is_the_budget() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("magic:3", "fixed, confidence, got 'magic:3'"),
+        ("magic:3", "fixed, .*cost, got 'magic:3'"),
         ("fixed:-1", "between 0 and 64, got -1"),
         ("fixed:65", "between 0 and 64, got 65"),
         ("fixed:many", "a whole number for length .* got 'many'"),

@@ -62,7 +62,17 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     ),
     "model short context": lambda: model_drafter(TARGET_LAW, context_length=9),
 }
-CONTROLLERS = ["fixed:0", "fixed:1", "fixed:4", "confidence:6", "confidence:6,threshold=0.9"]
+CONTROLLERS = [
+    "fixed:0",
+    "fixed:1",
+    "fixed:4",
+    "confidence:6",
+    "confidence:6,threshold=0.9",
+    "entropy:6",
+    "cost",
+]
+ADAPTIVE = ("cost", "entropy")
+"""Controllers that learn from the other rows of a batch, and so may draft otherwise in company."""
 
 
 def never_asked(laws: torch.Tensor, depth: int) -> list[bool]:

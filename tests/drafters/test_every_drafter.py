@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from drafter_cases import CONTROLLERS, DRAFTERS, GREEDY, PROMPTS, greedy_text, never_asked, run
+from drafter_cases import ADAPTIVE, CONTROLLERS, DRAFTERS, GREEDY, PROMPTS, greedy_text, never_asked, run
 
 from secondguess.core import Budgets, Row, Verdict
 from secondguess.noise import KeyedNoise
@@ -38,6 +38,8 @@ def test_seeded_text_is_that_of_no_drafter(drafter: str, controller: str) -> Non
 @every_controller
 def test_a_row_is_decoded_as_it_would_be_alone(drafter: str, controller: str) -> None:
     """Tokens and drafts; settings differ per row, so that rows stop drafting at different depths."""
+    if controller.partition(":")[0] in ADAPTIVE:
+        pytest.skip("it learns from all rows: sampled text keeps its law, but not its draws")
     params = [
         SamplingParams(max_tokens=9, temperature=1.0),
         SamplingParams(max_tokens=3, temperature=0.0),

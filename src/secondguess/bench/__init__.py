@@ -1,6 +1,8 @@
 """Benchmarks: systems in turn on the same prompts, with the arithmetic that explains their speeds."""
 
-from secondguess.bench.harness import BenchConfig, Progress, run_bench
+from secondguess.bench.config import BenchConfig
+from secondguess.bench.harness import run_bench
+from secondguess.bench.measurement import Progress
 from secondguess.bench.report import Report
 
 __all__ = ["BenchConfig", "Progress", "Report", "run_bench"]

@@ -5,28 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from secondguess.bench.summary import Ratio
+from secondguess.bench.summary import FEWEST_PROMPTS, Ratio
 
 if TYPE_CHECKING:
-    from secondguess.bench.report import CostTable, Report, Result, Workbench
+    from secondguess.bench.report import CostTable, Report, Workbench
+    from secondguess.bench.results import Result, TaskResult
 
 NOTES = """\
-Tokens/s: median over prompts of new tokens over wall-clock seconds, prefill included. Ratios: median over
+Tokens/s: median over prompts of new tokens over wall-clock seconds, prefill included (of a batch: all its
+new tokens). Ratios: median over
 median, [95 % bootstrap interval over prompts], then the worst prompt; against the other family's plain
-decoding and against its fastest speculative setting. tau: tokens per target pass. c: one draft step over one
-target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/predicted leaves our overhead
+decoding and against its fastest speculative setting. tau: tokens per target pass and row. c: one draft step
+over one target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/predicted leaves our overhead
 out of 1 (both without prefill)."""
 
 
 def as_markdown(report: Report) -> str:
     """The whole page."""
-    temperatures = sorted({result.temperature for result in report.results})
+    settings = sorted({(result.temperature, result.batch_size) for result in report.results})
     blocks = [
         f"# Benchmark {report.name}",
         *([] if report.complete else ["**Interrupted: only the prompts that were finished are in here.**"]),
         _conditions(report),
+        *([_notes(report.workbench)] if report.workbench.notes else []),
         NOTES,
-        *(_at_temperature(report, temperature) for temperature in temperatures),
+        *(_at_setting(report, temperature, batch_size) for temperature, batch_size in settings),
         _costs(report.costs),
         _provenance(report),
     ]
@@ -38,17 +41,27 @@ def _conditions(report: Report) -> str:
     about = report.provenance
     return (
         f"{bench.num_prompts} prompts of {bench.workload} (median {bench.median_prompt_tokens:g} tokens), "
-        f"{bench.num_tokens} new tokens each, {about.dtype} on {about.device}, {about.num_threads} threads, "
+        f"{bench.num_tokens} new tokens each, {about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}, "
         f"{about.processor}. Systems ran in turn within one process, in alternating order, after warm-up."
         + (f" Note: {bench.workload_note}." if bench.workload_note else "")
     )
 
 
-def _at_temperature(report: Report, temperature: float) -> str:
-    results = [result for result in report.results if result.temperature == temperature]
+def _notes(bench: Workbench) -> str:
+    return "\n".join(f"- Note: {note}." for note in bench.notes)
+
+
+def _at_setting(report: Report, temperature: float, batch_size: int) -> str:
+    results = [
+        result
+        for result in report.results
+        if (result.temperature, result.batch_size) == (temperature, batch_size)
+    ]
+    batched = f", batch size {batch_size}" if batch_size > 1 else ""
     parts = [
-        f"## Temperature {temperature:g}",
+        f"## Temperature {temperature:g}{batched}",
         _speed_table(results),
+        _task_table(results),
         _rounds_table(results),
     ]
     if any(result.equality for result in results):
@@ -57,6 +70,33 @@ def _at_temperature(report: Report, temperature: float) -> str:
             _equality_table(results),
         ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _task_table(results: Sequence[Result]) -> str:
+    """Nothing where there is only one task: the table above says it all."""
+    tasks = results[0].by_task
+    if len(tasks) < 2:
+        return ""
+    rows = []
+    for result in results:
+        cells = [_show_task(each) for each in result.by_task.values()]
+        rows.append([result.system, *cells])
+    header = ["system", *(f"{task} ({each.num_batches})" for task, each in tasks.items())]
+    words = (
+        "By task (how many): tokens/s, against the same family's plain decoding "
+        f"(with an interval from {FEWEST_PROMPTS} on), tau."
+    )
+    return f"{words}\n\n{table(header, rows)}"
+
+
+def _show_task(each: TaskResult) -> str:
+    ratio = each.against_plain
+    parts = [
+        f"{each.tokens_per_second:.1f}",
+        "" if ratio is None else show_ratio(ratio, with_interval=each.has_interval, with_worst=False),
+        "" if ratio is None or each.acceptance_length is None else f"tau {each.acceptance_length:.2f}",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _speed_table(results: Sequence[Result]) -> str:
@@ -93,8 +133,8 @@ def _rounds_table(results: Sequence[Result]) -> str:
                 by_position,
                 f"{rounds.draft_length:.2f}",
                 f"{rounds.cost_ratio:.3f}",
-                f"{rounds.predicted_tokens_per_second:.1f}",
-                f"{rounds.measured_over_predicted:.3f}",
+                show(rounds.predicted_tokens_per_second, ".1f"),
+                show(rounds.measured_over_predicted, ".3f"),
                 shares,
             ]
         )
@@ -151,12 +191,31 @@ def _provenance(report: Report) -> str:
     return "## Provenance\n\n" + "\n".join(lines)
 
 
-def show_ratio(ratio: Ratio | None) -> str:
+def show(value: float | None, form: str) -> str:
+    """A number in some form, or nothing where there is none."""
+    return "" if value is None else format(value, form)
+
+
+def show_ratio(ratio: Ratio | None, with_interval: bool = True, with_worst: bool = True) -> str:
     if ratio is None:
         return ""
-    return f"{ratio.of_medians:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}], worst {ratio.worst:.2f}x"
+    interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if with_interval else ""
+    return f"{ratio.of_medians:.2f}x{interval}" + (f", worst {ratio.worst:.2f}x" if with_worst else "")
+
+
+def show_count(number: int, noun: str) -> str:
+    """
+    >>> show_count(1, "thread"), show_count(2, "thread")
+    ('1 thread', '2 threads')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines) if rows else ""
+
+
+def _cell(text: str) -> str:
+    """Names may come from a file or a command line: none of them ends a cell or a line."""
+    return " ".join(text.replace("|", "\\|").split())

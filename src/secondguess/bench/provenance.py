@@ -76,7 +76,7 @@ def gather(
 
 
 def show_command(argv: Sequence[str]) -> str:
-    """The command line with every absolute path cut to its last part.
+    """The command line with every absolute path cut to its last part; addresses of servers stay.
 
     >>> show_command(["/opt/bin/secondguess", "bench", "--model=/data/tiny", "model:/data/draft,x=1"])
     'secondguess bench --model=tiny model:draft,x=1'
@@ -85,6 +85,8 @@ def show_command(argv: Sequence[str]) -> str:
 
 
 def _without_folders(word: str) -> str:
+    if "://" in word:
+        return word  # the address of a server, which the user has named
     for mark in ("=", ":"):
         head, found, tail = word.partition(mark)
         if found and tail.startswith("/"):

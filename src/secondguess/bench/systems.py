@@ -10,14 +10,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
-from secondguess.api import make_row
-from secondguess.controllers import make_controller
+from secondguess.api import choose_controller, make_row
+from secondguess.bench.summary import add_up
+from secondguess.controllers.base import Controller
+from secondguess.core import Row
 from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
+from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import LoadedModel, check_vocabularies, load_runtime
 from secondguess.sampling import SamplingParams
@@ -27,21 +31,48 @@ from secondguess.verifiers import make_verifier
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt continued by one system.
+    """One prompt, or several as one batch, continued by one system.
 
     Args:
-        tokens: the new tokens.
+        tokens: the new tokens, those of a batch's rows one after the other; empty for a system that tells only how many.
         seconds: wall-clock seconds from token ids to token ids, prefill included.
-        stats: what the rounds did; None for systems that do not say.
+        stats: what the rounds did, all rows together; None for systems that do not say.
+        lengths: how many new tokens each row has; by default it is one row that has them all.
     """
 
     tokens: list[int]
     seconds: float
     stats: Stats | None = None
+    lengths: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_batch(cls, texts: Sequence[Sequence[int]], seconds: float, stats: Stats | None = None) -> Run:
+        """From the new tokens of each row."""
+        return cls([token for text in texts for token in text], seconds, stats, tuple(map(len, texts)))
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        return (len(self.tokens),) if self.lengths is None else self.lengths
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.row_lengths)
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether there are texts to compare."""
+        return len(self.tokens) == self.num_tokens
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The new tokens of each row."""
+        ends = list(accumulate(self.row_lengths))
+        return [self.tokens[end - length : end] for length, end in zip(self.row_lengths, ends, strict=True)]
 
     @property
     def tokens_per_second(self) -> float:
-        return len(self.tokens) / self.seconds
+        """All new tokens over wall-clock seconds."""
+        return self.num_tokens / self.seconds
 
     @property
     def decode_seconds(self) -> float:
@@ -57,16 +88,33 @@ class System(ABC):
         family: whose code runs; systems of one family should agree at temperature 0.
         speculates: False for a family's plain decoding, the baseline of the others.
         draft_model: name of the model that drafts; None for plain decoding and look-ups.
+        batches: whether it decodes several prompts as one batch; others run at batch size 1 only.
+        keeps_length: whether it writes exactly as many tokens as asked; others are compared by tokens/s alone.
     """
 
     name: str
     family: str
     speculates: bool
     draft_model: str | None = None
+    batches: bool = False
+    keeps_length: bool = True
 
     @abstractmethod
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
         """Continue a prompt by exactly `num_tokens` tokens (end tokens do not end it); timed inside."""
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
+    ) -> Run:
+        """Continue prompts together, each by exactly `num_tokens` tokens."""
+        if len(prompts) != 1:
+            raise BadInputError(
+                f"expected one prompt for {self.name}, which has no batches, got {len(prompts)}"
+            )
+        return self.generate(prompts[0], num_tokens, temperature, seed)
+
+    def begin_measuring(self) -> None:
+        """The warm-up is over: forget what it taught."""
 
 
 class Models:
@@ -92,9 +140,15 @@ class Models:
 
 
 class Speculator(System):
-    """This package with one drafter, under one controller (the drafter's default when none is named)."""
+    """This package with one drafter, under one controller (the drafter's default when none is named).
+
+    A user's controller lives as long as the loaded model. So there is one for each temperature and batch size, made
+    after the warm-up, which keeps over the prompts what it has learnt; what it learnt under one condition never
+    reaches another.
+    """
 
     family = "secondguess"
+    batches = True
 
     def __init__(self, models: Models, drafter: str, controller: str | None = None) -> None:
         self._target = models.target
@@ -106,30 +160,71 @@ class Speculator(System):
         self._drafter = make_drafter(
             drafter, target_vocab_size=models.target.runtime.vocab_size, load_draft_model=load_draft_model
         )
-        self._controller = controller or self._drafter.default_controller
+        self._controller = controller
+        # Made once already here: an unknown name, or one that this drafter would leave unheard, is refused at once.
+        self._make_controller()
+        self._controllers: dict[tuple[float, int], Controller] = {}
         self._verifier = make_verifier("auto")
         self.speculates = drafter != "none"
-        shown = f"{public_name(drafter)} {controller or ''}".strip()
-        self.name = f"secondguess {shown if self.speculates else 'plain'}"
+        self.name = speculator_name(drafter, controller)
 
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
-        row = make_row(
-            self._target,
-            self._verifier,
-            list(prompt),
-            SamplingParams(max_tokens=num_tokens, temperature=temperature),
-        )
-        row.end_tokens = frozenset()
-        # Known noise, yet the verifier of a request without a seed: that is what users get who ask for none.
-        row.seed = seed
-        # What a controller has learnt must not flow from one measurement into the next.
-        controller = make_controller(self._controller)
+        return self.generate_batch([prompt], num_tokens, temperature, seed)
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
+    ) -> Run:
+        rows = [
+            self._row(prompt, num_tokens, temperature, seed, stream) for stream, prompt in enumerate(prompts)
+        ]
+        controller = self.controller(temperature, len(prompts))
         team = Team(self._target.runtime, self._drafter, self._verifier, controller)
         start = time.perf_counter()
         with torch.inference_mode():
-            for _ in decode(team, [row]):
+            for _ in decode(team, rows):
                 pass
-        return Run(row.output, time.perf_counter() - start, team.ledger.of(row))
+        seconds = time.perf_counter() - start
+        return Run.of_batch(
+            [row.output for row in rows], seconds, together([team.ledger.of(row) for row in rows])
+        )
+
+    def controller(self, temperature: float, batch_size: int) -> Controller:
+        """The one that has seen the earlier prompts of this condition."""
+        key = (temperature, batch_size)
+        if key not in self._controllers:
+            self._controllers[key] = self._make_controller()
+        return self._controllers[key]
+
+    def _make_controller(self) -> Controller:
+        return choose_controller(self._controller, self._drafter)
+
+    def begin_measuring(self) -> None:
+        self._controllers.clear()
+
+    def _row(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int, stream: int) -> Row:
+        params = SamplingParams(max_tokens=num_tokens, temperature=temperature)
+        row = make_row(self._target, self._verifier, list(prompt), params)
+        row.end_tokens = frozenset()
+        # Known noise, yet the verifier of a request without a seed: that is what users get who ask for none.
+        row.seed, row.stream = seed, stream
+        return row
+
+
+def together(rows: Sequence[Stats]) -> Stats:
+    """The counters of a batch's rows; its seconds are those of the row that was there longest, since rows share them."""
+    total = add_up(rows)
+    total.seconds = dict(max(rows, key=lambda stats: sum(stats.seconds.values())).seconds)
+    return total
+
+
+def speculator_name(drafter: str, controller: str | None = None) -> str:
+    """How a report calls one of our systems.
+
+    >>> speculator_name("ngram", "fixed:3"), speculator_name("none")
+    ('secondguess ngram fixed:3', 'secondguess plain')
+    """
+    shown = f"{public_name(drafter)} {controller or ''}".strip()
+    return f"secondguess {'plain' if drafter == 'none' else shown}"
 
 
 def public_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What the systems are asked to continue: prompts from a JSONL file, or a small set of our own.
+"""What the systems are asked to continue: data sets by name, files, or a small set of our own, by task.
 
 HumanEval is never in the training text of the built-in pair, which makes it the default workload where it is
 present.
@@ -7,14 +7,45 @@ present.
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+from secondguess.bench.prompt_files import (
+    Prompt,
+    read_any,
+    read_records,
+    record_with,
+    spec_bench_record,
+)
 from secondguess.errors import BadInputError
 
-HUMANEVAL = "../shared/data/humaneval.jsonl"
+DATA = "../shared/data"
+HUMANEVAL = f"{DATA}/humaneval.jsonl"
 BUILTIN = "builtin"
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A public data set: where its file usually lies, and how a line of it is read."""
+
+    place: str
+    read: Callable[[Path], list[Prompt]]
+
+
+DATA_SETS = {
+    "spec-bench": DataSet(f"{DATA}/spec_bench.jsonl", partial(read_records, convert=spec_bench_record)),
+    "humaneval": DataSet(HUMANEVAL, partial(read_records, convert=record_with("prompt", "humaneval"))),
+    "gsm8k": DataSet(
+        f"{DATA}/gsm8k_test_400.jsonl", partial(read_records, convert=record_with("question", "gsm8k"))
+    ),
+}
+"""By the name that `--prompts` takes, alone or as `NAME:PATH`."""
+
+Item = TypeVar("Item")
 
 _OWN_PROMPTS = (
     'def quicksort(items):\n    """Return a sorted copy of items."""\n',
@@ -37,36 +68,104 @@ class Workload:
     """Prompts with the name and the hash that identify them in a report.
 
     Args:
+        prompts: texts, those of several tasks mixed evenly.
+        tasks: the task of each prompt.
         note: why these prompts and not the default ones, for readers of a report; empty if there is nothing to say.
     """
 
     name: str
     prompts: tuple[str, ...]
+    tasks: tuple[str, ...]
     note: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.tasks) != len(self.prompts):
+            raise BadInputError(
+                f"expected a task for each of {len(self.prompts)} prompts, got {len(self.tasks)}; give one per prompt"
+            )
 
     @property
     def sha256(self) -> str:
+        """Of the prompts in their order: with equal hashes, prompt i is the same prompt."""
         return hashlib.sha256("\0".join(self.prompts).encode()).hexdigest()
 
 
-def load_workload(source: str | None = None, num_prompts: int = 40) -> Workload:
-    """`num_prompts` prompts spread evenly over a source, always the same ones.
+def load_workload(
+    sources: str | Sequence[str] | None = None, num_prompts: int = 40, tasks: Sequence[str] = ()
+) -> Workload:
+    """`num_prompts` prompts spread evenly over the tasks of some sources, always the same ones.
 
     Args:
-        source: a file with one JSON object per line whose `prompt` is text, or `builtin` for our own prompts;
-            None for HumanEval at `HUMANEVAL` where that is a file, else our own, with a note.
-        num_prompts: how many to take; all of them when the source has fewer.
+        sources: one or several: a name of `DATA_SETS`, alone or as `NAME:PATH`; `builtin` for our own prompts; or a
+            file of JSON lines or plain text (`prompt_files`). None for HumanEval at `HUMANEVAL` where that is a file,
+            else our own, with a note.
+        num_prompts: how many to take; all of them when the sources have fewer.
+        tasks: only prompts of these tasks; empty for all.
 
     Raises:
-        BadInputError: the file is absent, empty, or a line holds no prompt.
+        BadInputError: a file that is absent, empty or holds a line without a prompt; a task that no prompt has;
+            fewer prompts than tasks.
     """
-    if source is None and not Path(HUMANEVAL).is_file():
-        note = f"no HumanEval at {HUMANEVAL}: the built-in prompts instead"
-        return replace(load_workload(BUILTIN, num_prompts), note=note)
-    if source == BUILTIN:
-        return Workload(BUILTIN, spread(_OWN_PROMPTS, num_prompts))
-    path = Path(HUMANEVAL if source is None else source)
-    return Workload(path.name, spread(_read_prompts(path), num_prompts))
+    note = ""
+    if sources is None:
+        there = Path(HUMANEVAL).is_file()
+        sources = "humaneval" if there else BUILTIN
+        note = "" if there else f"no HumanEval at {HUMANEVAL}: the built-in prompts instead"
+    loaded = [_load(source) for source in ([sources] if isinstance(sources, str) else sources)]
+    by_task: dict[str, list[str]] = defaultdict(list)
+    for prompt in (prompt for _, prompts in loaded for prompt in prompts):
+        by_task[prompt.task].append(prompt.text)
+    name = " + ".join(name for name, _ in loaded)
+    chosen = sample(_only(by_task, tasks, name), num_prompts)
+    return Workload(
+        name, tuple(prompt.text for prompt in chosen), tuple(prompt.task for prompt in chosen), note
+    )
+
+
+def sample(by_task: Mapping[str, Sequence[str]], num_prompts: int) -> list[Prompt]:
+    """Prompts of every task, the same number of each as far as they go, spread over the task and mixed evenly.
+
+    Mixed, so that a run that is stopped early, or a machine that slows down, concerns all tasks alike.
+    """
+    if num_prompts < len(by_task):
+        raise BadInputError(
+            f"expected at least one prompt for each of {len(by_task)} tasks ({shorten(by_task)}), got num_prompts "
+            f"{num_prompts}; ask for more with --num-prompts or for fewer tasks with --task"
+        )
+    counts = equal_shares([len(texts) for texts in by_task.values()], num_prompts)
+    return mix(
+        [
+            [Prompt(text, task) for text in spread(tuple(texts), count)]
+            for (task, texts), count in zip(by_task.items(), counts, strict=True)
+        ]
+    )
+
+
+def equal_shares(sizes: Sequence[int], total: int) -> list[int]:
+    """How many to take of groups so large: equally many of each, more of the others where one is too small.
+
+    >>> equal_shares([80, 80, 3], 40), equal_shares([5, 5], 100)
+    ([19, 18, 3], [5, 5])
+    """
+    shares = [0] * len(sizes)
+    for _ in range(min(total, sum(sizes))):
+        open_groups = [group for group, size in enumerate(sizes) if shares[group] < size]
+        shares[min(open_groups, key=lambda group: shares[group])] += 1
+    return shares
+
+
+def mix(groups: Sequence[Sequence[Item]]) -> list[Item]:
+    """One list in which the items of every group keep their order and are spread evenly.
+
+    >>> mix([["a", "b", "c"], ["1"]])
+    ['a', 'b', '1', 'c']
+    """
+    placed = [
+        ((place + 0.5) / len(group), number, place, item)
+        for number, group in enumerate(groups)
+        for place, item in enumerate(group)
+    ]
+    return [item for *_, item in sorted(placed, key=lambda each: each[:3])]
 
 
 def spread(prompts: tuple[str, ...], num_prompts: int) -> tuple[str, ...]:
@@ -80,35 +179,33 @@ def spread(prompts: tuple[str, ...], num_prompts: int) -> tuple[str, ...]:
     return tuple(prompts[index * len(prompts) // num_prompts] for index in range(num_prompts))
 
 
-def _read_prompts(path: Path) -> tuple[str, ...]:
+def shorten(names: Sequence[str] | Mapping[str, object], most: int = 12) -> str:
+    """Names in a row, not more than a line can hold."""
+    shown = list(names)
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def _load(source: str) -> tuple[str, list[Prompt]]:
+    """Name and all prompts of one source."""
+    if source == BUILTIN:
+        return BUILTIN, [Prompt(text, BUILTIN) for text in _OWN_PROMPTS]
+    name, colon, place = source.partition(":")
+    data_set = DATA_SETS.get(name)
+    if data_set is None:
+        return Path(source).name, read_any(Path(source))
+    path = Path(place if colon else data_set.place)
     if not path.is_file():
         raise BadInputError(
-            f"expected a JSONL file of prompts, found none at {path}; give one with --prompts FILE "
-            f"(one object with a 'prompt' per line), or --prompts {BUILTIN} for a small set of our own"
+            f"expected the file of {name} at {path}, found none; say where it is with --prompts {name}:PATH, "
+            f"or take --prompts {BUILTIN} for a small set of our own"
         )
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise BadInputError(
-            f"expected UTF-8 text in {path.name}, got byte {error.start} of another encoding"
-        ) from error
-    prompts = tuple(
-        _prompt_of(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()
-    )
-    if not prompts:
-        raise BadInputError(f"expected at least one prompt in {path.name}, got an empty file")
-    return prompts
+    return path.name, data_set.read(path)
 
 
-def _prompt_of(line: str, number: int, path: Path) -> str:
-    place = f"{path.name}, line {number}"
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BadInputError(
-            f"expected one JSON object per line, got something else in {place}: {error}"
-        ) from error
-    prompt = record.get("prompt") if isinstance(record, dict) else None
-    if not isinstance(prompt, str) or not prompt:
-        raise BadInputError(f"expected an object with a non-empty text 'prompt' in {place}")
-    return prompt
+def _only(by_task: Mapping[str, list[str]], tasks: Sequence[str], name: str) -> Mapping[str, list[str]]:
+    for task in tasks:
+        if task not in by_task:
+            raise BadInputError(
+                f"expected a task of {name} ({shorten(by_task)}), got {task!r}; take one of these"
+            )
+    return {task: by_task[task] for task in tasks} if tasks else by_task

@@ -30,7 +30,7 @@ app.command()(generate.generate)
 app.command()(verify.verify)
 app.command()(inspect.inspect)
 app.add_typer(train.app, name="train")
-app.command()(bench.bench)
+app.add_typer(bench.app, name="bench")
 app.command()(tune.tune)
 app.command()(export.export)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
+from typer import Argument, Context, Option, Typer
 
 from secondguess.cli import options
 from secondguess.cli.output import aside, progress_bar
@@ -14,24 +14,36 @@ from secondguess.errors import BadInputError
 WORKLOAD = "What is measured"
 INTERRUPTED = 130
 
+app = Typer()
 
+
+@app.callback(invoke_without_command=True)
 def bench(
+    context: Context,
     against: Annotated[
         list[str] | None,
         Option(
-            help="Another library to run beside ours: transformers; repeatable.", rich_help_panel=WORKLOAD
+            help="Who runs beside ours: transformers, or a server that speaks OpenAI's protocol, "
+            "http://HOST:PORT[,model=NAME] (its key in OPENAI_API_KEY); repeatable.",
+            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     prompts: Annotated[
-        str | None,
+        list[str] | None,
         Option(
-            help="A file with one JSON object with a prompt per line, or builtin for a small set of our own.",
+            help="spec-bench, humaneval or gsm8k (NAME:PATH where its file is elsewhere), builtin for a small set of "
+            "our own, or a file: JSON lines with prompt, question, turns or messages each, or plain text with blank "
+            "lines between prompts; repeatable.",
             show_default="../shared/data/humaneval.jsonl if it exists, else builtin",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
+    task: Annotated[
+        list[str] | None,
+        Option(help="Only prompts of this task; repeatable.", show_default="all", rich_help_panel=WORKLOAD),
+    ] = None,
     num_prompts: Annotated[
-        int, Option(help="How many prompts, evenly spread over the file.", rich_help_panel=WORKLOAD)
+        int, Option(help="How many prompts, evenly spread within each task.", rich_help_panel=WORKLOAD)
     ] = 40,
     max_tokens: Annotated[
         int, Option(help="New tokens per prompt, exactly.", rich_help_panel=WORKLOAD)
@@ -42,11 +54,27 @@ def bench(
             help="Each is a table of its own; repeatable.", show_default="0 and 1", rich_help_panel=WORKLOAD
         ),
     ] = None,
+    batch_size: Annotated[
+        list[int] | None,
+        Option(
+            help="So many prompts are decoded together (by ours; others run at 1 only); repeatable.",
+            show_default="1",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
     draft_length: Annotated[
         list[int] | None,
         Option(
             help="Constant lengths to try beside the default controller; repeatable.",
             show_default="3, 5 and 8",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    controller: Annotated[
+        list[str] | None,
+        Option(
+            help="A controller to try with every drafter, beside its default one; repeatable.",
+            show_default="none",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -64,7 +92,8 @@ def bench(
     device: options.Device = "cpu",
     threads: Annotated[int, Option(help="CPU threads, for everybody.", rich_help_panel=options.TEAM)] = 2,
     output: Annotated[
-        Path, Option(help="Folder for the report as JSON and Markdown.", rich_help_panel=options.OUTPUT)
+        Path,
+        Option(help="Folder for the report as JSON, Markdown and charts.", rich_help_panel=options.OUTPUT),
     ] = Path("benchmarks/results"),
     name: Annotated[str, Option(help="Name of the saved files.", rich_help_panel=options.OUTPUT)] = "bench",
     json: options.Json = False,
@@ -74,20 +103,26 @@ def bench(
     Everybody runs in turn within one process, with the same number of tokens.
     Ctrl-C saves a report over the prompts that were finished.
     """
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return 0
     if output.exists() and not output.is_dir():
         raise BadInputError(f"expected a folder for --output, got the file {output}")
 
     from secondguess.bench import BenchConfig, run_bench
 
     given = {
-        "drafters": drafter and tuple(drafter),
-        "temperatures": temperature and tuple(temperature),
-        "draft_lengths": draft_length and tuple(draft_length),
+        "drafters": drafter,
+        "temperatures": temperature,
+        "draft_lengths": draft_length,
+        "prompts": prompts,
+        "tasks": task,
+        "controllers": controller,
+        "batch_sizes": batch_size,
     }
     config = BenchConfig(
         model=model,
         against=tuple(against or ()),
-        prompts=prompts,
         num_prompts=num_prompts,
         num_tokens=max_tokens,
         dtype=dtype,
@@ -95,11 +130,42 @@ def bench(
         num_threads=threads,
         seed=seed,
         name=name,
-        **{field: values for field, values in given.items() if values},  # type: ignore[arg-type]
+        **{field: tuple(values) for field, values in given.items() if values},  # type: ignore[arg-type]
     )
     with progress_bar("loading") as progress:
         report = run_bench(config, progress)
     saved = report.save(output)
     print(report.to_json() if json else report.to_markdown(), end="")
-    aside(f"saved {' and '.join(map(str, saved))}")
+    *others, last = map(str, saved)
+    aside(f"saved {', '.join(others)} and {last}")
+    if not any(path.suffix == ".png" for path in saved):
+        from secondguess.bench.charts import HOW_TO_DRAW
+
+        aside(HOW_TO_DRAW)
     return 0 if report.complete else INTERRUPTED
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, Argument(metavar="A.json", help="A stored report.")],
+    after: Annotated[Path, Argument(metavar="B.json", help="The one to compare with it.")],
+    json: options.Json = False,
+) -> int:
+    """Say what changed beyond noise from one stored report to another."""
+    from secondguess.bench.compare import compare_files
+
+    comparison = compare_files(before, after)
+    print(comparison.to_json() if json else comparison.to_markdown(), end="")
+    return 0
+
+
+def _refuse_options(context: Context) -> None:
+    """Options of a measurement in front of another command would be taken for nothing."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise BadInputError(
+                f"expected no options between bench and {context.invoked_subcommand}, got {option}; put it behind "
+                f"{context.invoked_subcommand} or leave it out"
+            )

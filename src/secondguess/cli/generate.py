@@ -68,6 +68,7 @@ def generate(
     stop_token_id: options.StopTokenId = None,
     seed: options.Seed = None,
     logprobs: options.Logprobs = None,
+    draft_length: options.DraftLength = None,
 ) -> int:
     """Continue a prompt, or every prompt of a file.
 
@@ -98,6 +99,7 @@ def generate(
         stop_token_ids=tuple(stop_token_id or ()),
         seed=seed,
         logprobs=logprobs,
+        draft_length=draft_length,
     )
     params = [_settings(base, request) for request in requests]
     if not json:

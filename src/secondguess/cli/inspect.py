@@ -70,19 +70,19 @@ def inspect(
         )
 
     from secondguess.runtime.describe import describe_model
-    from secondguess.runtime.pair import plan_load, plan_memory, remarks_on
+    from secondguess.runtime.pair import plan_demand, plan_memory, remarks_on
 
     place = {name: settings[name] for name in ("dtype", "device") if name in settings}
     target = describe_model(settings["model"], **place, quantize=settings.get("quantize"))
     named = _drafter_of(settings)
-    load = plan_load(target, rows=rows, context=num_tokens)
+    demand = plan_demand(target, rows=rows, context=num_tokens)
     guessing, remarks = None, []
     if named.draft_model is not None:
         eight_bits = settings.get("drafter_quantize")
         guessing = describe_model(named.draft_model, **place, quantize=eight_bits, drafts=True)
         remarks = remarks_on(target, guessing)
     plan = plan_memory(
-        load,
+        demand,
         target,
         guessing,
         quantize=settings.get("quantize"),
@@ -184,13 +184,15 @@ def _memory_lines(plan: MemoryPlan, settings: dict[str, Any]) -> list[tuple[str,
     shares = ", ".join(
         f"{who} {_size(need.weights)} of weights and {_size(need.cache)} of cache" for who, need, _ in parts
     )
-    rows = f"{plan.load.rows:,} row{'s' if plan.load.rows > 1 else ''} of {plan.load.context:,} tokens"
+    rows = f"{plan.demand.rows:,} row{'s' if plan.demand.rows > 1 else ''} of {plan.demand.context:,} tokens"
     lines = [("for", f"{rows}: {shares}; {_size(plan.total_bytes)} in all: {_verdict(plan)}")]
     savings = [
         f"{who} {_size(plan.int8[who])} of weights instead of {_size(need.weights)}"
         for who, need, quantize in parts
         if quantize is None and plan.int8[who] < need.weights
     ]
+    if savings and plan.int8_obstacle:
+        savings.append(plan.int8_obstacle)
     return [*lines, ("int8", "; ".join(savings))] if savings else lines
 
 

@@ -31,8 +31,8 @@ Model = Annotated[
 Drafter = Annotated[
     str | None,
     Option(
-        help="none, model:PATH, ngram, suffix, each with ,key=value options.",
-        show_default="builtin-draft for builtin, else suffix",
+        help="none, model:PATH, ngram, suffix, each with ,key=value options; several joined by + take turns.",
+        show_default="suffix+model:builtin-draft for builtin, else suffix",
         rich_help_panel=TEAM,
     ),
 ]
@@ -40,7 +40,7 @@ Verifier = Annotated[str, Option(help="auto, greedy, rejection, block or coupled
 Controller = Annotated[
     str | None,
     Option(
-        help="How far to draft: fixed:K or confidence:K[,threshold=T].",
+        help="How far to draft: cost, fixed:K, confidence, entropy, each with ,key=value options.",
         show_default="what suits the drafter",
         rich_help_panel=TEAM,
     ),
@@ -95,6 +95,14 @@ Seed = Annotated[
     Option(
         help="Reproducible text; with verifier auto or coupled the same with any drafter (see the README on precision).",
         show_default="fresh each time",
+        rich_help_panel=SAMPLING,
+    ),
+]
+DraftLength = Annotated[
+    int | None,
+    Option(
+        help="Draft so many tokens per round, whatever the controller would do; 0 decodes plainly.",
+        show_default="the controller decides",
         rich_help_panel=SAMPLING,
     ),
 ]

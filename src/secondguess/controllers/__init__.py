@@ -10,6 +10,7 @@ from secondguess.names import parse_name
 CONTROLLERS = {
     "fixed": "secondguess.controllers.fixed:FixedController",
     "confidence": "secondguess.controllers.confidence:ConfidenceController",
+    "entropy": "secondguess.controllers.entropy:EntropyController",
     "cost": "secondguess.controllers.cost:CostController",
 }
 """Kind of controller -> where its class is; imported only when it is asked for."""

@@ -1,12 +1,13 @@
 """How much time may be lost: to trying (probes) and to being wrong (the guard).
 
-Both are accounts in seconds. Probes are paid from an income, a small share of the time that passes; each failure halves the
-income until something pays. The guard books what drafting rounds really took against what plain rounds would
-have taken for the same tokens, on the wall clock; credit is forgotten at once, so the account speaks for any stretch of time:
+Both are accounts. Probes are paid from an income, a small share of the time that passes; each failure halves the income until
+something pays, so over N plain rounds they cost at most PROBING * N of them, and LARGEST_PROBE.
 
-    seconds lost since any moment  <=  SHARE * (seconds since) + PATIENCE plain rounds + the round under way
+The guard backs up every estimate by the wall clock: it books what drafting rounds really took against what plain rounds
+would have taken for the same tokens. Some credit may be saved up, some debt run into; then drafting stops for a while, twice
+as long each time until the debt is made good. What is lost over any N rounds, in plain rounds, is therefore at most
 
-because at -PATIENCE drafting stops until the income has made up for it.
+    CREDIT + PATIENCE + (PATIENCE / 2) * log2(1 + N / COOLING) + the round under way
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ PROBING = 0.01
 LARGEST_PROBE = 6.0
 """Probes are saved up for so many plain rounds at most."""
 MOST_HALVINGS = 5
-SHARE = 0.01
-"""Income of the guard's account."""
 PATIENCE = 16.0
-"""The guard stops drafting after losing so many plain rounds in a row, net of income."""
-RECOVERED = 0.5
-"""Drafting resumes when this share of the debt is left."""
+"""The guard stops drafting when the debt reaches so many plain rounds."""
+CREDIT = 16.0
+"""Time won is remembered up to so many plain rounds."""
+COOLING = 64
+"""Rounds for which the first stop lasts."""
+MOST_DOUBLINGS = 6
 
 
 class Probes:
@@ -48,25 +50,27 @@ class Probes:
 
 
 class Guard:
-    """The wall-clock account of all drafting."""
+    """The wall-clock account of all drafting, in plain rounds."""
 
     def __init__(self) -> None:
-        self._balance = 0.0
-        self._stopped = False
+        self._balance = CREDIT
+        self._doublings = 0
+        self._num_waiting = 0
 
-    def book(self, seconds: float, plain_seconds: float, plain: float) -> None:
-        """A round took `seconds`; its tokens would have taken `plain_seconds` without drafts.
-
-        Args:
-            plain: seconds of one plain round.
-        """
-        self._balance = min(self._balance + SHARE * seconds + plain_seconds - seconds, 0.0)
-        if self._balance <= -PATIENCE * plain:
-            self._stopped = True
-        elif self._balance >= -RECOVERED * PATIENCE * plain:
-            self._stopped = False
+    def book(self, won: float) -> None:
+        """A round won so many plain rounds (or, below zero, lost them)."""
+        if self._num_waiting:
+            self._num_waiting -= 1
+            return
+        self._balance = min(self._balance + won, CREDIT)
+        if self._balance >= 0:
+            self._doublings = 0
+        elif self._balance <= -PATIENCE:
+            self._num_waiting = COOLING * 2**self._doublings
+            self._doublings = min(self._doublings + 1, MOST_DOUBLINGS)
+            self._balance = -PATIENCE / 2
 
     @property
     def forbids(self) -> bool:
         """Whether nothing may be drafted for now."""
-        return self._stopped
+        return self._num_waiting > 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from secondguess.controllers.allowance import Guard, Probes
 from secondguess.controllers.base import Controller
@@ -32,6 +33,16 @@ CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 """Confidences between two edges are expected to be accepted alike."""
 EXPECTED_GAIN, EXPECTED_WIDTH, EXPECTED_SHARE = 1.0, 2.0, 0.7
 """What is believed of guesses of which nothing is known: worth a try."""
+DOUBT = 1.0
+"""How many tokens a guess of an unknown kind may gain beyond what is expected of it; falls with the root of the count."""
+NEUTRAL, FORGETTING = 0.5, 8.0
+"""What a row's share of accepted nodes goes back to while nothing is drafted, and in how many rounds."""
+DEEP = 8
+"""Positions of a look-up's guess from here on are expected to fare alike."""
+PACE_MEMORY = 64
+"""Rounds over which the rate is averaged."""
+RESTING = 4
+"""Rounds to let pass before asking again in a place where nothing paid."""
 PLAIN = Plan(0, 0)
 
 
@@ -63,6 +74,35 @@ class Standing:
         share = accepted / drafted
         self.share = share if self.share is None else self.share + (share - self.share) / 3
 
+    def move_on(self) -> None:
+        """The text went on without a draft: what was seen of it says less and less."""
+        if self.share is not None:
+            self.share += (NEUTRAL - self.share) / FORGETTING
+
+
+@dataclass
+class Pace:
+    """The speed of recent rounds, in plain rounds: averages of what they took and of what they gave per row."""
+
+    seconds: float = 1.0
+    tokens: float = 1.0
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding, which can always be had."""
+        return max(self.tokens / self.seconds, 1.0)
+
+    def see(self, seconds: float, tokens: float) -> None:
+        self.seconds += (seconds - self.seconds) / PACE_MEMORY
+        self.tokens += (tokens - self.tokens) / PACE_MEMORY
+
+
+class Kind(NamedTuple):
+    """What is expected to fare alike: guesses of one part under one temperature, and what they say of themselves."""
+
+    pool: Hashable
+    own: Hashable
+
 
 @dataclass
 class Offer:
@@ -70,9 +110,10 @@ class Offer:
 
     row: int
     prospect: Prospect
-    kind: Hashable
+    kind: Kind
     length: int
     gain: float
+    doubt: float
     width: float
     net: float
     confidences: list[float] = field(default_factory=list)
@@ -90,12 +131,14 @@ class CostController(Controller):
         self.probes = Probes()
         self.guard = Guard()
         self._nodes = Experience(memory=200)
-        self._rounds = Experience(memory=24)
-        self._speedups: dict[int, float] = {}
+        self._rounds = Experience(memory=100)
+        self._paces: dict[Hashable, Pace] = {}
+        self._place: Hashable = None
         self._standings: dict[Row, Standing] = {}
         self._offers: list[Offer] = []
         self._probing = False
         self._num_rows = 0
+        self._num_resting = 0
 
     @classmethod
     def build(cls, name: Name) -> CostController:
@@ -103,8 +146,12 @@ class CostController(Controller):
 
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
         self._offers = []
+        place, self._place = self._place, _place(prospects)
         self._num_rows = len(rows)
         nothing = [PLAIN] * len(rows)
+        if self._num_resting and place == self._place:
+            self._num_resting -= 1
+            return nothing
         if self.guard.forbids or self.times.needs_plain(len(rows), _context(rows)):
             return nothing
         offers = [
@@ -118,6 +165,8 @@ class CostController(Controller):
             self.probes.succeeded()
         elif able:
             taken = self._probe(able[0], was_probing)
+        # Where nothing pays, nothing will in the very next rounds either: asking again costs time too.
+        self._num_resting = 0 if taken else RESTING
         self._offers = taken
         plans = nothing
         for offer in taken:
@@ -126,7 +175,8 @@ class CostController(Controller):
 
     def _rate(self) -> float:
         """Tokens per second that can be had."""
-        speedup = max(self._speedups.get(self._num_rows, 1.0), 1.0)
+        pace = self._paces.get(self._place)
+        speedup = pace.speedup if pace else 1.0
         return speedup * self._num_rows / self.times.plain(self._num_rows)
 
     def _best_offer(self, index: int, row: Row, choices: Sequence[Prospect]) -> Offer | None:
@@ -139,28 +189,30 @@ class CostController(Controller):
         return best
 
     def _offer(self, index: int, row: Row, prospect: Prospect) -> Offer:
-        kind = (prospect.part, prospect.kind, row.coupled, row.params.temperature)
+        kind = Kind((prospect.part, row.coupled, row.params.temperature), prospect.kind)
         standing = self._standings.get(row)
         level = standing.level if standing else 0
-        gain = self._rounds.mean((kind, level, "gain"), self._rounds.mean((kind, "gain"), EXPECTED_GAIN))
-        width = self._rounds.mean((kind, level, "width"), self._rounds.mean((kind, "width"), EXPECTED_WIDTH))
+        gain = self._rounds.mean(_levels(kind, level, "gain"), EXPECTED_GAIN)
+        width = self._rounds.mean(_levels(kind, level, "width"), EXPECTED_WIDTH)
         length = min(prospect.longest, self.options.length)
         if prospect.certain:
             length = self._length_by_position(kind, prospect.part, length)
         step = self.times.step(prospect.part, self._num_rows) or 0.0
         share = self._num_rows
         extra = width * step / share + self._wider(0, max(round(width), 1)) / share
-        net = gain - self._rate() * extra
-        return Offer(index, prospect, kind, length, gain, width, net)
+        # While little has been seen the doubt speaks for trying: what is never tried is never found out.
+        doubt = DOUBT / (1 + self._rounds.seen(("gain", kind))) ** 0.5
+        net = gain + doubt - self._rate() * extra
+        return Offer(index, prospect, kind, length, gain, doubt, width, net)
 
-    def _length_by_position(self, kind: Hashable, part: int, longest: int) -> int:
+    def _length_by_position(self, kind: Kind, part: int, longest: int) -> int:
         """How many nodes of a look-up's guess pay, going by how often each position was accepted."""
         survival, length = 1.0, 0
         rate = self._rate()
         step = self.times.step(part, self._num_rows) or 0.0
         value, best, best_length = 0.0, 0.0, 0
         while length < longest:
-            survival *= self._nodes.mean((kind, min(length, 8)), EXPECTED_SHARE)
+            survival *= self._nodes.mean(_positions(kind, length), EXPECTED_SHARE)
             value += survival - rate * (step + self._wider(length, length + 1)) / self._num_rows
             length += 1
             if value > best:
@@ -174,7 +226,7 @@ class CostController(Controller):
         rate = self._rate()
         gain, width, best, best_count = 0.0, 0, 0.0, 0
         for count, offer in enumerate(offers, start=1):
-            gain += offer.gain
+            gain += offer.gain + offer.doubt
             width = max(width, round(offer.width))
             step = self.times.step(offer.prospect.part, count) or 0.0
             net = gain - rate * (offer.width * step + self._wider(0, max(width, 1)))
@@ -206,8 +258,8 @@ class CostController(Controller):
             confidence = confidences[offer.row]
             offer.confidences.append(confidence)
             bin_ = bisect_right(CONFIDENCE_EDGES, confidence)
-            offer.survival *= self._nodes.mean((offer.kind, "own", bin_), confidence)
-            follow = self._nodes.mean((offer.kind, "next", bin_), confidence)
+            offer.survival *= self._nodes.mean(((offer.kind, "own", bin_),), confidence)
+            follow = self._nodes.mean(_followers(offer.kind, bin_), EXPECTED_SHARE)
             if depth + 1 < offer.length:
                 active.append((offer.survival * follow, offer))
             else:
@@ -230,6 +282,9 @@ class CostController(Controller):
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         num_rows = len(rows)
         if draft.num_nodes == 0:
+            for row in rows:
+                if row in self._standings:
+                    self._standings[row].move_on()
             self.times.see_plain(num_rows, _context(rows), time.total)
             self._pass(num_rows, num_rows, time.total)
             return
@@ -258,30 +313,55 @@ class CostController(Controller):
         for place in range(min(accepted + 1, length)):
             outcome = float(place < accepted)
             if offer.prospect.certain:
-                nodes.add((kind, min(place, 8)), outcome)
+                for key in _positions(kind, place):
+                    nodes.add(key, outcome)
                 continue
             if place < len(bins):
                 nodes.add((kind, "own", bins[place]), outcome)
             if place and place <= len(bins):
-                nodes.add((kind, "next", bins[place - 1]), outcome)
-        for key in ((kind, standing.level), (kind,)):
-            rounds.add((*key, "gain"), accepted)
-            rounds.add((*key, "width"), length)
+                for key in _followers(kind, bins[place - 1]):
+                    nodes.add(key, outcome)
+        for key in _levels(kind, standing.level, "gain"):
+            rounds.add(key, accepted)
+        for key in _levels(kind, standing.level, "width"):
+            rounds.add(key, length)
         standing.see(length, accepted)
 
     def _pass(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Book a round."""
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
-        speedup = self._speedups.get(num_rows, 1.0)
-        self._speedups[num_rows] = speedup + (plain_seconds / seconds - speedup) / 32
+        self._paces.setdefault(self._place, Pace()).see(seconds / plain, num_tokens / num_rows)
         self.probes.earn(seconds, plain)
         if self._probing:
             self.probes.pay(seconds - plain_seconds)
-        self.guard.book(seconds, plain_seconds, plain)
+        self.guard.book((plain_seconds - seconds) / plain)
 
     def end(self, row: Row) -> None:
         self._standings.pop(row, None)
+
+
+# Keys of experience, from the general to the special.
+
+
+def _positions(kind: Kind, place: int) -> tuple[Hashable, ...]:
+    deep = min(place, DEEP)
+    return ("at", kind.pool), ("at", kind.pool, deep), ("at", kind, deep)
+
+
+def _followers(kind: Kind, confidence_bin: int) -> tuple[Hashable, ...]:
+    return ("next", kind), ("next", kind, confidence_bin)
+
+
+def _levels(kind: Kind, level: int, what: str) -> tuple[Hashable, ...]:
+    return (what, kind.pool), (what, kind), (what, kind, level)
+
+
+def _place(prospects: Sequence[Sequence[Prospect]]) -> Hashable:
+    """In what kind of place a batch stands: a token saved here is worth what tokens take hereabouts."""
+    if len(prospects) > 1:
+        return len(prospects)
+    return next((choice.kind for choice in prospects[0] if choice.longest > 0), None)
 
 
 def _context(rows: Sequence[Row]) -> float:

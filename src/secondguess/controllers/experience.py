@@ -7,7 +7,7 @@ drafts that stopped early, as an average of accepted lengths would be.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 STRENGTH = 4.0
 """How many observations the expectation handed in is worth."""
@@ -38,9 +38,14 @@ class Experience:
         cell = self._cells.get(key)
         return cell[1] if cell else 0.0
 
-    def mean(self, key: Hashable, expected: float) -> float:
-        """The average, drawn towards what is expected."""
-        cell = self._cells.get(key)
-        if cell is None:
-            return expected
-        return (cell[0] + STRENGTH * expected) / (cell[1] + STRENGTH)
+    def mean(self, keys: Iterable[Hashable], expected: float) -> float:
+        """The average of the last key, drawn towards that of the key before, and so on to what is expected.
+
+        Args:
+            keys: from the general to the special.
+        """
+        for key in keys:
+            cell = self._cells.get(key)
+            if cell is not None:
+                expected = (cell[0] + STRENGTH * expected) / (cell[1] + STRENGTH)
+        return expected

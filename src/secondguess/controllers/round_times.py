@@ -16,8 +16,10 @@ NUM_REMEMBERED = 16
 """An average is over about so many values."""
 FARTHEST = 1.3
 """A value may move an average by at most this factor of it: a hiccup is no news."""
-STALE = 1.25
+STALE = 2.0
 """A plain round is timed anew once the rows have grown by this factor."""
+NEAR = 1.3
+"""Batch sizes within this factor of one another are told from one another on straight lines."""
 
 
 class Average:
@@ -53,8 +55,10 @@ class RoundTimes:
         Args:
             context: mean tokens per row.
         """
-        known = self._plain.get(num_rows)
-        return known is None or known.count < 2 or context > STALE * self._context[num_rows]
+        nearest = self._nearest(num_rows)
+        if nearest is None or max(nearest, num_rows) > NEAR * min(nearest, num_rows):
+            return True
+        return self._plain[nearest].count < 2 or context > STALE * self._context[nearest]
 
     def see_plain(self, num_rows: int, context: float, seconds: float) -> None:
         """A round without drafts."""
@@ -71,11 +75,21 @@ class RoundTimes:
         self._steps.setdefault(part, {}).setdefault(num_rows, Average()).add(seconds / num_steps)
 
     def plain(self, num_rows: int) -> float:
-        """Seconds of a round without drafts; from the nearest batch size where this one is unknown."""
+        """Seconds of a round without drafts; from the batch sizes around it where this one is unknown."""
         known = self._plain.get(num_rows)
-        if known is None:
-            known = self._plain[min(self._plain, key=lambda other: abs(other - num_rows))]
-        return known.value
+        if known is not None:
+            return known.value
+        below = max((size for size in self._plain if size < num_rows), default=None)
+        above = min((size for size in self._plain if size > num_rows), default=None)
+        if below is None or above is None:
+            return self._plain[below if above is None else above].value  # type: ignore[index]
+        low, high = self._plain[below].value, self._plain[above].value
+        return low + (high - low) * (num_rows - below) / (above - below)
+
+    def _nearest(self, num_rows: int) -> int | None:
+        if num_rows in self._plain:
+            return num_rows
+        return min(self._plain, key=lambda size: abs(size - num_rows), default=None)
 
     def rest(self, num_rows: int, width: int) -> float:
         """Seconds of a round but for drafting, whose longest draft has `width` nodes."""
@@ -97,7 +111,10 @@ class RoundTimes:
         """Over a plain round; straight lines between the widths that were seen, from 1 at width 0."""
         seen = self._ratios.get(num_rows)
         if not seen:
-            return 1 + SLOPE * width
+            nearest = min(self._ratios, key=lambda size: abs(size - num_rows), default=None)
+            if nearest is None:
+                return 1 + SLOPE * width
+            seen = self._ratios[nearest]
         known = seen.get(width)
         if known is not None and known.count > 2:
             return known.value

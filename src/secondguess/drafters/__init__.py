@@ -50,12 +50,17 @@ def make_drafter(text: str, *, target_vocab_size: int, load_draft_model: Callabl
     names = parse_drafter_name(text)
     supplies = Supplies(target_vocab_size, load_draft_model)
     if len(names) == 1:
-        return _make(names[0], supplies)
-    check_parts(names)
-    return AlternatingDrafter([_make(name, supplies) for name in names], target_vocab_size)
+        return build_drafter(names[0], supplies)
+    check_parts([name.kind for name in names])
+    return AlternatingDrafter([build_drafter(name, supplies) for name in names], target_vocab_size)
 
 
-def _make(name: Name, supplies: Supplies) -> Drafter:
+def build_drafter(name: Name, supplies: Supplies) -> Drafter:
+    """Make the one drafter of a name that has been split.
+
+    Raises:
+        BadInputError: an argument, an option or a value that does not exist.
+    """
     module, _, class_name = DRAFTERS[name.kind].partition(":")
     drafter_class: type[Drafter] = getattr(import_module(module), class_name)
     return drafter_class.build(name, supplies)

@@ -17,17 +17,15 @@ from torch.nn.functional import one_hot
 from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
-from secondguess.names import Name
 from secondguess.noise import Noise
 
 
-def check_parts(names: Sequence[Name]) -> None:
-    """Refuse parts that cannot take turns, before any of them is loaded.
+def check_parts(kinds: Sequence[str]) -> None:
+    """Refuse kinds of drafters that cannot take turns, before any of them is loaded.
 
     Raises:
-        BadInputError: a part twice, `none`, or more than one model.
+        BadInputError: a kind twice, or `none`.
     """
-    kinds = [name.kind for name in names]
     joined = "+".join(kinds)
     if len(set(kinds)) < len(kinds):
         raise BadInputError(f"expected different drafters joined by +, got {joined}; name each kind once")

@@ -42,7 +42,7 @@ class Drafter(ABC):
 
     name: str
     certain: bool
-    default_controller: str = "fixed"
+    default_controller: str = "cost"
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> Drafter:

@@ -11,7 +11,7 @@ wants a draft, and what was written meanwhile when it next wants one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -60,7 +60,6 @@ class ModelDrafter(Drafter):
     """
 
     certain = False
-    default_controller = "confidence"
 
     def __init__(self, runtime: Runtime, name: str, vocab_size: int) -> None:
         self.runtime = runtime
@@ -106,6 +105,8 @@ class ModelDrafter(Drafter):
         self.runtime.begin(shadows)
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        if not budgets.longest:
+            return _no_chains(len(rows), self.vocab_size, self.runtime.device, noise.all_greedy)
         limits = [min(limit, self._room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
         active = [index for index, limit in enumerate(limits) if limit > 0]
         certain = all(row.params.temperature == 0 for row in rows)
@@ -166,11 +167,7 @@ class ModelDrafter(Drafter):
             self._shadows[rows[index]].row.tokens.append(tokens[index])
 
     def _probs(self, laws: list[Tensor], num_rows: int) -> Tensor:
-        """The laws as `[row, node, vocab]` of the target's width.
-
-        A round without nodes has them too: whether a draft is certain decides which rule judges it, and a
-        row's text must not depend on whether another row of its batch had room to draft.
-        """
+        """The laws as `[row, node, vocab]` of the target's width."""
         if not laws:
             return torch.empty(num_rows, 0, self.vocab_size, device=self.runtime.device)
         probs = torch.stack(laws, 1)
@@ -196,6 +193,17 @@ class ModelDrafter(Drafter):
 def _beside(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
     """`[row, i]` from i tensors `[row]`."""
     return torch.stack(drawn, 1) if drawn else _nothing(num_rows, device).tokens
+
+
+@lru_cache(maxsize=64)
+def _no_chains(num_rows: int, vocab_size: int, device: torch.device, certain: bool) -> Draft:
+    """A round's empty draft.
+
+    It has laws like any other, for no nodes: whether a draft is certain decides which rule judges it, and a
+    row's text must not depend on whether another row of its batch had room to draft.
+    """
+    empty = Draft.empty(num_rows, device)
+    return empty if certain else replace(empty, probs=torch.empty(num_rows, 0, vocab_size, device=device))
 
 
 @lru_cache(maxsize=64)

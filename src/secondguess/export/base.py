@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from secondguess.api import default_drafter
 from secondguess.builtin import builtin_paths
@@ -157,11 +157,18 @@ def recommend(
         )
     length, notes = _draft_length(settings, tuned or Tuned(), draft_length, drafter)
     notes += _stays_here(settings)
+    if drafter.parts:
+        # A model guesses anywhere, a look-up only where the text repeats.
+        whole = drafter
+        drafter = next((part for part in whole.parts if part.draft_model), whole.parts[0])
+        notes.append(
+            f"no other engine lets drafters take turns as {whole.name} does: this is {drafter.name} alone"
+        )
     if length == 0 and drafter.kind != "none":
         notes.insert(0, f"a draft length of 0 is plain decoding: no {drafter.kind} drafter is asked for")
         drafter = NamedDrafter("none", "none")
     if drafter.draft_model is not None:
-        drafter = NamedDrafter(name, drafter.kind, _real(drafter.draft_model), given=drafter.given)
+        drafter = replace(drafter, draft_model=_real(drafter.draft_model))
     return Recommendation(
         model=_real(settings.model),
         drafter=drafter,

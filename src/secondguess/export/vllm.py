@@ -66,8 +66,8 @@ VLLM = Engine(
             '"rejection_sample_method": "block"',
         ),
         "suffix": (
-            "suffix needs `pip install arctic-inference` with vLLM's first model runner; matches there also reach "
-            "into the outputs of earlier requests",
+            "suffix needs `pip install arctic-inference` with vLLM's first model runner; the second needs nothing and does "
+            "not read the two suffix_ keys; matches there also reach into the outputs of earlier requests",
         ),
     },
 )

@@ -9,7 +9,12 @@ import torch
 from secondguess.errors import BadInputError
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.describe import WITHOUT_LIMIT, ModelDescription
-from secondguess.runtime.loading import check_tokenizers, memory_need, read_tokenizer
+from secondguess.runtime.loading import (
+    check_quantization,
+    check_tokenizers,
+    memory_need,
+    read_tokenizer,
+)
 from secondguess.runtime.memory import MemoryNeed, available_memory, peak_of
 
 INT8 = "int8"
@@ -19,7 +24,7 @@ MAX_CONTEXT = 100_000_000
 
 
 @dataclass(frozen=True)
-class Load:
+class Demand:
     """What a model is loaded with and how much of it is asked at once.
 
     Args:
@@ -45,17 +50,19 @@ class MemoryPlan:
     """Bytes that a team takes with all its rows filled.
 
     Args:
-        load: for how many rows of how many tokens.
+        demand: for how many rows of how many tokens.
         target, drafter: weights and caches; no drafter where it has no model.
         int8: by `target` and `drafter`, the weights if they were kept in 8 bits.
+        int8_obstacle: why the target's cannot be, as things are; empty where they can.
         total_bytes: all of it, and what loading takes beyond that for a while.
         available_bytes: None when the system does not say.
     """
 
-    load: Load
+    demand: Demand
     target: MemoryNeed
     drafter: MemoryNeed | None
     int8: dict[str, int]
+    int8_obstacle: str
     total_bytes: int
     available_bytes: int | None
 
@@ -67,18 +74,19 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, object]:
         missing = self.missing_bytes
         return {
-            "rows": self.load.rows,
-            "context": self.load.context,
+            "rows": self.demand.rows,
+            "context": self.demand.context,
             "target": _as_dict(self.target),
             "drafter": None if self.drafter is None else _as_dict(self.drafter),
             "total_bytes": self.total_bytes,
             "available_bytes": self.available_bytes,
             "fits": None if missing is None else missing == 0,
             "int8_weights_bytes": self.int8,
+            "int8_obstacle": self.int8_obstacle,
         }
 
 
-def plan_load(target: ModelDescription, *, rows: int | None, context: int | None) -> Load:
+def plan_demand(target: ModelDescription, *, rows: int | None, context: int | None) -> Demand:
     """How much to reckon with: one row, and as many tokens as `load` makes sure of, unless told otherwise.
 
     Raises:
@@ -88,11 +96,11 @@ def plan_load(target: ModelDescription, *, rows: int | None, context: int | None
     if context is not None and context > limit:
         raise BadInputError(f"expected a context of at most {limit} tokens (the model's), got {context}")
     tokens = min(WITHOUT_LIMIT, limit) if context is None else context
-    return Load(target.dtype, target.device, 1 if rows is None else rows, tokens)
+    return Demand(target.dtype, target.device, 1 if rows is None else rows, tokens)
 
 
 def plan_memory(
-    load: Load,
+    demand: Demand,
     target: ModelDescription,
     drafter: ModelDescription | None,
     *,
@@ -100,15 +108,15 @@ def plan_memory(
     drafter_quantize: str | None = None,
 ) -> MemoryPlan:
     """What weights and caches will take, with caches as large as they are really allocated."""
-    need = _need(load, target, quantize, drafts=False)
-    int8 = {"target": _need(load, target, INT8, drafts=False).weights}
+    need = _need(demand, target, quantize, drafts=False)
+    int8 = {"target": _need(demand, target, INT8, drafts=False).weights}
     guessing = None
     if drafter is not None:
-        guessing = _need(load, drafter, drafter_quantize, drafts=True)
-        int8["drafter"] = _need(load, drafter, INT8, drafts=True).weights
+        guessing = _need(demand, drafter, drafter_quantize, drafts=True)
+        int8["drafter"] = _need(demand, drafter, INT8, drafts=True).weights
     needs = [need] if guessing is None else [need, guessing]
-    available = available_memory(torch.device(load.device))
-    return MemoryPlan(load, need, guessing, int8, peak_of(needs), available)
+    available = available_memory(torch.device(demand.device))
+    return MemoryPlan(demand, need, guessing, int8, _obstacle_to_int8(target), peak_of(needs), available)
 
 
 def remarks_on(target: ModelDescription, drafter: ModelDescription) -> list[str]:
@@ -132,18 +140,26 @@ def remarks_on(target: ModelDescription, drafter: ModelDescription) -> list[str]
     return remarks
 
 
+def _obstacle_to_int8(model: ModelDescription) -> str:
+    try:
+        check_quantization(INT8, by_kernels=not model.not_native)
+    except BadInputError as error:
+        return str(error)
+    return ""
+
+
 def _positions(model: ModelDescription) -> int:
     return model.context_length or MAX_CONTEXT
 
 
-def _need(load: Load, model: ModelDescription, quantize: str | None, drafts: bool) -> MemoryNeed:
+def _need(demand: Demand, model: ModelDescription, quantize: str | None, drafts: bool) -> MemoryNeed:
     # A draft model caches nothing of a row that has outgrown it.
-    tokens = min(load.context, _positions(model))
-    cached = KeyValueCache(torch.device("cpu")).num_to_allocate(load.rows, tokens)
+    tokens = min(demand.context, _positions(model))
+    cached = KeyValueCache(torch.device("cpu")).num_to_allocate(demand.rows, tokens)
     return memory_need(
         model.name,
-        dtype=load.dtype,
-        device=load.device,
+        dtype=demand.dtype,
+        device=demand.device,
         quantize=quantize,
         num_cached_tokens=cached,
         drafts=drafts,

@@ -1,0 +1,122 @@
+"""What drafting costs where it cannot help: `cost` against plain decoding, with drafters that are useless.
+
+    python benchmarks/never_slower.py --num-prompts 40 --batch-size 1
+
+Drafters: one of random weights (its guesses are noise), and the target itself (its guesses are perfect and far too slow).
+Every prompt is decoded by everybody in turn, forwards and backwards, `--repeats` times; a prompt's ratio is that of the
+medians. One controller lives over all prompts, as it does in a loaded model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from secondguess.bench.encoding import encode_workload
+from secondguess.bench.provenance import gather
+from secondguess.bench.systems import Models, Speculator
+from secondguess.bench.workloads import load_workload
+from secondguess.builtin import builtin_paths
+
+
+@contextmanager
+def noise_model() -> Iterator[str]:
+    """A checkpoint shaped like the built-in drafter, its weights drawn at random."""
+    trained = builtin_paths()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(trained))
+        model.bfloat16().save_pretrained(folder)
+        AutoTokenizer.from_pretrained(trained).save_pretrained(folder)
+        yield folder
+
+
+def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[str, object]]:
+    """Rows of the table: one per drafter and temperature."""
+    models = Models("builtin", "bfloat16", "cpu")
+    workload = load_workload(options.prompts, options.num_prompts)
+    prompts = encode_workload(models.target, workload, options.max_tokens).prompts
+    systems = {"plain": Speculator(models, "none")}
+    for name, drafter in drafters.items():
+        systems[name] = Speculator(models, drafter, options.controller)
+    size = options.batch_size
+    batches = [
+        [prompts[(start + offset) % len(prompts)] for offset in range(size)]
+        for start in range(0, len(prompts), size)
+    ]
+    table = []
+    for temperature in options.temperature:
+        for system in systems.values():
+            system.generate_batch(batches[0], 32, temperature, 0)
+            system.begin_measuring()
+        seconds = {name: [[] for _ in batches] for name in systems}
+        for repeat in range(options.repeats):
+            for number, batch in enumerate(batches):
+                order = list(systems) if (number + repeat) % 2 == 0 else list(reversed(systems))
+                for name in order:
+                    run = systems[name].generate_batch(batch, options.max_tokens, temperature, number)
+                    seconds[name][number].append(run.seconds)
+        for name in drafters:
+            medians = {who: [median(runs) for runs in seconds[who]] for who in ("plain", name)}
+            ratios = [plain / ours for plain, ours in zip(medians["plain"], medians[name], strict=True)]
+            row = {
+                "drafter": name,
+                "temperature": temperature,
+                "batch_size": size,
+                "num_batches": len(batches),
+                "median": median(medians["plain"]) / median(medians[name]),
+                "worst": min(ratios),
+                "first": seconds["plain"][0][0] / seconds[name][0][0],
+            }
+            print(
+                "  ".join(
+                    f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in row.items()
+                ),
+                flush=True,
+            )
+            table.append(row)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", default=None)
+    parser.add_argument("--num-prompts", type=int, default=40)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--controller", default="cost")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--output", type=Path, default=None, help="a JSON file for the table with its provenance"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with noise_model() as noise:
+        table = compare(options, {"noise": f"model:{noise}", "itself": "model:builtin"})
+    if options.output is not None:
+        about = gather(
+            num_threads=options.threads,
+            device=torch.device("cpu"),
+            dtype="bfloat16",
+            seed=0,
+            models={"builtin": builtin_paths()[0]},
+            runtimes={},
+        )
+        options.output.write_text(json.dumps({"table": table, "provenance": about.__dict__}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""A report as pictures: speed, acceptance by position, speed-up per task, and what a pass costs.
+
+Drawn with matplotlib, which is an extra (`pip install secondguess[bench]`) and imported only here, when something is
+drawn. Figures are made without pyplot: nothing global is touched, and no display is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import takewhile
+from math import nan
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+from secondguess.bench.markdown import show_count
+
+if TYPE_CHECKING:
+    from secondguess.bench.report import Report
+    from secondguess.bench.results import Result
+
+HOW_TO_DRAW = "no charts without matplotlib: pip install 'secondguess[bench]' draws them"
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
+"""The colour-blind safe palette of Okabe and Ito, without its yellow, which white paper swallows."""
+PLAIN_COLOUR = "#B8BDC4"
+MARKERS = "osD^vPX*"
+MOST_LINES = 8
+MOST_POSITIONS = 16
+MOST_BARS = 6
+WIDEST_BAR = 0.25
+FEWEST_NODES = 20
+"""Of fewer nodes a share says little, and a line through it draws the eye."""
+DOTS_PER_INCH = 140
+CHARACTERS_PER_INCH = 10
+"""What a line of a title has room for."""
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def draw_charts(report: Report, folder: Path, stem: str) -> list[Path]:
+    """Write every chart that the report has numbers for as `<stem>-<chart>.png`; gives their paths."""
+    figures = {
+        "speed": draw_speeds(report),
+        "acceptance": draw_acceptance(report),
+        "tasks": draw_tasks(report),
+        "costs": draw_costs(report),
+    }
+    paths = []
+    for chart, figure in figures.items():
+        if figure is None:
+            continue
+        path = folder / f"{stem}-{chart}.png"
+        # Without metadata: the file says nothing about who drew it and with what.
+        figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
+        paths.append(path)
+    return paths
+
+
+def draw_speeds(report: Report) -> Any:
+    """Tokens/s of every system with its interval, one panel per temperature and batch size."""
+    panels = by_setting(report)
+    most = max(len(results) for results in panels.values())
+    figure, axes = _panels(len(panels), height=1.5 + 0.3 * most, width=6.4)
+    for axis, ((temperature, batch_size), results) in zip(axes, panels.items(), strict=True):
+        places = range(len(results))
+        speeds = [result.tokens_per_second for result in results]
+        # A percentile interval need not hold the median itself; an error bar has to.
+        beside = [
+            [max(0.0, speed - result.interval[0]) for speed, result in zip(speeds, results, strict=True)],
+            [max(0.0, result.interval[1] - speed) for speed, result in zip(speeds, results, strict=True)],
+        ]
+        families = list(dict.fromkeys(result.family for result in results))
+        colours = [
+            COLOURS[families.index(result.family) % len(COLOURS)] if result.speculates else PLAIN_COLOUR
+            for result in results
+        ]
+        axis.barh(places, speeds, xerr=beside, color=colours, height=0.7, error_kw=_thin())
+        farthest = max(max(speed, result.interval[1]) for speed, result in zip(speeds, results, strict=True))
+        for place, speed, result in zip(places, speeds, results, strict=True):
+            end = max(speed, result.interval[1]) + 0.015 * farthest
+            axis.text(end, place, f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}", va="center", fontsize=8)
+        axis.set_xlim(0, farthest * 1.14)
+        axis.set_yticks(places, [_short(result.system) for result in results], fontsize=8)
+        # As many places in every panel, so that a bar is as thick everywhere.
+        axis.set_ylim(most - 0.4, -0.6)
+        axis.set_xlabel("tokens/s, median over prompts, 95 % interval")
+        axis.set_title(_setting(temperature, batch_size))
+        axis.grid(axis="x", **_faint())
+    _title(figure, f"Speed\n{_what(report)}")
+    return figure
+
+
+def draw_acceptance(report: Report) -> Any:
+    """Share of drafted nodes that were accepted at each position, at the smallest batch size; None without drafts."""
+    panels = {
+        setting: [result for result in results if _positions(result)]
+        for setting, results in _at_smallest_batch(report).items()
+    }
+    panels = {setting: fastest(results, MOST_LINES) for setting, results in panels.items() if results}
+    if not panels:
+        return None
+    figure, axes = _panels(len(panels), height=4.2, width=6.0)
+    colours = _colours([result.system for results in panels.values() for result in results])
+    for axis, ((temperature, batch_size), results) in zip(axes, panels.items(), strict=True):
+        for result in results:
+            rates = _positions(result)
+            number = list(colours).index(result.system)
+            axis.plot(
+                range(1, len(rates) + 1), rates, color=colours[result.system], linewidth=1.4,
+                marker=MARKERS[number % len(MARKERS)], markersize=4.5, label=_short(result.system),
+            )  # fmt: skip
+        longest = max(len(_positions(result)) for result in results)
+        axis.set_ylim(-0.03, 1.03)
+        axis.set_xlim(0.7, longest + 0.3)
+        axis.set_xticks(range(1, longest + 1))
+        axis.set_xlabel(f"position in the draft (drafted at least {FEWEST_NODES} times)")
+        axis.set_ylabel("accepted / drafted")
+        axis.set_title(_setting(temperature, batch_size))
+        axis.grid(**_faint())
+    _legend(figure, axes)
+    _title(figure, f"Acceptance by position\n{_what(report)}")
+    return figure
+
+
+def draw_tasks(report: Report) -> Any:
+    """Speed-up over the same family's plain decoding per task, at the smallest batch size; None where nobody speculates."""
+    panels = {
+        setting: [
+            result
+            for result in results
+            if result.speculates and any(each.against_plain for each in result.by_task.values())
+        ]
+        for setting, results in _at_smallest_batch(report).items()
+    }
+    panels = {setting: fastest(results, MOST_BARS) for setting, results in panels.items() if results}
+    if not panels:
+        return None
+    most_tasks = max(len(results[0].by_task) for results in panels.values())
+    most_bars = max(len(results) for results in panels.values())
+    figure, axes = _panels(
+        len(panels), height=4.4, width=max(5.0, 1.0 + 0.17 * (most_bars + 1.5) * most_tasks)
+    )
+    colours = _colours([result.system for results in panels.values() for result in results])
+    for other in axes[1:]:
+        other.sharey(axes[0])
+    for axis, ((temperature, batch_size), results) in zip(axes, panels.items(), strict=True):
+        tasks = list(results[0].by_task)
+        width = min(WIDEST_BAR, 0.8 / len(results))
+        for number, result in enumerate(results):
+            ratios = [result.by_task[task].against_plain for task in tasks]
+            middles = [each.of_medians if each else 0.0 for each in ratios]
+            told = [
+                each if result.by_task[task].has_interval else None
+                for task, each in zip(tasks, ratios, strict=True)
+            ]
+            beside = [
+                [max(0.0, each.of_medians - each.low) if each else nan for each in told],
+                [max(0.0, each.high - each.of_medians) if each else nan for each in told],
+            ]
+            places = [place + (number - (len(results) - 1) / 2) * width for place in range(len(tasks))]
+            axis.bar(
+                places, middles, width=0.9 * width, yerr=beside, error_kw=_thin(),
+                color=colours[result.system], label=_short(result.system),
+            )  # fmt: skip
+        axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        axis.set_xlim(-0.6, len(tasks) - 0.4)
+        tilt = {"rotation": 25, "ha": "right"} if len(tasks) > 3 else {}
+        axis.set_xticks(range(len(tasks)), [_short(task, 18) for task in tasks], fontsize=8, **tilt)
+        axis.set_ylabel("speed-up over plain decoding")
+        axis.set_title(_setting(temperature, batch_size))
+        axis.grid(axis="y", **_faint())
+    _legend(figure, axes)
+    _title(figure, f"Speed-up per task\n{_what(report)}")
+    return figure
+
+
+def draw_costs(report: Report) -> Any:
+    """v(m), the cost of a pass over m tokens, between what drafting hopes for and what it would cost one by one."""
+    curve = {int(m): value for m, value in report.costs.curve.items()}
+    figure, (axis,) = _panels(1, height=4.2, width=6.0)
+    widths = sorted(curve)
+    values = [curve[m] for m in widths]
+    axis.plot(
+        widths, values, color=COLOURS[0], marker="o", markersize=4.5, linewidth=1.6, label="measured v(m)"
+    )
+    axis.axhline(1.0, color=COLOURS[6], linewidth=1.0, linestyle=":", label="free: v(m) = 1")
+    axis.plot(widths, widths, color=COLOURS[1], linewidth=1.0, linestyle="--", label="one by one: v(m) = m")
+    # The line v(m) = m is there for its slope; all of it would flatten the curve that matters.
+    axis.set_ylim(0, max(2.0, 1.35 * max(values)))
+    axis.set_xticks(widths)
+    axis.set_xlabel("m, tokens in one target pass")
+    axis.set_ylabel("v(m) = T(m) / T(1)")
+    for model, ratio in report.costs.cost_ratio.items():
+        axis.plot([], [], " ", label=f"c = {ratio:.3f} ({_short(model)})")
+    axis.grid(**_faint())
+    milliseconds = report.costs.target_ms[min(report.costs.target_ms)]
+    axis.set_title(f"T(1) = {milliseconds:.3g} ms, {report.costs.context_length} tokens cached")
+    _legend(figure, [axis])
+    about = report.provenance
+    _title(
+        figure, f"Cost of a pass: {about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}"
+    )
+    return figure
+
+
+def by_setting(report: Report) -> dict[tuple[float, int], list[Result]]:
+    """Results by temperature and batch size, in this order."""
+    settings = sorted({(result.temperature, result.batch_size) for result in report.results})
+    return {
+        setting: [each for each in report.results if (each.temperature, each.batch_size) == setting]
+        for setting in settings
+    }
+
+
+def fastest(results: Sequence[Result], most: int) -> list[Result]:
+    """The fastest ones, at most so many, in the order of the report."""
+    kept = sorted(results, key=lambda result: -result.tokens_per_second)[:most]
+    return [result for result in results if result in kept]
+
+
+def _at_smallest_batch(report: Report) -> dict[tuple[float, int], list[Result]]:
+    smallest = min(result.batch_size for result in report.results)
+    return {setting: results for setting, results in by_setting(report).items() if setting[1] == smallest}
+
+
+def _positions(result: Result) -> list[float]:
+    """Shares at the first positions, up to where too few nodes were drafted."""
+    if result.rounds is None:
+        return []
+    counted = zip(result.rounds.acceptance_by_position, result.rounds.drafted_by_position, strict=True)
+    told = takewhile(lambda each: each[1] >= FEWEST_NODES, counted)
+    return [rate for rate, _ in told][:MOST_POSITIONS]
+
+
+def _panels(count: int, height: float, width: float) -> tuple[Any, list[Any]]:
+    """A figure with so many panels, at most two beside each other; sizes in inches per panel."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(2, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width * columns, height * rows + 0.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_axisbelow(True)
+        axis.tick_params(labelsize=8)
+        axis.title.set_fontsize(10)
+        axis.xaxis.label.set_fontsize(9)
+        axis.yaxis.label.set_fontsize(9)
+    return figure, axes
+
+
+def _title(figure: Any, text: str) -> None:
+    """Over the whole figure, in as many lines as its width asks for."""
+    width = int(CHARACTERS_PER_INCH * figure.get_figwidth())
+    lines = [line for part in text.split("\n") for line in wrap(part, width)]
+    figure.suptitle(_plain("\n".join(lines)), fontsize=9, fontweight="bold")
+
+
+def _legend(figure: Any, axes: Sequence[Any]) -> None:
+    """One legend under all panels."""
+    entries = {
+        label: handle
+        for axis in axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    columns = min(len(entries), 2 if len(axes) == 1 else 4)
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False
+    )
+
+
+def _colours(systems: Sequence[str]) -> dict[str, str]:
+    return {system: COLOURS[number % len(COLOURS)] for number, system in enumerate(dict.fromkeys(systems))}
+
+
+def _setting(temperature: float, batch_size: int) -> str:
+    return f"temperature {temperature:g}" + (f", batch size {batch_size}" if batch_size > 1 else "")
+
+
+def _what(report: Report) -> str:
+    bench, about = report.workbench, report.provenance
+    return (
+        f"{show_count(bench.num_prompts, 'prompt')} of {_cut(bench.workload, 60)}, {bench.num_tokens} new tokens\n"
+        f"{about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}, {_cut(about.processor, 60)}"
+    )
+
+
+def _short(name: str, most: int = 44) -> str:
+    """A name that a label has room for, as it is."""
+    return _plain(_cut(name, most))
+
+
+def _cut(name: str, most: int) -> str:
+    """What tells systems apart often stands at the end: the middle goes."""
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[-(most // 2 - 2) :]}"
+
+
+def _plain(text: str) -> str:
+    """As it is: matplotlib would set what stands between dollars as a formula."""
+    return text.replace("$", r"\$")
+
+
+def _faint() -> dict[str, Any]:
+    return {"color": "#DDDDDD", "linewidth": 0.7}
+
+
+def _thin() -> dict[str, Any]:
+    return {"elinewidth": 1.0, "capsize": 2.0, "ecolor": "#333333"}

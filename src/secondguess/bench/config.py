@@ -1,0 +1,113 @@
+"""What to compare, on what, under which conditions: everything a benchmark is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from secondguess.api import default_drafter
+from secondguess.bench.server import ServerAddress, is_address
+from secondguess.drafters import parse_drafter_name
+from secondguess.errors import BadInputError
+
+PEERS = ("transformers",)
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What to compare, on what, under which conditions.
+
+    Args:
+        model: the target.
+        drafters: names of the drafters to compare; None takes the target's default one, `ngram` and `suffix`.
+        against: who runs beside ours: other libraries, of `PEERS`, and servers (`http://HOST:PORT,model=NAME`).
+        prompts: one or several sources of prompts (`workloads.load_workload`); None takes HumanEval where it lies
+            beside the checkout, else `builtin`.
+        num_prompts: how many of them, evenly spread within each task.
+        num_tokens: new tokens per prompt, exactly.
+        temperatures: each is a table of its own.
+        draft_lengths: constant lengths that model drafters (ours and the peers') are run with, beside their
+            defaults.
+        dtype: of all weights; `auto` picks bfloat16 where the processor has it.
+        device: `auto`, `cpu` or `cuda[:N]`.
+        num_threads: of torch, for everybody.
+        seed: of the sampled texts and of the bootstrap.
+        name: of the saved files.
+        tasks: only prompts of these tasks; empty for all.
+        controllers: names of controllers that every drafter of ours is run with, beside its default.
+        batch_sizes: how many prompts our systems decode together; each is a table of its own.
+
+    Raises:
+        BadInputError: a value that makes no sense.
+    """
+
+    model: str = "builtin"
+    drafters: tuple[str, ...] | None = None
+    against: tuple[str, ...] = ()
+    prompts: str | tuple[str, ...] | None = None
+    num_prompts: int = 40
+    num_tokens: int = 128
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    draft_lengths: tuple[int, ...] = (3, 5, 8)
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    num_threads: int = 2
+    seed: int = 0
+    name: str = "bench"
+    tasks: tuple[str, ...] = ()
+    controllers: tuple[str, ...] = ()
+    batch_sizes: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        for option in ("num_prompts", "num_tokens", "num_threads"):
+            _require(getattr(self, option) >= 1, option, "at least 1", getattr(self, option))
+        for option in ("temperatures", "batch_sizes"):
+            _require(bool(getattr(self, option)), option, "at least one value", getattr(self, option))
+        _require(
+            all(0 <= each <= 100 for each in self.temperatures), "temperatures", "0 to 100", self.temperatures
+        )
+        for option in ("draft_lengths", "batch_sizes"):
+            values = getattr(self, option)
+            _require(all(each >= 1 for each in values), option, "at least 1", values)
+        _require(self.prompts != (), "prompts", "at least one source (or None for the default)", self.prompts)
+        _require(self.seed >= 0, "seed", "at least 0", self.seed)
+        for option in (
+            "temperatures", "draft_lengths", "against", "drafters", "tasks", "controllers", "batch_sizes",
+        ):  # fmt: skip
+            values = getattr(self, option) or ()
+            _require(len(set(values)) == len(values), option, "different values", values)
+        if isinstance(self.prompts, tuple):
+            _require(len(set(self.prompts)) == len(self.prompts), "prompts", "different values", self.prompts)
+        self._check_peers()
+        plain_name = self.name.replace("-", "").replace("_", "").isalnum()
+        _require(plain_name, "name", "letters, digits, - and _ (it becomes a file name)", self.name)
+
+    def _check_peers(self) -> None:
+        for peer in self.against:
+            if is_address(peer):
+                ServerAddress.parse(peer)
+            else:
+                known = f"one of {', '.join(PEERS)}, or the http:// address of a server"
+                _require(peer in PEERS, "against", known, peer)
+        _require(
+            not self.against or 1 in self.batch_sizes,
+            "batch_sizes",
+            f"1 among others, since {', '.join(self.against)} decodes one prompt at a time",
+            self.batch_sizes,
+        )
+
+    @property
+    def servers(self) -> tuple[ServerAddress, ...]:
+        return tuple(ServerAddress.parse(peer) for peer in self.against if is_address(peer))
+
+    @property
+    def drafters_to_run(self) -> tuple[str, ...]:
+        if self.drafters is not None:
+            return self.drafters
+        default = default_drafter(self.model)
+        parts = map(str, parse_drafter_name(default))
+        return tuple(dict.fromkeys((default, *parts, "ngram", "suffix")))
+
+
+def _require(holds: bool, option: str, expected: str, got: object) -> None:
+    if not holds:
+        raise BadInputError(f"expected {option} to be {expected}, got {got!r}")

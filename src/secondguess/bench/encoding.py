@@ -1,0 +1,82 @@
+"""From the texts of a workload to token ids that fit the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from secondguess.api import encode
+from secondguess.bench.costs import stretch
+from secondguess.bench.workloads import Workload
+from secondguess.errors import BadInputError
+from secondguess.runtime.loading import LoadedModel
+
+SHORTEST_CUT = 16
+"""A prompt cut to fewer tokens than this says nothing about the task that it came from."""
+
+
+@dataclass(frozen=True)
+class EncodedWorkload:
+    """Prompts as token ids.
+
+    Args:
+        prompts: token ids of each prompt.
+        tasks: the task of each.
+        num_cut: how many were cut from the left to fit.
+        room: tokens that a prompt may have.
+    """
+
+    prompts: list[list[int]]
+    tasks: list[str]
+    num_cut: int
+    room: int
+
+    @property
+    def note(self) -> str:
+        """What a reader of the report has to know; empty if nothing."""
+        if not self.num_cut:
+            return ""
+        return (
+            f"{self.num_cut} of {len(self.prompts)} prompts were cut from the left to the {self.room} tokens that the "
+            "target's context leaves for them"
+        )
+
+
+def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) -> EncodedWorkload:
+    """Token ids of all prompts; those that leave no room for their continuation are cut from the left.
+
+    Raises:
+        BadInputError: too little of a prompt would be left.
+    """
+    whole = [encode(target, prompt) for prompt in workload.prompts]
+    room = target.runtime.context_length - num_tokens
+    longest = max(map(len, whole))
+    if longest > room and room < SHORTEST_CUT:
+        raise BadInputError(
+            f"expected prompts of at most {room} tokens (the context less {num_tokens} new ones), got one of "
+            f"{longest} in {workload.name}; take other prompts or fewer tokens"
+        )
+    first = getattr(target.tokenizer, "bos_token_id", None)
+    prompts = [cut_left(prompt, room, first) for prompt in whole]
+    return EncodedWorkload(prompts, list(workload.tasks), sum(len(prompt) > room for prompt in whole), room)
+
+
+def cut_left(tokens: list[int], room: int, first: int | None) -> list[int]:
+    """The last `room` tokens; a token that opens every text (`first`) stays in front, for models are lost without it.
+
+    >>> cut_left([1, 5, 6, 7], 3, None), cut_left([1, 5, 6, 7], 3, 1), cut_left([5, 6], 3, 1)
+    ([5, 6, 7], [1, 6, 7], [5, 6])
+    """
+    if len(tokens) <= room:
+        return tokens
+    if tokens[0] == first:
+        return [tokens[0], *tokens[len(tokens) - room + 1 :]]
+    return tokens[len(tokens) - room :]
+
+
+def typical_context(prompts: Sequence[Sequence[int]], num_tokens: int, most: int | None = None) -> list[int]:
+    """Tokens of the prompts, as many as a row of median length holds halfway through, at most `most`."""
+    length = int(median(len(prompt) for prompt in prompts)) + num_tokens // 2
+    length = length if most is None else max(1, min(length, most))
+    return stretch([token for prompt in prompts for token in prompt], length)

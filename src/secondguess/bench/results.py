@@ -1,0 +1,285 @@
+"""From runs to results: numbers per system, temperature and batch size, over all prompts and per task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from secondguess.bench.measurement import Setting
+from secondguess.bench.predict import Costs, predicted_seconds
+from secondguess.bench.summary import (
+    FEWEST_PROMPTS,
+    Ratio,
+    add_up,
+    compare,
+    first_difference,
+    median,
+    median_interval,
+)
+from secondguess.bench.systems import Run, System
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What the rounds of a system did, over all prompts.
+
+    Args:
+        acceptance_length: tokens per target pass and row, correction or bonus included (tau).
+        acceptance_rate: accepted over drafted nodes.
+        acceptance_by_position: accepted over drafted nodes at each depth.
+        drafted_by_position: how many nodes were drafted at each depth.
+        draft_length: mean number of nodes per round.
+        cost_ratio: one draft step over one target pass (c); 0 for look-ups, which run no model.
+        predicted_tokens_per_second: decoding speed that tau, c and v(m) allow (median over prompts, prefill
+            excluded); None for batches, whose passes have other costs than those that were timed.
+        measured_over_predicted: measured decoding speed over that (median over prompts); 1 minus it is
+            overhead. None for batches.
+        share_of_seconds: where the time went, by phase.
+    """
+
+    acceptance_length: float
+    acceptance_rate: float
+    acceptance_by_position: list[float]
+    drafted_by_position: list[int]
+    draft_length: float
+    cost_ratio: float
+    predicted_tokens_per_second: float | None
+    measured_over_predicted: float | None
+    share_of_seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Equality:
+    """Whether a system wrote at temperature 0 what its reference wrote.
+
+    Args:
+        reference: the system compared with: for a speculating one its family's plain decoding, for another
+            family's plain decoding ours.
+        num_prompts_differing: texts that part from the reference's at some token: each is one flip, and
+            what follows it continues another text.
+        num_tokens_differing: positions at which the tokens differ, all that follows a flip included.
+        num_tokens: positions compared.
+        first_differences: by prompt, where the texts part; None where they are equal.
+    """
+
+    reference: str
+    num_prompts_differing: int
+    num_tokens_differing: int
+    num_tokens: int
+    first_differences: list[int | None]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One system on the prompts of one task.
+
+    Args:
+        num_batches: how many of the batches (at batch size 1: prompts) are of this task.
+        tokens_per_second: median over them.
+        against_plain: ratio to the plain decoding of the same family; None for that itself, and without one.
+        acceptance_length: tau; None for systems that report no statistics.
+    """
+
+    num_batches: int
+    tokens_per_second: float
+    against_plain: Ratio | None
+    acceptance_length: float | None
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the interval means anything: of a few prompts, resampling gives one that is far too narrow."""
+        return self.num_batches >= FEWEST_PROMPTS
+
+
+@dataclass(frozen=True)
+class Result:
+    """One system at one temperature and batch size.
+
+    Args:
+        batch_size: prompts decoded together.
+        tokens_per_second: median over batches of all new tokens over seconds, prefill included.
+        interval: 95 % percentile-bootstrap interval of that.
+        per_batch: tokens per second of each batch, in the workload's order; at batch size 1 that is each prompt.
+        against: ratios to each plain system and to each family's fastest speculating one, by their names.
+        by_task: the same on the prompts of each task.
+        rounds: None for systems that report no statistics.
+        equality: None at other temperatures, for our plain decoding, the reference of all others in the end, and for
+            systems that tell no token ids.
+    """
+
+    system: str
+    family: str
+    speculates: bool
+    temperature: float
+    batch_size: int
+    tokens_per_second: float
+    interval: tuple[float, float]
+    per_batch: list[float]
+    against: dict[str, Ratio]
+    by_task: dict[str, TaskResult]
+    rounds: Rounds | None
+    equality: Equality | None
+
+
+Runs = Mapping[Setting, Sequence[Run]]
+"""One system's runs by setting, each in the order of the batches; without those settings that it cannot do."""
+
+
+def make_results(
+    systems: Sequence[System],
+    runs: Mapping[str, Runs],
+    costs: Mapping[str, Costs],
+    tasks: Mapping[int, Sequence[str]],
+    seed: int,
+) -> list[Result]:
+    """Everything derived from the runs.
+
+    Args:
+        runs: by system name; in each setting as many for every system that has it.
+        costs: forward costs by system name, for the systems that report statistics.
+        tasks: by batch size, the task of each batch.
+        seed: of the bootstrap.
+    """
+    results = []
+    for setting in dict.fromkeys(setting for of in runs.values() for setting in of):
+        present = [system for system in systems if setting in runs[system.name]]
+        own_runs = {system.name: runs[system.name][setting] for system in present}
+        results += _results_of(setting, present, own_runs, costs, tasks[setting.batch_size], seed)
+    return results
+
+
+def _results_of(
+    setting: Setting,
+    systems: Sequence[System],
+    runs: Mapping[str, Sequence[Run]],
+    costs: Mapping[str, Costs],
+    tasks: Sequence[str],
+    seed: int,
+) -> list[Result]:
+    """Those of one setting, in which all systems have had the same batches."""
+    plain = {system.family: system.name for system in systems if not system.speculates}
+    baselines = [system.name for system in systems if not system.speculates]
+    speeds = {name: [run.tokens_per_second for run in own] for name, own in runs.items()}
+    champions = fastest_speculators(systems, speeds)
+    results = []
+    for system in systems:
+        own, reference = runs[system.name], reference_of(system, plain)
+        comparable = all(run.tells_tokens for run in [*own, *runs[reference]])
+        results.append(
+            Result(
+                system=system.name,
+                family=system.family,
+                speculates=system.speculates,
+                temperature=setting.temperature,
+                batch_size=setting.batch_size,
+                tokens_per_second=median(speeds[system.name]),
+                interval=median_interval(speeds[system.name], seed),
+                per_batch=speeds[system.name],
+                against={
+                    baseline: compare(speeds[system.name], speeds[baseline], seed)
+                    for baseline in [*baselines, *champions.values()]
+                    if baseline != system.name
+                },
+                by_task=summarise_tasks(own, runs.get(plain.get(system.family, ""), own), tasks, seed),
+                rounds=summarise_rounds(own, costs[system.name], setting.batch_size)
+                if system.name in costs
+                else None,
+                equality=count_flips(own, runs[reference], reference)
+                if setting.temperature == 0 and reference != system.name and comparable
+                else None,
+            )
+        )
+    return results
+
+
+def summarise_tasks(
+    runs: Sequence[Run], plain: Sequence[Run], tasks: Sequence[str], seed: int
+) -> dict[str, TaskResult]:
+    """A system's runs by task, beside the plain runs of its family (its own where it is that, or has none)."""
+    summaries = {}
+    for task in dict.fromkeys(tasks):
+        places = [place for place, each in enumerate(tasks) if each == task]
+        own = [runs[place] for place in places]
+        speeds = [run.tokens_per_second for run in own]
+        baseline = [plain[place].tokens_per_second for place in places]
+        told = [run.stats for run in own if run.stats is not None]
+        summaries[task] = TaskResult(
+            num_batches=len(places),
+            tokens_per_second=median(speeds),
+            against_plain=None if plain is runs else compare(speeds, baseline, seed),
+            acceptance_length=add_up(told).acceptance_length if told else None,
+        )
+    return summaries
+
+
+def reference_of(system: System, plain: Mapping[str, str]) -> str:
+    """Whose text a system should write at temperature 0, given each family's plain system, ours first.
+
+    Speculation has to keep the text of its own runtime. The runtimes are compared by their plain systems: one that
+    is fast because it computes something else would agree with itself.
+    """
+    return plain[system.family] if system.speculates else next(iter(plain.values()))
+
+
+def fastest_speculators(systems: Sequence[System], speeds: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """The best that each family has, by median speed: what its users would choose after a comparison like this."""
+    best: dict[str, str] = {}
+    for system in (system for system in systems if system.speculates):
+        rival = best.get(system.family)
+        if rival is None or median(speeds[system.name]) > median(speeds[rival]):
+            best[system.family] = system.name
+    return best
+
+
+def summarise_rounds(runs: Sequence[Run], costs: Costs, batch_size: int = 1) -> Rounds | None:
+    """What the rounds did and, for single prompts, what they should have cost; None for runs without statistics."""
+    told = [(run, run.stats) for run in runs if run.stats is not None]
+    if not told:
+        return None
+    total = add_up(stats for _, stats in told)
+    predicted = [predicted_seconds(stats, costs) for _, stats in told]
+    seconds = sum(total.seconds.values())
+    single = batch_size == 1
+    return Rounds(
+        acceptance_length=total.acceptance_length,
+        acceptance_rate=total.acceptance_rate,
+        acceptance_by_position=[
+            accepted / drafted
+            for accepted, drafted in zip(
+                total.accepted_per_position, total.drafted_per_position, strict=False
+            )
+        ],
+        drafted_by_position=total.drafted_per_position,
+        draft_length=total.num_drafted / total.num_rounds,
+        cost_ratio=costs.cost_ratio,
+        predicted_tokens_per_second=median(
+            [stats.num_tokens / expected for (_, stats), expected in zip(told, predicted, strict=True)]
+        )
+        if single
+        else None,
+        measured_over_predicted=median(
+            [expected / run.decode_seconds for (run, _), expected in zip(told, predicted, strict=True)]
+        )
+        if single
+        else None,
+        share_of_seconds={phase: spent / seconds for phase, spent in total.seconds.items()},
+    )
+
+
+def count_flips(runs: Sequence[Run], reference_runs: Sequence[Run], reference: str) -> Equality:
+    """Compare texts with those of the system named `reference`, prompt by prompt."""
+    pairs = [
+        pair
+        for run, expected in zip(runs, reference_runs, strict=True)
+        for pair in zip(run.texts, expected.texts, strict=True)
+    ]
+    parted = [first_difference(text, reference) for text, reference in pairs]
+    return Equality(
+        reference=reference,
+        num_prompts_differing=sum(place is not None for place in parted),
+        num_tokens_differing=sum(
+            ours != theirs for text, reference in pairs for ours, theirs in zip(text, reference, strict=False)
+        ),
+        num_tokens=sum(len(reference) for _, reference in pairs),
+        first_differences=parted,
+    )

@@ -1,0 +1,104 @@
+"""Who takes part in a comparison, and who cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from secondguess.bench.config import BenchConfig
+from secondguess.bench.systems import Models, Speculator, System, draft_models, public_name, speculator_name
+from secondguess.controllers import make_controller
+from secondguess.errors import BadInputError
+from secondguess.runtime.loading import LoadedModel
+
+
+def make_systems(config: BenchConfig, models: Models) -> list[System]:
+    """Ours plain, ours with every drafter under every controller, then the peers and the servers.
+
+    Every drafter runs under its default controller and under those that are named, model drafters at each draft
+    length too.
+
+    Raises:
+        BadInputError: a name that does not exist, a controller that no drafter would ask, two systems of one name, or
+            a server that does not answer.
+    """
+    for name in (*config.controllers, *(f"fixed:{length}" for length in config.draft_lengths)):
+        make_controller(name)
+    systems: list[System] = [Speculator(models, "none")]
+    for drafter in config.drafters_to_run:
+        default = Speculator(models, drafter)
+        systems.append(default)
+        lengths = config.draft_lengths if default.draft_model is not None else ()
+        named = [*(f"fixed:{length}" for length in lengths), *config.controllers]
+        systems += _under_controllers(models, drafter, list(dict.fromkeys(named)))
+    _check_controllers(config, systems)
+    if "transformers" in config.against:
+        systems += _transformers_systems(config, models, draft_models(systems))
+    systems += _servers(config, models)
+    names = [system.name for system in systems]
+    if len(set(names)) < len(names):
+        raise BadInputError(f"expected drafters whose names differ in a report, got {', '.join(names)}")
+    return systems
+
+
+def notes_on(systems: Sequence[System], config: BenchConfig) -> list[str]:
+    """What a reader has to know about who is missing where."""
+    notes = []
+    names = {system.name for system in systems}
+    for drafter in config.drafters_to_run:
+        for controller in config.controllers:
+            if speculator_name(drafter, controller) not in names:
+                notes.append(f"{public_name(drafter)} is not run with {controller}, which it would not ask")
+    alone = list(dict.fromkeys(system.family for system in systems if not system.batches))
+    if alone and config.batch_sizes != (1,):
+        notes.append(f"{', '.join(alone)}: at batch size 1 only, since they decode one prompt at a time here")
+    return notes
+
+
+def _under_controllers(models: Models, drafter: str, names: Sequence[str]) -> list[System]:
+    """One system for each controller that the drafter would ask."""
+    systems: list[System] = []
+    for name in names:
+        try:
+            systems.append(Speculator(models, drafter, name))
+        except BadInputError:
+            # Its name is known to be good: it reads laws, and this drafter has none. `notes_on` says so.
+            continue
+    return systems
+
+
+def _check_controllers(config: BenchConfig, systems: Sequence[System]) -> None:
+    names = {system.name for system in systems}
+    for controller in config.controllers:
+        if not any(speculator_name(drafter, controller) in names for drafter in config.drafters_to_run):
+            asked = ", ".join(public_name(drafter) for drafter in config.drafters_to_run) or "none at all"
+            raise BadInputError(
+                f"expected a drafter that would ask the controller {controller!r}, got {asked}; add a drafter with a "
+                "model, or take fixed:K"
+            )
+
+
+def _transformers_systems(config: BenchConfig, models: Models, draft_names: Sequence[str]) -> list[System]:
+    from secondguess.bench.peers import StockModel, transformers_systems
+
+    def stock(loaded: LoadedModel) -> StockModel:
+        return StockModel(loaded.path, getattr(torch, loaded.dtype), loaded.runtime.device)
+
+    assistants = {name: stock(models.draft_model(name)) for name in draft_names}
+    return transformers_systems(stock(models.target), assistants, config.draft_lengths)
+
+
+def _servers(config: BenchConfig, models: Models) -> list[System]:
+    if not config.servers:
+        return []
+    from secondguess.bench.server import Server
+
+    tokenizer = models.target.tokenizer
+
+    def decode(ids: Sequence[int]) -> str:
+        # Without special tokens: the server's own tokenizer puts them there.
+        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    return [Server(address, decode) for address in config.servers]

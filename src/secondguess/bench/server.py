@@ -1,0 +1,211 @@
+"""A server that speaks OpenAI's protocol, as one more system: whatever it runs, seen from outside.
+
+Only `POST /v1/completions` is used, with the prompt as text: the server has a tokenizer of its own, and so it cannot be
+asked for, or compared in, token ids. The clock runs from sending the request to the last byte of the answer; the
+connection is made before.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from secondguess.bench.systems import Run, System
+from secondguess.errors import BadInputError
+
+TIMEOUT_SECONDS = 600.0
+KEY_VARIABLE = "OPENAI_API_KEY"
+SHOWN = 200
+"""How many characters of a server's own words an error repeats."""
+
+_SCHEMES = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+
+
+def is_address(text: str) -> bool:
+    """Whether `--against` names a server and not a library."""
+    return text.lower().startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where a server is and which of its models to ask.
+
+    Args:
+        scheme: `http` or `https`.
+        host: name and, where it was given, port.
+        path: in front of `/v1`, usually empty.
+        model: name of the model; None asks the server for its only one.
+    """
+
+    scheme: str
+    host: str
+    path: str = ""
+    model: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> ServerAddress:
+        """From `http://HOST[:PORT][/PATH][/v1][,model=NAME]`.
+
+        Raises:
+            BadInputError: an address that cannot be one, or an option other than `model`.
+        """
+        url, *options = text.split(",")
+        form = "http://HOST:PORT or http://HOST:PORT,model=NAME"
+        try:
+            parts = urlsplit(url)
+            well_formed = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        except ValueError:
+            well_formed = False
+        if not well_formed or parts.scheme not in _SCHEMES or parts.query or parts.fragment:
+            raise BadInputError(f"expected a server as {form}, got {text!r}; mend the address")
+        if "@" in parts.netloc:
+            raise BadInputError(
+                f"expected a server without a name and a password in its address, got one for {parts.hostname}; "
+                f"give its key in {KEY_VARIABLE}"
+            )
+        model = None
+        for option in options:
+            key, _, value = option.partition("=")
+            if key.strip() != "model" or not value.strip() or model is not None:
+                raise BadInputError(
+                    f"expected a server as {form}, got the option {option!r}; give model=NAME once"
+                )
+            model = value.strip()
+        path = parts.path.rstrip("/").removesuffix("/completions").removesuffix("/v1")
+        return cls(parts.scheme, parts.netloc, path, model)
+
+    @property
+    def name(self) -> str:
+        """The host, with the model where one was named."""
+        return f"{self.host} {self.model}" if self.model else self.host
+
+    @property
+    def shown(self) -> str:
+        return f"{self.scheme}://{self.host}{self.path}"
+
+
+class Server(System):
+    """Continues prompts with `/v1/completions`.
+
+    It is asked for exactly as many tokens as everybody writes, with `ignore_eos` where the server takes that; what it
+    then gives is what counts (`usage.completion_tokens`). It tells no token ids.
+
+    Args:
+        address: where it is.
+        decode: text of a prompt's token ids.
+        key: sent as bearer token; by default that of the environment variable OPENAI_API_KEY.
+
+    Raises:
+        BadInputError: no server there, one that refuses, or one that answers something else.
+    """
+
+    speculates = False
+    keeps_length = False
+
+    def __init__(
+        self,
+        address: ServerAddress,
+        decode: Callable[[Sequence[int]], str],
+        key: str | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self.family = address.host
+        self.name = address.name
+        self._address = address
+        self._decode = decode
+        self._timeout = timeout
+        self._key = os.environ.get(KEY_VARIABLE) if key is None else key
+        self._takes_ignore_eos = True
+        self._model = address.model or self._only_model()
+
+    def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
+        request = {
+            "model": self._model,
+            "prompt": self._decode(prompt),
+            "max_tokens": num_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        }
+        if self._takes_ignore_eos:
+            status, answer, seconds = self._ask("POST", "completions", {**request, "ignore_eos": True})
+            if status not in (400, 422):
+                return self._read(status, answer, seconds)
+            # OpenAI's own protocol has no such field, and some servers refuse what they do not know.
+            self._takes_ignore_eos = False
+        return self._read(*self._ask("POST", "completions", request))
+
+    def _read(self, status: int, answer: bytes, seconds: float) -> Run:
+        count = _at(self._json(status, answer, "completions"), "usage", "completion_tokens")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise BadInputError(
+                f"expected at least one token and their number in usage.completion_tokens from "
+                f"{self._address.shown}, got {_shown(answer)}; is it an OpenAI-compatible server?"
+            )
+        return Run([], seconds, lengths=(count,))
+
+    def _only_model(self) -> str:
+        """The model that the server has, where it has one."""
+        status, answer, _ = self._ask("GET", "models")
+        listed = _at(self._json(status, answer, "models"), "data")
+        names = [_at(each, "id") for each in listed] if isinstance(listed, list) else []
+        if len(names) != 1 or not isinstance(names[0], str):
+            found = ", ".join(map(str, names[:5])) or _shown(answer)
+            raise BadInputError(
+                f"expected one model at {self._address.shown}, got {found}; "
+                f"name one: --against {self._address.shown},model=NAME"
+            )
+        return names[0]
+
+    def _json(self, status: int, answer: bytes, what: str) -> Any:
+        place = f"{self._address.shown}/v1/{what}"
+        if status != http.client.OK:
+            hint = f"; give its key in {KEY_VARIABLE}" if status in (401, 403) else "; is the address right?"
+            raise BadInputError(
+                f"expected an answer from {place}, got status {status}: {_shown(answer)}{hint}"
+            )
+        try:
+            return json.loads(answer)
+        except ValueError:
+            raise BadInputError(
+                f"expected JSON from {place}, got {_shown(answer)}; is it an OpenAI-compatible server?"
+            ) from None
+
+    def _ask(self, method: str, what: str, body: object = None) -> tuple[int, bytes, float]:
+        """Status, answer and seconds from sending to the last byte."""
+        content = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        connection = _SCHEMES[self._address.scheme](self._address.host, timeout=self._timeout)
+        try:
+            connection.connect()
+            start = time.perf_counter()
+            connection.request(method, f"{self._address.path}/v1/{what}", content, headers)
+            response = connection.getresponse()
+            answer = response.read()
+            return response.status, answer, time.perf_counter() - start
+        except (OSError, http.client.HTTPException) as error:
+            raise BadInputError(
+                f"expected an OpenAI-compatible server at {self._address.shown}, got "
+                f"{type(error).__name__}: {error}; start it or leave it out"
+            ) from None
+        finally:
+            connection.close()
+
+
+def _at(value: Any, *keys: str) -> Any:
+    """What lies at a path of keys; None where there is nothing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _shown(answer: bytes) -> str:
+    text = " ".join(answer.decode("utf-8", "replace").split())
+    return repr(text[:SHOWN]) if text else "nothing"

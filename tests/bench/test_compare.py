@@ -1,0 +1,215 @@
+"""Two stored reports: what changed, how it was compared, and what makes the comparison doubtful."""
+
+import copy
+import json
+
+import pytest
+
+from secondguess.bench.compare import FASTER, SAME, SLOWER, UNKNOWN, compare_files
+from secondguess.bench.report import SCHEMA
+from secondguess.errors import BadInputError
+
+SPEEDS = [10.0, 12.0, 50.0, 14.0, 90.0, 16.0, 18.0, 20.0]
+TASKS = ["code", "talk"] * 4
+
+
+def stored(speeds=SPEEDS, tasks=TASKS, schema=SCHEMA, system="ours", **changes):
+    """What a saved report of one system holds; changes are named by their word in the report."""
+    about = {
+        "date": "2026-01-02T03:04:05+00:00", "commit": "c", "processor": "a processor", "num_cores": 2,
+        "num_threads": 1, "device": "cpu", "dtype": "float32", "model_sha256": {"tiny": "f" * 64},
+        "runtimes": {"tiny": "fused"}, "versions": {"torch": "2", "numpy": "2"},
+    }  # fmt: skip
+    bench = {"workload_sha256": "a" * 64, "num_tokens": 8}
+    result = {"system": system, "temperature": 0.0}
+    if schema == 1:
+        result["per_prompt"] = list(speeds)
+    else:
+        bench |= {"num_prompts_cut": 0, "tasks": {"1": list(tasks)}}
+        result |= {"per_batch": list(speeds), "batch_size": 1}
+    told = {
+        "schema": schema, "name": "x", "complete": True, "workbench": bench, "results": [result],
+        "provenance": about,
+    }  # fmt: skip
+    for word, value in changes.items():
+        next(part for part in (about, bench, told) if word in part)[word] = value
+    return told
+
+
+@pytest.fixture
+def compare(tmp_path):
+    def run(before, after):
+        paths = [tmp_path / name for name in ("before.json", "after.json")]
+        for path, told in zip(paths, (before, after), strict=True):
+            path.write_text(json.dumps(told))
+        return compare_files(*paths)
+
+    return run
+
+
+def overall(comparison):
+    return next(change for change in comparison.changes if change.task is None)
+
+
+def test_the_same_prompts_are_compared_one_by_one(compare):
+    """Every prompt 5 % faster: far less than prompts differ, and yet certain."""
+    comparison = compare(stored(), stored([1.05 * speed for speed in SPEEDS]))
+    change = overall(comparison)
+    assert comparison.paired
+    assert comparison.warnings == []
+    assert (change.ratio, change.low, change.high) == pytest.approx((1.05, 1.05, 1.05))
+    assert (change.verdict, change.num_before, change.num_after) == (FASTER, 8, 8)
+    assert overall(compare(stored(), stored([speed / 1.05 for speed in SPEEDS]))).verdict == SLOWER
+
+
+def test_other_prompts_are_compared_apart_and_it_is_said(compare):
+    comparison = compare(stored(), stored([1.05 * speed for speed in SPEEDS], workload_sha256="b" * 64))
+    change = overall(comparison)
+    assert not comparison.paired
+    assert not change.paired
+    assert change.low < 1 < change.high
+    assert change.verdict == SAME
+    assert comparison.warnings == ["different workload: aaaaaaaa and bbbbbbbb"]
+    assert "each side resampled by itself" in comparison.to_markdown()
+
+
+@pytest.mark.parametrize("changes", [{"num_tokens": 16}, {"num_prompts_cut": 3}])
+def test_the_same_prompts_continued_otherwise_are_no_pairs(compare, changes):
+    assert not compare(stored(), stored(**changes)).paired
+
+
+def test_nothing_changed_is_no_difference(compare):
+    noisy = [speed * (1.1 if place % 2 else 0.9) for place, speed in enumerate(SPEEDS)]
+    assert overall(compare(stored(), stored(noisy))).verdict == SAME
+    assert overall(compare(stored(), stored())).verdict == SAME
+
+
+def test_few_prompts_allow_no_verdict(compare):
+    four = compare(stored(SPEEDS[:4], TASKS[:4]), stored([9.0] * 4, TASKS[:4]))
+    assert overall(four).verdict == UNKNOWN
+    assert "[" not in four.to_markdown().split("---")[-1]
+    assert overall(compare(stored(SPEEDS[:5], TASKS[:5]), stored([99.0] * 5, TASKS[:5]))).verdict == FASTER
+
+
+def test_tasks_are_compared_too(compare):
+    faster_talk = [
+        speed * (2 if task == "talk" else 1) for speed, task in zip(SPEEDS * 2, TASKS * 2, strict=True)
+    ]
+    comparison = compare(stored(SPEEDS * 2, TASKS * 2), stored(faster_talk, TASKS * 2))
+    told = {change.task: (change.ratio, change.verdict, change.num_after) for change in comparison.changes}
+    assert told["code"] == (1.0, SAME, 8)
+    assert told["talk"] == (2.0, FASTER, 8)
+    assert "| talk (8) |" in comparison.to_markdown()
+
+
+def test_one_task_is_not_told_twice(compare):
+    assert len(compare(stored(tasks=["a"] * 8), stored(tasks=["a"] * 8)).changes) == 1
+
+
+def test_reports_of_the_first_schema_are_read(compare):
+    old = stored(schema=1)
+    for before, after in ((old, stored()), (stored(), old), (old, old)):
+        comparison = compare(before, after)
+        assert comparison.paired
+        assert overall(comparison).verdict == SAME
+        assert [change.task for change in comparison.changes] == [None]
+
+
+def test_the_results_in_the_repository_are_read():
+    from pathlib import Path
+
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-builtin-pair.json"
+    comparison = compare_files(path, path)
+    assert len(comparison.changes) == 26
+    assert {change.verdict for change in comparison.changes} == {SAME}
+
+
+def test_an_interrupted_run_is_compared_over_its_prompts(compare):
+    comparison = compare(stored(), stored(SPEEDS[:6], TASKS[:6], complete=False))
+    change = overall(comparison)
+    assert (change.num_before, change.num_after, change.ratio) == (6, 6, 1.0)
+    assert comparison.warnings == ["after.json was interrupted and covers only part of its prompts"]
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "warning"),
+    [
+        ("processor", "another", "different machine: a processor and another"),
+        ("num_cores", 8, "different cores: 2 and 8"),
+        ("num_threads", 2, "different threads: 1 and 2"),
+        ("dtype", "bfloat16", "different dtype: float32 and bfloat16"),
+        ("device", "cuda:0", "different device: cpu and cuda:0"),
+        ("versions", {"torch": "3", "numpy": "2"}, "different libraries: torch 2 and 3"),
+        ("model_sha256", {"tiny": "e" * 64}, "different weights: tiny ffffffff and eeeeeeee"),
+        ("runtimes", {}, "different runtimes: tiny fused and none"),
+    ],
+)
+def test_other_conditions_are_warned_of(compare, word, value, warning):
+    comparison = compare(stored(), stored(**{word: value}))
+    assert comparison.warnings == [warning]
+    assert f"- Warning: {warning}." in comparison.to_markdown()
+
+
+def test_systems_of_one_report_only_are_named(compare):
+    comparison = compare(stored(), stored(system="theirs"))
+    assert (comparison.only_before, comparison.only_after, comparison.changes) == (["ours"], ["theirs"], [])
+    assert "no system was measured in the same setting by both" in comparison.warnings
+    assert "Only in after.json: theirs." in comparison.to_markdown()
+
+
+def test_settings_are_kept_apart(compare):
+    told = stored()
+    other = copy.deepcopy(told["results"][0]) | {
+        "temperature": 1.0,
+        "per_batch": [2 * speed for speed in SPEEDS],
+    }
+    batch = copy.deepcopy(told["results"][0]) | {"batch_size": 2, "per_batch": [99.0] * 3}
+    told["results"] += [other, batch]
+    told["workbench"]["tasks"]["2"] = ["code"] * 3
+    comparison = compare(told, told)
+    keys = [(change.temperature, change.batch_size) for change in comparison.changes if change.task is None]
+    assert keys == [(0.0, 1), (1.0, 1), (0.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "expected the JSON report"),
+        (b"\xff\xfe", "expected the JSON report"),
+        (b"# a page", "give the .json file"),
+        (b"[1]", "without its schema"),
+        (b'{"results": []}', "without its schema"),
+        (b'{"schema": true}', "without its schema"),
+        (b'{"schema": 99}', "update secondguess"),
+        (b'{"schema": 2}', "broken"),
+        (json.dumps(stored(speeds=[1.0, 0.0], tasks=["a", "b"])).encode(), "no positive numbers"),
+        (json.dumps(stored(speeds=[1.0])).encode(), "8 tasks for 1 speeds"),
+        (json.dumps(stored(speeds=[], tasks=[])).encode(), "broken"),
+    ],
+)
+def test_what_is_no_report_is_refused(tmp_path, content, message):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(BadInputError, match=message):
+        compare_files(path, path)
+
+
+def test_an_absent_report_is_refused(tmp_path):
+    with pytest.raises(BadInputError, match="found none"):
+        compare_files(tmp_path / "x.json", tmp_path / "x.json")
+
+
+def test_a_saved_report_can_be_compared_with_itself(tmp_path):
+    from test_report import report
+
+    path, *_ = report().save(tmp_path)
+    comparison = compare_files(path, path)
+    assert comparison.paired
+    assert comparison.warnings == []
+    assert {change.system for change in comparison.changes} == {
+        "ours plain",
+        "ours fast",
+        "theirs plain",
+        "theirs fast",
+    }
+    assert {change.task for change in comparison.changes} == {None, "code", "talk"}

@@ -1,0 +1,56 @@
+"""Prompts that do not fit are cut, told and counted; what would leave nothing is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from secondguess.bench.encoding import cut_left, encode_workload, typical_context
+from secondguess.bench.workloads import Workload
+from secondguess.errors import BadInputError
+
+
+def target(context_length, first=None):
+    """A model that reads a character as a token."""
+    return SimpleNamespace(
+        encode=lambda text: [*([] if first is None else [first]), *map(ord, text)],
+        tokenizer=SimpleNamespace(bos_token_id=first),
+        runtime=SimpleNamespace(context_length=context_length, vocab_size=256),
+    )
+
+
+def workload(*texts):
+    return Workload("mine", texts, ("task",) * len(texts))
+
+
+def test_a_long_prompt_keeps_its_end_and_the_others_are_whole():
+    encoded = encode_workload(target(40), workload("short", "x" * 30 + "the end"), num_tokens=8)
+    assert encoded.prompts[0] == list(map(ord, "short"))
+    assert encoded.prompts[1] == list(map(ord, ("x" * 30 + "the end")[-32:]))
+    assert encoded.num_cut == 1
+    assert encoded.note == (
+        "1 of 2 prompts were cut from the left to the 32 tokens that the target's context leaves for them"
+    )
+
+
+def test_nothing_is_said_where_nothing_was_cut():
+    encoded = encode_workload(target(40), workload("x" * 32), num_tokens=8)
+    assert (encoded.num_cut, encoded.note) == (0, "")
+
+
+def test_the_token_that_opens_every_text_stays():
+    encoded = encode_workload(target(40, first=1), workload("x" * 50 + "end"), num_tokens=8)
+    assert len(encoded.prompts[0]) == 32
+    assert encoded.prompts[0][0] == 1
+    assert encoded.prompts[0][-3:] == list(map(ord, "end"))
+    assert cut_left([1, 2, 3], 2, first=7) == [2, 3]
+
+
+def test_too_little_of_a_prompt_is_refused_but_short_prompts_may_have_little_room():
+    with pytest.raises(BadInputError, match="take other prompts or fewer tokens"):
+        encode_workload(target(40), workload("x" * 30), num_tokens=30)
+    assert encode_workload(target(40), workload("short"), num_tokens=30).num_cut == 0
+
+
+def test_the_cost_curve_fits_into_the_context():
+    assert len(typical_context([[1] * 100], num_tokens=8, most=90)) == 90
+    assert len(typical_context([[1] * 10], num_tokens=8, most=90)) == 14
