@@ -220,3 +220,14 @@ def test_acceptance_by_position_counts_only_what_was_guessed():
     guesses = [[guess(2, 3), guess(0, 1), NOTHING], [guess(3, 3)]]
     assert acceptance_by_position(guesses) == pytest.approx([2 / 3, 1.0, 0.5])
     assert coverage(guesses) == 0.75
+
+
+def test_a_step_that_few_rows_take_costs_what_was_measured_for_one_of_so_many():
+    costs = PartCosts({1: 1.0, 5: 3.0}, {1: 1.5, 5: 4.0}, {}, lone_step={5: 2.0})
+    assert costs.step_of(5, 5, asks=False) == 3.0
+    assert costs.step_of(1, 5, asks=False) == 2.0
+    assert costs.step_of(3, 5, asks=False) == 2.5
+    assert costs.step_of(3, 5, asks=True) == 3.5
+    assert PartCosts({1: 1.0, 5: 3.0}, {1: 1.5}, {}).step_of(1, 5, asks=False) == 1.0
+    part = PartCosts({1: 1.0, 5: 3.0}, {1: 1.5}, {}, {1: 0.5, 5: 0.5}, lone_step={5: 2.0})
+    assert RoundCosts({1: 1.0}, [part]).drafting([(0, 1), (0, 1)], False, 5) == 4.5

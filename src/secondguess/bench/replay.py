@@ -190,7 +190,7 @@ def _replay_batch(
         plans, lengths = drafting.plans, drafting.lengths
         parts = {plan.part for plan, length in zip(plans, lengths, strict=True) if length}
         reading = sum(_reading(part, live, drafting, costs, prefill) for part in sorted(parts))
-        draft_seconds = costs.drafting(drafting.steps, controller.reads_laws)
+        draft_seconds = costs.drafting(drafting.steps, controller.reads_laws, len(live))
         draft_seconds += sum(costs.asking(part, count) for part, count in drafting.endings)
         total = reading + draft_seconds + costs.rest(len(live), max(lengths), parts) + costs.upkeep(len(live))
         total += controller.seconds - decided

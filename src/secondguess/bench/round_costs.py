@@ -41,6 +41,8 @@ class PartCosts:
         start: of a draft before its first step, by rows; empty for nothing.
         upkeep: per row in every round, whoever guesses: what a look-up takes to know the text so far.
         reading: per token that a draft model has not read, beyond the two that every first step may read.
+        lone_step: of a draft step that one row takes, by rows of the batch: laws are made for all rows, whoever drafts.
+            Empty where steps depend on the rows that take them alone.
     """
 
     step: Curve
@@ -49,6 +51,17 @@ class PartCosts:
     start: Curve = field(default_factory=dict)
     upkeep: float = 0.0
     reading: float = 0.0
+    lone_step: Curve = field(default_factory=dict)
+
+    def step_of(self, num_active: int, num_rows: int, asks: bool) -> float:
+        """Seconds of a step that some rows of a batch take: on a line between one of them and all."""
+        curve = self.asked_step if asks else self.step
+        if num_active >= num_rows or not self.lone_step:
+            return on_lines(curve, num_active)
+        lone = on_lines(self.lone_step, num_rows)
+        everybody = max(lone, on_lines(self.step, num_rows))
+        asking = max(0.0, on_lines(curve, num_rows) - on_lines(self.step, num_rows))
+        return asking + lone + (everybody - lone) * (num_active - 1) / (num_rows - 1)
 
 
 @dataclass(frozen=True)
@@ -66,15 +79,19 @@ class RoundCosts:
     disordered: RoundCosts | None = None
     joining: Curve = field(default_factory=dict)
 
-    def drafting(self, steps: Iterable[tuple[int, int]], asks: bool) -> float:
-        """Seconds of a round's draft steps, each given as its part and its rows."""
+    def drafting(self, steps: Iterable[tuple[int, int]], asks: bool, batch_size: int = 0) -> float:
+        """Seconds of a round's draft steps, each given as its part and its rows.
+
+        Args:
+            batch_size: rows of the round; 0 where all of them draft.
+        """
         seconds, begun = 0.0, set()
         for part, num_rows in steps:
             costs = self.parts[part]
             if part not in begun and costs.start:
                 seconds += on_lines(costs.start, num_rows)
             begun.add(part)
-            seconds += on_lines(costs.asked_step if asks else costs.step, num_rows)
+            seconds += costs.step_of(num_rows, batch_size or num_rows, asks)
         return seconds
 
     def asking(self, part: int, num_rows: int) -> float:
@@ -129,6 +146,7 @@ class Sweep(Controller):
         part: which part of the drafter guesses.
         lengths: to cycle through.
         asks: whether to be asked after each node.
+        lone: only the first row drafts.
 
     Attributes:
         draft: seconds of drafting, by nodes of the longest draft.
@@ -137,8 +155,9 @@ class Sweep(Controller):
 
     name = "sweep"
 
-    def __init__(self, part: int, lengths: Sequence[int], asks: bool) -> None:
+    def __init__(self, part: int, lengths: Sequence[int], asks: bool, lone: bool = False) -> None:
         self.reads_laws = asks
+        self._lone = lone
         self._part = part
         self._lengths = lengths
         self._number = 0
@@ -149,7 +168,8 @@ class Sweep(Controller):
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
         length = self._lengths[self._number % len(self._lengths)]
         self._number += 1
-        return [Plan(self._part, length)] * len(rows)
+        others = 0 if self._lone else length
+        return [Plan(self._part, length), *[Plan(self._part, others)] * (len(rows) - 1)]
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
         # What an adaptive controller would read takes its time too.
@@ -186,6 +206,7 @@ class Cell:
     Args:
         certain: the part looks its guesses up.
         disordered: the rows are what is left of a batch that another row has left.
+        lone: only the first of the rows drafts.
     """
 
     def __init__(
@@ -197,11 +218,12 @@ class Cell:
         certain: bool,
         lengths: Sequence[int],
         disordered: bool = False,
+        lone: bool = False,
     ) -> None:
         # A look-up drafts what it finds, which is seldom as long as asked; what any tokens would cost is what is timed.
         drafter = ScriptedDrafter(lambda row: row.tokens[-max(*lengths, 1) :]) if certain else stage.drafter
         self.part, self.num_rows, self.asks, self.disordered = part, num_rows, asks, disordered
-        self.sweep = Sweep(part, lengths, asks)
+        self.sweep = Sweep(part, lengths, asks, lone)
         self._num_lengths = len(lengths)
         self._make_new_rows = stage.make_rows
         self._team = Team(stage.target, drafter, stage.verifier, self.sweep, Ledger(stage.clock))

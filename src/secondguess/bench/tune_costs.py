@@ -13,6 +13,7 @@ from secondguess.bench.round_costs import (
     PartCosts,
     RoundCosts,
     Stage,
+    fit_line,
     in_turns,
     make_cells,
     make_plain_cells,
@@ -111,6 +112,11 @@ class RoundTimer:
         # Rounds of one look-up stand for those of all: what tokens they guess makes no difference.
         self._look_up = cells(look_up, True) if any(each.certain for each in drafters.values()) else []
         self._models = {name: cells(each, False) for name, each in drafters.items() if not each.certain}
+        self._lone = {
+            name: [Cell(make_stage(each), 0, size, False, False, LENGTHS, lone=True) for size in several]
+            for name, each in drafters.items()
+            if not each.certain
+        }
         self._together = {
             name: [Cell(make_stage(each.drafter), each.model, size, False, False, LENGTHS) for size in sizes]
             for name, each in joined.items()
@@ -119,6 +125,7 @@ class RoundTimer:
     def run(self, most_turns: int, go_on: Callable[[], bool]) -> int:
         """Time everything in turns, at least `FEWEST_TURNS` and then while there is time; gives their number."""
         of_models = [cell for cells in self._models.values() for cell in cells]
+        of_models += [cell for cells in self._lone.values() for cell in cells]
         of_several = [cell for cells in self._together.values() for cell in cells]
         done = 0
 
@@ -147,8 +154,19 @@ class RoundTimer:
         return {
             name: replace(part_costs(list(filter(belongs, self._look_up))), upkeep=self._upkeep[name])
             if drafter.certain
-            else part_costs(list(filter(belongs, self._models[name])))
+            else replace(
+                part_costs(list(filter(belongs, self._models[name]))), lone_step=self._lone_steps(name)
+            )
             for name, drafter in self._drafters.items()
+        }
+
+    def _lone_steps(self, name: str) -> Curve:
+        """Seconds of a step that one row takes, by rows of the batch."""
+        return {
+            cell.num_rows: fit_line(
+                {length: median(all_) for length, all_ in cell.sweep.draft.items() if length}
+            )[1]
+            for cell in self._lone[name]
         }
 
     def _joining(self, name: str) -> Curve:
