@@ -21,6 +21,7 @@ from secondguess.bench.planner import (
     recommend,
     split_drafter,
 )
+from secondguess.bench.replay import ReplayRow
 from secondguess.bench.round_costs import PartCosts, RoundCosts
 from secondguess.bench.traces import Guess, NodeLaw, Trace
 from secondguess.core import Prospect
@@ -231,3 +232,13 @@ def test_a_step_that_few_rows_take_costs_what_was_measured_for_one_of_so_many():
     assert PartCosts({1: 1.0, 5: 3.0}, {1: 1.5}, {}).step_of(1, 5, asks=False) == 1.0
     part = PartCosts({1: 1.0, 5: 3.0}, {1: 1.5}, {}, {1: 0.5, 5: 0.5}, lone_step={5: 2.0})
     assert RoundCosts({1: 1.0}, [part]).drafting([(0, 1), (0, 1)], False, 5) == 4.5
+
+
+def test_two_tokens_are_new_to_a_draft_model_whose_guesses_were_all_accepted():
+    row = ReplayRow(Trace("", 7, 0.0, [[guess(3)] * 20]))
+    row.advance(2, part=1, length=2)
+    assert row.unread == {1: 2}
+    row.advance(1, part=1, length=2)
+    assert row.unread == {1: 1}
+    row.advance(0, part=0, length=0)
+    assert row.unread == {1: 2}
