@@ -65,6 +65,7 @@ class Trace:
         temperature: of the text.
         guesses: `[part][place]`; place i stands behind the prompt and i tokens of the text.
         coupled: whether drafts and text were drawn by one race.
+        max_tokens: of the request, for a text that ended before; None where it did not.
     """
 
     task: str
@@ -72,6 +73,7 @@ class Trace:
     temperature: float
     guesses: list[list[Guess]]
     coupled: bool = False
+    max_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -162,10 +164,10 @@ class Tape(Controller):
             self._laws[index].append(NodeLaw(*numbers))
         return [True] * len(rows)
 
-    def hear(self, accepted: list[list[int]], chances: list[list[float]]) -> None:
-        """Per row, the accepted nodes of its draft cut to 1, 2, ... nodes, and the chance of each node."""
+    def hear(self, accepted: list[list[int]], chances: list[list[float]] | None = None) -> None:
+        """Per row, the accepted nodes of its draft cut to 1, 2, ... nodes, and where it is known the chance of each node."""
         self._accepted = accepted
-        self._chances = chances
+        self._chances = chances or [[] for _ in accepted]
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         for index, length in enumerate(draft.lengths.tolist()):

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from secondguess import __version__
-from secondguess.cli import bench, export, generate, inspect, train, verify
+from secondguess.cli import bench, export, generate, inspect, train, tune, verify
 from secondguess.errors import SecondGuessError
 
 CHECK_FAILED, BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 130, 141
@@ -31,6 +31,7 @@ app.command()(verify.verify)
 app.command()(inspect.inspect)
 app.add_typer(train.app, name="train")
 app.add_typer(bench.app, name="bench")
+app.command()(tune.tune)
 app.command()(export.export)
 
 

@@ -1,0 +1,158 @@
+"""`secondguess tune`: which drafter, how far to draft, and how much faster, on these prompts and this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from secondguess.cli import options
+from secondguess.cli.output import aside, progress_bar
+from secondguess.errors import BadInputError
+
+WORKLOAD = "What is measured"
+CONFIGURATION = Path("secondguess.toml")
+
+
+def tune(
+    model: Annotated[
+        str,
+        Argument(metavar="MODEL", help="A directory, a cached model's name, or builtin.", show_default=False),
+    ],
+    drafter: Annotated[
+        list[str] | None,
+        Option(
+            help="A drafter to weigh; repeatable.",
+            show_default="the target's own, suffix, ngram, and suffix+model:PATH",
+            rich_help_panel=options.TEAM,
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        Option(
+            help="A file of prompts, as bench takes it, or builtin for a small set of our own.",
+            show_default="../shared/data/humaneval.jsonl if it exists, else builtin",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    num_prompts: Annotated[
+        int, Option(help="How many prompts at most, evenly spread over the file.", rich_help_panel=WORKLOAD)
+    ] = 12,
+    max_tokens: Annotated[int, Option(help="Most new tokens per prompt.", rich_help_panel=WORKLOAD)] = 96,
+    temperature: options.Temperature = 0.0,
+    batch_size: Annotated[
+        list[int] | None,
+        Option(
+            help="How many texts at once; repeatable.", show_default="1, 4 and 16", rich_help_panel=WORKLOAD
+        ),
+    ] = None,
+    minutes: Annotated[
+        float, Option(help="Time budget; with less, fewer prompts and runs.", rich_help_panel=WORKLOAD)
+    ] = 5.0,
+    verify: Annotated[
+        int,
+        Option(
+            help="How many of the best to run for each batch size, beside plain decoding and the default; 0 runs nothing.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = 3,
+    int8: Annotated[bool, Option(help="Predict for weights in 8 bits too.", rich_help_panel=WORKLOAD)] = True,
+    seed: Annotated[int, Option(help="Of sampled texts.", rich_help_panel=WORKLOAD)] = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: Annotated[
+        int | None,
+        Option(help="CPU threads.", show_default="all cores", rich_help_panel=options.TEAM),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option(help="Folder for everything as JSON, and charts.", rich_help_panel=options.OUTPUT),
+    ] = None,
+    config_out: Annotated[
+        Path, Option(help="Where to write the configuration.", rich_help_panel=options.OUTPUT)
+    ] = CONFIGURATION,
+    json: options.Json = False,
+) -> int:
+    """Find the fastest way to decode your prompts, and write it to a configuration.
+
+    Measures what rounds cost and what every drafter's guesses are worth, predicts all
+    combinations from that, and runs the best. Ctrl-C writes nothing.
+    """
+    _check_places(output, config_out)
+
+    from secondguess.bench.tune_config import TuneConfig
+
+    config = TuneConfig(
+        model=model,
+        drafters=tuple(drafter or ()),
+        prompts=prompts,
+        num_prompts=num_prompts,
+        num_tokens=max_tokens,
+        temperature=temperature,
+        batch_sizes=tuple(sorted(batch_size)) if batch_size else (1, 4, 16),
+        dtype=dtype,
+        device=device,
+        num_threads=threads if threads is not None else os.cpu_count() or 1,
+        minutes=minutes,
+        num_verified=verify,
+        int8=int8,
+        seed=seed,
+    )
+
+    from secondguess.bench.tune_charts import HOW_TO_DRAW, can_draw, draw_charts
+    from secondguess.bench.tune_report import make_report
+    from secondguess.bench.tuning import run_tune
+
+    doing = "loading"
+
+    try:
+        with progress_bar("loading") as bar:
+
+            def progress(done: int, total: int, what: str) -> None:
+                nonlocal doing
+                doing = f"step {done} of {total}, {what}"
+                bar(done, total, what)
+
+            report = make_report(run_tune(config, progress))
+            files = {config_out: report.configuration().to_toml().encode()}
+            if output is not None:
+                charts = draw_charts(report) if can_draw() else {}
+                files |= {output / name: image for name, image in charts.items()}
+                files[output / "tune.json"] = report.to_json().encode()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted at {doing}; nothing was written") from None
+    write_whole(files)
+    print(report.to_json() if json else report.to_text(), end="")
+    if output is not None and not can_draw():
+        aside(HOW_TO_DRAW)
+    aside(f"saved {', '.join(map(str, files))}")
+    return 0
+
+
+def _check_places(output: Path | None, config_out: Path) -> None:
+    """Refuse places that cannot be written to before minutes are spent."""
+    if output is not None and output.exists() and not output.is_dir():
+        raise BadInputError(f"expected a folder for --output, got the file {output}")
+    if config_out.is_dir():
+        raise BadInputError(
+            f"expected a file for --config-out, got the folder {config_out}; name a file in it"
+        )
+    if not config_out.parent.is_dir():
+        raise BadInputError(
+            f"expected --config-out in a folder that exists, got {config_out}; make {config_out.parent} first"
+        )
+
+
+def write_whole(files: Mapping[Path, bytes]) -> None:
+    """Write files so that each is there whole or as it was before."""
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.part")
+        try:
+            beside.write_bytes(content)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
