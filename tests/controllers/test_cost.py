@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -266,10 +267,11 @@ def test_a_hazard_is_not_biased_by_drafts_that_stopped_early() -> None:
         controller.plan([row], [(Prospect(longest=0),)])
         nothing = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[]]), nothing, RoundTime(0, 0, 1))
-        offer = controller._offer(0, row, Prospect(certain=True))
-        controller._learn_offer(row, offer, length, accepted)
+        kind = controller.expectations.kind(row, Prospect(certain=True))
+        controller.expectations.learn(row, kind, [], True, length, accepted)
         share_of_lengths.append(accepted)
-        shares.append([controller._nodes.mean([("at", offer.kind.pool, depth)], 0.5) for depth in range(4)])
+        chances = [1.0, *controller.expectations.survivals(kind, 4)]
+        shares.append([after / before for before, after in pairwise(chances)])
     for depth in range(4):
         late = [each[depth] for each in shares[1500:]]
         assert sum(late) / len(late) == pytest.approx(0.8, abs=0.04)
@@ -338,9 +340,9 @@ def test_nothing_is_held_for_rows_that_ended() -> None:
         plan = controller.plan([row], [(Prospect(certain=True),)])[0]
         verdict = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[0] * plan.length]), verdict, RoundTime(0.0, 0.0, 1.0))
-    assert controller._standings
+    assert controller.expectations.standings
     controller.end(row)
-    assert not controller._standings
+    assert not controller.expectations.standings
 
 
 def test_no_more_nodes_than_the_options_allow() -> None:
@@ -368,8 +370,15 @@ def test_curves_lie_on_lines_between_what_was_seen() -> None:
     assert [times.rest(1, width) for width in (0, 1, 2, 4, 6, 8)] == pytest.approx(
         [1, 1.1, 1.2, 1.6, 2.0, 7 / 3]
     )
-    assert times.step("part", 1) == 0.25
-    assert times.step("other", 1) is None
+    assert times.drafting("part", 1, 2) == pytest.approx(0.5)
+    for _ in range(30):
+        for num_steps in (1, 2, 4):
+            times.see_steps("part", 1, num_steps, 0.1 + 0.2 * num_steps)
+    assert times.step("part", 1) == pytest.approx(0.2, rel=0.03)
+    assert times.drafting("part", 1, 3) == pytest.approx(0.7, rel=0.03)
+    assert (times.step("other", 1), times.drafting("other", 1, 3)) == (0, 0)
+    times.see_reading("part", 100, 5.0)
+    assert (times.reading("part", 20), times.reading("other", 20)) == (1, 0)
 
 
 def test_a_hiccup_hardly_moves_an_average() -> None:

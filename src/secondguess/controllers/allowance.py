@@ -68,7 +68,7 @@ class Guard:
     """The wall-clock account of all drafting, in plain rounds."""
 
     def __init__(self) -> None:
-        self._balance = CREDIT
+        self._balance = 0.0
         self._doublings = 0
         self._num_waiting = 0
 

@@ -16,35 +16,28 @@ When nothing pays, rounds are plain, and what looking for better costs is bounde
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import accumulate, pairwise
 
 from secondguess.controllers.allowance import Guard, Probes
 from secondguess.controllers.base import Controller
-from secondguess.controllers.experience import Experience
+from secondguess.controllers.expectations import Expectations, Expected, Kind
 from secondguess.controllers.laws import DraftLaws
 from secondguess.controllers.round_times import RoundTimes
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime, Row, Verdict
 from secondguess.names import Name, read_options, require_between, with_argument
 
-CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
-"""Confidences between two edges are expected to be accepted alike."""
-EXPECTED_GAIN, EXPECTED_WIDTH, EXPECTED_SHARE = 1.0, 2.0, 0.7
-"""What is believed of guesses of which nothing is known: worth a try."""
-DOUBT = 1.0
-"""How many tokens a guess of an unknown kind may gain beyond what is expected of it; falls with the root of the count."""
-NEUTRAL, FORGETTING = 0.5, 8.0
-"""What a row's share of accepted nodes goes back to while nothing is drafted, and in how many rounds."""
-DEEP = 8
-"""Positions of a look-up's guess from here on are expected to fare alike."""
 PACE_MEMORY = 64
 """Rounds over which the rate is averaged."""
 SERIES = 4
 """Probes come in series of about so many."""
 RESTING = 4
 """Rounds to let pass before asking again in a place where nothing paid."""
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Longest drafts that are weighed for a batch, whose rows wait for each other."""
+UNLIKELY = 0.1
+"""A look-up's node that survives less often is not worth a place, though its row waits anyway."""
 PLAIN = Plan(0, 0)
 
 
@@ -60,26 +53,6 @@ class CostOptions:
 
     def __post_init__(self) -> None:
         require_between("the draft length of the controller cost", self.length, 0, MAX_DRAFT_LENGTH)
-
-
-@dataclass
-class Standing:
-    """How a row's drafts have fared lately: the share accepted, and None before the first draft."""
-
-    share: float | None = None
-
-    @property
-    def level(self) -> int:
-        return 0 if self.share is None else 1 + int(self.share * 3.999)
-
-    def see(self, drafted: int, accepted: int) -> None:
-        share = accepted / drafted
-        self.share = share if self.share is None else self.share + (share - self.share) / 3
-
-    def move_on(self) -> None:
-        """The text went on without a draft: what was seen of it says less and less."""
-        if self.share is not None:
-            self.share += (NEUTRAL - self.share) / FORGETTING
 
 
 @dataclass
@@ -99,37 +72,39 @@ class Pace:
         self.tokens += (tokens - self.tokens) / PACE_MEMORY
 
 
-class Kind(NamedTuple):
-    """What is expected to fare alike: guesses of one part under one temperature, and what they say of themselves."""
-
-    pool: Hashable
-    own: Hashable
-
-
 @dataclass
 class Offer:
     """One row's best prospect in a round.
 
     Args:
-        gain: tokens that it is expected to gain, with `width` nodes on average.
-        doubt: what it might gain beyond that.
+        length: most nodes.
+        worths: tokens that the first 1, 2, ... nodes should bring together.
         reading: seconds for what the drafter has to read first, spread over the rounds to come.
-        net: tokens, when what it takes is paid for.
+        net: tokens, when what the draft takes is paid for.
         confidences, survival, goes_on: of the draft under way.
     """
 
     row: int
     prospect: Prospect
     kind: Kind
+    expected: Expected
     length: int
-    gain: float
-    doubt: float
-    width: float
+    worths: list[float]
     reading: float
     net: float
     confidences: list[float] = field(default_factory=list)
     survival: float = 1.0
     goes_on: bool = True
+
+    @property
+    def num_likely(self) -> int:
+        """How many nodes are likely enough to be put before the target where others make it wait anyway."""
+        survivals = [worth - before for before, worth in pairwise([0.0, *self.worths])]
+        return sum(survival >= UNLIKELY for survival in survivals)
+
+    def worth(self, width: int) -> float:
+        """Tokens that a draft of at most so many nodes should bring."""
+        return self.worths[min(width, len(self.worths)) - 1]
 
 
 class CostController(Controller):
@@ -141,11 +116,9 @@ class CostController(Controller):
         self.times = RoundTimes()
         self.probes = Probes()
         self.guard = Guard()
-        self._nodes = Experience(memory=200)
-        self._rounds = Experience(memory=100)
+        self.expectations = Expectations()
         self._paces: dict[Hashable, Pace] = {}
         self._place: Hashable = None
-        self._standings: dict[Row, Standing] = {}
         self._offers: list[Offer] = []
         self._probing = False
         self._num_rows = 0
@@ -159,115 +132,116 @@ class CostController(Controller):
         self._offers = []
         place, self._place = self._place, _place(prospects)
         self._num_rows = len(rows)
-        nothing = [PLAIN] * len(rows)
+        plans = [PLAIN] * len(rows)
         if self._num_resting and place == self._place:
             self._num_resting -= 1
-            return nothing
+            return plans
         if self.guard.forbids or self.times.needs_plain(len(rows), _context(rows)):
-            return nothing
-        offers = [
-            self._best_offer(index, row, choices)
-            for index, (row, choices) in enumerate(zip(rows, prospects, strict=True))
-        ]
-        able = sorted((offer for offer in offers if offer is not None), key=lambda offer: -offer.net)
-        taken = able[: self._num_worthwhile(able)]
+            return plans
+        offers = self._best_offers(rows, prospects)
+        taken = self._worthwhile(offers)
         was_probing, self._probing = self._probing, False
         if taken:
             self.probes.succeeded()
-        elif able:
-            taken = self._probe(able[0], was_probing)
+        elif offers:
+            taken = self._probe(offers[0], was_probing)
         # Where nothing pays, nothing will in the very next rounds either: asking again costs time too.
         self._num_resting = 0 if taken else RESTING
         self._offers = taken
-        plans = nothing
         for offer in taken:
             plans[offer.row] = Plan(offer.prospect.part, offer.length)
         return plans
 
     def _rate(self) -> float:
-        """Tokens per second that can be had."""
+        """Tokens per second that can be had in a place like this."""
         pace = self._paces.get(self._place)
         speedup = pace.speedup if pace else 1.0
         return speedup * self._num_rows / self.times.plain(self._num_rows)
 
-    def _best_offer(self, index: int, row: Row, choices: Sequence[Prospect]) -> Offer | None:
-        best: Offer | None = None
-        for prospect in choices:
-            if prospect.longest > 0:
-                offer = self._offer(index, row, prospect)
-                if best is None or offer.net > best.net:
-                    best = offer
-        return best
+    def _best_offers(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Offer]:
+        """The best of each row that has any, best first."""
+        best: list[Offer] = []
+        for index, (row, choices) in enumerate(zip(rows, prospects, strict=True)):
+            offers = [self._offer(index, row, prospect) for prospect in choices if prospect.longest > 0]
+            if offers and self.options.length:
+                best.append(max(offers, key=_net))
+        return sorted(best, key=_net, reverse=True)
 
     def _offer(self, index: int, row: Row, prospect: Prospect) -> Offer:
-        kind = Kind((prospect.part, row.coupled, row.params.temperature), prospect.kind)
-        standing = self._standings.get(row)
-        level = standing.level if standing else 0
-        gain = self._rounds.mean(_levels(kind, level, "gain"), EXPECTED_GAIN)
-        width = self._rounds.mean(_levels(kind, level, "width"), EXPECTED_WIDTH)
+        kind = self.expectations.kind(row, prospect)
+        expected = self.expectations.of_draft(row, kind)
         length = min(prospect.longest, self.options.length)
+        rate = self._rate()
         if prospect.certain:
-            length = self._length_by_position(kind, prospect.part, length)
-        step = self.times.step(prospect.part, self._num_rows) or 0.0
-        share = self._num_rows
-        extra = width * step / share + self._wider(0, max(round(width), 1)) / share
-        # While little has been seen the doubt speaks for trying: what is never tried is never found out.
-        doubt = DOUBT / (1 + self._rounds.seen(("gain", kind))) ** 0.5
+            worths = list(accumulate(self.expectations.survivals(kind, length)))
+            prices = [rate * self._share(prospect.part, width) for width in range(1, length + 1)]
+            net, longest = max(
+                (worths[width - 1] - prices[width - 1], width) for width in range(1, length + 1)
+            )
+            if self._num_rows == 1:
+                length = longest
+        else:
+            # How far it goes is decided on the way: here it counts with what such drafts have brought.
+            width = max(round(expected.width), 1)
+            worths = [expected.gain * min((node + 1) / expected.width, 1.0) for node in range(width)]
+            net = expected.gain - rate * self._share(prospect.part, width)
         # What is read now serves all the rounds that the row will yet take.
-        num_rounds = max(row.room / (1 + max(gain, 0.0)), 1.0)
+        num_rounds = max(row.room / (1 + expected.gain), 1.0)
         reading = self.times.reading(prospect.part, prospect.unread) / num_rounds
-        net = gain + doubt - self._rate() * (extra + reading)
-        return Offer(index, prospect, kind, length, gain, doubt, width, reading, net)
+        net += expected.doubt - rate * reading
+        return Offer(index, prospect, kind, expected, length, worths, reading, net)
 
-    def _length_by_position(self, kind: Kind, part: int, longest: int) -> int:
-        """How many nodes of a look-up's guess pay, going by how often each position was accepted."""
-        survival, length = 1.0, 0
-        rate = self._rate()
-        step = self.times.step(part, self._num_rows) or 0.0
-        value, best, best_length = 0.0, 0.0, 0
-        while length < longest:
-            survival *= self._nodes.mean(_positions(kind, length), EXPECTED_SHARE)
-            value += survival - rate * (step + self._wider(length, length + 1)) / self._num_rows
-            length += 1
-            if value > best:
-                best, best_length = value, length
-            elif survival < 0.05:
-                break
-        return max(best_length, 1)
-
-    def _num_worthwhile(self, offers: Sequence[Offer]) -> int:
-        """How many of the offers, best first, to take: rows of a batch wait for the longest draft among them."""
-        rate = self._rate()
-        # What is found out is found out once, however many rows take part.
-        gain, width, best, best_count = max((offer.doubt for offer in offers), default=0.0), 0, 0.0, 0
-        reading = 0.0
-        for count, offer in enumerate(offers[: self._most_rows(offers)], start=1):
-            gain += offer.gain
-            reading += offer.reading
-            width = max(width, round(offer.width))
-            step = self.times.step(offer.prospect.part, count) or 0.0
-            net = gain - rate * (offer.width * step + self._wider(0, max(width, 1)) + reading)
-            if net > best:
-                best, best_count = net, count
-        return best_count
-
-    def _most_rows(self, offers: Sequence[Offer]) -> int:
-        """How many rows may be drafted for: at most twice as many as a draft step is known to have taken.
-
-        A drafter may cost anything, and reading the texts of a whole batch only to find that out is dear.
-        """
-        known = [
-            self.times.most_rows(part) for part in {o.prospect.part for o in offers if not o.prospect.certain}
-        ]
-        return max(2 * min(known), 1) if known else len(offers)
+    def _share(self, part: int, width: int) -> float:
+        """One row's share of what a draft of so many nodes adds to a round, in seconds."""
+        return (self.times.drafting(part, self._num_rows, width) + self._wider(0, width)) / self._num_rows
 
     def _wider(self, width: int, wider: int) -> float:
         """Seconds by which nodes make the rest of a round dearer."""
         return self.times.rest(self._num_rows, wider) - self.times.rest(self._num_rows, width)
 
+    def _worthwhile(self, offers: list[Offer]) -> list[Offer]:
+        """The offers that pay together. The rows of a batch wait for the longest draft: its length is weighed for all."""
+        if self._num_rows == 1:
+            return [offer for offer in offers if offer.net > 0]
+        # What is found out is found out once, however many rows take part.
+        doubt = max((offer.expected.doubt for offer in offers), default=0.0)
+        longest = max((len(offer.worths) for offer in offers), default=0)
+        best, taken, best_width = 0.0, [], 0
+        for width in WIDTHS:
+            net, chosen = self._together(offers, width)
+            if chosen and net + doubt > best:
+                best, taken, best_width = net + doubt, chosen, width
+            if width >= longest:
+                break
+        for offer in taken:
+            if offer.prospect.certain:
+                offer.length = min(offer.length, best_width, offer.num_likely)
+        return [offer for offer in taken if offer.length]
+
+    def _together(self, offers: Sequence[Offer], width: int) -> tuple[float, list[Offer]]:
+        """What drafts of at most so many nodes bring a batch, in tokens net of their price, and whose they are."""
+        rate = self._rate()
+        chosen = [offer for offer in offers if offer.prospect.certain]
+        net = sum(offer.worth(width) for offer in chosen) - rate * self._wider(0, width)
+        models = sorted(
+            (offer for offer in offers if not offer.prospect.certain), key=lambda offer: -offer.worth(width)
+        )
+        total, best, best_count = 0.0, 0.0, 0
+        for count, offer in enumerate(models, start=1):
+            total += offer.worth(width) - rate * offer.reading
+            steps = min(width, len(offer.worths))
+            with_these = total - rate * self.times.drafting(offer.prospect.part, count, steps)
+            if with_these > best:
+                best, best_count = with_these, count
+        if models:
+            # A drafter may cost anything, and reading a whole batch only to find that out is dear: it is tried on one row
+            # first, and then on at most twice as many as before.
+            best_count = min(best_count, max(2 * self.times.most_rows(models[0].prospect.part), 1))
+        return net + best, chosen + models[:best_count]
+
     def _probe(self, offer: Offer, was_probing: bool) -> list[Offer]:
         """Try one node, if that can be paid for; a series of them, once there is enough for several."""
-        price = (self.times.step(offer.prospect.part, 1) or 0.0) + max(self._wider(0, 1), 0.0)
+        price = self.times.drafting(offer.prospect.part, 1, 1) + max(self._wider(0, 1), 0.0)
         price += self.times.reading(offer.prospect.part, offer.prospect.unread) / SERIES
         if self.probes.balance < (price if was_probing else SERIES * price):
             if was_probing:
@@ -278,92 +252,75 @@ class CostController(Controller):
         return [offer]
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
-        active = []
-        confidences = laws.confidences
-        for offer in self._offers:
-            if offer.prospect.certain or not offer.goes_on:
-                continue
-            confidence = confidences[offer.row]
+        asked = [offer for offer in self._offers if offer.goes_on and not offer.prospect.certain]
+        chances: list[tuple[float, Offer]] = []
+        for offer in asked:
+            confidence = laws.confidences[offer.row]
+            own, following = self.expectations.of_node(offer.kind, confidence)
             offer.confidences.append(confidence)
-            bin_ = bisect_right(CONFIDENCE_EDGES, confidence)
-            offer.survival *= self._nodes.mean(((offer.kind, "own", bin_),), confidence)
-            follow = self._nodes.mean(_followers(offer.kind, bin_), EXPECTED_SHARE)
+            offer.survival *= own
+            offer.goes_on = False
             if depth + 1 < offer.length:
-                active.append((offer.survival * follow, offer))
-            else:
-                offer.goes_on = False
+                chances.append((offer.survival * following, offer))
         answers = [False] * len(rows)
-        active.sort(key=lambda pair: -pair[0])
+        for offer in self._worth_another(chances, depth + 1):
+            offer.goes_on = answers[offer.row] = True
+        return answers
+
+    def _worth_another(self, chances: list[tuple[float, Offer]], depth: int) -> list[Offer]:
+        """Whose draft should get a node at this depth, given the chances that those nodes are accepted."""
+        ordered = [offer for _, offer in sorted(chances, key=lambda pair: -pair[0])]
+        totals = accumulate(sorted((chance for chance, _ in chances), reverse=True))
+        look_ups = max((offer.length for offer in self._offers if offer.prospect.certain), default=0)
+        wider = self._wider(depth, depth + 1) if depth >= look_ups else 0.0
         rate = self._rate()
-        widest = max((offer.length for offer in self._offers if offer.prospect.certain), default=0)
-        wider = self._wider(depth + 1, depth + 2) if depth + 2 > widest else 0.0
-        total, best, best_count = 0.0, 0.0, 0
-        for count, (chance, offer) in enumerate(active, start=1):
-            total += chance
-            net = total - rate * ((self.times.step(offer.prospect.part, count) or 0.0) + wider)
+        best, best_count = 0.0, 0
+        for count, (total, offer) in enumerate(zip(totals, ordered, strict=True), start=1):
+            net = total - rate * (self.times.step(offer.prospect.part, count) + wider)
             if net > best:
                 best, best_count = net, count
-        for count, (_, offer) in enumerate(active):
-            offer.goes_on = answers[offer.row] = count < best_count
-        return answers
+        return ordered[:best_count]
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         num_rows = len(rows)
         if draft.num_nodes == 0:
-            for row in rows:
-                if row in self._standings:
-                    self._standings[row].move_on()
+            self.expectations.move_on(rows)
             self.times.see_plain(num_rows, _context(rows), time.total)
-            self._pass(num_rows, num_rows, time.total)
+            self._book(num_rows, num_rows, time.total)
             return
         lengths, accepted = draft.lengths.tolist(), verdict.lengths.tolist()
-        self._learn_times(num_rows, draft.num_nodes, lengths, time)
-        for offer in self._offers:
-            length = lengths[offer.row]
-            if length:
-                self._learn_offer(rows[offer.row], offer, length, accepted[offer.row])
-        self._pass(num_rows, num_rows + sum(accepted), time.total)
+        drafted = [offer for offer in self._offers if lengths[offer.row]]
+        self._learn_times(num_rows, draft.num_nodes, drafted, lengths, time)
+        for offer in drafted:
+            index = offer.row
+            self.expectations.learn(
+                rows[index],
+                offer.kind,
+                offer.confidences,
+                offer.prospect.certain,
+                lengths[index],
+                accepted[index],
+            )
+        self._book(num_rows, num_rows + sum(accepted), time.total)
 
-    def _learn_times(self, num_rows: int, width: int, lengths: Sequence[int], time: RoundTime) -> None:
+    def _learn_times(
+        self, num_rows: int, width: int, drafted: Sequence[Offer], lengths: Sequence[int], time: RoundTime
+    ) -> None:
         self.times.see(num_rows, width, time.total - time.draft - time.prefill)
-        unread = [offer.prospect for offer in self._offers if lengths[offer.row] and offer.prospect.unread]
-        if unread:
-            num_tokens = sum(prospect.unread for prospect in unread)
-            self.times.see_reading(unread[0].part, num_tokens, time.prefill)
-        by_part: dict[int, list[int]] = {}
-        for offer in self._offers:
-            if lengths[offer.row]:
-                by_part.setdefault(offer.prospect.part, []).append(lengths[offer.row])
-        models = {offer.prospect.part for offer in self._offers if not offer.prospect.certain}
-        for part, drafted in by_part.items():
-            # Beside a model's steps a look-up's take no time worth telling apart.
-            if part in models or not models:
-                num_steps = max(drafted)
-                self.times.see_steps(part, round(sum(drafted) / num_steps), num_steps, time.draft)
+        readers = [offer.prospect for offer in drafted if offer.prospect.unread]
+        if readers:
+            num_tokens = sum(prospect.unread for prospect in readers)
+            self.times.see_reading(readers[0].part, num_tokens, time.prefill)
+        # Beside a model's steps a look-up's take no time worth telling apart.
+        models = [offer for offer in drafted if not offer.prospect.certain]
+        steppers = models or drafted
+        if steppers:
+            steps = [lengths[offer.row] for offer in steppers]
+            mean_rows = round(sum(steps) / max(steps))
+            self.times.see_steps(steppers[0].prospect.part, mean_rows, max(steps), time.draft)
 
-    def _learn_offer(self, row: Row, offer: Offer, length: int, accepted: int) -> None:
-        kind, nodes, rounds = offer.kind, self._nodes, self._rounds
-        standing = self._standings.setdefault(row, Standing())
-        bins = [bisect_right(CONFIDENCE_EDGES, confidence) for confidence in offer.confidences]
-        for place in range(min(accepted + 1, length)):
-            outcome = float(place < accepted)
-            if offer.prospect.certain:
-                for key in _positions(kind, place):
-                    nodes.add(key, outcome)
-                continue
-            if place < len(bins):
-                nodes.add((kind, "own", bins[place]), outcome)
-            if place and place <= len(bins):
-                for key in _followers(kind, bins[place - 1]):
-                    nodes.add(key, outcome)
-        for key in _levels(kind, standing.level, "gain"):
-            rounds.add(key, accepted)
-        for key in _levels(kind, standing.level, "width"):
-            rounds.add(key, length)
-        standing.see(length, accepted)
-
-    def _pass(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Book a round."""
+    def _book(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Account for a round: its tokens, and the seconds that it took."""
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
         self._paces.setdefault(self._place, Pace()).see(seconds / plain, num_tokens / num_rows)
@@ -373,23 +330,11 @@ class CostController(Controller):
         self.guard.book((plain_seconds - seconds) / plain)
 
     def end(self, row: Row) -> None:
-        self._standings.pop(row, None)
+        self.expectations.standings.pop(row, None)
 
 
-# Keys of experience, from the general to the special.
-
-
-def _positions(kind: Kind, place: int) -> tuple[Hashable, ...]:
-    deep = min(place, DEEP)
-    return ("at", kind.pool), ("at", kind.pool, deep), ("at", kind, deep)
-
-
-def _followers(kind: Kind, confidence_bin: int) -> tuple[Hashable, ...]:
-    return ("next", kind), ("next", kind, confidence_bin)
-
-
-def _levels(kind: Kind, level: int, what: str) -> tuple[Hashable, ...]:
-    return (what, kind.pool), (what, kind), (what, kind, level)
+def _net(offer: Offer) -> float:
+    return offer.net
 
 
 def _place(prospects: Sequence[Sequence[Prospect]]) -> Hashable:
@@ -400,4 +345,5 @@ def _place(prospects: Sequence[Sequence[Prospect]]) -> Hashable:
 
 
 def _context(rows: Sequence[Row]) -> float:
+    """Mean tokens per row."""
     return sum(len(row.tokens) for row in rows) / len(rows)

@@ -1,8 +1,8 @@
 """What rounds take, learnt from the rounds themselves: T_target(m) and T_draft(k) at the batch size in use.
 
-A round over R rows whose longest draft has w nodes takes `rest(R, w)` seconds beside drafting, and a draft step over n
-rows `step(part, n)`. Curves are kept as running averages that shrug off hiccups, so they follow a growing context
-and a machine that changes its pace.
+A round over R rows whose longest draft has w nodes takes `rest(R, w)` seconds beside drafting, and a draft of k steps over n
+rows `drafting(part, n, k)`, so much to start and so much per step. Curves are kept as running averages that shrug off
+hiccups, so they follow a growing context and a machine that changes its pace.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ NUM_REMEMBERED = 16
 """An average is over about so many values."""
 FARTHEST = 1.3
 """A value may move an average by at most this factor of it: a hiccup is no news."""
+FIRST_SLOPE = 0.6
+"""How much of the time per step is taken for the step's own while nothing tells it from what a draft takes to start."""
 STALE = 2.0
 """A plain round is timed anew once the rows have grown by this factor."""
 NEAR = 1.3
@@ -40,6 +42,41 @@ class Average:
         self.value += (within - self.value) / self.count
 
 
+class Line:
+    """Seconds as a start and so much per step, fitted to what was seen lately by least squares."""
+
+    __slots__ = ("_weight", "_x", "_xx", "_xy", "_y")
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, num_steps: int, seconds: float) -> None:
+        if self._weight >= 2:
+            expected = self.start + self.slope * num_steps
+            seconds = min(max(seconds, expected / FARTHEST), expected * FARTHEST)
+        decay = 1 - 1 / (4 * NUM_REMEMBERED)
+        self._weight = self._weight * decay + 1
+        self._x = self._x * decay + num_steps
+        self._y = self._y * decay + seconds
+        self._xx = self._xx * decay + num_steps * num_steps
+        self._xy = self._xy * decay + num_steps * seconds
+
+    @property
+    def slope(self) -> float:
+        """Seconds per step."""
+        mean = self._y / self._x
+        spread = self._xx * self._weight - self._x * self._x
+        if spread < 1e-6 * self._xx * self._weight:
+            return FIRST_SLOPE * mean  # only one length was seen: nothing tells the start from the steps
+        slope = (self._xy * self._weight - self._x * self._y) / spread
+        return min(max(slope, 0.1 * mean), mean)
+
+    @property
+    def start(self) -> float:
+        """Seconds before the first step."""
+        return max(self._y - self.slope * self._x, 0.0) / self._weight
+
+
 class RoundTimes:
     """Curves of seconds, by batch size."""
 
@@ -47,7 +84,7 @@ class RoundTimes:
         self._plain: dict[int, Average] = {}
         self._context: dict[int, float] = {}
         self._ratios: dict[int, dict[int, Average]] = {}
-        self._steps: dict[Hashable, dict[int, Average]] = {}
+        self._steps: dict[Hashable, dict[int, Line]] = {}
         self._reading: dict[Hashable, Average] = {}
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
@@ -73,7 +110,7 @@ class RoundTimes:
 
     def see_steps(self, part: Hashable, num_rows: int, num_steps: int, seconds: float) -> None:
         """Draft steps that took so long together."""
-        self._steps.setdefault(part, {}).setdefault(num_rows, Average()).add(seconds / num_steps)
+        self._steps.setdefault(part, {}).setdefault(num_rows, Line()).add(num_steps, seconds)
 
     def see_reading(self, part: Hashable, num_tokens: int, seconds: float) -> None:
         """What a drafter took to read so many tokens that it had not read yet."""
@@ -107,15 +144,21 @@ class RoundTimes:
             return self.plain(num_rows)
         return self.plain(num_rows) * self._ratio(num_rows, width)
 
-    def step(self, part: Hashable, num_rows: int) -> float | None:
-        """Seconds of a draft step over so many rows; None before one was seen."""
+    def step(self, part: Hashable, num_rows: int) -> float:
+        """Seconds of a further draft step over so many rows; 0 before one was seen."""
+        line = self._line(part, num_rows)
+        return line.slope if line else 0.0
+
+    def drafting(self, part: Hashable, num_rows: int, num_steps: float) -> float:
+        """Seconds of a draft of so many steps; 0 before one was seen."""
+        line = self._line(part, num_rows)
+        return line.start + line.slope * num_steps if line else 0.0
+
+    def _line(self, part: Hashable, num_rows: int) -> Line | None:
         seen = self._steps.get(part)
         if not seen:
             return None
-        known = seen.get(num_rows)
-        if known is None:
-            known = seen[min(seen, key=lambda other: abs(other - num_rows))]
-        return known.value
+        return seen.get(num_rows) or seen[min(seen, key=lambda other: abs(other - num_rows))]
 
     def most_rows(self, part: Hashable) -> int:
         """The most rows that a draft step was seen to take; 0 before one was seen."""
