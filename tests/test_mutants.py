@@ -566,7 +566,7 @@ MUTANTS = [
         choose_the_drafter_by_its_guess,
         law("block", "either", controller=seasoned(2), num_rounds=2, pairs=("binary",)),
     ),
-    Mutant(look_ups_beside_samples_have_even_laws, law("block", "either", controller=seasoned(3))),
+    Mutant(look_ups_beside_samples_have_even_laws, law("block", "either")),
     Mutant(draft_law_of_another_temperature, law("rejection", pairs=("ternary",))),
     Mutant(greedy_draft_treated_as_sampled, law("rejection")),
     Mutant(certain_draft_treated_as_sampled, law("block", "certain")),

@@ -233,6 +233,7 @@ class CostController(Controller):
             with_these = total - rate * self.times.drafting(offer.prospect.part, count, steps)
             if with_these > best:
                 best, best_count = with_these, count
+        best_count = _with_equals([offer.worth(width) for offer in models], best_count)
         if models:
             # A drafter may cost anything, and reading a whole batch only to find that out is dear: it is tried on one row
             # first, and then on at most twice as many as before.
@@ -269,17 +270,18 @@ class CostController(Controller):
 
     def _worth_another(self, chances: list[tuple[float, Offer]], depth: int) -> list[Offer]:
         """Whose draft should get a node at this depth, given the chances that those nodes are accepted."""
-        ordered = [offer for _, offer in sorted(chances, key=lambda pair: -pair[0])]
-        totals = accumulate(sorted((chance for chance, _ in chances), reverse=True))
+        ordered = sorted(chances, key=lambda pair: -pair[0])
+        totals = accumulate(chance for chance, _ in ordered)
         look_ups = max((offer.length for offer in self._offers if offer.prospect.certain), default=0)
         wider = self._wider(depth, depth + 1) if depth >= look_ups else 0.0
         rate = self._rate()
         best, best_count = 0.0, 0
-        for count, (total, offer) in enumerate(zip(totals, ordered, strict=True), start=1):
+        for count, (total, (_, offer)) in enumerate(zip(totals, ordered, strict=True), start=1):
             net = total - rate * (self.times.step(offer.prospect.part, count) + wider)
             if net > best:
                 best, best_count = net, count
-        return ordered[:best_count]
+        best_count = _with_equals([chance for chance, _ in ordered], best_count)
+        return [offer for _, offer in ordered[:best_count]]
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         num_rows = len(rows)
@@ -331,6 +333,17 @@ class CostController(Controller):
 
     def end(self, row: Row) -> None:
         self.expectations.standings.pop(row, None)
+
+
+def _with_equals(values: Sequence[float], count: int) -> int:
+    """Of values in falling order the first `count`, and those that equal the last of them: rows alike are treated alike.
+
+    (Whose place in a batch decided could be drafted for or not by what has nothing to do with it; an enumeration, whose batch
+    holds a row's every fate, would take that for foresight.)
+    """
+    while 0 < count < len(values) and values[count] == values[count - 1]:
+        count += 1
+    return count
 
 
 def _net(offer: Offer) -> float:
