@@ -55,6 +55,7 @@ class EntropyController(Controller):
         self.name = f"entropy:{options.length},threshold={options.threshold:g}"
         self._survival: list[float] = []
         self._roots: list[list[float]] = []
+        self._has_laws: list[bool] = []
         # Sums over judged nodes, as if some had been seen that fit the first constant.
         self._rejected = STRENGTH * math.sqrt(FIRST_CONSTANT)
         self._root_entropy = STRENGTH
@@ -71,11 +72,15 @@ class EntropyController(Controller):
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
         self._survival = [1.0] * len(rows)
         self._roots = [[] for _ in rows]
+        # A look-up's nodes have no law: what stands in its rows' lines while another row is asked about means nothing.
+        self._has_laws = [not choices[0].certain for choices in prospects]
         return [Plan(choices[0].part, self.options.length) for choices in prospects]
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
         root_constant = math.sqrt(self.constant)
         for index, entropy in enumerate(laws.entropies):
+            if not self._has_laws[index]:
+                continue
             root = math.sqrt(max(entropy, 0.0))
             self._roots[index].append(root)
             self._survival[index] *= max(1 - root_constant * root, 0.0)

@@ -1,0 +1,194 @@
+"""Is `cost` as good as hindsight? Against every constant draft length, on code, prose and repetitive text.
+
+    python benchmarks/hindsight.py --num-prompts 14
+
+Twice: in replay, over traces recorded here and costs measured here, where the comparison is exact; and for real, everybody in
+turn on every prompt. Speeds are all tokens over all seconds of a part, without prefill in replay and with it for real.
+"Best for the part" is the constant length that was best for that very part, chosen afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from secondguess.api import encode, load, make_row
+from secondguess.bench.encoding import encode_workload
+from secondguess.bench.provenance import gather
+from secondguess.bench.replay import replay
+from secondguess.bench.round_costs import Stage, measure_round_costs
+from secondguess.bench.systems import Models, Speculator
+from secondguess.bench.traces import Trace, record
+from secondguess.bench.workloads import Workload, load_workload
+from secondguess.builtin import builtin_paths
+from secondguess.controllers import make_controller
+from secondguess.core import Row
+from secondguess.drafters import draft_model_paths
+from secondguess.sampling import SamplingParams
+
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12)
+REPETITIVE = (
+    "".join(f"    assert add({i}, {i + 1}) == {2 * i + 1}\n" for i in range(12)),
+    "| name | value |\n|---|---|\n" + "".join(f"| item {i} | {i * 10} |\n" for i in range(14)),
+    "names = [\n" + "".join(f"    'row {i}',\n" for i in range(30)),
+    "".join(f'{{"id": {i}, "name": "user{i}", "active": true}}\n' for i in range(16)),
+    "".join(f"def get_{w}(self):\n    return self._{w}\n\n\n" for w in ("name", "size", "color", "width")),
+    "The wheels on the bus go round and round,\nround and round, round and round.\n" * 8,
+    "x = 0\n" + "x = x + 1\n" * 40,
+    "<ul>\n" + "".join(f'  <li><a href="/page/{i}">Page {i}</a></li>\n' for i in range(16)),
+    "".join(f"INSERT INTO t VALUES ({i}, 'b{i}', {i}.5);\n" for i in range(14)),
+    "".join(
+        f"    {w}: int = {i}\n" for i, w in enumerate(["alpha", "beta", "gamma", "delta", "eta", "theta"])
+    ),
+    "".join(f"from package.module{i} import function{i}\n" for i in range(18)),
+    "".join(f"2026-11-{day:02d}  OK  {day * 7} requests\n" for day in range(1, 24)),
+    "a b c d e f g\n" * 24,
+    "".join(f"print('step {i} of 20')\n" for i in range(1, 18)),
+)
+
+
+def workload(num_prompts: int) -> Workload:
+    """As many prompts of each part, mixed: code, prose, repetitive text."""
+    code = load_workload(("humaneval",), num_prompts)
+    prose = load_workload(("spec-bench",), max(num_prompts, 6))
+    parts = {
+        "code": code.prompts[:num_prompts],
+        "prose": prose.prompts[:num_prompts],
+        "repetitive": (REPETITIVE * (num_prompts // len(REPETITIVE) + 1))[:num_prompts],
+    }
+    mixed = [
+        (text, part)
+        for texts in zip(*parts.values(), strict=True)
+        for text, part in zip(texts, parts, strict=True)
+    ]
+    return Workload("mix", tuple(text for text, _ in mixed), tasks=tuple(part for _, part in mixed))
+
+
+def in_replay(
+    options: argparse.Namespace, controllers: Sequence[str], temperature: float
+) -> dict[str, dict[str, float]]:
+    """Tokens per second of each controller, by part and for `all`."""
+    llm = load("builtin", options.drafter, controller="fixed:3", dtype="bfloat16")
+    mix = workload(options.num_prompts)
+    prompts = encode_workload(llm.target, mix, options.max_tokens + 20).prompts
+
+    def row(tokens: Sequence[int], number: int, room: int) -> Row:
+        params = SamplingParams(max_tokens=room, temperature=temperature)
+        made = make_row(llm.target, llm.verifier, list(tokens), params)
+        made.end_tokens, made.seed = frozenset(), number
+        return made
+
+    traces: list[Trace] = []
+    for number, (tokens, part) in enumerate(zip(prompts, mix.tasks, strict=True)):
+        fresh = row(tokens, number, options.max_tokens + 20)
+        traces += record(
+            llm.target.runtime, llm.drafter, llm.verifier, [fresh], options.max_tokens, 12, [part]
+        )
+    stage = Stage(
+        llm.target.runtime,
+        llm.drafter,
+        llm.verifier,
+        lambda count: [row(encode(llm.target, "def f(x):\n" * 12), number, 800) for number in range(count)],
+    )
+    costs = measure_round_costs(stage, (1,), num_cycles=30)
+    speeds = {}
+    for name in controllers:
+        results = replay(make_controller(name), traces, costs)
+        by_part = {part: [each for each in results if each.task == part] for part in dict.fromkeys(mix.tasks)}
+        by_part["all"] = results
+        speeds[name] = {
+            part: sum(each.num_tokens for each in of) / sum(each.seconds for each in of)
+            for part, of in by_part.items()
+        }
+    return speeds
+
+
+def for_real(
+    options: argparse.Namespace, controllers: Sequence[str], temperature: float
+) -> dict[str, dict[str, float]]:
+    models = Models("builtin", "bfloat16", "cpu")
+    mix = workload(options.num_prompts)
+    prompts = encode_workload(models.target, mix, options.max_tokens).prompts
+    systems = {name: Speculator(models, options.drafter, name) for name in controllers}
+    for system in systems.values():
+        system.generate(prompts[0], 32, temperature, 0)
+        system.begin_measuring()
+    seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in systems}
+    for repeat in range(options.repeats):
+        for number, prompt in enumerate(prompts):
+            order = list(systems) if (number + repeat) % 2 == 0 else list(reversed(systems))
+            for name in order:
+                run = systems[name].generate(prompt, options.max_tokens, temperature, number)
+                seconds[name][number].append(run.seconds)
+    speeds = {}
+    for name in systems:
+        typical = [median(runs) for runs in seconds[name]]
+        by_part = {
+            part: [time for time, task in zip(typical, mix.tasks, strict=True) if task == part]
+            for part in dict.fromkeys(mix.tasks)
+        }
+        by_part["all"] = typical
+        speeds[name] = {part: options.max_tokens * len(times) / sum(times) for part, times in by_part.items()}
+    return speeds
+
+
+def show(title: str, speeds: dict[str, dict[str, float]]) -> dict[str, object]:
+    """Print a table of ratios to the best constant length, of the mix and of each part."""
+    fixed = [name for name in speeds if name.startswith("fixed")]
+    parts = list(next(iter(speeds.values())))
+    best = {part: max(fixed, key=lambda name: speeds[name][part]) for part in parts}
+    print(f"\n{title}: tokens/s (over the best constant length)")
+    print(f"{'':34}" + "".join(f"{part:>20}" for part in parts))
+    for name, by_part in speeds.items():
+        cells = [f"{by_part[part]:9.0f} ({by_part[part] / speeds[best[part]][part]:.3f})" for part in parts]
+        print(f"{name:34}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+    print(f"{'best constant':34}" + "".join(f"{best[part]:>20}" for part in parts))
+    return {"title": title, "tokens_per_second": speeds, "best_constant": best}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--drafter", default="suffix+model:builtin-draft")
+    parser.add_argument("--num-prompts", type=int, default=14, help="of each part")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--controller", nargs="*", default=["cost"])
+    parser.add_argument("--only-replay", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--output", type=Path, default=None, help="a JSON file for the tables with their provenance"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    controllers = [*(f"fixed:{length}" for length in LENGTHS), *options.controller]
+    tables = []
+    for temperature in options.temperature:
+        where = f"{options.drafter}, temperature {temperature:g}"
+        tables.append(show(f"replay, {where}", in_replay(options, controllers, temperature)))
+        if not options.only_replay:
+            tables.append(show(f"measured, {where}", for_real(options, controllers, temperature)))
+    if options.output is not None:
+        names = ["builtin", *draft_model_paths(options.drafter)]
+        about = gather(
+            num_threads=options.threads,
+            device=torch.device("cpu"),
+            dtype="bfloat16",
+            seed=0,
+            models=dict(zip(names, builtin_paths(), strict=False)),
+            runtimes={},
+        )
+        options.output.write_text(
+            json.dumps({"tables": tables, "provenance": about.__dict__}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

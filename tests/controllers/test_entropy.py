@@ -1,0 +1,105 @@
+"""The controller `entropy`: stops where the drafter is undecided, with a constant that fits what was accepted."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from secondguess.controllers import make_controller
+from secondguess.controllers.entropy import FIRST_CONSTANT, EntropyController, EntropyOptions
+from secondguess.controllers.laws import DraftLaws
+from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.errors import BadInputError
+from secondguess.sampling import SamplingParams
+
+NO_TIME = RoundTime(0.0, 0.0, 1.0)
+
+
+def even_law(num_tokens: int) -> torch.Tensor:
+    """Entropy log(num_tokens)."""
+    law = torch.zeros(16)
+    law[:num_tokens] = 1 / num_tokens
+    return law
+
+
+def laws(*num_tokens: int) -> DraftLaws:
+    return DraftLaws(torch.stack([even_law(count) for count in num_tokens]))
+
+
+def rows(count: int) -> list[Row]:
+    return [Row([1], SamplingParams(max_tokens=100)) for _ in range(count)]
+
+
+def verdict(*accepted: int) -> Verdict:
+    return Verdict.of_chain(torch.tensor(accepted), torch.zeros(len(accepted), dtype=torch.long))
+
+
+def test_it_goes_on_while_the_product_of_the_bounds_is_large_enough() -> None:
+    controller = EntropyController(EntropyOptions(8, threshold=0.3))
+    batch = rows(3)
+    controller.plan(batch, [(Prospect(),)] * 3)
+    bounds = [1 - math.sqrt(FIRST_CONSTANT * math.log(count)) for count in (1, 2, 4)]
+    assert [bound >= 0.3 for bound in bounds] == [True, True, True]
+    assert controller.go_on(batch, laws(1, 2, 4), 0) == [True, True, True]
+    assert [bound**2 >= 0.3 for bound in bounds] == [True, True, False]
+    assert controller.go_on(batch, laws(1, 2, 4), 1) == [True, True, False]
+
+
+def test_a_round_begins_anew() -> None:
+    controller = EntropyController(EntropyOptions(8, threshold=0.3))
+    for _ in range(3):
+        controller.plan(rows(1), [(Prospect(),)])
+        assert controller.go_on(rows(1), laws(4), 0) == [True]
+        assert controller.go_on(rows(1), laws(4), 1) == [False]
+
+
+@pytest.mark.parametrize("constant", [0.05, 0.2, 0.5])
+def test_the_constant_comes_to_fit_what_is_accepted(constant: float) -> None:
+    """Nodes are accepted exactly as often as the bound with this constant says."""
+    controller = EntropyController()
+    dice = random.Random(1)
+    for _ in range(3000):
+        controller.plan(rows(1), [(Prospect(),)])
+        count = dice.choice([1, 2, 3])
+        controller.go_on(rows(1), laws(count), 0)
+        accepted = int(dice.random() < 1 - math.sqrt(constant * math.log(count)))
+        controller.learn(rows(1), Draft.chains([[0]]), verdict(accepted), NO_TIME)
+    assert controller.constant == pytest.approx(constant, rel=0.35)
+
+
+def test_nodes_behind_a_rejected_one_say_nothing() -> None:
+    one, other = EntropyController(), EntropyController()
+    for controller, length in ((one, 1), (other, 3)):
+        controller.plan(rows(1), [(Prospect(),)])
+        for depth in range(length):
+            controller.go_on(rows(1), laws(3), depth)
+        controller.learn(rows(1), Draft.chains([[0] * length]), verdict(0), NO_TIME)
+    assert one.constant == other.constant != FIRST_CONSTANT
+
+
+def test_rows_of_a_look_up_do_not_enter_the_constant() -> None:
+    """Their lines mean nothing while another row of the batch is asked about."""
+    controller = EntropyController()
+    controller.plan(rows(2), [(Prospect(certain=True),), (Prospect(part=1),)])
+    controller.go_on(rows(2), laws(16, 1), 0)
+    controller.learn(rows(2), Draft.chains([[0, 0], [0, 0]]), verdict(0, 2), NO_TIME)
+    assert controller.constant == pytest.approx(FIRST_CONSTANT)
+
+
+def test_what_it_is_called_and_what_is_refused() -> None:
+    assert make_controller("entropy").name == "entropy:8,threshold=0.5"
+    assert make_controller("entropy:3,threshold=0.25").name == "entropy:3,threshold=0.25"
+    for text in (
+        "entropy:65",
+        "entropy:4,threshold=2",
+        "entropy:four",
+        "cost:65",
+        "cost:-1",
+        "cost:3,threshold=1",
+    ):
+        with pytest.raises(BadInputError):
+            make_controller(text)
+    assert make_controller("cost").name == "cost:16"
