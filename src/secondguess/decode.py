@@ -112,8 +112,13 @@ def _budgets(team: Team, rows: Sequence[Row]) -> Budgets:
         max(0, min(plan.length if wish is None else wish, row.room - 1))
         for row, plan, wish in zip(rows, plans, wishes, strict=True)
     ]
+    # A request that decides how far to draft leaves it to the drafter who does.
+    parts = [
+        plan.part if wish is None else choices[0].part
+        for plan, wish, choices in zip(plans, wishes, prospects, strict=True)
+    ]
     go_on = partial(_go_on, controller, rows, wishes)
-    return Budgets(lengths, go_on, controller.reads_laws, [plan.part for plan in plans])
+    return Budgets(lengths, go_on, controller.reads_laws, parts)
 
 
 def _go_on(

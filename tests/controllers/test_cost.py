@@ -401,3 +401,14 @@ def test_experience_goes_from_the_general_to_the_special() -> None:
     for _ in range(100):
         experience.add("own", 1.0)
     assert experience.mean(["all", "own"], 0.3) > 0.8, "what is long past is forgotten"
+
+
+def test_drafts_that_it_did_not_plan_do_not_disturb_it() -> None:
+    """Requests may set their own draft lengths, from the very first round on."""
+    controller = CostController()
+    row = Row([0] * 20, SamplingParams(max_tokens=10**6, draft_length=3))
+    for _ in range(5):
+        controller.plan([row], [(Prospect(),)])
+        verdict = Verdict.of_chain(torch.tensor([2]), torch.tensor([0]))
+        controller.learn([row], Draft.chains([[0, 0, 0]]), verdict, RoundTime(0.0, 0.3, 1.3))
+    assert Paper(lambda number, depth: 0.9).play(controller, 500).speed > 1.5

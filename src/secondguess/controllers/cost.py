@@ -145,8 +145,8 @@ class CostController(Controller):
             self.probes.succeeded()
         elif offers:
             taken = self._probe(offers[0], was_probing)
-        # Where nothing pays, nothing will in the very next rounds either: asking again costs time too.
-        self._num_resting = 0 if taken else RESTING
+        # Where nothing pays, nothing will in the very next rounds either: asking again costs time too, for every row.
+        self._num_resting = 0 if taken else RESTING + len(rows)
         self._offers = taken
         for offer in taken:
             plans[offer.row] = Plan(offer.prospect.part, offer.length)
@@ -290,6 +290,8 @@ class CostController(Controller):
             self.times.see_plain(num_rows, _context(rows), time.total)
             self._book(num_rows, num_rows, time.total)
             return
+        if not self.times.knows_plain:
+            return  # requests that set their own draft lengths have been drafted for, unasked
         lengths, accepted = draft.lengths.tolist(), verdict.lengths.tolist()
         drafted = [offer for offer in self._offers if lengths[offer.row]]
         self._learn_times(num_rows, draft.num_nodes, drafted, lengths, time)

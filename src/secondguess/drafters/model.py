@@ -33,7 +33,8 @@ FAR_BEHIND = 4
 """A shadow with more unread tokens than this reads them before the draft begins, and not in its first step."""
 
 
-ROOMY = Prospect()
+READ_TOGETHER = 16
+"""Unread tokens are told in steps of so many: fewer are read in no time worth telling."""
 
 
 @dataclass(eq=False)
@@ -82,10 +83,9 @@ class ModelDrafter(Drafter):
     def _prospect(self, row: Row) -> Prospect:
         shadow = self._shadows.get(row)
         unread = len(row.tokens) - (shadow.num_agreed if shadow else 0)
-        room = self._room(row)
-        if room >= MAX_DRAFT_LENGTH and unread <= FAR_BEHIND:
-            return ROOMY
-        return Prospect(longest=min(room, MAX_DRAFT_LENGTH), unread=unread if unread > FAR_BEHIND else 0)
+        # To a few tokens: the same few values come back in every round.
+        coarse = unread // READ_TOGETHER * READ_TOGETHER if unread > READ_TOGETHER else 0
+        return _make_prospect(min(self._room(row), MAX_DRAFT_LENGTH), coarse)
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         """Make the shadows agree with the rows, and read what is more than a step's worth."""
@@ -198,6 +198,11 @@ class ModelDrafter(Drafter):
 def _beside(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
     """`[row, i]` from i tensors `[row]`."""
     return torch.stack(drawn, 1) if drawn else _nothing(num_rows, device).tokens
+
+
+@lru_cache(maxsize=1024)
+def _make_prospect(longest: int, unread: int) -> Prospect:
+    return Prospect(longest=longest, unread=unread)
 
 
 @lru_cache(maxsize=64)
