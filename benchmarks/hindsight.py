@@ -179,7 +179,7 @@ def main() -> None:
         names = ["builtin", *draft_model_paths(options.drafter)]
         about = gather(
             num_threads=options.threads,
-            device=torch.device("cpu"),
+            device="cpu",
             dtype="bfloat16",
             seed=0,
             models=dict(zip(names, builtin_paths(), strict=False)),

@@ -109,7 +109,7 @@ def main() -> None:
     if options.output is not None:
         about = gather(
             num_threads=options.threads,
-            device=torch.device("cpu"),
+            device="cpu",
             dtype="bfloat16",
             seed=0,
             models={"builtin": builtin_paths()[0]},

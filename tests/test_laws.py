@@ -83,7 +83,9 @@ def test_a_seasoned_cost_controller_drafts_in_the_first_round():
 
 
 @pytest.mark.parametrize("wish", [0, 1, 2])
-@pytest.mark.parametrize("controller", ["fixed:3", "confidence:3,threshold=0.9"])
+@pytest.mark.parametrize(
+    "controller", ["fixed:3", "confidence:3,threshold=0.9", "entropy:3", "cost", "cost:0"]
+)
 def test_a_request_sets_its_own_draft_length(controller, wish):
     pair = PAIRS["binary"]
     params = replace(SAMPLED, draft_length=wish)

@@ -204,7 +204,7 @@ def read_configuration(path: Path) -> Configuration:
             f"expected a configuration in TOML, got {path} with bytes that are not UTF-8 (at {error.start}); "
             "give the file that `secondguess tune` wrote"
         ) from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"expected a configuration in TOML, got {path}, which is not: {error}") from None
     try:
         return _parse(document)

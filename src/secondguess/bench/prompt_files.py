@@ -138,7 +138,7 @@ def _holds_records(path: Path) -> bool:
     first = next((line for line in read_text(path).split("\n") if line.strip()), "")
     try:
         return isinstance(json.loads(first), dict)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return False
 
 
@@ -146,7 +146,7 @@ def _convert(line: str, number: int, path: Path, convert: Callable[[Record, Path
     place = f"{path.name}, line {number}"
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(
             f"expected one JSON object per line, got something else in {place}: {error}"
         ) from None

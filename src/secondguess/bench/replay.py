@@ -16,7 +16,7 @@ from secondguess.bench.traces import Guess, NodeLaw, Trace
 from secondguess.controllers.base import Controller
 from secondguess.controllers.laws import DraftLaws
 from secondguess.core import Draft, Plan, Prospect, RoundTime, Row, Verdict
-from secondguess.drafters.model import FAR_BEHIND, READ_TOGETHER
+from secondguess.drafters.model import FAR_BEHIND
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Clock
 
@@ -96,7 +96,7 @@ class ReplayRow:
         if prospect.certain:
             return prospect
         unread = self.unread.get(prospect.part, len(self.row.tokens))
-        return replace(prospect, unread=unread if unread > READ_TOGETHER else 0)
+        return replace(prospect, unread=unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0)
 
     def advance(self, num_accepted: int, part: int, length: int) -> int:
         """Commit what was accepted of a part's draft and one token more; gives the number of tokens."""

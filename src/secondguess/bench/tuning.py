@@ -302,10 +302,10 @@ class Tuner:
         config, notes = self._config, self.findings.notes
         if not config.int8:
             return
-        if (
-            self._models.target.quantize is not None
-            or self._budget.left < 3 * self._seconds_of_turn + 0.3 * self._budget.seconds
-        ):
+        if self._models.target.quantize is not None:
+            notes.append("the target is in 8 bits already")
+            return
+        if self._budget.left < 3 * self._seconds_of_turn + 0.3 * self._budget.seconds:
             notes.append("time was short: 8 bits were not looked at")
             return
         try:

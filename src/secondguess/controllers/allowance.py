@@ -5,7 +5,8 @@ something pays, so over N plain rounds they cost at most PROBING * N of them, an
 
 The guard backs up every estimate by the wall clock: it books what drafting rounds really took against what plain rounds
 would have taken for the same tokens. Some credit may be saved up, some debt run into; then drafting stops for a while, twice
-as long each time until the debt is made good. With R the most that a single round can lose, what is lost over any N rounds is,
+as long each time until all of the debt is made good. With R the most that a single round can lose (a draft model may have a
+whole prompt to read in it), what is lost over any N rounds is,
 in plain rounds, at most
 
     CREDIT + PATIENCE + R  +  (PATIENCE / 2 + R) * log2(1 + N / COOLING)
@@ -35,7 +36,7 @@ def loss_bound(num_rounds: int, worst_round: float) -> float:
     """Plain rounds that drafting can lose at most over any stretch of so many rounds.
 
     Args:
-        worst_round: what a single round can lose, in plain rounds: the longest draft at the dearest drafter.
+        worst_round: what a single round can lose, in plain rounds: reading the prompts and drafting at full length.
     """
     num_further_stops = math.log2(1 + num_rounds / COOLING)
     return CREDIT + PATIENCE + worst_round + (PATIENCE / 2 + worst_round) * num_further_stops
@@ -69,21 +70,24 @@ class Guard:
 
     def __init__(self) -> None:
         self._balance = 0.0
+        self._limit = -PATIENCE
         self._doublings = 0
         self._num_waiting = 0
 
     def book(self, won: float) -> None:
-        """A round won so many plain rounds (or, below zero, lost them)."""
-        if self._num_waiting:
-            self._num_waiting -= 1
-            return
+        """A round with drafts won so many plain rounds (or, below zero, lost them)."""
         self._balance = min(self._balance + won, CREDIT)
         if self._balance >= 0:
-            self._doublings = 0
-        elif self._balance <= -PATIENCE:
+            self._doublings, self._limit = 0, -PATIENCE
+        elif self._balance <= self._limit:
             self._num_waiting = COOLING * 2**self._doublings
             self._doublings = min(self._doublings + 1, MOST_DOUBLINGS)
-            self._balance = -PATIENCE / 2
+            # The debt stays; before the next, longer stop only half as much may be added to it.
+            self._limit = self._balance - PATIENCE / 2
+
+    def wait(self) -> None:
+        """A round without drafts has passed."""
+        self._num_waiting = max(self._num_waiting - 1, 0)
 
     @property
     def forbids(self) -> bool:

@@ -36,6 +36,10 @@ RESTING = 4
 """Rounds to let pass before asking again in a place where nothing paid."""
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Longest drafts that are weighed for a batch, whose rows wait for each other."""
+CAUTION = 2.0
+"""By how much more than it takes the reading of a text must pay."""
+RENEWAL = 16
+"""What drafts cost a round is worked out anew after so many of them; in the beginning after each."""
 UNLIKELY = 0.1
 """A look-up's node that survives less often is not worth a place, though its row waits anyway."""
 PLAIN = Plan(0, 0)
@@ -123,6 +127,8 @@ class CostController(Controller):
         self._probing = False
         self._num_rows = 0
         self._num_resting = 0
+        self._shares_of: dict[tuple[int, int], list[float]] = {}
+        self._num_since = 0
 
     @classmethod
     def build(cls, name: Name) -> CostController:
@@ -130,6 +136,7 @@ class CostController(Controller):
 
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
         self._offers = []
+        was_probing, self._probing = self._probing, False
         place, self._place = self._place, _place(prospects)
         self._num_rows = len(rows)
         plans = [PLAIN] * len(rows)
@@ -140,7 +147,6 @@ class CostController(Controller):
             return plans
         offers = self._best_offers(rows, prospects)
         taken = self._worthwhile(offers)
-        was_probing, self._probing = self._probing, False
         if taken:
             self.probes.succeeded()
         elif offers:
@@ -162,42 +168,50 @@ class CostController(Controller):
         """The best of each row that has any, best first."""
         best: list[Offer] = []
         for index, (row, choices) in enumerate(zip(rows, prospects, strict=True)):
-            offers = [self._offer(index, row, prospect) for prospect in choices if prospect.longest > 0]
-            if offers and self.options.length:
-                best.append(max(offers, key=_net))
+            # A row without room ends with the target's own token; a request may have decided for itself.
+            if self.options.length and row.room > 1 and row.params.draft_length is None:
+                offers = [self._offer(index, row, prospect) for prospect in choices if prospect.longest > 0]
+                best += [max(offers, key=_net)] if offers else []
         return sorted(best, key=_net, reverse=True)
 
     def _offer(self, index: int, row: Row, prospect: Prospect) -> Offer:
         kind = self.expectations.kind(row, prospect)
         expected = self.expectations.of_draft(row, kind)
-        length = min(prospect.longest, self.options.length)
+        length = min(prospect.longest, self.options.length, row.room - 1)
         rate = self._rate()
         if prospect.certain:
             worths = list(accumulate(self.expectations.survivals(kind, length)))
-            prices = [rate * self._share(prospect.part, width) for width in range(1, length + 1)]
+            shares = self._shares(prospect.part)
             net, longest = max(
-                (worths[width - 1] - prices[width - 1], width) for width in range(1, length + 1)
+                (worths[width - 1] - rate * shares[width - 1], width) for width in range(1, length + 1)
             )
             if self._num_rows == 1:
                 length = longest
         else:
             # How far it goes is decided on the way: here it counts with what such drafts have brought.
             width = max(round(expected.width), 1)
-            worths = [expected.gain * min((node + 1) / expected.width, 1.0) for node in range(width)]
-            net = expected.gain - rate * self._share(prospect.part, width)
-        # What is read now serves all the rounds that the row will yet take.
+            worths = [expected.gain * min((node + 1) / width, 1.0) for node in range(width)]
+            net = expected.gain - rate * self._shares(prospect.part)[min(width, self.options.length) - 1]
+        # What is read now serves all the rounds that the row will yet take; but it is spent before anything is won.
         num_rounds = max(row.room / (1 + expected.gain), 1.0)
-        reading = self.times.reading(prospect.part, prospect.unread) / num_rounds
-        net += expected.doubt - rate * reading
+        reading = CAUTION * self.times.reading(prospect.part, prospect.unread) / num_rounds
+        net = expected.comes * (net + expected.doubt) - rate * reading
         return Offer(index, prospect, kind, expected, length, worths, reading, net)
 
-    def _share(self, part: int, width: int) -> float:
-        """One row's share of what a draft of so many nodes adds to a round, in seconds."""
-        return (self.times.drafting(part, self._num_rows, width) + self._wider(0, width)) / self._num_rows
+    def _shares(self, part: int) -> list[float]:
+        """One row's share of what drafts of 1, 2, ... nodes add to a round, in seconds; made anew every few rounds."""
+        key = (self._num_rows, part)
+        known = self._shares_of.get(key)
+        if known is None:
+            known = self._shares_of[key] = [
+                (self.times.drafting(part, self._num_rows, width) + self._wider(0, width)) / self._num_rows
+                for width in range(1, self.options.length + 1)
+            ]
+        return known
 
     def _wider(self, width: int, wider: int) -> float:
         """Seconds by which nodes make the rest of a round dearer."""
-        return self.times.rest(self._num_rows, wider) - self.times.rest(self._num_rows, width)
+        return max(self.times.rest(self._num_rows, wider) - self.times.rest(self._num_rows, width), 0.0)
 
     def _worthwhile(self, offers: list[Offer]) -> list[Offer]:
         """The offers that pay together. The rows of a batch wait for the longest draft: its length is weighed for all."""
@@ -270,6 +284,8 @@ class CostController(Controller):
 
     def _worth_another(self, chances: list[tuple[float, Offer]], depth: int) -> list[Offer]:
         """Whose draft should get a node at this depth, given the chances that those nodes are accepted."""
+        if not chances:
+            return []
         ordered = sorted(chances, key=lambda pair: -pair[0])
         totals = accumulate(chance for chance, _ in ordered)
         look_ups = max((offer.length for offer in self._offers if offer.prospect.certain), default=0)
@@ -284,33 +300,34 @@ class CostController(Controller):
         return [offer for _, offer in ordered[:best_count]]
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
-        num_rows = len(rows)
-        if draft.num_nodes == 0:
-            self.expectations.move_on(rows)
-            self.times.see_plain(num_rows, _context(rows), time.total)
-            self._book(num_rows, num_rows, time.total)
-            return
-        if not self.times.knows_plain:
-            return  # requests that set their own draft lengths have been drafted for, unasked
         lengths, accepted = draft.lengths.tolist(), verdict.lengths.tolist()
         drafted = [offer for offer in self._offers if lengths[offer.row]]
-        self._learn_times(num_rows, draft.num_nodes, drafted, lengths, time)
+        if sum(map(bool, lengths)) > len(drafted):
+            return  # requests that decide for themselves were drafted for: no news of what was planned
+        for offer in self._offers:
+            if not lengths[offer.row]:
+                self.expectations.learn_nothing(offer.kind)
+        if not drafted:
+            self.expectations.move_on(rows)
+            if not self._offers:  # a draft that came to nothing took its time all the same
+                self.times.see_plain(len(rows), _context(rows), time.total - time.prefill)
+            self._book(len(rows), len(rows), time.total)
+            return
+        self._learn_times(len(rows), draft.num_nodes, drafted, lengths, time)
         for offer in drafted:
-            index = offer.row
+            index, certain = offer.row, offer.prospect.certain
             self.expectations.learn(
-                rows[index],
-                offer.kind,
-                offer.confidences,
-                offer.prospect.certain,
-                lengths[index],
-                accepted[index],
+                rows[index], offer.kind, offer.confidences, certain, lengths[index], accepted[index]
             )
-        self._book(num_rows, num_rows + sum(accepted), time.total)
+        self._book(len(rows), len(rows) + sum(accepted), time.total)
 
     def _learn_times(
         self, num_rows: int, width: int, drafted: Sequence[Offer], lengths: Sequence[int], time: RoundTime
     ) -> None:
         self.times.see(num_rows, width, time.total - time.draft - time.prefill)
+        self._num_since += 1
+        if self._num_since % RENEWAL == 0 or self._num_since < RENEWAL:
+            self._shares_of.clear()
         readers = [offer.prospect for offer in drafted if offer.prospect.unread]
         if readers:
             num_tokens = sum(prospect.unread for prospect in readers)
@@ -331,7 +348,10 @@ class CostController(Controller):
         self.probes.earn(seconds, plain)
         if self._probing:
             self.probes.pay(seconds - plain_seconds)
-        self.guard.book((plain_seconds - seconds) / plain)
+        if self._offers:
+            self.guard.book((plain_seconds - seconds) / plain)
+        else:
+            self.guard.wait()
 
     def end(self, row: Row) -> None:
         self.expectations.standings.pop(row, None)

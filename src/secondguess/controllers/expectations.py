@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from secondguess.controllers.experience import Experience
 from secondguess.core import Prospect, Row
@@ -29,13 +29,6 @@ DEEP = 8
 """Positions of a look-up's guess from here on are expected to fare alike."""
 
 
-class Kind(NamedTuple):
-    """What is expected to fare alike: guesses of one part under one temperature, and what they say of themselves."""
-
-    pool: Hashable
-    own: Hashable
-
-
 class Expected(NamedTuple):
     """What a draft of some kind should do in a round.
 
@@ -43,21 +36,26 @@ class Expected(NamedTuple):
         gain: tokens accepted.
         width: nodes drafted.
         doubt: tokens that it might gain beyond that; what is never tried is never found out.
+        comes: how often a guess that is announced comes at all.
     """
 
     gain: float
     width: float
     doubt: float
+    comes: float
 
 
 @dataclass
 class Standing:
     """How a row's drafts have fared lately: the share accepted; None before the first draft."""
 
+    NUM_LEVELS: ClassVar[int] = 5
+
     share: float | None = None
 
     @property
     def level(self) -> int:
+        """0 before the first draft, then 1 to 4 by the share."""
         return 0 if self.share is None else 1 + int(self.share * 3.999)
 
     def see(self, drafted: int, accepted: int) -> None:
@@ -70,6 +68,33 @@ class Standing:
             self.share += (NEUTRAL - self.share) / FORGETTING
 
 
+class Kind:
+    """What is expected to fare alike: guesses of one part under one temperature, and what they say of themselves.
+
+    Holds the places of its experience, which are asked for in every round.
+
+    Args:
+        nodes, drafts: where experience is kept.
+        pool: part, coupling and temperature.
+        own: what the guess says of itself beforehand.
+    """
+
+    def __init__(self, nodes: Experience, drafts: Experience, pool: Hashable, own: Hashable) -> None:
+        self.by_position = [
+            nodes.path(("at", pool), ("at", pool, place), ("at", pool, own, place))
+            for place in range(DEEP + 1)
+        ]
+        bins = range(len(CONFIDENCE_EDGES) + 1)
+        self.by_confidence = [nodes.path(("own", pool, own, number)) for number in bins]
+        self.behind = [nodes.path(("next", pool, own), ("next", pool, own, number)) for number in bins]
+        self.comes = drafts.path(("comes", pool, own))
+        levels = range(Standing.NUM_LEVELS)
+        self.gains, self.widths = (
+            [drafts.path((what, pool), (what, pool, own), (what, pool, own, level)) for level in levels]
+            for what in ("gain", "width")
+        )
+
+
 class Expectations:
     """Experience with nodes and with whole drafts."""
 
@@ -77,70 +102,70 @@ class Expectations:
         self.nodes = Experience(memory=200)
         self.drafts = Experience(memory=100)
         self.standings: dict[Row, Standing] = {}
+        self._kinds: dict[Hashable, Kind] = {}
 
-    @staticmethod
-    def kind(row: Row, prospect: Prospect) -> Kind:
-        return Kind((prospect.part, row.coupled, row.params.temperature), prospect.kind)
+    def kind(self, row: Row, prospect: Prospect) -> Kind:
+        """Of this guess for this row."""
+        # Temperatures that differ by little fare alike, and a server meets any number of them.
+        temperature = round(row.params.temperature, 1)
+        key = (prospect.part, prospect.kind, row.coupled, temperature)
+        kind = self._kinds.get(key)
+        if kind is None:
+            pool = (prospect.part, row.coupled, temperature)
+            kind = self._kinds[key] = Kind(self.nodes, self.drafts, pool, prospect.kind)
+        return kind
 
     def of_draft(self, row: Row, kind: Kind) -> Expected:
         """What a draft for this row should bring."""
         standing = self.standings.get(row)
         level = standing.level if standing else 0
+        gains = kind.gains[level]
         return Expected(
-            self.drafts.mean(_levels(kind, level, "gain"), FIRST_GAIN),
-            self.drafts.mean(_levels(kind, level, "width"), FIRST_WIDTH),
-            DOUBT / (1 + self.drafts.seen(("gain", kind))) ** 0.5,
+            self.drafts.mean(gains, FIRST_GAIN),
+            self.drafts.mean(kind.widths[level], FIRST_WIDTH),
+            DOUBT / (1 + gains[1].count) ** 0.5,
+            self.drafts.mean(kind.comes, 1.0),
         )
 
     def survivals(self, kind: Kind, longest: int) -> list[float]:
         """Of a look-up's guess, the chance that its first 1, 2, ... nodes are all accepted."""
-        shares = (self.nodes.mean(_positions(kind, place), FIRST_SHARE) for place in range(longest))
+        mean = self.nodes.mean
+        shares = [mean(path, FIRST_SHARE) for path in kind.by_position[:longest]]
+        shares += shares[-1:] * (longest - len(shares))
         return list(accumulate(shares, mul))
 
     def of_node(self, kind: Kind, confidence: float) -> tuple[float, float]:
         """The chance of a node with this confidence, and of the one behind it, given that all before are accepted."""
-        confidence_bin = bisect_right(CONFIDENCE_EDGES, confidence)
-        own = self.nodes.mean((("own", kind, confidence_bin),), confidence)
-        return own, self.nodes.mean(_followers(kind, confidence_bin), FIRST_SHARE)
+        number = bisect_right(CONFIDENCE_EDGES, confidence)
+        own = self.nodes.mean(kind.by_confidence[number], confidence)
+        return own, self.nodes.mean(kind.behind[number], FIRST_SHARE)
 
     def learn(
         self, row: Row, kind: Kind, confidences: Sequence[float], certain: bool, length: int, accepted: int
     ) -> None:
         """A draft of so many nodes, of which so many were accepted."""
+        add = self.nodes.add
         bins = [bisect_right(CONFIDENCE_EDGES, confidence) for confidence in confidences]
         for place in range(min(accepted + 1, length)):
-            outcome = float(place < accepted)
-            keys: tuple[Hashable, ...] = _positions(kind, place) if certain else ()
+            outcome = 1.0 if place < accepted else 0.0
+            if certain:
+                add(kind.by_position[min(place, DEEP)], outcome)
             if place < len(bins):
-                keys += (("own", kind, bins[place]),)
-            if place and place <= len(bins):
-                keys += _followers(kind, bins[place - 1])
-            for key in keys:
-                self.nodes.add(key, outcome)
+                add(kind.by_confidence[bins[place]], outcome)
+            if 0 < place <= len(bins):
+                add(kind.behind[bins[place - 1]], outcome)
         standing = self.standings.setdefault(row, Standing())
-        for what, number in (("gain", accepted), ("width", length)):
-            for key in _levels(kind, standing.level, what):
-                self.drafts.add(key, number)
+        self.drafts.add(kind.comes, 1.0)
+        self.drafts.add(kind.gains[standing.level], accepted)
+        self.drafts.add(kind.widths[standing.level], length)
         standing.see(length, accepted)
+
+    def learn_nothing(self, kind: Kind) -> None:
+        """A guess was expected of this kind, and none came."""
+        self.drafts.add(kind.comes, 0.0)
 
     def move_on(self, rows: Sequence[Row]) -> None:
         """Rows went on without drafts."""
         for row in rows:
             if row in self.standings:
                 self.standings[row].move_on()
-
-
-# Keys of experience, from the general to the special.
-
-
-def _positions(kind: Kind, place: int) -> tuple[Hashable, ...]:
-    deep = min(place, DEEP)
-    return ("at", kind.pool), ("at", kind.pool, deep), ("at", kind, deep)
-
-
-def _followers(kind: Kind, confidence_bin: int) -> tuple[Hashable, ...]:
-    return ("next", kind), ("next", kind, confidence_bin)
-
-
-def _levels(kind: Kind, level: int, what: str) -> tuple[Hashable, ...]:
-    return (what, kind.pool), (what, kind), (what, kind, level)

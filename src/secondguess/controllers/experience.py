@@ -7,45 +7,52 @@ drafts that stopped early, as an average of accepted lengths would be.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 STRENGTH = 4.0
 """How many observations the expectation handed in is worth."""
 
 
+class Cell:
+    """A decayed sum of observations, and how many there are in it."""
+
+    __slots__ = ("count", "total")
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0.0
+
+
+Path = tuple[Cell, ...]
+"""Cells from the general to the special."""
+
+
 class Experience:
-    """Shares by key, each drawn towards an expectation while little has been seen.
+    """Averages by key, each drawn towards a more general one while little has been seen.
 
     Args:
-        memory: how many observations a share remembers, about.
+        memory: how many observations an average remembers, about.
     """
 
     def __init__(self, memory: float) -> None:
         self._decay = 1 - 1 / memory
-        self._cells: dict[Hashable, list[float]] = {}
+        self._cells: dict[Hashable, Cell] = {}
 
-    def add(self, key: Hashable, value: float) -> None:
+    def path(self, *keys: Hashable) -> Path:
+        """The cells of some keys, from the general to the special; to be kept by who asks often."""
+        return tuple([self._cells.setdefault(key, Cell()) for key in keys])
+
+    def add(self, path: Path, value: float) -> None:
         """One observation: 1 or 0 for accepted or not, or any other number to be averaged."""
-        cell = self._cells.get(key)
-        if cell is None:
-            self._cells[key] = [value, 1.0]
-        else:
-            cell[0] = cell[0] * self._decay + value
-            cell[1] = cell[1] * self._decay + 1.0
+        decay = self._decay
+        for cell in path:
+            cell.total = cell.total * decay + value
+            cell.count = cell.count * decay + 1.0
 
-    def seen(self, key: Hashable) -> float:
-        """How many observations are remembered."""
-        cell = self._cells.get(key)
-        return cell[1] if cell else 0.0
-
-    def mean(self, keys: Iterable[Hashable], expected: float) -> float:
-        """The average of the last key, drawn towards that of the key before, and so on to what is expected.
-
-        Args:
-            keys: from the general to the special.
-        """
-        for key in keys:
-            cell = self._cells.get(key)
-            if cell is not None:
-                expected = (cell[0] + STRENGTH * expected) / (cell[1] + STRENGTH)
+    @staticmethod
+    def mean(path: Path, expected: float) -> float:
+        """The average of the last cell, drawn towards that of the one before, and so on to what is expected."""
+        for cell in path:
+            if cell.count:
+                expected = (cell.total + STRENGTH * expected) / (cell.count + STRENGTH)
         return expected

@@ -16,6 +16,10 @@ NUM_REMEMBERED = 16
 """An average is over about so many values."""
 FARTHEST = 1.3
 """A value may move an average by at most this factor of it: a hiccup is no news."""
+NUM_COLD = 3
+"""Of so many first values the least counts."""
+AGE = 256
+"""After so many rounds with drafts a plain one is timed again: everything is compared with it."""
 FIRST_SLOPE = 0.6
 """How much of the time per step is taken for the step's own while nothing tells it from what a draft takes to start."""
 STALE = 2.0
@@ -35,8 +39,9 @@ class Average:
 
     def add(self, value: float) -> None:
         self.count = min(self.count + 1, NUM_REMEMBERED)
-        if self.count == 1:
-            self.value = value
+        if self.count <= NUM_COLD:
+            # The first rounds allocate and fill caches: the quickest of them is the one to believe.
+            self.value = min(value, self.value) if self.count > 1 else value
             return
         within = min(max(value, self.value / FARTHEST), self.value * FARTHEST)
         self.value += (within - self.value) / self.count
@@ -85,7 +90,8 @@ class RoundTimes:
         self._context: dict[int, float] = {}
         self._ratios: dict[int, dict[int, Average]] = {}
         self._steps: dict[Hashable, dict[int, Line]] = {}
-        self._reading: dict[Hashable, Average] = {}
+        self._reading: dict[Hashable, Line] = {}
+        self._num_since_plain = 0
 
     @property
     def knows_plain(self) -> bool:
@@ -101,15 +107,19 @@ class RoundTimes:
         nearest = self._nearest(num_rows)
         if nearest is None or max(nearest, num_rows) > NEAR * min(nearest, num_rows):
             return True
-        return self._plain[nearest].count < 2 or context > STALE * self._context[nearest]
+        known = self._context[nearest]
+        changed = context > STALE * known or known > STALE * context
+        return self._plain[nearest].count < 2 or changed or self._num_since_plain >= AGE
 
     def see_plain(self, num_rows: int, context: float, seconds: float) -> None:
         """A round without drafts."""
         self._plain.setdefault(num_rows, Average()).add(seconds)
         self._context[num_rows] = context
+        self._num_since_plain = 0
 
     def see(self, num_rows: int, width: int, seconds: float) -> None:
         """A round with drafts, the time of drafting left out."""
+        self._num_since_plain += 1
         ratio = seconds / self.plain(num_rows)
         self._ratios.setdefault(num_rows, {}).setdefault(width, Average()).add(ratio)
 
@@ -119,12 +129,12 @@ class RoundTimes:
 
     def see_reading(self, part: Hashable, num_tokens: int, seconds: float) -> None:
         """What a drafter took to read so many tokens that it had not read yet."""
-        self._reading.setdefault(part, Average()).add(seconds / num_tokens)
+        self._reading.setdefault(part, Line()).add(num_tokens, seconds)
 
     def reading(self, part: Hashable, num_tokens: int) -> float:
         """Seconds that a drafter needs to read so many tokens; 0 before it was seen to read."""
-        known = self._reading.get(part)
-        return known.value * num_tokens if known else 0.0
+        line = self._reading.get(part)
+        return line.start + line.slope * num_tokens if line and num_tokens else 0.0
 
     def plain(self, num_rows: int) -> float:
         """Seconds of a round without drafts; from the batch sizes around it where this one is unknown."""
@@ -178,7 +188,7 @@ class RoundTimes:
                 return 1 + SLOPE * width
             seen = self._ratios[nearest]
         known = seen.get(width)
-        if known is not None and known.count > 2:
+        if known is not None:
             return known.value
         widths = sorted(seen)
         place = bisect_left(widths, width)
@@ -188,6 +198,4 @@ class RoundTimes:
             slope = max((low_value - 1) / low, 0.0)
             return low_value + slope * (width - low)
         high = widths[place]
-        if high == low:
-            return seen[high].value
         return low_value + (seen[high].value - low_value) * (width - low) / (high - low)

@@ -29,12 +29,9 @@ from secondguess.sampling import drafter_laws
 UNREADABLE = 0
 """What a draft model is shown in place of a token that its vocabulary lacks."""
 
-FAR_BEHIND = 4
-"""A shadow with more unread tokens than this reads them before the draft begins, and not in its first step."""
-
-
-READ_TOGETHER = 16
-"""Unread tokens are told in steps of so many: fewer are read in no time worth telling."""
+FAR_BEHIND = 16
+"""A shadow with more unread tokens than this reads them before the draft begins, and not in its first step. Unread tokens
+are told in steps of so many."""
 
 
 @dataclass(eq=False)
@@ -84,7 +81,7 @@ class ModelDrafter(Drafter):
         shadow = self._shadows.get(row)
         unread = len(row.tokens) - (shadow.num_agreed if shadow else 0)
         # To a few tokens: the same few values come back in every round.
-        coarse = unread // READ_TOGETHER * READ_TOGETHER if unread > READ_TOGETHER else 0
+        coarse = unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0
         return _make_prospect(min(self._room(row), MAX_DRAFT_LENGTH), coarse)
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:

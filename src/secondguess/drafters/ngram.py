@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Drafter, Supplies
 from secondguess.errors import BadInputError
 from secondguess.names import Name, read_options, refuse_argument, require_between, show_options
@@ -66,6 +66,11 @@ class NgramIndex:
         period = len(self.tokens) - start
         return [self.tokens[start + offset % period] for offset in range(limit)]
 
+    @property
+    def has_match(self) -> bool:
+        """Whether the last tokens occurred before."""
+        return self._follower() is not None
+
     def _follower(self) -> int | None:
         for length, followers in self._followers:
             if length <= len(self.tokens):
@@ -73,6 +78,9 @@ class NgramIndex:
                 if start is not None:
                     return start
         return None
+
+
+SOMETHING, NOTHING = Prospect(certain=True), Prospect(longest=0, certain=True)
 
 
 class NgramDrafter(Drafter):
@@ -94,6 +102,10 @@ class NgramDrafter(Drafter):
         for row in rows:
             self._indices[row] = NgramIndex(self.options)
         self._read(rows)
+
+    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
+        """Nothing, where even the shortest n-gram is new."""
+        return [(SOMETHING if self._indices[row].has_match else NOTHING,) for row in rows]
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = zip(rows, budgets.lengths, strict=True)
