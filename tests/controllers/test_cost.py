@@ -380,7 +380,7 @@ def test_curves_lie_on_lines_between_what_was_seen() -> None:
         times.see(1, 2, 1.2)
         times.see(1, 6, 2.0)
         times.see_steps("part", 1, 2, 0.5)
-    assert not times.needs_plain(1, 19)
+    assert not times.needs_plain(1, 13)
     assert times.needs_plain(1, 21), "the rows have doubled"
     assert times.needs_plain(3, 10), "no batch size near three was seen"
     assert not times.needs_plain(7, 10)

@@ -23,9 +23,9 @@ PROBING = 0.005
 LARGEST_PROBE = 6.0
 """Probes are saved up for so many plain rounds at most."""
 MOST_HALVINGS = 5
-PATIENCE = 8.0
+PATIENCE = 16.0
 """The guard stops drafting when the debt reaches so many plain rounds."""
-CREDIT = 8.0
+CREDIT = 16.0
 """Time won is remembered up to so many plain rounds."""
 COOLING = 64
 """Rounds for which the first stop lasts."""

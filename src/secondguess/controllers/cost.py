@@ -32,11 +32,11 @@ PACE_MEMORY = 64
 """Rounds over which the rate is averaged."""
 SERIES = 4
 """Probes come in series of about so many."""
-RESTING = 4
+RESTING = 1
 """Rounds to let pass before asking again in a place where nothing paid."""
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Longest drafts that are weighed for a batch, whose rows wait for each other."""
-CAUTION = 2.0
+CAUTION = 1.2
 """By how much more than it takes the reading of a text must pay."""
 RENEWAL = 16
 """What drafts cost a round is worked out anew after so many of them; in the beginning after each."""

@@ -120,8 +120,9 @@ class Expectations:
         standing = self.standings.get(row)
         level = standing.level if standing else 0
         gains = kind.gains[level]
+        # A row that fares badly may fare better soon, and only a draft tells: no worse is expected than of all such guesses.
         return Expected(
-            self.drafts.mean(gains, FIRST_GAIN),
+            max(self.drafts.mean(gains, FIRST_GAIN), self.drafts.mean(gains[:2], FIRST_GAIN)),
             self.drafts.mean(kind.widths[level], FIRST_WIDTH),
             DOUBT / (1 + gains[1].count) ** 0.5,
             self.drafts.mean(kind.comes, 1.0),

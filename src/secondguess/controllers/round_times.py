@@ -15,36 +15,39 @@ SLOPE = 0.03
 NUM_REMEMBERED = 16
 """An average is over about so many values."""
 FARTHEST = 1.3
-"""A value may move an average by at most this factor of it: a hiccup is no news."""
+"""A value counts for at most this multiple of what was expected: a hiccup is no news. (Nothing is too fast by accident.)"""
 NUM_COLD = 3
-"""Of so many first values the least counts."""
+"""Of so many first plain rounds the least counts: the first ones allocate and fill caches."""
 AGE = 256
 """After so many rounds with drafts a plain one is timed again: everything is compared with it."""
 FIRST_SLOPE = 0.6
 """How much of the time per step is taken for the step's own while nothing tells it from what a draft takes to start."""
-STALE = 2.0
+STALE = 1.4
 """A plain round is timed anew once the rows have grown by this factor."""
 NEAR = 1.3
 """Batch sizes within this factor of one another are told from one another on straight lines."""
 
 
 class Average:
-    """A running average of positive values, robust against single large ones."""
+    """A running average of positive values, robust against single large ones.
 
-    __slots__ = ("count", "value")
+    Args:
+        num_cold: of so many first values the least counts.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_num_cold", "count", "value")
+
+    def __init__(self, num_cold: int = 1) -> None:
+        self._num_cold = num_cold
         self.count = 0
         self.value = 0.0
 
     def add(self, value: float) -> None:
         self.count = min(self.count + 1, NUM_REMEMBERED)
-        if self.count <= NUM_COLD:
-            # The first rounds allocate and fill caches: the quickest of them is the one to believe.
+        if self.count <= self._num_cold:
             self.value = min(value, self.value) if self.count > 1 else value
             return
-        within = min(max(value, self.value / FARTHEST), self.value * FARTHEST)
-        self.value += (within - self.value) / self.count
+        self.value += (min(value, self.value * FARTHEST) - self.value) / self.count
 
 
 class Line:
@@ -58,7 +61,7 @@ class Line:
     def add(self, num_steps: int, seconds: float) -> None:
         if self._weight >= 2:
             expected = self.start + self.slope * num_steps
-            seconds = min(max(seconds, expected / FARTHEST), expected * FARTHEST)
+            seconds = min(seconds, expected * FARTHEST)
         decay = 1 - 1 / (4 * NUM_REMEMBERED)
         self._weight = self._weight * decay + 1
         self._x = self._x * decay + num_steps
@@ -113,7 +116,7 @@ class RoundTimes:
 
     def see_plain(self, num_rows: int, context: float, seconds: float) -> None:
         """A round without drafts."""
-        self._plain.setdefault(num_rows, Average()).add(seconds)
+        self._plain.setdefault(num_rows, Average(NUM_COLD)).add(seconds)
         self._context[num_rows] = context
         self._num_since_plain = 0
 
