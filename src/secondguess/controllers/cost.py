@@ -32,7 +32,7 @@ PACE_MEMORY = 64
 """Rounds over which the rate is averaged."""
 SERIES = 4
 """Probes come in series of about so many."""
-RESTING = 1
+RESTING = 8
 """Rounds to let pass before asking again in a place where nothing paid."""
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Longest drafts that are weighed for a batch, whose rows wait for each other."""
