@@ -25,6 +25,7 @@ LAYERS = [
         "stats",
         "runtime",
         "drafters",
+        "heads",
         "verifiers",
         "controllers",
         "train",
@@ -38,12 +39,13 @@ LAYERS = [
 # Inside the second layer: contracts speak of noise and sampling, what is in the box is found by those who read it, a
 # trainer writes what a controller reads; the rest are strangers to each other.
 SIDEWAYS = {
-    "drafters": {"noise", "sampling", "runtime"},
+    "drafters": {"noise", "sampling", "runtime", "heads"},
+    "heads": {"builtin", "runtime"},
     "verifiers": {"noise"},
     "sampling": {"runtime"},
     "runtime": {"builtin"},
     "controllers": {"builtin"},
-    "train": {"builtin", "runtime", "controllers"},
+    "train": {"builtin", "runtime", "controllers", "heads"},
 }
 FOLDERS_OF_VARIANTS = {
     "drafters": "DRAFTERS",

@@ -15,7 +15,7 @@ from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
-from secondguess.runtime.base import Runtime, Scores
+from secondguess.runtime.base import Hidden, Runtime, Scores
 
 Law = Callable[[tuple[int, ...]], Tensor]
 
@@ -32,6 +32,7 @@ class TableModel(Runtime):
     def __init__(self, vocab_size: int, law: Law, context_length: int = 10_000) -> None:
         self.vocab_size = vocab_size
         self.context_length = context_length
+        self.num_layers = 0
         self.device = torch.device("cpu")
         self.law = law
         self.num_forwards = 0
@@ -39,11 +40,12 @@ class TableModel(Runtime):
         self._cached: dict[Row, list[int]] = {}
         self._held: dict[Row, list[list[int]]] = {}
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row]) -> list[Hidden]:
         for row in rows:
             if row in self._cached:
                 raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
             self._cached[row] = row.tokens[:-1]
+        return [{}] * len(rows)
 
     def read_up(self, rows: Sequence[Row]) -> None:
         for row in rows:

@@ -57,7 +57,7 @@ def test_the_drafter_none_gets_no_budget() -> None:
         ("ngram,speed=3", "one of the options max, min .* got the option 'speed'"),
         ("suffix,minimum=3", "min, factor, offset, threshold"),
         ("none,max=3", "no options"),
-        ("model:some/dir,max=3", "no options"),
+        ("model:some/dir,max=3", "one of the options tree"),
         ("ngram,max", "key=value"),
         ("ngram,max=", "key=value"),
         ("ngram,max=3,max=4", "each once"),

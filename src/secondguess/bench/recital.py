@@ -22,7 +22,7 @@ from secondguess.drafters.base import Drafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
-from secondguess.runtime.base import Runtime, Scores
+from secondguess.runtime.base import Hidden, Runtime, Scores
 from secondguess.verifiers.base import Exactness, Verifier
 
 
@@ -38,12 +38,13 @@ class Recital(Runtime):
 
     vocab_size = 1
     context_length = 2**31
+    num_layers = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        pass
+    def begin(self, rows: Sequence[Row]) -> list[Hidden]:
+        return [{}] * len(rows)
 
     def read_up(self, rows: Sequence[Row]) -> None:
         pass
@@ -100,8 +101,8 @@ class WatchedDrafter(Drafter):
         self.default_controller = drafter.default_controller
         self.seconds = 0.0
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        self._drafter.begin(rows)
+    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+        self._drafter.begin(rows, hidden)
 
     def prospects(self, rows: Sequence[Row]) -> Sequence[Sequence[Prospect]]:
         start = time.thread_time()
@@ -118,7 +119,7 @@ class WatchedDrafter(Drafter):
         self.seconds += time.thread_time() - start
         return draft
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         start = time.thread_time()
         self._drafter.observe(rows, verdict, hidden)
         self.seconds += time.thread_time() - start

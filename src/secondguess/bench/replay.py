@@ -16,7 +16,7 @@ from secondguess.bench.traces import Guess, NodeLaw, Trace
 from secondguess.controllers.base import Controller
 from secondguess.controllers.laws import DraftLaws
 from secondguess.core import Draft, Plan, Prospect, RoundTime, Row, Verdict
-from secondguess.drafters.model import FAR_BEHIND
+from secondguess.drafters.shadow import FAR_BEHIND
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Clock
 

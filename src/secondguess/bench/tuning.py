@@ -270,7 +270,7 @@ class Tuner:
             target.end(row)
         return seconds
 
-    def _timed(self, work: Callable[[], None]) -> float:
+    def _timed(self, work: Callable[[], object]) -> float:
         device = self._models.target.runtime.device
         synchronise(device)
         start = self._clock()

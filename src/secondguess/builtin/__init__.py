@@ -31,3 +31,9 @@ def builtin_paths() -> BuiltinPaths:
 def acceptance_path() -> Path:
     """Where the predictor for the pair lies (`secondguess.controllers.predictor` reads it)."""
     return Path(__file__).parent / "acceptance" / "predictor.json"
+
+
+def head_path(kind: str) -> Path | None:
+    """Where a drafter of this kind that was trained for the built-in target lies; None if none is in the box."""
+    path = Path(__file__).parent / kind
+    return path if (path / "config.json").is_file() else None

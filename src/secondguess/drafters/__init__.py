@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from typing import Protocol
 
 from secondguess.drafters.alternating import AlternatingDrafter, check_parts
 from secondguess.drafters.base import Drafter, Supplies
+from secondguess.heads.files import find_head_folder
 from secondguess.names import Name, parse_name
 from secondguess.runtime.base import Runtime
 
@@ -36,19 +40,40 @@ def draft_model_paths(text: str) -> list[str]:
     return [name.argument for name in parse_drafter_name(text) if name.kind == "model" and name.argument]
 
 
-def make_drafter(text: str, *, target_vocab_size: int, load_draft_model: Callable[[str], Runtime]) -> Drafter:
+class Target(Protocol):
+    """A loaded target: what decodes, what the user called it, and where it was read from."""
+
+    @property
+    def runtime(self) -> Runtime: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+
+
+def make_drafter(
+    text: str,
+    *,
+    target_vocab_size: int,
+    load_draft_model: Callable[[str], Runtime],
+    target: Target | None = None,
+) -> Drafter:
     """Make the drafter that a name asks for.
 
     Args:
         text: the name, such as `none`, `ngram,max=4`, `model:PATH` or `suffix+model:PATH`.
         target_vocab_size: width of the target's logits.
         load_draft_model: gives the runtime of the model at a path; called only by drafters that have one.
+        target: whom to draft for; drafters that borrow from the target cannot be made without it.
 
     Raises:
         BadInputError: a kind, an argument, an option or a value that does not exist, or parts that do not mix.
     """
     names = parse_drafter_name(text)
     supplies = Supplies(target_vocab_size, load_draft_model)
+    if target is not None:
+        find_head = partial(find_head_folder, target_name=target.name, target_path=target.path)
+        supplies = replace(supplies, find_head=find_head, target=target.runtime)
     if len(names) == 1:
         return build_drafter(names[0], supplies)
     check_parts([name.kind for name in names])

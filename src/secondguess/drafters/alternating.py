@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from torch.nn.functional import one_hot
 
 from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
+from secondguess.runtime.base import Hidden
 
 
 def check_parts(kinds: Sequence[str]) -> None:
@@ -47,9 +47,9 @@ class AlternatingDrafter(Drafter):
         self.certain = all(part.certain for part in self.parts)
         self._vocab_size = vocab_size
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
         for part in self.parts:
-            part.begin(rows)
+            part.begin(rows, hidden)
 
     def prospects(self, rows: Sequence[Row]) -> list[list[Prospect]]:
         """Those of all parts; a part without a guess comes last."""
@@ -87,7 +87,7 @@ class AlternatingDrafter(Drafter):
         laws = torch.stack([draft.probs for draft in merged if draft.probs is not None])
         return Draft(tokens, parents, lengths, laws[whose, everyone])
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         for part in self.parts:
             part.observe(rows, verdict, hidden)
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from pathlib import Path
 
 from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
+from secondguess.errors import BadInputError
 from secondguess.names import Name, refuse_argument, refuse_options
 from secondguess.noise import Noise
-from secondguess.runtime.base import Runtime
+from secondguess.runtime.base import Hidden, Runtime
+
+
+def _no_head(name: Name) -> Path:
+    raise BadInputError(
+        f"expected a loaded target for the drafter {name}, got none; it drafts with the target's own states"
+    )
 
 
 @dataclass(frozen=True)
@@ -25,10 +31,26 @@ class Supplies:
     Args:
         target_vocab_size: width of the target's logits.
         load_draft_model: gives the runtime of the model at a path.
+        find_head: gives the folder of what a name's drafter was trained to be: the one that the name says, or the one that
+            was shipped for the target. To be asked before `target`.
+        target: whom the drafts are for, when it is loaded.
     """
 
     target_vocab_size: int
     load_draft_model: Callable[[str], Runtime]
+    find_head: Callable[[Name], Path] = _no_head
+    target: Runtime | None = None
+
+    def require_target(self, name: Name) -> Runtime:
+        """The target, for a drafter that borrows from it.
+
+        Raises:
+            BadInputError: there is none.
+        """
+        if self.target is None:
+            _no_head(name)
+        assert self.target is not None
+        return self.target
 
 
 class Drafter(ABC):
@@ -55,8 +77,13 @@ class Drafter(ABC):
         refuse_options(name, "drafter")
         return cls()
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Admit rows; they hold their whole prompt. What takes long and may never be needed is for `prepare`."""
+    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+        """Admit rows; they hold their whole prompt. What takes long and may never be needed is for `prepare`.
+
+        Args:
+            hidden: per row, the target's hidden states `[position, width]` of all tokens but the last, by layer, where
+                any were requested (`Runtime.request_hidden`).
+        """
 
     def prospects(self, rows: Sequence[Row]) -> Sequence[Sequence[Prospect]]:
         """Per row, the ways in which it could be drafted for now, the preferred one first; at least one.
@@ -79,8 +106,11 @@ class Drafter(ABC):
         row's own sampling settings; after each node `budgets.go_on` decides, from its law, whether to go on.
         """
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         """See what was committed (`row.tokens` is already extended) and roll back what was not.
+
+        Args:
+            hidden: the target's states `[row, node + 1, width]` behind pending and behind each node, by layer.
 
         Rounds run in inference mode: clone tensors that are to be trained on.
         """

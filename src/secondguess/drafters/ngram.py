@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Drafter, Supplies
 from secondguess.errors import BadInputError
 from secondguess.names import Name, read_options, refuse_argument, require_between, show_options
 from secondguess.noise import Noise
+from secondguess.runtime.base import Hidden
 
 MAX_NGRAM = 32
 
@@ -98,7 +97,7 @@ class NgramDrafter(Drafter):
         refuse_argument(name, "drafter")
         return cls(read_options(NgramOptions, name.options, "drafter ngram"))
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
         for row in rows:
             self._indices[row] = NgramIndex(self.options)
         self._read(rows)
@@ -112,7 +111,7 @@ class NgramDrafter(Drafter):
         chains = [self._indices[row].continuation(limit) for row, limit in limits]
         return Draft.chains(chains, device=noise.device)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         self._read(rows)
 
     def end(self, row: Row) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Drafter, Supplies
 from secondguess.names import Name, read_options, refuse_argument, require_between, show_options
 from secondguess.noise import Noise
+from secondguess.runtime.base import Hidden
 
 MAX_COUNTED = 32
 """How many contexts of one position are counted, longest first; bounds the work per token."""
@@ -184,7 +183,7 @@ class SuffixDrafter(Drafter):
         refuse_argument(name, "drafter")
         return cls(read_options(SuffixOptions, name.options, "drafter suffix"))
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
         for row in rows:
             self._automata[row] = SuffixAutomaton()
         self._read(rows)
@@ -198,7 +197,7 @@ class SuffixDrafter(Drafter):
         chains = [self._chain(self._automata[row], limit) for row, limit in limits]
         return Draft.chains(chains, device=noise.device)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         self._read(rows)
 
     def end(self, row: Row) -> None:

@@ -8,13 +8,18 @@ forwards whatever part of `row.tokens` is not cached yet, and that is how a draf
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row
+from secondguess.errors import UnsupportedModelError
+
+Hidden = dict[int, Tensor]
+"""Hidden states by layer, numbered as in `output_hidden_states`: 0 is the embeddings, `k` the output of layer k, -1 the last,
+normalised one."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,26 @@ class Scores:
     """
 
     logits: Tensor
-    hidden: dict[int, Tensor]
+    hidden: Hidden
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The two ends of a model, which a drafter may borrow instead of holding its own.
+
+    Args:
+        width: of the states.
+        dtype: of the states.
+        embed: token ids `[...]` to states `[..., width]`, as they enter the first layer.
+        normalise: the model's last norm.
+        unembed: normalised states `[..., width]` to logits `[..., vocab]`.
+    """
+
+    width: int
+    dtype: torch.dtype
+    embed: Callable[[Tensor], Tensor]
+    normalise: Callable[[Tensor], Tensor]
+    unembed: Callable[[Tensor], Tensor]
 
 
 class Runtime(ABC):
@@ -37,16 +61,42 @@ class Runtime(ABC):
     Attributes:
         vocab_size: width of the logits.
         context_length: positions the model can hold.
+        num_layers: how deep the model is.
         device: where tensors that are handed in should live.
     """
 
     vocab_size: int
     context_length: int
+    num_layers: int
     device: torch.device
 
+    def request_hidden(self, layers: Sequence[int]) -> None:
+        """Have `begin` and `score` return these layers' hidden states too, from now on.
+
+        Raises:
+            UnsupportedModelError: a model that shows none.
+        """
+        raise UnsupportedModelError(
+            f"expected a target that shows its hidden states, got a {type(self).__name__}; use a drafter that needs none"
+        )
+
+    def ends(self) -> Ends:
+        """The model's embeddings, last norm and head.
+
+        Raises:
+            UnsupportedModelError: a model that cannot lend them.
+        """
+        raise UnsupportedModelError(
+            f"expected a target that lends its embeddings, got a {type(self).__name__}; use a drafter that needs none"
+        )
+
     @abstractmethod
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Admit rows and cache all of their tokens but the last (in chunks)."""
+    def begin(self, rows: Sequence[Row]) -> Sequence[Hidden]:
+        """Admit rows and cache all of their tokens but the last (in chunks).
+
+        Returns:
+            Per row the hidden states that were requested, `[position, width]` each, of the tokens cached.
+        """
 
     @abstractmethod
     def read_up(self, rows: Sequence[Row]) -> None:

@@ -17,7 +17,7 @@ from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
 from secondguess.runtime import tree
 from secondguess.runtime.attention import Step
-from secondguess.runtime.base import Runtime, Scores
+from secondguess.runtime.base import Hidden, Runtime, Scores
 from secondguess.runtime.cache import KeyValueCache
 
 UNLIMITED = 2**31
@@ -83,13 +83,11 @@ class CachedRuntime(Runtime):
     ) -> None:
         if prefill_chunk < 1:
             raise BadInputError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
-        for layer in hidden_layers:
-            if not -num_layers - 1 <= layer <= num_layers:
-                raise BadInputError(f"hidden layer must be in 0..{num_layers} (or negative), got {layer}")
         self.vocab_size = vocab_size
         self.context_length = context_length or UNLIMITED
+        self.num_layers = num_layers
         self.device = device
-        self.hidden_layers = tuple(hidden_layers)
+        self.hidden_layers: tuple[int, ...] = ()
         self.prefill_chunk = prefill_chunk
         self.cache = KeyValueCache(device)
         self._states: dict[Row, _Cached] = {}
@@ -98,6 +96,15 @@ class CachedRuntime(Runtime):
         self._prefills_together = device.type != "cpu"
         self._key_block = KEY_BLOCK if device.type == "cpu" else 1
         self._stairs = tree.Stairs(device)
+        self.request_hidden(hidden_layers)
+
+    def request_hidden(self, layers: Sequence[int]) -> None:
+        for layer in layers:
+            if not -self.num_layers - 1 <= layer <= self.num_layers:
+                raise BadInputError(
+                    f"hidden layer must be in 0..{self.num_layers} (or negative), got {layer}"
+                )
+        self.hidden_layers = tuple(dict.fromkeys([*self.hidden_layers, *layers]))
 
     @abstractmethod
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
@@ -107,7 +114,7 @@ class CachedRuntime(Runtime):
             tokens: ids; padding is any token.
             step: positions, and who sees whom.
             num_logits: how many of the last columns need logits.
-            with_hidden: whether `hidden_layers` are wanted; a prefill does not want them.
+            with_hidden: whether `hidden_layers` are wanted.
         """
 
     def read(self, tokens: Tensor) -> Output:
@@ -134,7 +141,7 @@ class CachedRuntime(Runtime):
         """Rows that have begun and not ended."""
         return len(self._by_slot)
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row]) -> list[Hidden]:
         for row in rows:
             if row in self._states:
                 raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
@@ -144,7 +151,8 @@ class CachedRuntime(Runtime):
             state = _Cached(row, slot=len(self._by_slot))
             self._states[row] = state
             self._by_slot.append(state)
-        self.read_up(rows)
+        seen = self._prefill([self._states[row] for row in rows], with_hidden=bool(self.hidden_layers))
+        return [seen.get(row, {}) for row in rows]
 
     def read_up(self, rows: Sequence[Row]) -> None:
         self._prefill([self._states[row] for row in rows])
@@ -206,7 +214,7 @@ class CachedRuntime(Runtime):
         starts = [state.length for state in states]
         num_keys = -(-(max(starts) + width) // self._key_block) * self._key_block
         with torch.inference_mode():
-            self.cache.place(starts, width, [state.slot for state in states], num_keys)
+            self._place(states, starts, width, num_keys)
             step = self._step(starts, queries, num_keys)
             output = self.run(queries.tokens, step, width - first, with_hidden=bool(self.hidden_layers))
             offsets = None
@@ -235,31 +243,46 @@ class CachedRuntime(Runtime):
             self._prefill(behind)
         return [len(state.row.tokens) - state.length for state in states]
 
-    def _prefill(self, states: Sequence[_Cached]) -> None:
-        """Cache all tokens but the last, rows of similar need together, `prefill_chunk` tokens a forward."""
+    def _prefill(self, states: Sequence[_Cached], with_hidden: bool = False) -> dict[Row, Hidden]:
+        """Cache all tokens but the last, rows of similar need together, `prefill_chunk` tokens a forward.
+
+        Returns:
+            Where wanted, the hidden states of what was cached, by row.
+        """
+        pieces: dict[Row, list[Hidden]] = {}
         waiting = sorted(states, key=_num_to_prefill)
         while waiting and _num_to_prefill(waiting[-1]) > 0:
             width = min(_num_to_prefill(waiting[-1]), self.prefill_chunk)
             num_rows = self.prefill_chunk // width if self._prefills_together else 1
             group = [state for state in waiting[-num_rows:] if _num_to_prefill(state) > 0]
             counts = [min(_num_to_prefill(state), width) for state in group]
-            pieces = [
+            texts = [
                 state.row.tokens[state.length : state.length + count] + [0] * (width - count)
                 for state, count in zip(group, counts, strict=True)
             ]
             with torch.inference_mode():
-                self._prefill_forward(group, torch.tensor(pieces, device=self.device))
-            for state, count in zip(group, counts, strict=True):
+                hidden = self._prefill_forward(group, torch.tensor(texts, device=self.device), with_hidden)
+            for place, (state, count) in enumerate(zip(group, counts, strict=True)):
                 state.length += count
+                if with_hidden:
+                    piece = {
+                        layer: states_of_layer[place, :count] for layer, states_of_layer in hidden.items()
+                    }
+                    pieces.setdefault(state.row, []).append(piece)
             waiting.sort(key=_num_to_prefill)
+        return {row: _joined(of_row) for row, of_row in pieces.items()}
 
-    def _prefill_forward(self, states: Sequence[_Cached], tokens: Tensor) -> None:
+    def _prefill_forward(self, states: Sequence[_Cached], tokens: Tensor, with_hidden: bool) -> Hidden:
         starts = [state.length for state in states]
         width = tokens.shape[1]
         num_keys = max(starts) + width
-        self.cache.place(starts, width, [state.slot for state in states], num_keys)
+        self._place(states, starts, width, num_keys)
         step = self._step(starts, Queries(tokens, None), num_keys, causal=num_keys == width)
-        self.run(tokens, step, num_logits=self.least_logits, with_hidden=False)
+        return self.run(tokens, step, num_logits=self.least_logits, with_hidden=with_hidden).hidden
+
+    def _place(self, states: Sequence[_Cached], starts: Sequence[int], width: int, num_keys: int) -> None:
+        """Prepare a forward that writes each row's tokens from `starts[i]` on."""
+        self.cache.place(starts, width, [state.slot for state in states], num_keys)
 
     def _step(self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False) -> Step:
         """Positions and mask of a forward; rows that stand equally far share one of each.
@@ -311,6 +334,11 @@ def _queries(states: Sequence[_Cached], num_uncached: Sequence[int], draft: Draf
     parents, lengths = draft.parents.tolist(), draft.lengths.tolist()
     hung = torch.tensor(tree.hang_below(parents, lengths, num_uncached), device=device)
     return Queries(tokens, tree.ancestor_closure(hung))
+
+
+def _joined(pieces: Sequence[Hidden]) -> Hidden:
+    """The states of successive chunks as one."""
+    return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]}
 
 
 def _num_to_prefill(state: _Cached) -> int:

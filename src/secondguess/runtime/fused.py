@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.runtime.attention import Step, attend_as_several
+from secondguess.runtime.base import Ends
 from secondguess.runtime.cached import KEY_BLOCK, CachedRuntime, Output
 from secondguess.runtime.families import ACTIVATIONS, FAMILIES, Family, attention_inputs, mlp_inputs
 from secondguess.runtime.packing import Product
@@ -288,6 +289,16 @@ class FusedDecoder:
         self.head = Product.joined([model.get_output_embeddings()], packed)
         self.windows = set(windows)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """States `[..., width]` as they enter the first layer."""
+        states = functional.embedding(tokens, self.embedding)
+        return states if self.embedding_scale is None else states * self.embedding_scale
+
+    def ends(self) -> Ends:
+        """What may be borrowed from this decoder."""
+        width = self.embedding.shape[1]
+        return Ends(width, self.embedding.dtype, self.embed, self.norm, self.head)
+
     @property
     def num_heads_per_key(self) -> int:
         """Query heads that share one key head, alike in all layers."""
@@ -318,13 +329,14 @@ class FusedRuntime(CachedRuntime):
         group = decoder.num_heads_per_key
         self._added_stairs = Stairs(self.device, self._shown, self._hidden, repeats=group)
 
+    def ends(self) -> Ends:
+        return self.decoder.ends()
+
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
         decoder = self.decoder
         turns = {kind: rotary.at(step) for kind, rotary in decoder.rotaries.items()}
         views = {window: self._view(step, window) for window in decoder.windows}
-        states = functional.embedding(tokens, decoder.embedding)
-        if decoder.embedding_scale is not None:
-            states = states * decoder.embedding_scale
+        states = decoder.embed(tokens)
         levels = [states]
         for index, layer in enumerate(decoder.layers):
             states = layer.forward(states, index, turns[layer.turned_like], views[layer.window], self.cache)

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import attention
 from secondguess.runtime.attention import Step, current
+from secondguess.runtime.base import Ends
 from secondguess.runtime.cached import CachedRuntime, Output
 from secondguess.runtime.support import check_supported, context_length_of
 
@@ -62,6 +64,17 @@ class TransformersRuntime(CachedRuntime):
     ) -> None:
         self.close()
 
+    def ends(self) -> Ends:
+        embedding = self.model.get_input_embeddings()
+        norm = last_norm(self.model)
+        return Ends(
+            embedding.weight.shape[1],
+            self.model.dtype,
+            embedding,
+            norm,
+            self.model.get_output_embeddings(),
+        )
+
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
         options: dict[str, Any] = {}
         if num_logits < tokens.shape[1] and self._can_skip_logits:
@@ -81,3 +94,17 @@ class TransformersRuntime(CachedRuntime):
             current.step = None
         hidden = {layer: output.hidden_states[layer] for layer in self.hidden_layers} if with_hidden else {}
         return Output(output.logits, hidden)
+
+
+def last_norm(model: Any) -> Any:
+    """The norm behind a model's last layer: the last norm that stands in its body itself, outside of the layers."""
+    norms = [
+        module
+        for name, module in model.base_model.named_children()
+        if "norm" in type(module).__name__.lower() and "embed" not in name
+    ]
+    if not norms:
+        raise UnsupportedModelError(
+            f"expected a norm behind the layers of a {type(model).__name__}, got none; use a drafter that needs none"
+        )
+    return norms[-1]

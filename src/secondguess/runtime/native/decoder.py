@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secondguess.runtime.base import Ends
 from secondguess.runtime.families import Norm, OffsetNorm, obstacle_to_fusing
 from secondguess.runtime.fused import FusedDecoder, Layer
 from secondguess.runtime.native import library
@@ -38,6 +39,12 @@ def obstacle_to_kernels(config: Any, dtype: torch.dtype, device: torch.device) -
     return None
 
 
+def _ends(decoder: FusedDecoder) -> Ends | None:
+    """What drafters may borrow; None where the head is a weight of its own, of which only the kernels' form is kept."""
+    ends = decoder.ends()
+    return ends if decoder.head.weight.data_ptr() == decoder.embedding.data_ptr() else None
+
+
 class NativeDecoder:
     """The weights of a fused decoder in the form that the kernels read.
 
@@ -53,6 +60,7 @@ class NativeDecoder:
         self.rotaries = list(decoder.rotaries.values())
         self.num_layers = len(decoder.layers)
         self.embedding = decoder.embedding
+        self.ends = _ends(decoder)
         heads = decoder.layers[0].heads
         self.num_key_heads, self.head_size = heads.num_keys, heads.size
         self._arena = Arena()

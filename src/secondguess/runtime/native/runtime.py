@@ -10,8 +10,9 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from secondguess.errors import BadInputError, OutOfMemoryError
+from secondguess.errors import BadInputError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime.attention import Step
+from secondguess.runtime.base import Ends
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime, Output, Queries
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
@@ -79,7 +80,6 @@ class NativeRuntime(CachedRuntime):
             raise OutOfMemoryError("expected memory for a model's workspace, got none")
         weakref.finalize(self, kernels.secondguess_free, self._workspace)
         levels = decoder.num_layers + 1
-        self._levels = {layer: layer % levels for layer in self.hidden_layers}  # -1 is the last of them
         self._keys, self._values = (c_void_p * decoder.num_layers)(), (c_void_p * decoder.num_layers)()
         self._turns = (c_void_p * len(decoder.rotaries))()
         self._no_levels = (c_void_p * levels)()
@@ -91,6 +91,14 @@ class NativeRuntime(CachedRuntime):
             values=ctypes.addressof(self._values),
         )
         self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
+
+    def ends(self) -> Ends:
+        if self.decoder.ends is None:
+            raise UnsupportedModelError(
+                "expected a target that lends its head, got one whose head is held in the kernels' form alone; "
+                "load it with runtime fused, or use a drafter with a head of its own"
+            )
+        return self.decoder.ends
 
     def release(self) -> None:
         super().release()
@@ -140,14 +148,22 @@ class NativeRuntime(CachedRuntime):
                 f"or {int(tokens.min())}; is it the tokenizer of another model?"
             )
         return Output(
-            logits, {layer: states[level] for layer, level in self._levels.items()} if states else {}
+            logits, {layer: states[self._level(layer)] for layer in self.hidden_layers} if states else {}
         )
 
     def _levels_for(self, rows: int, width: int) -> tuple[ctypes.Array[c_void_p], dict[int, Tensor]]:
         """Where the kernels put the states that `hidden_layers` asks for, as addresses by level and as tensors."""
         levels = (c_void_p * (self.decoder.num_layers + 1))()
         states = {}
-        for level in set(self._levels.values()):
-            states[level] = torch.empty(rows, width, self.decoder.embedding.shape[1], dtype=torch.bfloat16)
-            levels[level] = states[level].data_ptr()
+        for layer in self.hidden_layers:
+            level = self._level(layer)
+            if level not in states:
+                states[level] = torch.empty(
+                    rows, width, self.decoder.embedding.shape[1], dtype=torch.bfloat16
+                )
+                levels[level] = states[level].data_ptr()
         return levels, states
+
+    def _level(self, layer: int) -> int:
+        """A layer's number counted from the embeddings; -1 is the last of them."""
+        return layer % (self.decoder.num_layers + 1)

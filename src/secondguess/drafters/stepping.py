@@ -1,0 +1,153 @@
+"""What every drafter that draws its nodes from laws shares: chains and trees, settings, budgets and widths of vocabularies.
+
+A subclass only says what it expects next: behind a chain that it is told of token by token (`chain_logits`, `extend`), or
+behind every node of a tree (`tree_logits`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from secondguess.core import Budgets, Draft, Row
+from secondguess.drafters.base import Drafter
+from secondguess.drafters.trees import TreeShape, grow_trees
+from secondguess.errors import BadInputError
+from secondguess.noise import Noise
+from secondguess.sampling import drafter_laws
+
+
+class SteppingDrafter(Drafter):
+    """Draws chains, or trees of one shape, under each row's own settings.
+
+    Args:
+        name: as given to `--drafter`.
+        vocab_size: width of the target's logits. The drafter's may be wider (the rest is never drafted)
+            or narrower (the rest gets probability zero).
+        device: where drafts live.
+        shape: of its trees; None for chains.
+    """
+
+    certain = False
+
+    def __init__(
+        self, name: str, vocab_size: int, device: torch.device, shape: TreeShape | None = None
+    ) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self.device = device
+        self.shape = shape
+
+    @abstractmethod
+    def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
+        """`[row, vocab]` behind pending or the last token each of the active rows was extended by; the others' mean nothing."""
+
+    @abstractmethod
+    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
+        """The active rows' chains go on with these tokens `[row]`."""
+
+    @abstractmethod
+    def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
+        """`[row, node + 1, vocab]` behind pending and behind each node; only the last level of the active rows is read."""
+
+    def room(self, row: Row) -> int:
+        """How many nodes, one behind the other, the drafter can draw for a row at most."""
+        return row.room
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        if not budgets.longest:
+            return empty_draft(len(rows), self.vocab_size, self.device, noise.all_greedy)
+        limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
+        if self.shape is None:
+            return self._draw_chains(rows, limits, budgets, noise)
+        return self._draw_trees(rows, self.shape, limits, budgets, noise)
+
+    def _draw_chains(self, rows: Sequence[Row], limits: list[int], budgets: Budgets, noise: Noise) -> Draft:
+        active = [index for index, limit in enumerate(limits) if limit > 0]
+        edits = any(row.params.edits_logits for row in rows)
+        plain = noise.all_greedy and not edits
+        own_laws = all(row.params.keeps_laws for row in rows)
+        chains: list[list[int]] = [[] for _ in rows]
+        drawn: list[Tensor] = []
+        laws: list[Tensor] = []
+        while active:
+            depth = len(drawn)
+            logits = self._of_target_width(self.chain_logits(rows, active))
+            if plain:
+                tokens = logits.max(-1).indices  # half the time of argmax on a CPU, the same answer
+            else:
+                try:
+                    law = drafter_laws(
+                        logits, rows, _beside(drawn if edits else [], len(rows), logits.device)
+                    )
+                except BadInputError:
+                    # A narrower vocabulary may hold nothing that a row's settings allow: nothing to guess then.
+                    break
+                tokens = noise.draft(law, depth)
+                laws.append(law)
+            drawn.append(tokens)
+            as_list = tokens.tolist()
+            for index in active:
+                chains[index].append(as_list[index])
+            self.extend(rows, active, as_list)
+            active = [index for index in active if depth + 1 < limits[index]]
+            if active and budgets.reads_laws:
+                going_on = budgets.go_on(law if own_laws else logits.softmax(-1), depth)
+                active = [index for index in active if going_on[index]]
+        probs = None if noise.all_greedy else self._probs(laws, len(rows))
+        return Draft.chains(chains, probs, self.device)
+
+    def _draw_trees(
+        self, rows: Sequence[Row], shape: TreeShape, limits: list[int], budgets: Budgets, noise: Noise
+    ) -> Draft:
+        def level_logits(active: list[int], tree: Draft) -> Tensor:
+            return self._of_target_width(self.tree_logits(rows, active, tree))
+
+        go_on = budgets.go_on if budgets.reads_laws else None
+        draft = grow_trees(rows, shape, limits, noise, level_logits, go_on)
+        if noise.all_greedy:
+            return draft
+        if draft.probs is None:
+            return replace(draft, probs=self._probs([], len(rows)))
+        return replace(draft, probs=self._padded(draft.probs))
+
+    def _of_target_width(self, logits: Tensor) -> Tensor:
+        return logits[..., : self.vocab_size] if logits.shape[-1] > self.vocab_size else logits
+
+    def _probs(self, laws: list[Tensor], num_rows: int) -> Tensor:
+        """The laws as `[row, node, vocab]` of the target's width."""
+        if not laws:
+            return torch.empty(num_rows, 0, self.vocab_size, device=self.device)
+        return self._padded(torch.stack(laws, 1))
+
+    def _padded(self, probs: Tensor) -> Tensor:
+        missing = self.vocab_size - probs.shape[-1]
+        return pad(probs, (0, missing)) if missing else probs
+
+
+def _beside(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
+    """`[row, i]` from i tensors `[row]`."""
+    return torch.stack(drawn, 1) if drawn else no_nodes(num_rows, device).tokens
+
+
+@lru_cache(maxsize=64)
+def empty_draft(num_rows: int, vocab_size: int, device: torch.device, certain: bool) -> Draft:
+    """A round's empty draft.
+
+    It has laws like any other, for no nodes: whether a draft is certain decides which rule judges it, and a
+    row's text must not depend on whether another row of its batch had room to draft.
+    """
+    empty = Draft.empty(num_rows, device)
+    return empty if certain else replace(empty, probs=torch.empty(num_rows, 0, vocab_size, device=device))
+
+
+@lru_cache(maxsize=64)
+def no_nodes(num_rows: int, device: torch.device) -> Draft:
+    """The empty draft of a draft step, made once."""
+    return Draft.empty(num_rows, device)

@@ -1,0 +1,382 @@
+"""Shapes of trees, and how a drafter with laws fills them (SpecInfer, arXiv 2305.09781; Sequoia, 2402.12374; EAGLE-2,
+2406.16858).
+
+A tree grows by levels. Before a level is drawn its shape says how many children each node of the frontier gets: from what is
+known then, the tokens and laws above. Children are drawn one after another without replacement, so that siblings differ.
+
+What has been drawn stays (algorithms page, 3.0): dropping a sampled node because of what it is would bend the law of the text.
+Where drafts are not samples (temperature 0), or where the text is decided by races (coupled rows), any choice is safe: there
+the dynamic shape draws more than it needs and keeps the likeliest nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from secondguess.core import MAX_DRAFT_LENGTH, Draft, Row
+from secondguess.errors import BadInputError
+from secondguess.names import require_between
+from secondguess.noise import Noise
+from secondguess.sampling import target_laws
+
+Ranks = tuple[int, ...]
+"""A node of a tree, by which child it and each of its ancestors is, from the root on."""
+
+MOST_CHILDREN = 16
+MOST_NODES = 128
+"""A larger tree is a mistake: a pass over so many nodes costs several passes."""
+
+
+@dataclass
+class Node:
+    """A node that was drawn.
+
+    Args:
+        token: which.
+        parent: index in the row's tree; -1 for a child of pending.
+        ranks: where in the tree it is.
+        log_chance: logarithm of the drafter's probability of the path that ends here.
+    """
+
+    token: int
+    parent: int
+    ranks: Ranks
+    log_chance: float
+
+    @property
+    def depth(self) -> int:
+        """0 for a child of pending."""
+        return len(self.ranks) - 1
+
+
+ROOT = Node(token=-1, parent=-1, ranks=(), log_chance=0.0)
+
+
+class TreeShape(ABC):
+    """How many children the nodes of a growing tree get.
+
+    Attributes:
+        depth: levels at most.
+    """
+
+    depth: int
+
+    @abstractmethod
+    def num_children(
+        self, frontier: Sequence[Node], chances: Callable[[int], list[float]], free: bool
+    ) -> list[int]:
+        """Per node of the frontier (of `ROOT` in the beginning), how many children to draw.
+
+        Args:
+            frontier: the level drawn last.
+            chances: for the index of a frontier node, the largest probabilities of its law, falling.
+            free: whether nodes may be dropped afterwards (`keep`).
+        """
+
+    def keep(self, nodes: Sequence[Node]) -> list[int]:
+        """Of a whole tree whose nodes may be dropped, those that stay, parents before children."""
+        return list(range(len(nodes)))
+
+
+@dataclass(frozen=True)
+class StaticTree(TreeShape):
+    """The same tree in every round.
+
+    Args:
+        paths: its nodes; with each node its parent and its elder siblings.
+    """
+
+    paths: frozenset[Ranks]
+    depth: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.paths or len(self.paths) > MOST_NODES:
+            raise BadInputError(f"expected a tree of 1 to {MOST_NODES} nodes, got {len(self.paths)}")
+        for ranks in self.paths:
+            elder = (*ranks[:-1], ranks[-1] - 1)
+            if (len(ranks) > 1 and ranks[:-1] not in self.paths) or (
+                ranks[-1] > 0 and elder not in self.paths
+            ):
+                raise BadInputError(
+                    f"expected a tree with every node's parent and elder siblings, got {ranks} without one"
+                )
+        object.__setattr__(self, "depth", max(map(len, self.paths)))
+
+    @classmethod
+    def of_widths(cls, widths: Sequence[int]) -> StaticTree:
+        """Every node of level d has `widths[d]` children.
+
+        >>> sorted(StaticTree.of_widths([2, 1]).paths)
+        [(0,), (0, 0), (1,), (1, 0)]
+        """
+        if math.prod(widths) > MOST_NODES:
+            raise BadInputError(
+                f"expected a tree of at most {MOST_NODES} nodes, got one that ends in {math.prod(widths)} leaves"
+            )
+        levels = (product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
+        return cls(frozenset(ranks for level in levels for ranks in level))
+
+    def num_children(
+        self, frontier: Sequence[Node], chances: Callable[[int], list[float]], free: bool
+    ) -> list[int]:
+        return [self._count(node.ranks) for node in frontier]
+
+    def _count(self, ranks: Ranks) -> int:
+        count = 0
+        while (*ranks, count) in self.paths:
+            count += 1
+        return count
+
+
+@dataclass(frozen=True)
+class DynamicTree(TreeShape):
+    """The likeliest nodes by the drafter's own account (EAGLE-2).
+
+    Where nodes may be dropped, each level expands the `width` likeliest nodes of the frontier by `width` children each, and of
+    the whole tree the `nodes` likeliest stay. Where they may not, each level draws its share of `nodes`, handed out beforehand
+    to the children expected to be likeliest: the parent's path times the largest probabilities of its law.
+
+    Args:
+        nodes: of the whole tree.
+        width: children of a node, and nodes expanded in a level, at most.
+        depth: levels at most.
+    """
+
+    nodes: int
+    width: int
+    depth: int
+
+    def num_children(
+        self, frontier: Sequence[Node], chances: Callable[[int], list[float]], free: bool
+    ) -> list[int]:
+        if free:
+            order = sorted(range(len(frontier)), key=lambda index: -frontier[index].log_chance)
+            expanded = set(order[: self.width])
+            return [self.width if index in expanded else 0 for index in range(len(frontier))]
+        share = max(self.nodes // self.depth, 1)
+        expected = [
+            (math.exp(node.log_chance) * chance, index)
+            for index, node in enumerate(frontier)
+            for chance in chances(index)[: self.width]
+        ]
+        chosen = [index for _, index in sorted(expected, key=lambda pair: (-pair[0], pair[1]))[:share]]
+        return [chosen.count(index) for index in range(len(frontier))]
+
+    def keep(self, nodes: Sequence[Node]) -> list[int]:
+        # A node is at most as likely as its parent and stands behind it: the likeliest form a tree.
+        order = sorted(range(len(nodes)), key=lambda index: (-nodes[index].log_chance, index))
+        return sorted(order[: self.nodes])
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """Options of a drafter that can draw trees.
+
+    Args:
+        tree: nothing for chains; children per node, level by level, as in `3x2x1`; or `dynamic`.
+        nodes: of a dynamic tree.
+        width: of a dynamic tree, children per node at most.
+        depth: of a dynamic tree.
+    """
+
+    tree: str = ""
+    nodes: int = 12
+    width: int = 3
+    depth: int = 5
+
+    def __post_init__(self) -> None:
+        require_between("nodes of a dynamic tree", self.nodes, 1, MOST_NODES)
+        require_between("width of a dynamic tree", self.width, 1, MOST_CHILDREN)
+        require_between("depth of a dynamic tree", self.depth, 1, MAX_DRAFT_LENGTH)
+        if self.tree and self.tree != "dynamic":
+            self._widths()
+        if self.tree != "dynamic" and (self.nodes, self.width, self.depth) != (12, 3, 5):
+            raise BadInputError(
+                f"expected nodes, width and depth beside tree=dynamic, got tree={self.tree or 'nothing'}"
+            )
+
+    @cached_property
+    def shape(self) -> TreeShape | None:
+        """What is asked for; None for chains."""
+        if self.tree == "dynamic":
+            return DynamicTree(self.nodes, self.width, self.depth)
+        return StaticTree.of_widths(self._widths()) if self.tree else None
+
+    def _widths(self) -> list[int]:
+        parts = self.tree.split("x")
+        if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) > MAX_DRAFT_LENGTH:
+            raise BadInputError(
+                f"expected a tree such as 3x2x1 (children per node, level by level) or dynamic, got {self.tree!r}"
+            )
+        return [int(part) for part in parts]
+
+    def __str__(self) -> str:
+        """As written behind a drafter's name."""
+        if self.tree == "dynamic":
+            return f",tree=dynamic,nodes={self.nodes},width={self.width},depth={self.depth}"
+        return f",tree={self.tree}" if self.tree else ""
+
+
+LevelLogits = Callable[[list[int], Draft], Tensor]
+"""Given which rows go on and all that was drawn: logits `[row, node + 1, vocab]` behind pending and the nodes (of the active rows
+and the last level; anything elsewhere)."""
+GoOn = Callable[[Tensor, int], list[bool]]
+
+
+class Grove:
+    """The trees of a batch while they grow.
+
+    Args:
+        rows: whom they are for.
+        shape: of every tree.
+        limits: levels per row.
+        noise: of this round.
+    """
+
+    def __init__(self, rows: Sequence[Row], shape: TreeShape, limits: Sequence[int], noise: Noise) -> None:
+        self.rows = rows
+        self.shape = shape
+        self.limits = [min(limit, shape.depth) for limit in limits]
+        self.noise = noise
+        self.nodes: list[list[Node]] = [[] for _ in rows]
+        self.frontiers: list[list[int]] = [[-1] if limit else [] for limit in self.limits]
+        self.laws: list[list[Tensor]] = [[] for _ in rows]
+        coupled, greedy = noise.coupled.tolist(), noise.greedy.tolist()
+        self.free = [each or noise.all_greedy for each in coupled]
+        self._greedy = greedy
+        self._num_drawn = 0
+
+    def draft(self, with_laws: bool) -> Draft:
+        """What was drawn, as it stands."""
+        device = self.noise.device
+        width = max(map(len, self.nodes), default=0)
+        tokens = torch.zeros(len(self.rows), width, dtype=torch.long)
+        parents = torch.full((len(self.rows), width), -1)
+        for index, nodes in enumerate(self.nodes):
+            if nodes:
+                tokens[index, : len(nodes)] = torch.tensor([node.token for node in nodes])
+                parents[index, : len(nodes)] = torch.tensor([node.parent for node in nodes])
+        lengths = torch.tensor([len(nodes) for nodes in self.nodes], dtype=torch.long)
+        probs = self._padded_laws(width) if with_laws and width else None
+        return Draft(tokens.to(device), parents.to(device), lengths.to(device), probs)
+
+    def _padded_laws(self, width: int) -> Tensor:
+        like = next(laws[0] for laws in self.laws if laws)
+        padding = torch.zeros_like(like)
+        return torch.stack([torch.stack([*laws, *([padding] * (width - len(laws)))]) for laws in self.laws])
+
+    def grow(self, active: Sequence[int], logits: Tensor, depth: int) -> Tensor:
+        """Draw a level; the rows' laws behind their likeliest parents come back, `[row, vocab]`, for whoever decides on more."""
+        laws = target_laws(logits, self.rows, self.draft(with_laws=False))
+        telling = laws[:, 0].clone()
+        for row in active:
+            frontier = self.frontiers[row]
+            parents = [self.nodes[row][index] if index >= 0 else ROOT for index in frontier]
+            queries = [index + 1 for index in frontier]
+            best = max(range(len(parents)), key=lambda place: parents[place].log_chance)
+            telling[row] = laws[row, queries[best]]
+            # At temperature 0 a law names one token; which come next is what the logits say.
+            ranking = logits[row].softmax(-1) if self._greedy[row] else laws[row]
+            chances = partial(_largest, ranking[queries])
+            counts = self.shape.num_children(parents, chances, self.free[row])
+            self.frontiers[row] = []
+            for parent, place, query, count in zip(parents, frontier, queries, counts, strict=True):
+                if count:
+                    self._draw_children(row, parent, place, laws[row, query], ranking[query], count, depth)
+        return telling
+
+    def _draw_children(
+        self, row: int, parent: Node, place: int, law: Tensor, ranking: Tensor, count: int, depth: int
+    ) -> None:
+        tokens = (
+            self._ranked(law, ranking, count) if self._greedy[row] else self._sampled(row, law, count, depth)
+        )
+        chances = ranking[tokens].clamp_min(1e-30).log().tolist()
+        for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
+            self.frontiers[row].append(len(self.nodes[row]))
+            self.nodes[row].append(Node(token, place, (*parent.ranks, rank), parent.log_chance + chance))
+            self.laws[row].append(law)
+
+    def _ranked(self, law: Tensor, ranking: Tensor, count: int) -> list[int]:
+        """The law's own token, then the likeliest others; in company of rows that sample only the first, whose law is one-hot."""
+        if not self.noise.all_greedy:
+            return [int(law.argmax())]
+        scores = ranking + law
+        return scores.topk(min(count, len(scores))).indices.tolist()
+
+    def _sampled(self, row: int, law: Tensor, count: int, depth: int) -> list[int]:
+        """Children drawn one after another, each from what the law leaves without its elder siblings."""
+        noise = self.noise.select(torch.tensor([row])) if len(self.rows) > 1 else self.noise
+        left = law[None]
+        tokens: list[int] = []
+        first = len(self.nodes[row])
+        for rank in range(count):
+            if rank:
+                left = left.scatter(1, torch.tensor([[tokens[-1]]], device=left.device), 0.0)
+                total = left.sum(-1, keepdim=True)
+                if not float(total) > 0:
+                    break
+                left = left / total
+            tokens.append(int(noise.draft(left, depth, first + rank)))
+        return tokens
+
+    def prune(self) -> None:
+        """Drop what need not stay, where anything may be dropped."""
+        for row, free in enumerate(self.free):
+            if free:
+                kept = self.shape.keep(self.nodes[row])
+                place = {old: new for new, old in enumerate(kept)} | {-1: -1}
+                nodes = [self.nodes[row][old] for old in kept]
+                self.nodes[row] = [
+                    Node(node.token, place[node.parent], node.ranks, node.log_chance) for node in nodes
+                ]
+                self.laws[row] = [self.laws[row][old] for old in kept]
+
+
+def _largest(laws: Tensor, index: int) -> list[float]:
+    """The largest probabilities of one of `laws` `[node, vocab]`, falling."""
+    values: list[float] = laws[index].topk(min(MOST_CHILDREN, laws.shape[-1])).values.tolist()
+    return values
+
+
+def grow_trees(
+    rows: Sequence[Row],
+    shape: TreeShape,
+    limits: Sequence[int],
+    noise: Noise,
+    level_logits: LevelLogits,
+    go_on: GoOn | None,
+) -> Draft:
+    """Draw a tree for each row, level by level.
+
+    Args:
+        shape: of the trees.
+        limits: levels per row at most; 0 for rows that get none.
+        level_logits: the drafter's.
+        go_on: asked after each level whether to draw another one, per row; None draws them all.
+    """
+    grove = Grove(rows, shape, limits, noise)
+    active = [index for index, limit in enumerate(grove.limits) if limit]
+    depth = 0
+    while active:
+        logits = level_logits(active, grove.draft(with_laws=False))
+        try:
+            telling = grove.grow(active, logits, depth)
+        except BadInputError:
+            # A narrower vocabulary may hold nothing that a row's settings allow: nothing to guess then.
+            break
+        depth += 1
+        active = [index for index in active if depth < grove.limits[index] and grove.frontiers[index]]
+        if active and go_on is not None:
+            answers = go_on(telling, depth - 1)
+            active = [index for index in active if answers[index]]
+    grove.prune()
+    return grove.draft(with_laws=not noise.all_greedy)
