@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import torch
@@ -22,7 +23,7 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.enumeration import Branch, enumerate_rounds, exact_law, largest_difference, text_law
 from secondguess.noise import Noise
 from secondguess.sampling import SamplingParams
-from secondguess.testing import Law, ScriptedDrafter, TableModel, random_law
+from secondguess.testing import Law, LawTreeDrafter, ScriptedDrafter, TableModel, random_law
 from secondguess.verifiers import Verifier, make_verifier
 
 ROUNDING = 1e-12
@@ -120,6 +121,14 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
         return AlternatingDrafter(parts, pair.vocab_size)
     assert kind == "tree"
     return TreeDrafter(tokens=[0, 1, 1, 0, 1], parents=[-1, -1, 0, 1, 1])
+
+
+def make_tree_drafter(
+    pair: Pair, widths: Sequence[int], distinct: bool, least_chance: float = 0.0
+) -> LawTreeDrafter:
+    """Draws trees from the pair's drafter; with a least chance only nodes on likelier paths get children."""
+    grows = (lambda chance: chance > least_chance) if least_chance else None
+    return LawTreeDrafter(pair.vocab_size, pair.drafter, widths, distinct, grows)
 
 
 def play(
@@ -225,3 +234,35 @@ def expected_accepted(pair: Pair, length: int, rule: str) -> float:
             rest = pair.vocab_size ** (length - place - 1)
             total += chance * survival / rest
     return total
+
+
+def outcome_law(branches: Sequence[Branch]) -> dict[tuple[int, tuple[int, ...]], float]:
+    """The joint law of how many nodes were accepted and which text was committed."""
+    law: dict[tuple[int, tuple[int, ...]], float] = {}
+    for branch in branches:
+        outcome = branch.num_accepted, branch.tokens
+        law[outcome] = law.get(outcome, 0.0) + branch.probability
+    return law
+
+
+@dataclass(frozen=True)
+class TreeGains:
+    """Mean accepted nodes of a round: of a tree by two rules, and of a chain as deep as the tree, by the block rule."""
+
+    traversal: float
+    recursive: float
+    chain: float
+
+
+@cache
+def tree_branches(pair: str, widths: tuple[int, ...], distinct: bool, rule: str) -> list[Branch]:
+    """All that a round with such a tree can do."""
+    return play(PAIRS[pair], make_tree_drafter(PAIRS[pair], widths, distinct), rule, "fixed:9")
+
+
+def tree_gains(pair: str, widths: tuple[int, ...], distinct: bool) -> TreeGains:
+    """What a tree is worth on a pair, exactly (the numbers in docs/verifiers.md)."""
+    accepted = [
+        mean_accepted(tree_branches(pair, widths, distinct, rule)) for rule in ("traversal", "recursive")
+    ]
+    return TreeGains(*accepted, expected_accepted(PAIRS[pair], len(widths), "block"))

@@ -18,11 +18,19 @@ TARGET = torch.tensor([[0.8, 0.15, 0.05], [0.2, 0.3, 0.5], [0.1, 0.6, 0.3]], dty
 CRUDE = torch.tensor([[0.3, 0.3, 0.4], [0.6, 0.3, 0.1], [0.4, 0.2, 0.4]], dtype=torch.float64)
 ONE_SIDED = torch.tensor([[0.3, 0.1, 0.6], [0.6, 0.1, 0.3], [0.05, 0.9, 0.05]], dtype=torch.float64)
 NUM_TOKENS = 5
-DRAFT_LENGTH = 3
+CHAIN = (-1, 0, 1)
+TREE = (-1, -1, 0, 0, 1)
+"""Parents of the nodes: a chain, and two children of pending with two children and one."""
 
 
 def chained_texts(
-    verifier: str, num_texts: int, seed: int = 0, coupled: bool = False, drafter: torch.Tensor = CRUDE
+    verifier: str,
+    num_texts: int,
+    seed: int = 0,
+    coupled: bool = False,
+    drafter: torch.Tensor = CRUDE,
+    parents: tuple[int, ...] = CHAIN,
+    distinct: bool = True,
 ) -> torch.Tensor:
     """`[text, NUM_TOKENS]` drawn by as many rounds as it takes, every text a stream of one seed."""
     rule = make_verifier(verifier)
@@ -32,27 +40,44 @@ def chained_texts(
     ]
     keys = KeyedNoise.of_rows(rows)
     # Each round fills a window behind what was committed; what lies beyond NUM_TOKENS is never looked at.
-    texts = torch.zeros(num_texts, 1 + NUM_TOKENS + DRAFT_LENGTH, dtype=torch.long)
+    texts = torch.zeros(num_texts, 1 + NUM_TOKENS + len(parents), dtype=torch.long)
     ends = torch.ones(num_texts, dtype=torch.long)
     everyone = torch.arange(num_texts)
-    parents = torch.arange(-1, DRAFT_LENGTH - 1).expand(num_texts, DRAFT_LENGTH)
-    lengths = torch.full((num_texts,), DRAFT_LENGTH)
     while bool((ends <= NUM_TOKENS).any()):
         noise = KeyedNoise(keys.keys, ends, keys.coupled, keys.greedy)
-        said = [texts[everyone, ends - 1]]
-        for depth in range(DRAFT_LENGTH):
-            said.append(noise.draft(drafter[said[-1]], depth))
-        path = torch.stack(said, 1)
-        draft = Draft(path[:, 1:], parents, lengths, drafter[path[:, :-1]])
-        verdict = rule.judge(draft, TARGET[path], noise)
+        pending = texts[everyone, ends - 1]
+        draft = drawn_tree(drafter, pending, noise, parents, distinct)
+        said = torch.cat([pending[:, None], draft.tokens], 1)
+        verdict = rule.judge(draft, TARGET[said], noise)
         unfinished = ends <= NUM_TOKENS
-        for place in range(DRAFT_LENGTH + 1):
-            drafted = path[:, min(place + 1, DRAFT_LENGTH)]
-            tokens = torch.where(place < verdict.lengths, drafted, verdict.next_tokens)
+        for place in range(verdict.paths.shape[1] + 1):
+            tokens = verdict.next_tokens
+            if place < verdict.paths.shape[1]:
+                drafted = draft.tokens.gather(1, verdict.paths[:, place, None].clamp_min(0))[:, 0]
+                tokens = torch.where(place < verdict.lengths, drafted, tokens)
             writes = unfinished & (place <= verdict.lengths)
             texts[everyone[writes], ends[writes] + place] = tokens[writes]
         ends = torch.where(unfinished, ends + verdict.lengths + 1, ends)
     return texts[:, 1 : NUM_TOKENS + 1]
+
+
+def drawn_tree(
+    drafter: torch.Tensor, pending: torch.Tensor, noise: KeyedNoise, parents: tuple[int, ...], distinct: bool
+) -> Draft:
+    """A tree of this form behind every row's pending token `[row]`."""
+    said, depths = [pending], [-1]
+    laws: list[torch.Tensor] = []
+    for node, parent in enumerate(parents):
+        depths.append(depths[parent + 1] + 1)
+        laws.append(drafter[said[parent + 1]])
+        offer = laws[-1].clone()
+        if distinct:
+            for earlier in (other for other in range(node) if parents[other] == parent):
+                offer.scatter_(1, said[earlier + 1][:, None], 0.0)
+        said.append(noise.draft(offer, depths[-1], node))
+    form = torch.tensor(parents).expand(len(pending), len(parents))
+    lengths = torch.full((len(pending),), len(parents))
+    return Draft(torch.stack(said[1:], 1), form, lengths, torch.stack(laws, 1), distinct)
 
 
 def chained_text_p_value(
@@ -61,10 +86,12 @@ def chained_text_p_value(
     seed: int = 0,
     coupled: bool = False,
     drafter: torch.Tensor = CRUDE,
+    parents: tuple[int, ...] = CHAIN,
+    distinct: bool = True,
 ) -> float:
     """The G-test of these texts against the table's own law."""
     weights = 3 ** torch.arange(NUM_TOKENS - 1, -1, -1)
-    texts = chained_texts(verifier, num_texts, seed, coupled, drafter)
+    texts = chained_texts(verifier, num_texts, seed, coupled, drafter, parents, distinct)
     counts = torch.bincount(texts @ weights, minlength=3**NUM_TOKENS).tolist()
     expected = []
     for text in product(range(3), repeat=NUM_TOKENS):

@@ -1,5 +1,7 @@
 """Rows end where their settings say; drafts and verdicts index what they claim to."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -121,6 +123,26 @@ class TestDraft:
     def test_ancestors_of_chains_of_any_length(self, num_nodes):
         ancestors = Draft.chains([[7] * num_nodes]).ancestors()[0]
         assert torch.equal(ancestors, torch.ones(num_nodes, num_nodes, dtype=torch.bool).tril())
+
+    def test_depths_are_the_longest_paths(self):
+        parents = torch.tensor([[-1, 0, -1, 1, 1, 3], [-1, -1, -1, -1, -1, -1], [-1, 0, 0, -1, -1, -1]])
+        draft = Draft(torch.zeros_like(parents), parents, torch.tensor([6, 2, 3]))
+        assert draft.depths.tolist() == [4, 1, 2]
+        assert draft.branches == [True, True, True]
+        chains = Draft.chains([[5, 6, 7], [], [8]])
+        assert chains.depths.tolist() == chains.lengths.tolist() == [3, 0, 1]
+        assert Draft.empty(2).depths.tolist() == [0, 0]
+
+    def test_a_row_branches_or_not_whatever_its_neighbours_do(self):
+        parents = torch.tensor([[-1, 0, 0], [-1, 0, 1], [-1, 0, -1], [-1, -1, -1]])
+        draft = Draft(torch.zeros_like(parents), parents, torch.tensor([3, 3, 2, 0]))
+        assert draft.branches == [True, False, False, False]
+        assert draft.shapes == [(-1, 0, 0), (-1, 0, 1), (-1, 0), ()]
+
+    @pytest.mark.parametrize("distinct", [True, False])
+    def test_select_keeps_how_siblings_were_drawn(self, distinct):
+        draft = replace(Draft.chains([[5], [6]]), distinct=distinct)
+        assert draft.select(torch.tensor([1])).distinct == distinct
 
     def test_select_takes_rows_in_order_with_their_laws(self):
         probs = torch.arange(6.0).reshape(3, 1, 2)

@@ -109,7 +109,7 @@ def test_four_tokens(verifier):
 
 
 @pytest.mark.parametrize("pair", ["binary", "zeros", "equal-at-times", "sharp"])
-@pytest.mark.parametrize("verifier", ["coupled", "auto"])
+@pytest.mark.parametrize("verifier", ["coupled", "auto", "traversal", "recursive"])
 def test_trees_of_certain_guesses(verifier, pair):
     pair = PAIRS[pair]
     branches = play(pair, make_pair_drafter("tree", pair), verifier, "fixed:3")
@@ -157,7 +157,9 @@ def test_a_second_round_starts_from_the_truth(verifier, controller, drafter):
     assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 
-@pytest.mark.parametrize("verifier", ["greedy", "auto", "block", "rejection", "coupled"])
+@pytest.mark.parametrize(
+    "verifier", ["greedy", "auto", "block", "rejection", "coupled", "traversal", "recursive"]
+)
 @pytest.mark.parametrize("drafter", ["sampled", "certain"])
 def test_temperature_zero_says_the_most_likely_tokens(drafter, verifier):
     pair = PAIRS["ternary"]

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from noise_cases import ONE_SIDED, chained_text_p_value, chained_texts
+from noise_cases import ONE_SIDED, TREE, chained_text_p_value, chained_texts
 from secondguess import noise as noise_module
 from secondguess.certify import g_test
 from secondguess.core import Row
@@ -130,10 +130,36 @@ def test_rounds_of_coupled_rows_too():
     assert chained_text_p_value("coupled", coupled=True) > LEAST_P_VALUE
 
 
+@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
+@pytest.mark.parametrize("distinct", [True, False])
+def test_rounds_of_trees_do_not_bend_the_law_either(verifier, distinct):
+    assert chained_text_p_value(verifier, parents=TREE, distinct=distinct) > LEAST_P_VALUE
+
+
+def test_on_chains_traversal_says_what_block_verification_says():
+    """Number for number: both ask the same questions of the noise."""
+    assert torch.equal(chained_texts("traversal", 2000), chained_texts("block", 2000))
+    assert torch.equal(chained_texts("recursive", 2000), chained_texts("rejection", 2000))
+
+
 def test_coupled_text_depends_on_the_seed_alone():
     crude = chained_texts("coupled", 500, seed=3, coupled=True)
     assert torch.equal(crude, chained_texts("coupled", 500, seed=3, coupled=True, drafter=ONE_SIDED))
     assert not torch.equal(crude, chained_texts("coupled", 500, seed=4, coupled=True))
+    for distinct in (True, False):
+        assert torch.equal(
+            crude, chained_texts("coupled", 500, seed=3, coupled=True, parents=TREE, distinct=distinct)
+        )
+
+
+def test_nodes_of_one_depth_have_numbers_of_their_own_unless_they_are_coupled():
+    laws = evenly(10)
+    noise = noise_of()
+    first, second = noise.draft(laws, 1, node=1), noise.draft(laws, 1, node=2)
+    assert p_value_of_pairs(first, second) > LEAST_P_VALUE
+    assert torch.equal(first, noise.draft(laws, 1))  # a chain's node is its depth
+    coupled = noise_of(coupled=True)
+    assert torch.equal(coupled.draft(laws, 1, node=1), coupled.draft(laws, 1, node=2))
 
 
 @pytest.mark.parametrize("purpose", ["draft", "draw", "race"])

@@ -231,7 +231,8 @@ def load(
         drafter: `none`, `model:PATH`, `ngram`, `suffix`, each with `,key=value` options, or several joined by `+`, which
             take turns. Without it, the
             built-in target gets `suffix` and its own draft model, any other model `suffix`, which needs nothing.
-        verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block` or `coupled`.
+        verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`, `traversal` or
+            `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy`, `learned`, with options (see `docs/controllers.md`).
         dtype: `auto` picks bfloat16 where the processor has it; or float64, float32, bfloat16, float16.
         device: `auto`, `cpu` or `cuda[:N]`.

@@ -150,13 +150,18 @@ class Draft:
             before its children, and padding nodes have parent -1.
         lengths: `[row]` int64, how many of a row's nodes are real.
         probs: `[row, node, vocab]`, the law each node was drawn from; None when the drafter was certain
-            (its law is one-hot on the token it named).
+            (its law is one-hot on the token it named). Sampled siblings share their parent's law as it was
+            before any of them was drawn.
+        distinct: siblings were drawn without replacement: each from the parent's law without its earlier
+            siblings, renormalised. False: independently, so twins may occur. Siblings are drawn, and have to be
+            judged, in the order of their indices.
     """
 
     tokens: Tensor
     parents: Tensor
     lengths: Tensor
     probs: Tensor | None = None
+    distinct: bool = True
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device | str = "cpu") -> Draft:
@@ -199,13 +204,28 @@ class Draft:
         return torch.arange(self.num_nodes, device=self.tokens.device) < self.lengths[:, None]
 
     @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Per row, the parents of its real nodes; rows of one shape can be judged together."""
+        lengths = self.lengths.tolist()
+        return [tuple(row[:length]) for row, length in zip(self.parents.tolist(), lengths, strict=True)]
+
+    @cached_property
+    def branches(self) -> list[bool]:
+        """Per row, whether its draft is more than a single path."""
+        chain = tuple(range(-1, self.num_nodes - 1))
+        return [shape != chain[: len(shape)] for shape in self.shapes]
+
+    @cached_property
     def is_chain(self) -> bool:
         """Whether every row's draft is a single path."""
-        chain = list(range(-1, self.num_nodes - 1))
-        lengths = self.lengths.tolist()
-        return all(
-            row[:length] == chain[:length] for row, length in zip(self.parents.tolist(), lengths, strict=True)
-        )
+        return not any(self.branches)
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """`[row]` int64, how many nodes the longest path of each row has; of a chain its length."""
+        if self.is_chain:
+            return self.lengths
+        return (self.ancestors().sum(-1) * self.mask).amax(1)
 
     def ancestors(self) -> Tensor:
         """`[row, node, node]` bool: True where the second node is the first one or an ancestor of it."""
@@ -219,7 +239,7 @@ class Draft:
     def select(self, rows: Tensor) -> Draft:
         """The drafts of some rows, in the order given (`[n]` int64 indices)."""
         probs = None if self.probs is None else self.probs[rows]
-        return Draft(self.tokens[rows], self.parents[rows], self.lengths[rows], probs)
+        return Draft(self.tokens[rows], self.parents[rows], self.lengths[rows], probs, self.distinct)
 
 
 @lru_cache(maxsize=256)

@@ -27,7 +27,7 @@ from secondguess.stats import Ledger
 MAX_BRANCHES = 300_000
 
 Question = tuple[int, str, int]
-"""Round, what is asked, and where: "draft" and depth, "accept" and node, "draw" and 0, "race" and query."""
+"""Round, what is asked, and where: "draft" and node, "accept" and node, "draw" and 0, "race" and query."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,20 @@ class Branch:
     probability: float
     tokens: tuple[int, ...]
     num_accepted: int
+
+
+@dataclass
+class Drawn:
+    """What one question drafted, for the rows that asked it: `laws` `[row, vocab]`, `tokens` and `depths` `[row]`."""
+
+    laws: Tensor
+    tokens: Tensor
+    depths: Tensor
+
+    @classmethod
+    def nothing(cls, num_rows: int, vocab_size: int) -> Drawn:
+        laws = torch.zeros(num_rows, vocab_size, dtype=torch.float64)
+        return cls(laws, torch.zeros(num_rows, dtype=torch.long), torch.full((num_rows,), -1))
 
 
 @dataclass
@@ -54,7 +68,7 @@ class Script:
     digits: dict[Question, Tensor]
     probabilities: Tensor = field(init=False)
     asked: dict[Question, Tensor] = field(init=False, default_factory=dict)
-    drafts: dict[Question, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
+    drafts: dict[Question, Drawn] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.probabilities = torch.ones(self.num_rows, dtype=torch.float64)
@@ -109,7 +123,8 @@ class EnumeratingNoise(Noise):
     """Noise of one round that reads its answers from a script.
 
     Draft and race of a coupled row at one depth share their exponentials, and are answered with that joint
-    law. Races of several queries at one depth are answered independently, since a walk reads one query per
+    law; there is none in closed form for several drafts at one depth, so trees of coupled rows are refused.
+    Races of several queries at one depth are answered independently, since a walk reads one query per
     depth; so are rounds.
     """
 
@@ -120,17 +135,27 @@ class EnumeratingNoise(Noise):
         self.coupled = coupled
         self.greedy = greedy
 
-    def draft(self, laws: Tensor, depth: int) -> Tensor:
-        tokens = self._choose("draft", depth, laws)
-        question = (self.number, "draft", depth)
+    def draft(self, laws: Tensor, depth: int, node: int | None = None) -> Tensor:
+        question = (self.number, "draft", depth if node is None else node)
+        self._refuse_coupled_siblings(depth)
+        tokens = self._choose(*question[1:], laws)
         if question not in self.script.drafts:
-            num_rows = self.script.num_rows
-            nothing = torch.zeros(num_rows, laws.shape[-1], dtype=torch.float64)
-            self.script.drafts[question] = nothing, torch.zeros(num_rows, dtype=torch.long)
-        all_laws, all_tokens = self.script.drafts[question]
-        all_laws[self.rows] = laws.double()
-        all_tokens[self.rows] = tokens
+            self.script.drafts[question] = Drawn.nothing(self.script.num_rows, laws.shape[-1])
+        drawn = self.script.drafts[question]
+        drawn.laws[self.rows] = laws.double()
+        drawn.tokens[self.rows] = tokens
+        drawn.depths[self.rows] = depth
         return tokens
+
+    def _refuse_coupled_siblings(self, depth: int) -> None:
+        coupled = self.rows[self.coupled]
+        for (number, _, node), drawn in self.script.drafts.items():
+            if number == self.number and bool((drawn.depths[coupled] == depth).any()):
+                raise BadInputError(
+                    f"expected one draft per depth of a coupled row, got a second one at depth {depth} beside "
+                    f"node {node}: several winners of one race have no joint law in closed form; enumerate chains, and "
+                    "compare the text of coupled trees with plain decoding's"
+                )
 
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         answers = numpy.zeros(chances.shape, dtype=numpy.bool_)
@@ -162,14 +187,14 @@ class EnumeratingNoise(Noise):
         laws = laws.double()
         tokens = self.script.answer((self.number, "race", query), self.rows, laws.shape[-1])
         chances = laws.gather(-1, tokens[:, None])[:, 0]
-        for question, (draft_laws, drafted) in self.script.drafts.items():
-            number, _, depth = question
+        for (number, _, _), drawn in self.script.drafts.items():
             if number != self.number:
                 continue
-            joined = self.coupled & (depths == depth) & self.script.asked[question][self.rows]
+            joined = self.coupled & (depths == drawn.depths[self.rows])
             members = self.rows[joined]
-            both = race_joint(draft_laws[members], laws[joined], drafted[members], tokens[joined])
-            alone = draft_laws[members].gather(-1, drafted[members, None])[:, 0]
+            drafted = drawn.tokens[members]
+            both = race_joint(drawn.laws[members], laws[joined], drafted, tokens[joined])
+            alone = drawn.laws[members].gather(-1, drafted[:, None])[:, 0]
             chances[joined] = torch.where(alone > 0, both / alone, 0.0)
         self.script.weigh(self.rows, chances)
         return tokens

@@ -63,8 +63,16 @@ class Noise(ABC):
         return any(self.coupled.tolist())
 
     @abstractmethod
-    def draft(self, laws: Tensor, depth: int) -> Tensor:
-        """Draw node tokens `[row]` at this depth from `laws` `[row, vocab]`."""
+    def draft(self, laws: Tensor, depth: int, node: int | None = None) -> Tensor:
+        """Draw tokens `[row]` for one node of each row from `laws` `[row, vocab]`.
+
+        Args:
+            laws: any positive total; of siblings that are to be distinct, without the earlier ones.
+            depth: of the node; 0 for a child of pending. Coupled rows race at this position, so that their siblings
+                are the first arrivals of one race.
+            node: index of the node in its row's draft, the key of an uncoupled row's number; None for that of a
+                chain, which is its depth.
+        """
 
     @abstractmethod
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
@@ -122,16 +130,16 @@ class KeyedNoise(Noise):
             device=device,
         )
 
-    def draft(self, laws: Tensor, depth: int) -> Tensor:
+    def draft(self, laws: Tensor, depth: int, node: int | None = None) -> Tensor:
         if self.all_greedy:
             return laws.max(-1).indices
+        places = [[depth if node is None else node]] * len(laws)
         if not self.any_coupled:
-            return self._drawn(laws, [[depth]] * len(laws), Purpose.DRAFT)
+            return self._drawn(laws, places, Purpose.DRAFT)
         raced = self._race(laws, torch.full((len(laws),), depth))
         if self.all_coupled:
             return raced
-        independent = self._drawn(laws, [[depth]] * len(laws), Purpose.DRAFT)
-        return torch.where(self.coupled.to(laws.device), raced, independent)
+        return torch.where(self.coupled.to(laws.device), raced, self._drawn(laws, places, Purpose.DRAFT))
 
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         num_rows, num_nodes = chances.shape

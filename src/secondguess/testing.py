@@ -1,12 +1,14 @@
 """Fakes that obey the contracts, for our tests and for yours: no Transformers, no weights, milliseconds.
 
 `TableModel` is a language model given by a function from context to law; it checks its caller as strictly as a real cache
-would. `ScriptedDrafter` proposes whatever it is told to.
+would. `ScriptedDrafter` proposes whatever it is told to; `LawTreeDrafter` draws trees from a function like that of the model.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -129,3 +131,120 @@ class ScriptedDrafter(Drafter):
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         chains = [list(self.script(row))[:limit] for row, limit in zip(rows, budgets.lengths, strict=True)]
         return Draft.chains(chains, device=noise.device)
+
+
+@dataclass
+class _Sapling:
+    """One row's tree while it grows: its nodes, and under which of them the next ones are to be drawn."""
+
+    context: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    laws: list[Tensor] = field(default_factory=list)
+    places: deque[int] = field(default_factory=deque)
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from pending down to a node, itself included; none for pending."""
+        return [] if node < 0 else [*self.path(self.parents[node]), node]
+
+    def siblings(self, parent: int) -> list[int]:
+        """The tokens drawn so far under a node."""
+        return [token for token, above in zip(self.tokens, self.parents, strict=True) if above == parent]
+
+    def chance(self, node: int) -> float:
+        """The probability of a node's path under the laws that were reported of it."""
+        return float(torch.stack([self.laws[step][self.tokens[step]] for step in self.path(node)]).prod())
+
+    def law_below(self, parent: int, law: Law) -> Tensor:
+        """The drafter's law behind a node."""
+        return law((*self.context, *(self.tokens[node] for node in self.path(parent))))
+
+
+class LawTreeDrafter(Drafter):
+    """Draws trees of tokens from a law, breadth first, siblings one after another.
+
+    Args:
+        vocab_size: number of tokens.
+        law: maps the whole context to probabilities `[vocab]`, as in `TableModel`.
+        widths: how many children a node gets, by its depth: (2, 1) draws two children of pending and one below each.
+        distinct: draw siblings without replacement. Where the law has no other token left, token 0 is named in its
+            place: trees of one form for all rows need something there, and no rule accepts it.
+        grows: whether a drawn node gets children, from the probability of its path; None for always. It decides about
+            nodes that are not drawn yet, and may therefore look at those that are.
+    """
+
+    name = "law-tree"
+    certain = False
+
+    def __init__(
+        self,
+        vocab_size: int,
+        law: Law,
+        widths: Sequence[int],
+        distinct: bool = True,
+        grows: Callable[[float], bool] | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.law = law
+        self.widths = widths
+        self.distinct = distinct
+        self.grows = grows
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        trees = [_Sapling(tuple(row.tokens)) for row in rows]
+        for tree in trees:
+            self._make_room(tree, -1)
+        for node in range(budgets.longest):
+            by_depth: dict[int, list[int]] = {}
+            for index, (tree, limit) in enumerate(zip(trees, budgets.lengths, strict=True)):
+                if tree.places and node < limit:
+                    by_depth.setdefault(len(tree.path(tree.places[0])), []).append(index)
+            for depth, members in by_depth.items():
+                chosen = noise.select(torch.tensor(members))
+                self._draw([trees[index] for index in members], chosen, depth, node)
+        return self._draft(trees)
+
+    def _make_room(self, tree: _Sapling, node: int) -> None:
+        """Reserve the places of a node's children, if it gets any."""
+        depth = len(tree.path(node))
+        if depth < len(self.widths) and (node < 0 or self.grows is None or self.grows(tree.chance(node))):
+            tree.places.extend([node] * self.widths[depth])
+
+    def _draw(self, trees: Sequence[_Sapling], noise: Noise, depth: int, node: int) -> None:
+        parents = [tree.places.popleft() for tree in trees]
+        laws = [tree.law_below(parent, self.law) for tree, parent in zip(trees, parents, strict=True)]
+        offers = [
+            self._offer(law, tree.siblings(parent))
+            for tree, parent, law in zip(trees, parents, laws, strict=True)
+        ]
+        tokens = noise.draft(torch.stack(offers), depth, node).tolist()
+        for tree, parent, law, token in zip(trees, parents, laws, tokens, strict=True):
+            tree.tokens.append(token)
+            tree.parents.append(parent)
+            tree.laws.append(law)
+            self._make_room(tree, node)
+
+    def _offer(self, law: Tensor, siblings: Sequence[int]) -> Tensor:
+        """What the next child is drawn from, when these are its earlier siblings."""
+        if not self.distinct or not siblings:
+            return law
+        rest = law.clone()
+        rest[list(siblings)] = 0.0
+        if rest.sum() <= 0:
+            rest[0] = 1.0
+        return rest / rest.sum()
+
+    def _draft(self, trees: Sequence[_Sapling]) -> Draft:
+        width = max(len(tree.tokens) for tree in trees)
+
+        def padded(rows: list[list[int]], filler: int) -> Tensor:
+            return torch.tensor([[*row, *([filler] * (width - len(row)))] for row in rows]).long()
+
+        tokens = padded([tree.tokens for tree in trees], 0).reshape(len(trees), width)
+        parents = padded([tree.parents for tree in trees], -1).reshape(len(trees), width)
+        probs = torch.full((len(trees), width, self.vocab_size), 1 / self.vocab_size, dtype=torch.float64)
+        for row, tree in enumerate(trees):
+            if tree.laws:
+                probs[row, : len(tree.laws)] = torch.stack(tree.laws)
+        lengths = torch.tensor([len(tree.tokens) for tree in trees])
+        return Draft(tokens, parents, lengths, probs, self.distinct)

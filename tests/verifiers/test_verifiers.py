@@ -11,6 +11,8 @@ from secondguess.sampling import SamplingParams
 from secondguess.verifiers import VERIFIERS, Exactness, make_verifier
 from secondguess.verifiers.base import follow, query_depths
 from secondguess.verifiers.block import prefix_weights
+from secondguess.verifiers.traversal import Traversal
+from secondguess.verifiers.trees import shape_of
 
 TREE = Draft(
     # pending -> 4 -> 6, pending -> 5 -> {6, 7}
@@ -30,7 +32,7 @@ def certain_laws(chosen, vocab_size=8):
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
-    with pytest.raises(BadInputError, match="auto, greedy, rejection, block, coupled"):
+    with pytest.raises(BadInputError, match="auto, greedy, rejection, block, recursive, traversal, coupled"):
         make_verifier("typical")
 
 
@@ -43,9 +45,8 @@ def test_every_name_makes_what_it_says(name):
 
 def test_promises():
     assert make_verifier("coupled").exactness == Exactness.DRAFTER_INVARIANT
-    assert {make_verifier(name).exactness for name in ("auto", "greedy", "rejection", "block")} == {
-        Exactness.LOSSLESS
-    }
+    others = set(VERIFIERS) - {"coupled"}
+    assert {make_verifier(name).exactness for name in others} == {Exactness.LOSSLESS}
 
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
@@ -54,13 +55,74 @@ def test_chain_rules_refuse_trees(name):
         make_verifier(name).judge(TREE, certain_laws([[4, 6, 6, 0, 0, 0]]), noise_of(1))
 
 
-def test_auto_refuses_sampled_trees():
-    sampled = Draft(TREE.tokens, TREE.parents, TREE.lengths, certain_laws(TREE.tokens.tolist()))
-    with pytest.raises(BadInputError, match="chain"):
-        make_verifier("auto").judge(sampled, certain_laws([[4, 6, 6, 0, 0, 0]]), noise_of(1))
+@pytest.mark.parametrize("name", ["auto", "traversal", "recursive"])
+def test_sampled_and_certain_trees_of_any_form_are_judged_together(name):
+    """pending -> 4 -> 6 and pending -> 5 -> {6, 7}; a chain of two; two siblings; nothing; the rest is padding."""
+    parents = torch.tensor([[-1, -1, 0, 1, 1], [-1, 0, -1, -1, -1], [-1] * 5, [-1] * 5])
+    tokens = torch.tensor([[4, 5, 6, 6, 7], [4, 6, 0, 0, 0], [4, 5, 6, 6, 7], [4, 5, 6, 6, 7]])
+    lengths = torch.tensor([5, 2, 2, 0])
+    # What each query is followed by; behind padding stands what an accepted padding node would lead to.
+    target = certain_laws([[5, 0, 7, 0, 0, 3], [4, 6, 1, 0, 0, 0], [6, 0, 0, 2, 2, 2], [4, 2, 2, 2, 2, 2]])
+    laws = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.25, 0.25, 0.25, 0.25]).expand(4, 5, 8)
+    for probs in (laws, None):
+        verdict = make_verifier(name).judge(Draft(tokens, parents, lengths, probs), target, noise_of(4))
+        assert verdict.path_lists() == [[1, 4], [0, 1], [], []]
+        assert verdict.next_tokens.tolist() == [3, 1, 6, 4]
 
 
-@pytest.mark.parametrize("name", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["traversal", "recursive"])
+def test_a_sibling_for_which_nothing_was_left_is_never_accepted(name):
+    """The drafter's law had one token; what a drafter of fixed forms names in place of a second one has no chance."""
+    drafter = certain_laws([[1, 1]]).expand(200, 2, 8)
+    target = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0, 0]).expand(200, 3, 8)
+    draft = Draft(
+        torch.tensor([[1, 0]]).expand(200, 2),
+        torch.tensor([[-1, -1]]).expand(200, 2),
+        torch.full((200,), 2),
+        drafter,
+    )
+    verdict = make_verifier(name).judge(draft, target, noise_of(200))
+    assert {tuple(path) for path in verdict.path_lists()} == {(), (0,)}
+    assert set(verdict.next_tokens[verdict.lengths == 0].tolist()) == {0, 2}
+
+
+@pytest.mark.parametrize("name", ["traversal", "recursive"])
+def test_rows_of_other_forms_do_not_change_a_rows_verdict(name):
+    """Alone, among its like or among strangers: the same numbers for the same row."""
+    parents = torch.tensor([[-1, -1, 0, 0], [-1, 0, 1, 2], [-1, -1, 1, -1]]).repeat(20, 1)
+    laws = torch.rand(60, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    laws, target = (each / each.sum(-1, keepdim=True) for each in (laws, laws.roll(1, 2) + 0.1 * laws))
+    probs = laws[torch.arange(60)[:, None], parents + 1]
+    draft = Draft(probs.argsort(descending=True)[..., 0], parents, torch.tensor([4, 4, 3]).repeat(20), probs)
+    noise, rule = noise_of(60), make_verifier(name)
+    together = rule.judge(draft, target, noise)
+    for row in range(60):
+        index = torch.tensor([row])
+        alone = rule.judge(draft.select(index), target[index], noise.select(index))
+        assert alone.path_lists()[0] == together.path_lists()[row]
+        assert alone.next_tokens[0] == together.next_tokens[row]
+    assert together.lengths.max() > 1
+
+
+def test_traversal_weights_survive_extreme_ratios():
+    """A path whose product of ratios underflows and rises again, as in block verification."""
+    num_nodes, small = 24, 1e-30
+    unlikely = torch.tensor([small, 1 - small], dtype=torch.float64)
+    even = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    half = num_nodes // 2
+    target = torch.stack([unlikely] * half + [even] * (half + 1))[None]
+    probs = torch.stack([even] * half + [unlikely] * half)[None]
+    chain = Draft(
+        torch.zeros(1, num_nodes, dtype=torch.long),
+        torch.arange(-1, num_nodes - 1)[None],
+        torch.tensor([num_nodes]),
+        probs,
+    )
+    chances = Traversal(shape_of(chain.shapes[0]), chain, target).chances
+    assert chances[0, -1] == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["rejection", "block", "traversal", "recursive"])
 def test_rules_with_fresh_noise_refuse_coupled_rows(name):
     draft = Draft.chains([[1]])
     with pytest.raises(BadInputError, match="coupled"):
@@ -91,7 +153,7 @@ def test_ragged_chains_are_followed_as_far_as_they_are_right(name):
     assert verdict.next_tokens.tolist() == [6, 2, 7, 3]
 
 
-@pytest.mark.parametrize("name", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["rejection", "block", "traversal", "recursive"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_draft_from_the_targets_own_law_is_always_accepted(name, dtype):
     """p = q, where excess and deficit vanish together, at every width and in single precision too."""
@@ -108,7 +170,7 @@ def test_a_draft_from_the_targets_own_law_is_always_accepted(name, dtype):
     assert (following > 0).all()
 
 
-@pytest.mark.parametrize("name", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["rejection", "block", "traversal", "recursive"])
 def test_what_the_target_rules_out_is_never_said(name):
     """Disjoint supports: every node is refused and the correction comes from the target's side."""
     target = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(100, 3, 4)

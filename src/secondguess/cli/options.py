@@ -36,7 +36,9 @@ Drafter = Annotated[
         rich_help_panel=TEAM,
     ),
 ]
-Verifier = Annotated[str, Option(help="auto, greedy, rejection, block or coupled.", rich_help_panel=TEAM)]
+Verifier = Annotated[
+    str, Option(help="auto, greedy, rejection, block, recursive, traversal or coupled.", rich_help_panel=TEAM)
+]
 Controller = Annotated[
     str | None,
     Option(

@@ -12,6 +12,8 @@ VERIFIERS = {
     "greedy": "greedy:GreedyVerifier",
     "rejection": "rejection:RejectionVerifier",
     "block": "block:BlockVerifier",
+    "recursive": "recursive:RecursiveVerifier",
+    "traversal": "traversal:TraversalVerifier",
     "coupled": "coupled:CoupledVerifier",
 }
 """Name on the command line -> module and class, imported when asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
@@ -11,10 +12,8 @@ from secondguess.verifiers.base import Exactness, Verifier
 
 
 class AutoVerifier(Verifier):
-    """Greedy match at temperature 0; sample-and-match for certain drafts and coupled rows; else block.
-
-    Samples drawn from a tree are left to the block rule, which refuses them by name.
-    """
+    """Greedy match at temperature 0; sample-and-match for certain drafts and coupled rows; else the block rule for
+    sampled chains and traversal for sampled trees."""
 
     name = "auto"
     exactness = Exactness.LOSSLESS
@@ -23,6 +22,7 @@ class AutoVerifier(Verifier):
         self._greedy = make_verifier("greedy")
         self._coupled = make_verifier("coupled")
         self._block = make_verifier("block")
+        self._traversal = make_verifier("traversal")
 
     def couples(self, seeded: bool) -> bool:
         return seeded
@@ -35,11 +35,20 @@ class AutoVerifier(Verifier):
             return self._greedy.judge(draft, target_probs, noise)
         if draft.probs is None or noise.all_coupled:
             return self._coupled.judge(draft, target_probs, noise)
-        if not noise.any_coupled:
+        if not noise.any_coupled and draft.is_chain:
             return self._block.judge(draft, target_probs, noise)
-        groups = [(self._coupled, noise.coupled), (self._block, ~noise.coupled)]
+        # Row by row, so that what a row says does not depend on the form of its neighbours' drafts.
+        branches = torch.tensor(draft.branches)
+        groups = [
+            (self._coupled, noise.coupled),
+            (self._traversal, branches & ~noise.coupled),
+            (self._block, ~branches & ~noise.coupled),
+        ]
         parts = []
         for verifier, members in groups:
             rows = members.nonzero()[:, 0]
-            parts.append((rows, verifier.judge(draft.select(rows), target_probs[rows], noise.select(rows))))
+            if len(rows):
+                there = rows.to(target_probs.device)
+                part = verifier.judge(draft.select(there), target_probs[there], noise.select(rows))
+                parts.append((there, part))
         return Verdict.merged(parts, draft.num_rows)

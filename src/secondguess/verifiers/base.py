@@ -77,16 +77,21 @@ class Verifier(ABC):
 
 
 def require_independent_chains(name: str, draft: Draft, noise: Noise) -> None:
-    """Refuse what a rule that accepts by chance would judge inexactly.
+    """Refuse what a rule for single paths that accepts by chance would judge inexactly."""
+    if not draft.is_chain:
+        raise BadInputError(
+            f"verifier '{name}' expects a chain, got a draft that branches; "
+            "use a drafter that proposes chains, or verifier 'auto', 'traversal' or 'coupled'"
+        )
+    require_independent(name, noise)
+
+
+def require_independent(name: str, noise: Noise) -> None:
+    """Refuse coupled rows, which a rule that accepts by chance would judge inexactly.
 
     Such a rule takes its noise to be independent of the draft. A coupled row's nodes come from races that
     later rounds meet again, so a rejection here would say something about them.
     """
-    if not draft.is_chain:
-        raise BadInputError(
-            f"verifier '{name}' expects a chain, got a draft that branches; "
-            "use a drafter that proposes chains, or verifier 'coupled'"
-        )
     if noise.any_coupled:
         raise BadInputError(
             f"verifier '{name}' expects drafts drawn independently of the text, got coupled rows; "

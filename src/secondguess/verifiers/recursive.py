@@ -1,0 +1,52 @@
+"""Recursive rejection of sampled trees (SpecInfer, Miao et al. 2023, arXiv 2305.09781; without replacement: Recursive
+speculative decoding, Jeon et al. 2024, arXiv 2402.14160).
+
+From the root down: each node tries its children in the order in which they were drawn. The child with token t, drawn from q, is
+accepted with chance min(1, p(t) / q(t)); else p becomes (p - q)+ normalised, and the next child is tried. Behind the
+last accepted node the next token is drawn from what its rejected children left of p. On a chain this is
+token-level rejection. `traversal` accepts more; this is the rule to compare it with.
+"""
+
+from __future__ import annotations
+
+import numpy
+from numpy.typing import NDArray
+from torch import Tensor
+
+from secondguess.core import Draft, Verdict
+from secondguess.noise import Noise
+from secondguess.verifiers.base import Exactness, Numbers
+from secondguess.verifiers.trees import Guess, Shape, TreeVerifier, verdict_at
+
+
+class RecursiveVerifier(TreeVerifier):
+    """Descend to the first child that is accepted, as long as there is one (trees and chains)."""
+
+    name = "recursive"
+    exactness = Exactness.LOSSLESS
+
+    def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+        laws = target_probs.clone()
+        chances: Numbers = numpy.zeros(draft.tokens.shape)
+        for query, children in enumerate(shape.children):
+            for place, node in enumerate(children):
+                law = laws[:, query]
+                guess = Guess.of(draft, node, children[:place], law)
+                chances[:, node] = guess.ratios(law).clip(max=1.0)
+                laws[:, query] = guess.refused(numpy.ones(draft.num_rows), law).laws
+        return verdict_at(shape, deepest_accepted(shape, noise.accept(chances)), laws, noise)
+
+
+def deepest_accepted(shape: Shape, accepted: NDArray[numpy.bool_]) -> NDArray[numpy.int64]:
+    """The query `[row]` at which the way down through first accepted children ends."""
+    ends = [_way_down(shape, answers) for answers in accepted.tolist()]
+    return numpy.array(ends, numpy.int64)
+
+
+def _way_down(shape: Shape, accepted: list[bool]) -> int:
+    query = 0
+    while True:
+        chosen = next((node for node in shape.children[query] if accepted[node]), None)
+        if chosen is None:
+            return query
+        query = chosen + 1

@@ -1,0 +1,96 @@
+"""Traversal verification of sampled trees (Weng et al. 2025, arXiv 2505.12398).
+
+From the leaves to the root, first child first: block verification for trees, and equal to it on a chain. Pending has
+weight 1. At a node u with weight w, its target law p and the law q that its next child was drawn from:
+
+    w_c = min(1, w p(t) / q(t))                                           weight of the child with token t
+    r = (w p - q)+,  s = sum r                                            what the child leaves when it is rejected:
+    w <- s / (s + 1 - w),   p <- r / s                                    u's new weight and target law
+
+A child is entered with its weight; when all below it has been rejected it is accepted with the weight it then
+has, and with it the path that leads to it. The next token is drawn from the law p that it then has. Pending keeps weight 1,
+so the traversal ends there at the latest. A child's law q lacks its earlier siblings where these are distinct; it
+need not be the same for all children, only be the law that each was drawn from when the ones before it were known.
+"""
+
+from __future__ import annotations
+
+import numpy
+from numpy.typing import NDArray
+from torch import Tensor
+
+from secondguess.core import Draft, Verdict
+from secondguess.noise import Noise
+from secondguess.verifiers.base import Exactness, Numbers
+from secondguess.verifiers.trees import Guess, Shape, TreeVerifier, verdict_at
+
+
+class TraversalVerifier(TreeVerifier):
+    """Accept the first path, from the leaves up, that the joint law of the tree allows (trees and chains)."""
+
+    name = "traversal"
+    exactness = Exactness.LOSSLESS
+
+    def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+        traversal = Traversal(shape, draft, target_probs)
+        accepted = noise.accept(traversal.chances)
+        return verdict_at(shape, first_accepted(traversal.order, accepted), traversal.laws, noise)
+
+
+class Traversal:
+    """One walk through trees of one form, as it goes while everything is rejected.
+
+    Attributes:
+        laws: `[row, query, vocab]`, what is left to say behind each query once all its children were rejected.
+        chances: `[row, node]`, with which each node is accepted when it comes up; 0 for padding.
+        order: the nodes as they come up.
+    """
+
+    def __init__(self, shape: Shape, draft: Draft, target_probs: Tensor) -> None:
+        self.laws = target_probs.clone()
+        self.chances: Numbers = numpy.zeros(draft.tokens.shape)
+        self.order: list[int] = []
+        self._shape = shape
+        self._draft = draft
+        self._visit(0, numpy.zeros(draft.num_rows))
+
+    def _visit(self, query: int, log_weights: Numbers) -> Numbers:
+        """Go through all below a query that is entered with these weights `[row]`; the weights that it has afterwards.
+
+        Logarithms, as a long product of ratios may underflow and rise again.
+        """
+        children = self._shape.children[query]
+        for place, node in enumerate(children):
+            law = self.laws[:, query]
+            guess = Guess.of(self._draft, node, children[:place], law)
+            entered = numpy.minimum(0.0, log_weights + log(guess.ratios(law)))
+            self.chances[:, node] = numpy.exp(self._visit(node + 1, entered))
+            self.order.append(node)
+            weights = numpy.exp(log_weights)
+            left = guess.refused(weights, law)
+            log_weights = log(weights_after(weights, left.masses))
+            self.laws[:, query] = left.laws
+        return log_weights
+
+
+def weights_after(weights: Numbers, masses: Numbers) -> Numbers:
+    """`s / (s + 1 - w)` `[row]`.
+
+    Both vanish only where w = 1 and p = q. The child then had weight 1: it, or something below it, was accepted.
+    """
+    totals = masses + 1 - weights
+    return numpy.divide(masses, totals, out=numpy.ones_like(masses), where=totals > 0)
+
+
+def log(values: Numbers) -> Numbers:
+    """The logarithm, -inf at 0."""
+    return numpy.log(values, out=numpy.full_like(values, -numpy.inf), where=values > 0)
+
+
+def first_accepted(order: list[int], accepted: NDArray[numpy.bool_]) -> NDArray[numpy.int64]:
+    """The query `[row]` behind the first accepted node in this order; 0, pending, where there is none."""
+    if not order:
+        return numpy.zeros(len(accepted), numpy.int64)
+    answers = accepted[:, order]
+    first = numpy.array(order)[answers.argmax(1)]
+    return numpy.where(answers.any(1), first + 1, 0)

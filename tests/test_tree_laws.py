@@ -1,0 +1,225 @@
+"""Sampled trees, enumerated: with and without replacement, static and growing where it pays, the text has the target's law.
+
+As in test_laws nothing is sampled: the shipping loop runs once with every answer that chance could give.
+"""
+
+import pytest
+
+from law_cases import (
+    PAIRS,
+    PROMPT,
+    ROUNDING,
+    SAMPLED,
+    TreeDrafter,
+    after_prompt,
+    law_error,
+    make_pair_drafter,
+    make_tree_drafter,
+    mean_accepted,
+    one_hot_law,
+    outcome_law,
+    play,
+    tree_branches,
+    tree_gains,
+)
+from secondguess.controllers import make_controller
+from secondguess.core import Row
+from secondguess.decode import Team, decode
+from secondguess.drafters.none import NoDrafter
+from secondguess.enumeration import enumerate_rounds, largest_difference
+from secondguess.errors import BadInputError
+from secondguess.runtime.fused import FusedDecoder, FusedRuntime
+from secondguess.runtime.tiny import tiny_pair
+from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.sampling import SamplingParams
+from secondguess.testing import TableModel
+from secondguess.verifiers import make_verifier
+from secondguess.verifiers.traversal import TraversalVerifier
+from test_laws import SETTINGS, plain_law
+
+DISTINCT = pytest.mark.parametrize("distinct", [True, False], ids=["distinct", "independent"])
+HARD_PAIRS = ["binary", "ternary", "zeros", "equal-at-times", "rare", "sharp"]
+ROOMY = "fixed:9"
+"""More nodes than any tree here has."""
+
+
+def tree_error(pair, verifier, widths, distinct, least_chance=0.0, num_rounds=1, num_tokens=3):
+    drafter = make_tree_drafter(pair, widths, distinct, least_chance)
+    branches = play(pair, drafter, verifier, ROOMY, num_rounds=num_rounds)
+    return law_error(branches, after_prompt(pair.target), num_tokens)
+
+
+TREES = [
+    *[(widths, pair) for widths in [(2,), (1, 2)] for pair in PAIRS],
+    *[((2, 1), pair) for pair in HARD_PAIRS],
+    ((3,), "zeros"),
+    ((2, 2), "binary"),
+    ((1, 1, 2), "binary"),
+]
+
+
+@pytest.mark.parametrize(("widths", "pair"), TREES)
+@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
+@DISTINCT
+def test_the_law_of_the_text_is_the_targets(verifier, widths, pair, distinct):
+    branches = tree_branches(pair, widths, distinct, verifier)
+    assert law_error(branches, after_prompt(PAIRS[pair].target), num_tokens=3) < ROUNDING
+
+
+@pytest.mark.parametrize(("widths", "pair"), TREES)
+@DISTINCT
+def test_traversal_never_accepts_less_than_the_reference_or_a_chain(widths, pair, distinct):
+    gains = tree_gains(pair, widths, distinct)
+    assert gains.traversal >= max(gains.recursive, gains.chain) - ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("pair", "distinct", "expected"),
+    [
+        ("ternary", True, (1.648, 1.627, 0.778)),
+        ("ternary", False, (1.132, 1.117, 0.778)),
+        ("rare", True, (1.730, 1.700, 1.220)),
+        ("rare", False, (1.271, 1.241, 1.220)),
+    ],
+)
+def test_trees_are_worth_what_the_page_about_verifiers_says(pair, distinct, expected):
+    gains = tree_gains(pair, (2, 1), distinct)
+    assert (gains.traversal, gains.recursive, gains.chain) == pytest.approx(expected, abs=6e-4)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@DISTINCT
+def test_auto_judges_trees_by_traversal(pair, distinct):
+    pair = PAIRS[pair]
+    drafter = make_tree_drafter(pair, (2,), distinct)
+    by_rule = [outcome_law(play(pair, drafter, rule, ROOMY)) for rule in ("auto", "traversal")]
+    assert largest_difference(*by_rule) < ROUNDING
+    assert tree_error(pair, "auto", (1, 2), distinct) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("widths", "pair"),
+    [*[((1, 2), pair) for pair in PAIRS], *[((2, 1), pair) for pair in ("binary", "ternary", "zeros")]],
+)
+@DISTINCT
+def test_a_tree_may_grow_where_it_is_likely_to_pay(widths, pair, distinct):
+    """Which nodes get children depends on the tokens drawn; rows of one batch have trees of different forms."""
+    assert tree_error(PAIRS[pair], "traversal", widths, distinct, least_chance=0.3) < ROUNDING
+
+
+@pytest.mark.parametrize("verifier", ["recursive", "auto"])
+@DISTINCT
+def test_growing_trees_under_the_other_rules(verifier, distinct):
+    assert tree_error(PAIRS["ternary"], verifier, (2, 1), distinct, least_chance=0.3) < ROUNDING
+
+
+def test_growing_trees_have_different_forms(monkeypatch):
+    """Else the tests of them would be those of static trees."""
+    forms = set()
+    original = TraversalVerifier.judge_alike
+
+    def judge_alike(self, shape, *others):
+        forms.add(shape.parents)
+        return original(self, shape, *others)
+
+    monkeypatch.setattr(TraversalVerifier, "judge_alike", judge_alike)
+    assert tree_error(PAIRS["zeros"], "traversal", (2, 1), False, least_chance=0.3) < ROUNDING
+    assert forms == {(-1, -1), (-1, -1, 0), (-1, -1, 1), (-1, -1, 0, 1)}
+
+
+@pytest.mark.parametrize("verifier", ["traversal", "recursive", "auto"])
+@DISTINCT
+def test_a_second_round_starts_from_the_truth(verifier, distinct):
+    assert tree_error(PAIRS["binary"], verifier, (2,), distinct, num_rounds=2, num_tokens=4) < ROUNDING
+
+
+def test_a_second_round_of_growing_trees_does_too():
+    """The text ends after four tokens, so that the second round drafts two nodes at most."""
+    pair, params = PAIRS["binary"], SamplingParams(temperature=1.0, max_tokens=4)
+    drafter = make_tree_drafter(pair, (1, 2), True, least_chance=0.3)
+    branches = play(pair, drafter, "traversal", ROOMY, params, num_rounds=2)
+    assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("tree_rule", "chain_rule"), [("traversal", "block"), ("recursive", "rejection")])
+@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+def test_on_chains_tree_rules_are_the_rules_for_chains(drafter, tree_rule, chain_rule, pair):
+    """Not only the text: the joint law of what is accepted and what is said, branch for branch."""
+    pair = PAIRS[pair]
+    outcomes = [
+        outcome_law(play(pair, make_pair_drafter(drafter, pair), rule, "fixed:3"))
+        for rule in (tree_rule, chain_rule)
+    ]
+    assert largest_difference(*outcomes) < ROUNDING
+
+
+@pytest.mark.parametrize("setting", ["top-p", "frequency"])
+@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
+def test_sampling_settings_hold_inside_a_tree(verifier, setting):
+    pair, params = PAIRS["ternary"], SETTINGS[setting]
+    branches = play(pair, make_tree_drafter(pair, (1, 2), True), verifier, ROOMY, params)
+    assert law_error(branches, plain_law(pair, params), num_tokens=3) < ROUNDING
+
+
+@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
+def test_an_end_token_inside_a_tree_ends_the_text(verifier):
+    pair, ends = PAIRS["ternary"], frozenset({1})
+    branches = play(pair, make_tree_drafter(pair, (1, 2), True), verifier, ROOMY, end_tokens=ends)
+    assert law_error(branches, after_prompt(pair.target), 3, ends) < ROUNDING
+
+
+@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
+def test_a_token_that_is_named_twice_is_accepted_once(verifier):
+    """Certain twins: the second one has no law of its own left, and what hangs from it goes with it."""
+    pair = PAIRS["ternary"]
+    branches = play(pair, TreeDrafter([1, 1, 0], [-1, -1, 1]), verifier, ROOMY)
+    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+    assert mean_accepted(branches) == pytest.approx(float(pair.target(PROMPT)[1]), abs=ROUNDING)
+
+
+def test_a_greedy_row_beside_sampled_trees_says_the_most_likely_tokens():
+    pair, greedy = PAIRS["binary"], SamplingParams(temperature=0.0, max_tokens=20)
+    team = Team(
+        TableModel(2, pair.target),
+        make_tree_drafter(pair, (2,), True),
+        make_verifier("auto"),
+        make_controller(ROOMY),
+    )
+    rows = lambda: [Row(list(PROMPT), SAMPLED), Row(list(PROMPT), greedy)]  # noqa: E731
+    sampled, certain = enumerate_rounds(team, rows)
+    assert law_error(sampled, after_prompt(pair.target), 3) < ROUNDING
+    assert law_error(certain, after_prompt(one_hot_law(2, 1)), 3) < ROUNDING
+
+
+def test_enumeration_refuses_trees_of_coupled_rows():
+    pair = PAIRS["binary"]
+    with pytest.raises(BadInputError, match="one draft per depth"):
+        play(pair, make_tree_drafter(pair, (2,), True), "coupled", ROOMY, coupled=True)
+
+
+def runtime_of(kind):
+    if kind == "table":
+        return TableModel(3, PAIRS["ternary"].target)
+    model, _ = (each.double() for each in tiny_pair(vocab_size=3))
+    return FusedRuntime(FusedDecoder(model, packed=False)) if kind == "fused" else TransformersRuntime(model)
+
+
+@pytest.mark.parametrize("kind", ["table", "module", "fused"])
+@DISTINCT
+def test_coupled_text_is_plain_text_whatever_tree_is_drafted(distinct, kind):
+    """Bit for bit, where the enumeration has no joint law: the same seeds with trees and with nothing drafted."""
+    params = SamplingParams(temperature=1.0, max_tokens=10)
+
+    def texts(drafter):
+        rows = [Row([0, 1 + seed % 2], params, seed=seed, coupled=True) for seed in range(12)]
+        team = Team(runtime_of(kind), drafter, make_verifier("auto"), make_controller(ROOMY))
+        accepted = sum(commit.num_accepted for commits in decode(team, rows) for commit in commits)
+        return [row.output for row in rows], accepted
+
+    plain, _ = texts(NoDrafter())
+    pair = PAIRS["ternary"]
+    found, accepted = texts(make_tree_drafter(pair, (2, 2), distinct, least_chance=0.3))
+    assert accepted > 12
+    assert found == plain
+    assert len(set(map(tuple, plain))) > 6
