@@ -97,9 +97,7 @@ def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) ->
         while active:
             laws = SpokenLaws([min(max(scene.chance + dice.uniform(-0.2, 0.2), 0.05), 0.995) for _ in rows])
             depth = max(lengths[index] for index in active) - 1
-            answers = meter.time(
-                "go_on", lambda laws=laws, depth=depth: controller.go_on(rows, laws, depth)
-            )
+            answers = meter.time("go_on", lambda laws=laws, depth=depth: controller.go_on(rows, laws, depth))
             active = [index for index in active if answers[index]]
             for index in active:
                 lengths[index] += 1

@@ -80,9 +80,9 @@ class Kind:
     """
 
     def __init__(self, nodes: Experience, drafts: Experience, pool: Hashable, own: Hashable) -> None:
+        self.anywhere = nodes.path(("at", pool))
         self.by_position = [
-            nodes.path(("at", pool), ("at", pool, place), ("at", pool, own, place))
-            for place in range(DEEP + 1)
+            nodes.path(("at", pool, place), ("at", pool, own, place)) for place in range(DEEP + 1)
         ]
         bins = range(len(CONFIDENCE_EDGES) + 1)
         self.by_confidence = [nodes.path(("own", pool, own, number)) for number in bins]
@@ -90,9 +90,11 @@ class Kind:
         self.comes = drafts.path(("comes", pool, own))
         levels = range(Standing.NUM_LEVELS)
         self.gains, self.widths = (
-            [drafts.path((what, pool), (what, pool, own), (what, pool, own, level)) for level in levels]
-            for what in ("gain", "width")
+            drafts.path(("gain", pool), ("gain", pool, own)),
+            drafts.path(("width", pool), ("width", pool, own)),
         )
+        self.gains_at = [drafts.path(("gain", pool, own, level)) for level in levels]
+        self.widths_at = [drafts.path(("width", pool, own, level)) for level in levels]
 
 
 class Expectations:
@@ -119,46 +121,60 @@ class Expectations:
         """What a draft for this row should bring."""
         standing = self.standings.get(row)
         level = standing.level if standing else 0
-        gains = kind.gains[level]
+        mean = self.drafts.mean
+        of_all = mean(kind.gains, FIRST_GAIN)
         # A row that fares badly may fare better soon, and only a draft tells: no worse is expected than of all such guesses.
         return Expected(
-            max(self.drafts.mean(gains, FIRST_GAIN), self.drafts.mean(gains[:2], FIRST_GAIN)),
-            self.drafts.mean(kind.widths[level], FIRST_WIDTH),
-            DOUBT / (1 + gains[1].count) ** 0.5,
-            self.drafts.mean(kind.comes, 1.0),
+            max(mean(kind.gains_at[level], of_all), of_all),
+            mean(kind.widths_at[level], mean(kind.widths, FIRST_WIDTH)),
+            DOUBT / (1 + kind.gains[1].count) ** 0.5,
+            mean(kind.comes, 1.0),
         )
 
     def survivals(self, kind: Kind, longest: int) -> list[float]:
         """Of a look-up's guess, the chance that its first 1, 2, ... nodes are all accepted."""
         mean = self.nodes.mean
-        shares = [mean(path, FIRST_SHARE) for path in kind.by_position[:longest]]
+        anywhere = mean(kind.anywhere, FIRST_SHARE)
+        shares = [mean(path, anywhere) for path in kind.by_position[:longest]]
         shares += shares[-1:] * (longest - len(shares))
         return list(accumulate(shares, mul))
 
-    def of_node(self, kind: Kind, confidence: float) -> tuple[float, float]:
-        """The chance of a node with this confidence, and of the one behind it, given that all before are accepted."""
-        number = bisect_right(CONFIDENCE_EDGES, confidence)
-        own = self.nodes.mean(kind.by_confidence[number], confidence)
-        return own, self.nodes.mean(kind.behind[number], FIRST_SHARE)
+    def of_node(self, kind: Kind, confidence: float) -> tuple[int, float, float]:
+        """Of a node with this confidence: its level (for `learn`), its chance, and that of the one behind it.
+
+        The chances are those of nodes before which all are accepted.
+        """
+        level = bisect_right(CONFIDENCE_EDGES, confidence)
+        own = self.nodes.mean(kind.by_confidence[level], confidence)
+        return level, own, self.nodes.mean(kind.behind[level], FIRST_SHARE)
 
     def learn(
-        self, row: Row, kind: Kind, confidences: Sequence[float], certain: bool, length: int, accepted: int
+        self, row: Row, kind: Kind, levels: Sequence[int], certain: bool, length: int, accepted: int
     ) -> None:
-        """A draft of so many nodes, of which so many were accepted."""
-        add = self.nodes.add
-        bins = [bisect_right(CONFIDENCE_EDGES, confidence) for confidence in confidences]
+        """A draft of so many nodes, of which so many were accepted.
+
+        Args:
+            levels: of the confidences of its first nodes, as `of_node` gave them.
+        """
+        add, num_levels = self.nodes.add, len(levels)
         for place in range(min(accepted + 1, length)):
             outcome = 1.0 if place < accepted else 0.0
             if certain:
+                add(kind.anywhere, outcome)
                 add(kind.by_position[min(place, DEEP)], outcome)
-            if place < len(bins):
-                add(kind.by_confidence[bins[place]], outcome)
-            if 0 < place <= len(bins):
-                add(kind.behind[bins[place - 1]], outcome)
-        standing = self.standings.setdefault(row, Standing())
-        self.drafts.add(kind.comes, 1.0)
-        self.drafts.add(kind.gains[standing.level], accepted)
-        self.drafts.add(kind.widths[standing.level], length)
+            if place < num_levels:
+                add(kind.by_confidence[levels[place]], outcome)
+            if 0 < place <= num_levels:
+                add(kind.behind[levels[place - 1]], outcome)
+        standing = self.standings.get(row)
+        if standing is None:
+            standing = self.standings[row] = Standing()
+        level, add = standing.level, self.drafts.add
+        add(kind.comes, 1.0)
+        add(kind.gains, accepted)
+        add(kind.gains_at[level], accepted)
+        add(kind.widths, length)
+        add(kind.widths_at[level], length)
         standing.see(length, accepted)
 
     def learn_nothing(self, kind: Kind) -> None:
@@ -167,6 +183,9 @@ class Expectations:
 
     def move_on(self, rows: Sequence[Row]) -> None:
         """Rows went on without drafts."""
-        for row in rows:
-            if row in self.standings:
-                self.standings[row].move_on()
+        standings = self.standings
+        if standings:
+            for row in rows:
+                standing = standings.get(row)
+                if standing is not None:
+                    standing.move_on()
