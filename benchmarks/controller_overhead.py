@@ -62,12 +62,15 @@ SCENES = (
 )
 
 
+METHODS = ("plan", "go_on", "learn", "nothing")
+
+
 @dataclass
 class Meter:
     """Processor time by method, and how often each was called."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: {"plan": 0.0, "go_on": 0.0, "learn": 0.0})
-    calls: dict[str, int] = field(default_factory=lambda: {"plan": 0, "go_on": 0, "learn": 0})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(METHODS, 0.0))
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(METHODS, 0))
 
     def time(self, name: str, work: Callable[[], object]) -> object:
         start = time.process_time_ns()
@@ -113,6 +116,7 @@ def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) ->
         drafting = STEP * steps
         total = PASS + drafting + NODE * max(lengths)
         seen = RoundTime(0.0, drafting, total)
+        meter.time("nothing", lambda: None)
         meter.time(
             "learn",
             lambda draft=draft, verdict=verdict, seen=seen: controller.learn(rows, draft, verdict, seen),
@@ -133,10 +137,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'microseconds of a round':34}{'plan':>8}{'go_on':>8}{'learn':>8}{'all':>8}{'go_on calls':>13}")
-    empty = Meter()
-    for _ in range(20_000):
-        empty.time("plan", lambda: None)
-    idle = empty.seconds["plan"] / empty.calls["plan"]
     for scene in SCENES:
         least: dict[str, float] = {}
         calls = 0.0
@@ -145,10 +145,12 @@ def main() -> None:
             play(controller, scene, options.rounds // 3, Meter())
             play(controller, scene, options.rounds, meter)
             calls = meter.calls["go_on"] / options.rounds
-            for name, seconds in meter.seconds.items():
-                spent = 1e6 * (seconds - idle * meter.calls[name]) / options.rounds
+            # What it takes to time nothing, in between everything else, is taken off.
+            nothing = meter.seconds["nothing"] / meter.calls["nothing"]
+            for name in METHODS[:3]:
+                spent = 1e6 * (meter.seconds[name] - nothing * meter.calls[name]) / options.rounds
                 least[name] = min(spent, least.get(name, spent))
-        cells = "".join(f"{least[name]:8.1f}" for name in ("plan", "go_on", "learn"))
+        cells = "".join(f"{least[name]:8.1f}" for name in METHODS[:3])
         print(f"{scene.name:34}{cells}{sum(least.values()):8.1f}{calls:13.2f}", flush=True)
 
 

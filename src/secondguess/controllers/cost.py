@@ -182,17 +182,27 @@ class CostController(Controller):
     def _learn_times(
         self, num_rows: int, width: int, drafted: Sequence[Offer], lengths: Sequence[int], time: RoundTime
     ) -> None:
-        self.times.see(num_rows, width, time.total - time.draft - time.prefill)
+        times = self._prices.times
+        times.see(num_rows, width, time.total - time.draft - time.prefill)
         self._prices.renew()
-        num_tokens = sum([offer.prospect.unread for offer in drafted])
+        num_tokens = 0
+        part, sum_of_steps, longest, by_model = drafted[0].part, 0, 0, False
+        for offer in drafted:
+            if offer.prospect.unread:
+                num_tokens += offer.prospect.unread
+                reader = offer.part
+            # Beside a model's steps a look-up's take no time worth telling apart.
+            if by_model and offer.certain:
+                continue
+            if not (by_model or offer.certain):
+                part, sum_of_steps, longest, by_model = offer.part, 0, 0, True
+            length = lengths[offer.row]
+            sum_of_steps += length
+            if length > longest:
+                longest = length
         if num_tokens:
-            reader = next(offer for offer in drafted if offer.prospect.unread)
-            self.times.see_reading(reader.part, num_tokens, time.prefill)
-        # Beside a model's steps a look-up's take no time worth telling apart.
-        steppers = [offer for offer in drafted if not offer.certain] or drafted
-        steps = [lengths[offer.row] for offer in steppers]
-        longest = max(steps)
-        self.times.see_steps(steppers[0].part, round(sum(steps) / longest), longest, time.draft)
+            times.see_reading(reader, num_tokens, time.prefill)
+        times.see_steps(part, round(sum_of_steps / longest), longest, time.draft)
 
     def _book(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Account for a round: its tokens, and the seconds that it took."""

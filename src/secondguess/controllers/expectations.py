@@ -12,9 +12,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from secondguess.controllers.experience import Experience
+from secondguess.controllers.experience import STRENGTH, Experience
 from secondguess.core import Prospect, Row
 
 CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
@@ -25,24 +25,29 @@ DOUBT = 1.0
 """How many tokens a guess of an unknown kind may gain beyond what is expected of it; falls with the root of the count."""
 NEUTRAL, FORGETTING = 0.5, 8.0
 """What a row's share of accepted nodes goes back to while nothing is drafted, and in how many rounds."""
+DRAFTS_DECAY = 1 - 1 / 100
+"""Averages over whole drafts remember about a hundred of them."""
 DEEP = 8
 """Positions of a look-up's guess from here on are expected to fare alike."""
 
 
-class Expected(NamedTuple):
-    """What a draft of some kind should do in a round.
+class Fates:
+    """Decayed sums of what drafts brought, the nodes that they had, and how many drafts there were."""
 
-    Args:
-        gain: tokens accepted.
-        width: nodes drafted.
-        doubt: tokens that it might gain beyond that; what is never tried is never found out.
-        comes: how often a guess that is announced comes at all.
-    """
+    __slots__ = ("count", "gain", "width")
 
-    gain: float
-    width: float
-    doubt: float
-    comes: float
+    def __init__(self) -> None:
+        self.count = self.gain = self.width = 0.0
+
+    def add(self, gain: float, width: float) -> None:
+        self.count = self.count * DRAFTS_DECAY + 1.0
+        self.gain = self.gain * DRAFTS_DECAY + gain
+        self.width = self.width * DRAFTS_DECAY + width
+
+    def means(self, gain: float, width: float) -> tuple[float, float]:
+        """The averages, drawn towards what is expected."""
+        weight = self.count + STRENGTH
+        return (self.gain + STRENGTH * gain) / weight, (self.width + STRENGTH * width) / weight
 
 
 @dataclass
@@ -75,11 +80,14 @@ class Kind:
 
     Args:
         nodes, drafts: where experience is kept.
+        of_pool: fates of all drafts of this pool.
         pool: part, coupling and temperature.
         own: what the guess says of itself beforehand.
     """
 
-    def __init__(self, nodes: Experience, drafts: Experience, pool: Hashable, own: Hashable) -> None:
+    def __init__(
+        self, nodes: Experience, drafts: Experience, of_pool: Fates, pool: Hashable, own: Hashable
+    ) -> None:
         self.anywhere = nodes.path(("at", pool))
         self.by_position = [
             nodes.path(("at", pool, place), ("at", pool, own, place)) for place in range(DEEP + 1)
@@ -88,13 +96,8 @@ class Kind:
         self.by_confidence = [nodes.path(("own", pool, own, number)) for number in bins]
         self.behind = [nodes.path(("next", pool, own), ("next", pool, own, number)) for number in bins]
         self.comes = drafts.path(("comes", pool, own))
-        levels = range(Standing.NUM_LEVELS)
-        self.gains, self.widths = (
-            drafts.path(("gain", pool), ("gain", pool, own)),
-            drafts.path(("width", pool), ("width", pool, own)),
-        )
-        self.gains_at = [drafts.path(("gain", pool, own, level)) for level in levels]
-        self.widths_at = [drafts.path(("width", pool, own, level)) for level in levels]
+        self.of_pool, self.of_kind = of_pool, Fates()
+        self.at_level = [Fates() for _ in range(Standing.NUM_LEVELS)]
 
 
 class Expectations:
@@ -104,6 +107,7 @@ class Expectations:
         self.nodes = Experience(memory=200)
         self.drafts = Experience(memory=100)
         self.standings: dict[Row, Standing] = {}
+        self._fates: dict[Hashable, Fates] = {}
         self._kinds: dict[Hashable, Kind] = {}
 
     def kind(self, row: Row, prospect: Prospect) -> Kind:
@@ -114,22 +118,22 @@ class Expectations:
         kind = self._kinds.get(key)
         if kind is None:
             pool = (prospect.part, row.coupled, temperature)
-            kind = self._kinds[key] = Kind(self.nodes, self.drafts, pool, prospect.kind)
+            of_pool = self._fates.setdefault(pool, Fates())
+            kind = self._kinds[key] = Kind(self.nodes, self.drafts, of_pool, pool, prospect.kind)
         return kind
 
-    def of_draft(self, row: Row, kind: Kind) -> Expected:
-        """What a draft for this row should bring."""
+    def of_draft(self, row: Row, kind: Kind) -> tuple[float, float, float, float]:
+        """What a draft for this row should do in a round: tokens accepted, nodes drafted, doubt, how often it comes.
+
+        Doubt is what it might gain beyond that; what is never tried is never found out. Not every guess that is announced comes.
+        """
         standing = self.standings.get(row)
-        level = standing.level if standing else 0
-        mean = self.drafts.mean
-        of_all = mean(kind.gains, FIRST_GAIN)
+        level = standing.level if standing is not None else 0
+        gain, width = kind.of_kind.means(*kind.of_pool.means(FIRST_GAIN, FIRST_WIDTH))
+        doubt = DOUBT / (1 + kind.of_kind.count) ** 0.5
+        gain_here, width = kind.at_level[level].means(gain, width)
         # A row that fares badly may fare better soon, and only a draft tells: no worse is expected than of all such guesses.
-        return Expected(
-            max(mean(kind.gains_at[level], of_all), of_all),
-            mean(kind.widths_at[level], mean(kind.widths, FIRST_WIDTH)),
-            DOUBT / (1 + kind.gains[1].count) ** 0.5,
-            mean(kind.comes, 1.0),
-        )
+        return max(gain_here, gain), width, doubt, self.drafts.mean(kind.comes, 1.0)
 
     def survivals(self, kind: Kind, longest: int) -> list[float]:
         """Of a look-up's guess, the chance that its first 1, 2, ... nodes are all accepted."""
@@ -169,12 +173,9 @@ class Expectations:
         standing = self.standings.get(row)
         if standing is None:
             standing = self.standings[row] = Standing()
-        level, add = standing.level, self.drafts.add
-        add(kind.comes, 1.0)
-        add(kind.gains, accepted)
-        add(kind.gains_at[level], accepted)
-        add(kind.widths, length)
-        add(kind.widths_at[level], length)
+        self.drafts.add(kind.comes, 1.0)
+        for fates in (kind.of_pool, kind.of_kind, kind.at_level[standing.level]):
+            fates.add(accepted, length)
         standing.see(length, accepted)
 
     def learn_nothing(self, kind: Kind) -> None:

@@ -111,10 +111,9 @@ class Offers:
     def _make(self, index: int, row: Row, room: int, prospect: Prospect, num_rows: int) -> Offer:
         expectations, prices = self._expectations, self._prices
         kind = expectations.kind(row, prospect)
-        expected = expectations.of_draft(row, kind)
+        gain, mean_width, doubt, comes = expectations.of_draft(row, kind)
         length = min(prospect.longest, self._longest, room - 1)
         rate, shares = prices.rate, prices.shares(prospect.part)
-        gain = expected.gain
         survivals: Sequence[float] = ()
         if prospect.certain:
             width = length
@@ -123,15 +122,15 @@ class Offers:
             if num_rows == 1:
                 length = longest
         else:
-            width = max(round(expected.width), 1)
+            width = max(round(mean_width), 1)
             net = gain - rate * shares[min(width, self._longest) - 1]
         reading = 0.0
         if prospect.unread:
             # What is read now serves all the rounds that the row will yet take; but it is spent before anything is won.
             seconds = prices.times.reading(prospect.part, prospect.unread)
             reading = CAUTION * seconds / max(room / (1 + gain), 1.0)
-        net = expected.comes * (net + expected.doubt) - rate * reading
-        return Offer(index, prospect, kind, length, gain, width, survivals, expected.doubt, reading, net)
+        net = comes * (net + doubt) - rate * reading
+        return Offer(index, prospect, kind, length, gain, width, survivals, doubt, reading, net)
 
 
 def _best_length(survivals: Sequence[float], rate: float, shares: Sequence[float]) -> tuple[float, int]:

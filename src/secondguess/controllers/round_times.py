@@ -43,11 +43,15 @@ class Average:
         self.value = 0.0
 
     def add(self, value: float) -> None:
-        self.count = min(self.count + 1, NUM_REMEMBERED)
-        if self.count <= self._num_cold:
-            self.value = min(value, self.value) if self.count > 1 else value
+        count = self.count
+        if count < NUM_REMEMBERED:
+            self.count = count = count + 1
+        known = self.value
+        if count <= self._num_cold:
+            self.value = value if count == 1 or value < known else known
             return
-        self.value += (min(value, self.value * FARTHEST) - self.value) / self.count
+        most = known * FARTHEST
+        self.value = known + ((value if value < most else most) - known) / count
 
 
 class Line:
@@ -66,7 +70,9 @@ class Line:
 
     def add(self, num_steps: int, seconds: float) -> None:
         if self._weight >= 2:
-            seconds = min(seconds, (self.start + self.slope * num_steps) * FARTHEST)
+            most = (self.start + self.slope * num_steps) * FARTHEST
+            if seconds > most:
+                seconds = most
         decay = 1 - 1 / (4 * NUM_REMEMBERED)
         self._weight = self._weight * decay + 1
         self._x = self._x * decay + num_steps
