@@ -168,7 +168,7 @@ class CostController(Controller):
             self.expectations.move_on(rows)
             if not self._offers:  # a draft that came to nothing took its time all the same
                 self.times.see_plain(num_rows, _context(rows), time.total - time.prefill)
-            self._book(num_rows, num_rows, time.total)
+            self._book(rows, num_rows, time.total, 0.0)
             return
         accepted = verdict.lengths.tolist()
         self._learn_times(num_rows, draft.num_nodes, drafted, lengths, time)
@@ -177,7 +177,7 @@ class CostController(Controller):
             self.expectations.learn(
                 rows[index], offer.kind, offer.seen, offer.certain, lengths[index], accepted[index]
             )
-        self._book(num_rows, num_rows + sum(accepted), time.total)
+        self._book(rows, num_rows + sum(accepted), time.total, self._spread_reading(rows, drafted, time))
 
     def _learn_times(
         self, num_rows: int, width: int, drafted: Sequence[Offer], lengths: Sequence[int], time: RoundTime
@@ -204,8 +204,22 @@ class CostController(Controller):
             times.see_reading(reader, num_tokens, time.prefill)
         times.see_steps(part, round(sum_of_steps / longest), longest, time.draft)
 
-    def _book(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Account for a round: its tokens, and the seconds that it took."""
+    def _spread_reading(self, rows: Sequence[Row], drafted: Sequence[Offer], time: RoundTime) -> float:
+        """Have the guard book what reading took over the rounds that it serves; gives its seconds."""
+        num_tokens = sum([offer.prospect.unread for offer in drafted])
+        if not num_tokens:
+            return 0.0
+        plain = self.times.plain(len(rows))
+        for offer in drafted:
+            cost = time.prefill / plain * offer.prospect.unread / num_tokens
+            if cost:
+                row = rows[offer.row]
+                self.guard.spread(row, cost, row.room / (1 + offer.gain))
+        return time.prefill
+
+    def _book(self, rows: Sequence[Row], num_tokens: int, seconds: float, spread: float) -> None:
+        """Account for a round: its tokens, the seconds that it took, and those of them that fall due later."""
+        num_rows = len(rows)
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
         self._prices.book(self._place, seconds / plain, num_tokens / num_rows)
@@ -213,12 +227,13 @@ class CostController(Controller):
         if self._probing:
             self.probes.pay(seconds - plain_seconds)
         if self._offers:
-            self.guard.book((plain_seconds - seconds) / plain)
+            self.guard.book((plain_seconds - seconds + spread) / plain, rows)
         else:
-            self.guard.wait()
+            self.guard.wait(rows)
 
     def end(self, row: Row) -> None:
         self.expectations.standings.pop(row, None)
+        self.guard.end(row)
 
 
 def _net(offer: Offer) -> float:
