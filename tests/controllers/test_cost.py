@@ -192,12 +192,12 @@ def test_the_loss_over_any_stretch_is_within_the_bound(adversary: str, step: flo
                 assert lost[start + stretch] - lost[start] <= loss_bound(stretch, 16 * (step + 0.05))
 
 
-def book(guard: Guard, won: float) -> bool:
+def book(guard: Guard, won: float, *rows: Row) -> bool:
     """One round that wins so much where drafting is allowed; says whether it was."""
     if guard.forbids:
-        guard.wait()
+        guard.wait(rows)
         return False
-    guard.book(won)
+    guard.book(won, rows)
     return True
 
 
@@ -238,6 +238,100 @@ def test_the_guard_forgets_once_the_debt_is_made_good() -> None:
         book(guard, 0.0)
         waits += 1
     assert waits == COOLING
+
+
+def a_row() -> Row:
+    return Row([0] * 20, SamplingParams(max_tokens=10**6))
+
+
+def test_what_reading_takes_falls_due_over_the_rounds_that_it_serves() -> None:
+    """A text that takes longer to read than the guard's patience, and drafts that earn it back twice."""
+    guard, row = Guard(), a_row()
+    guard.spread(row, PATIENCE + 4, 100)
+    for _ in range(100):
+        assert book(guard, 0.4, row)
+    for _ in range(int(CREDIT + PATIENCE) - 1):
+        assert book(guard, -1.0, row), "all is paid, and nothing falls due twice"
+    at_once = Guard()
+    at_once.book(-PATIENCE - 4)
+    assert at_once.forbids
+
+
+def test_reading_that_is_not_paid_off_falls_due_when_its_row_ends() -> None:
+    guard, row, other = Guard(), a_row(), a_row()
+    guard.spread(row, PATIENCE + 1, 100)
+    guard.spread(other, 1.0, 100)
+    guard.end(other)
+    assert book(guard, 0.0, row)
+    guard.end(row)
+    assert guard.forbids
+    guard.end(row)
+
+
+def test_reading_falls_due_in_plain_rounds_too() -> None:
+    guard, row = Guard(), a_row()
+    guard.spread(row, PATIENCE + 4, 100)
+    waits = next(count for count in range(200) if guard.forbids or guard.wait([row]))
+    assert 70 < waits < 100
+
+
+@pytest.mark.parametrize("adversary", ["ends", "wins", "waits", "stays"])
+@pytest.mark.parametrize("reading", [2.0, 12.0, 50.0])
+@pytest.mark.parametrize("num_rounds", [1, 30, 10**6])
+def test_spread_reading_keeps_within_the_bound(adversary: str, reading: float, num_rounds: int) -> None:
+    """Rows of two texts are read for as often as the guard allows; what is lost counts when it is spent."""
+    dice = random.Random(5)
+    guard, total, lows, rows = Guard(), 0.0, [0.0], [a_row(), a_row()]
+    unread = set(rows)
+    for number in range(12_000):
+        won = 0.0
+        if guard.forbids or (adversary == "waits" and number % 7):
+            guard.wait(rows)
+        else:
+            for row in [row for row in rows if row in unread]:
+                won -= reading
+                unread.discard(row)
+                guard.spread(row, reading, num_rounds)
+            earned = {"ends": -1.0, "wins": 1.5 if number % 40 < 30 else -1.0}.get(
+                adversary, dice.choice((-1.0, 0.2))
+            )
+            guard.book(earned, rows)
+            won += earned
+        if {"ends": number % 3 == 0, "stays": number % 500 == 0}.get(adversary, number % 40 == 39):
+            place = dice.randrange(2)
+            guard.end(rows[place])
+            rows[place] = a_row()
+            unread.add(rows[place])
+        total += won
+        lows.append(total)
+    for stretch in (1, 5, 20, 100, 1_000, 12_000):
+        worst = max(lows[start] - lows[start + stretch] for start in range(0, 12_001 - stretch))
+        assert worst <= loss_bound(stretch, 1.0 + 2 * reading)
+
+
+def test_a_long_prompt_that_pays_off_does_not_stop_drafting() -> None:
+    """Reading takes 20 plain rounds, more than the guard's patience; drafts win it back several times in every text."""
+    controller, dice = CostController(), random.Random(4)
+    drafted = plain = 0
+    for _ in range(8):
+        row = Row([0] * 600, SamplingParams(max_tokens=300))
+        unread = 600
+        while not row.finished:
+            length = controller.plan([row], [(Prospect(unread=unread),)])[0].length
+            reading = 20.0 * unread / 600 if length else 0.0
+            unread = 0 if length else unread
+            wanted = length
+            length = min(length, 1)
+            while length < wanted and controller.go_on([row], FlatLaws([0.8]), length - 1)[0]:
+                length += 1
+            accepted = next((depth for depth in range(length) if dice.random() >= 0.8), length)
+            row.commit([0] * accepted, 0)
+            verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
+            time = RoundTime(reading, 0.05 * length, 1 + reading + 0.08 * length)
+            controller.learn([row], Draft.chains([[0] * length]), verdict, time)
+            drafted, plain = drafted + (length > 0), plain + (length == 0)
+        controller.end(row)
+    assert drafted > 10 * plain
 
 
 def test_probes_cost_no_more_than_their_income() -> None:

@@ -12,9 +12,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from secondguess.controllers.experience import Experience
+from secondguess.controllers.experience import STRENGTH, Experience
 from secondguess.core import Prospect, Row
 
 CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
@@ -25,24 +25,29 @@ DOUBT = 1.0
 """How many tokens a guess of an unknown kind may gain beyond what is expected of it; falls with the root of the count."""
 NEUTRAL, FORGETTING = 0.5, 8.0
 """What a row's share of accepted nodes goes back to while nothing is drafted, and in how many rounds."""
+DRAFTS_DECAY = 1 - 1 / 100
+"""Averages over whole drafts remember about a hundred of them."""
 DEEP = 8
 """Positions of a look-up's guess from here on are expected to fare alike."""
 
 
-class Expected(NamedTuple):
-    """What a draft of some kind should do in a round.
+class Fates:
+    """Decayed sums of what drafts brought, the nodes that they had, and how many drafts there were."""
 
-    Args:
-        gain: tokens accepted.
-        width: nodes drafted.
-        doubt: tokens that it might gain beyond that; what is never tried is never found out.
-        comes: how often a guess that is announced comes at all.
-    """
+    __slots__ = ("count", "gain", "width")
 
-    gain: float
-    width: float
-    doubt: float
-    comes: float
+    def __init__(self) -> None:
+        self.count = self.gain = self.width = 0.0
+
+    def add(self, gain: float, width: float) -> None:
+        self.count = self.count * DRAFTS_DECAY + 1.0
+        self.gain = self.gain * DRAFTS_DECAY + gain
+        self.width = self.width * DRAFTS_DECAY + width
+
+    def means(self, gain: float, width: float) -> tuple[float, float]:
+        """The averages, drawn towards what is expected."""
+        weight = self.count + STRENGTH
+        return (self.gain + STRENGTH * gain) / weight, (self.width + STRENGTH * width) / weight
 
 
 @dataclass
@@ -75,24 +80,24 @@ class Kind:
 
     Args:
         nodes, drafts: where experience is kept.
+        of_pool: fates of all drafts of this pool.
         pool: part, coupling and temperature.
         own: what the guess says of itself beforehand.
     """
 
-    def __init__(self, nodes: Experience, drafts: Experience, pool: Hashable, own: Hashable) -> None:
+    def __init__(
+        self, nodes: Experience, drafts: Experience, of_pool: Fates, pool: Hashable, own: Hashable
+    ) -> None:
+        self.anywhere = nodes.path(("at", pool))
         self.by_position = [
-            nodes.path(("at", pool), ("at", pool, place), ("at", pool, own, place))
-            for place in range(DEEP + 1)
+            nodes.path(("at", pool, place), ("at", pool, own, place)) for place in range(DEEP + 1)
         ]
         bins = range(len(CONFIDENCE_EDGES) + 1)
         self.by_confidence = [nodes.path(("own", pool, own, number)) for number in bins]
         self.behind = [nodes.path(("next", pool, own), ("next", pool, own, number)) for number in bins]
         self.comes = drafts.path(("comes", pool, own))
-        levels = range(Standing.NUM_LEVELS)
-        self.gains, self.widths = (
-            [drafts.path((what, pool), (what, pool, own), (what, pool, own, level)) for level in levels]
-            for what in ("gain", "width")
-        )
+        self.of_pool, self.of_kind = of_pool, Fates()
+        self.at_level = [Fates() for _ in range(Standing.NUM_LEVELS)]
 
 
 class Expectations:
@@ -102,6 +107,7 @@ class Expectations:
         self.nodes = Experience(memory=200)
         self.drafts = Experience(memory=100)
         self.standings: dict[Row, Standing] = {}
+        self._fates: dict[Hashable, Fates] = {}
         self._kinds: dict[Hashable, Kind] = {}
 
     def kind(self, row: Row, prospect: Prospect) -> Kind:
@@ -112,53 +118,64 @@ class Expectations:
         kind = self._kinds.get(key)
         if kind is None:
             pool = (prospect.part, row.coupled, temperature)
-            kind = self._kinds[key] = Kind(self.nodes, self.drafts, pool, prospect.kind)
+            of_pool = self._fates.setdefault(pool, Fates())
+            kind = self._kinds[key] = Kind(self.nodes, self.drafts, of_pool, pool, prospect.kind)
         return kind
 
-    def of_draft(self, row: Row, kind: Kind) -> Expected:
-        """What a draft for this row should bring."""
+    def of_draft(self, row: Row, kind: Kind) -> tuple[float, float, float, float]:
+        """What a draft for this row should do in a round: tokens accepted, nodes drafted, doubt, how often it comes.
+
+        Doubt is what it might gain beyond that; what is never tried is never found out. Not every guess that is announced comes.
+        """
         standing = self.standings.get(row)
-        level = standing.level if standing else 0
-        gains = kind.gains[level]
+        level = standing.level if standing is not None else 0
+        gain, width = kind.of_kind.means(*kind.of_pool.means(FIRST_GAIN, FIRST_WIDTH))
+        doubt = DOUBT / (1 + kind.of_kind.count) ** 0.5
+        gain_here, width = kind.at_level[level].means(gain, width)
         # A row that fares badly may fare better soon, and only a draft tells: no worse is expected than of all such guesses.
-        return Expected(
-            max(self.drafts.mean(gains, FIRST_GAIN), self.drafts.mean(gains[:2], FIRST_GAIN)),
-            self.drafts.mean(kind.widths[level], FIRST_WIDTH),
-            DOUBT / (1 + gains[1].count) ** 0.5,
-            self.drafts.mean(kind.comes, 1.0),
-        )
+        return max(gain_here, gain), width, doubt, self.drafts.mean(kind.comes, 1.0)
 
     def survivals(self, kind: Kind, longest: int) -> list[float]:
         """Of a look-up's guess, the chance that its first 1, 2, ... nodes are all accepted."""
         mean = self.nodes.mean
-        shares = [mean(path, FIRST_SHARE) for path in kind.by_position[:longest]]
+        anywhere = mean(kind.anywhere, FIRST_SHARE)
+        shares = [mean(path, anywhere) for path in kind.by_position[:longest]]
         shares += shares[-1:] * (longest - len(shares))
         return list(accumulate(shares, mul))
 
-    def of_node(self, kind: Kind, confidence: float) -> tuple[float, float]:
-        """The chance of a node with this confidence, and of the one behind it, given that all before are accepted."""
-        number = bisect_right(CONFIDENCE_EDGES, confidence)
-        own = self.nodes.mean(kind.by_confidence[number], confidence)
-        return own, self.nodes.mean(kind.behind[number], FIRST_SHARE)
+    def of_node(self, kind: Kind, confidence: float) -> tuple[int, float, float]:
+        """Of a node with this confidence: its level (for `learn`), its chance, and that of the one behind it.
+
+        The chances are those of nodes before which all are accepted.
+        """
+        level = bisect_right(CONFIDENCE_EDGES, confidence)
+        own = self.nodes.mean(kind.by_confidence[level], confidence)
+        return level, own, self.nodes.mean(kind.behind[level], FIRST_SHARE)
 
     def learn(
-        self, row: Row, kind: Kind, confidences: Sequence[float], certain: bool, length: int, accepted: int
+        self, row: Row, kind: Kind, levels: Sequence[int], certain: bool, length: int, accepted: int
     ) -> None:
-        """A draft of so many nodes, of which so many were accepted."""
-        add = self.nodes.add
-        bins = [bisect_right(CONFIDENCE_EDGES, confidence) for confidence in confidences]
+        """A draft of so many nodes, of which so many were accepted.
+
+        Args:
+            levels: of the confidences of its first nodes, as `of_node` gave them.
+        """
+        add, num_levels = self.nodes.add, len(levels)
         for place in range(min(accepted + 1, length)):
             outcome = 1.0 if place < accepted else 0.0
             if certain:
+                add(kind.anywhere, outcome)
                 add(kind.by_position[min(place, DEEP)], outcome)
-            if place < len(bins):
-                add(kind.by_confidence[bins[place]], outcome)
-            if 0 < place <= len(bins):
-                add(kind.behind[bins[place - 1]], outcome)
-        standing = self.standings.setdefault(row, Standing())
+            if place < num_levels:
+                add(kind.by_confidence[levels[place]], outcome)
+            if 0 < place <= num_levels:
+                add(kind.behind[levels[place - 1]], outcome)
+        standing = self.standings.get(row)
+        if standing is None:
+            standing = self.standings[row] = Standing()
         self.drafts.add(kind.comes, 1.0)
-        self.drafts.add(kind.gains[standing.level], accepted)
-        self.drafts.add(kind.widths[standing.level], length)
+        for fates in (kind.of_pool, kind.of_kind, kind.at_level[standing.level]):
+            fates.add(accepted, length)
         standing.see(length, accepted)
 
     def learn_nothing(self, kind: Kind) -> None:
@@ -167,6 +184,9 @@ class Expectations:
 
     def move_on(self, rows: Sequence[Row]) -> None:
         """Rows went on without drafts."""
-        for row in rows:
-            if row in self.standings:
-                self.standings[row].move_on()
+        standings = self.standings
+        if standings:
+            for row in rows:
+                standing = standings.get(row)
+                if standing is not None:
+                    standing.move_on()

@@ -43,46 +43,52 @@ class Average:
         self.value = 0.0
 
     def add(self, value: float) -> None:
-        self.count = min(self.count + 1, NUM_REMEMBERED)
-        if self.count <= self._num_cold:
-            self.value = min(value, self.value) if self.count > 1 else value
+        count = self.count
+        if count < NUM_REMEMBERED:
+            self.count = count = count + 1
+        known = self.value
+        if count <= self._num_cold:
+            self.value = value if count == 1 or value < known else known
             return
-        self.value += (min(value, self.value * FARTHEST) - self.value) / self.count
+        most = known * FARTHEST
+        self.value = known + ((value if value < most else most) - known) / count
 
 
 class Line:
-    """Seconds as a start and so much per step, fitted to what was seen lately by least squares."""
+    """Seconds as a start and so much per step, fitted to what was seen lately by least squares.
 
-    __slots__ = ("_weight", "_x", "_xx", "_xy", "_y")
+    Attributes:
+        start: seconds before the first step.
+        slope: seconds per step.
+    """
+
+    __slots__ = ("_weight", "_x", "_xx", "_xy", "_y", "slope", "start")
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self.start = self.slope = 0.0
 
     def add(self, num_steps: int, seconds: float) -> None:
         if self._weight >= 2:
-            expected = self.start + self.slope * num_steps
-            seconds = min(seconds, expected * FARTHEST)
+            most = (self.start + self.slope * num_steps) * FARTHEST
+            if seconds > most:
+                seconds = most
         decay = 1 - 1 / (4 * NUM_REMEMBERED)
         self._weight = self._weight * decay + 1
         self._x = self._x * decay + num_steps
         self._y = self._y * decay + seconds
         self._xx = self._xx * decay + num_steps * num_steps
         self._xy = self._xy * decay + num_steps * seconds
+        self.slope = self._fitted_slope()
+        self.start = max(self._y - self.slope * self._x, 0.0) / self._weight
 
-    @property
-    def slope(self) -> float:
-        """Seconds per step."""
+    def _fitted_slope(self) -> float:
         mean = self._y / self._x
         spread = self._xx * self._weight - self._x * self._x
         if spread < 1e-6 * self._xx * self._weight:
             return FIRST_SLOPE * mean  # only one length was seen: nothing tells the start from the steps
         slope = (self._xy * self._weight - self._x * self._y) / spread
         return min(max(slope, 0.1 * mean), mean)
-
-    @property
-    def start(self) -> float:
-        """Seconds before the first step."""
-        return max(self._y - self.slope * self._x, 0.0) / self._weight
 
 
 class RoundTimes:
@@ -107,7 +113,7 @@ class RoundTimes:
         Args:
             context: mean tokens per row.
         """
-        nearest = self._nearest(num_rows)
+        nearest = num_rows if num_rows in self._plain else self._nearest(num_rows)
         if nearest is None or max(nearest, num_rows) > NEAR * min(nearest, num_rows):
             return True
         known = self._context[nearest]
@@ -116,19 +122,29 @@ class RoundTimes:
 
     def see_plain(self, num_rows: int, context: float, seconds: float) -> None:
         """A round without drafts."""
-        self._plain.setdefault(num_rows, Average(NUM_COLD)).add(seconds)
+        average = self._plain.get(num_rows)
+        if average is None:
+            average = self._plain[num_rows] = Average(NUM_COLD)
+        average.add(seconds)
         self._context[num_rows] = context
         self._num_since_plain = 0
 
     def see(self, num_rows: int, width: int, seconds: float) -> None:
         """A round with drafts, the time of drafting left out."""
         self._num_since_plain += 1
-        ratio = seconds / self.plain(num_rows)
-        self._ratios.setdefault(num_rows, {}).setdefault(width, Average()).add(ratio)
+        seen = self._ratios.setdefault(num_rows, {})
+        average = seen.get(width)
+        if average is None:
+            average = seen[width] = Average()
+        average.add(seconds / self.plain(num_rows))
 
     def see_steps(self, part: Hashable, num_rows: int, num_steps: int, seconds: float) -> None:
         """Draft steps that took so long together."""
-        self._steps.setdefault(part, {}).setdefault(num_rows, Line()).add(num_steps, seconds)
+        seen = self._steps.setdefault(part, {})
+        line = seen.get(num_rows)
+        if line is None:
+            line = seen[num_rows] = Line()
+        line.add(num_steps, seconds)
 
     def see_reading(self, part: Hashable, num_tokens: int, seconds: float) -> None:
         """What a drafter took to read so many tokens that it had not read yet."""
@@ -152,8 +168,6 @@ class RoundTimes:
         return low + (high - low) * (num_rows - below) / (above - below)
 
     def _nearest(self, num_rows: int) -> int | None:
-        if num_rows in self._plain:
-            return num_rows
         return min(self._plain, key=lambda size: abs(size - num_rows), default=None)
 
     def rest(self, num_rows: int, width: int) -> float:

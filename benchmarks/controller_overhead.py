@@ -1,0 +1,158 @@
+"""What the controller `cost` itself takes, in microseconds of processor time: no model, rounds on paper, a clock that is made up.
+
+    OMP_NUM_THREADS=1 python benchmarks/controller_overhead.py
+
+The controller is driven directly: prospects go in, a fate is drawn for what it plans, and made-up seconds are handed to `learn`.
+Processor time of `plan`, `go_on` and `learn` per round; the least of `--repeats` runs, since whatever else happens only adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from secondguess.controllers import make_controller
+from secondguess.controllers.base import Controller
+from secondguess.controllers.laws import DraftLaws
+from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.sampling import SamplingParams
+
+PASS, STEP, NODE = 1e-3, 0.15e-3, 0.03e-3
+"""Made-up seconds of a plain round, of a draft step, and by which a node makes the pass dearer."""
+
+
+class SpokenLaws(DraftLaws):
+    """Laws that are nothing but a confidence: what a law's summary costs is the drafter's size, not the controller's doing."""
+
+    def __init__(self, confidences: Sequence[float]) -> None:
+        self.__dict__["confidences"] = confidences
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Rounds on paper.
+
+    Args:
+        prospects: per round, of every row.
+        chance: that a node is accepted; a confidence is drawn around it.
+    """
+
+    name: str
+    prospects: Callable[[int], tuple[Prospect, ...]]
+    chance: float
+    num_rows: int = 1
+
+
+MODEL = Prospect(part=1)
+SCENES = (
+    Scene("a draft model that pays", lambda number: (MODEL,), 0.75),
+    Scene("a draft model that does not pay", lambda number: (MODEL,), 0.0),
+    Scene("a look-up that pays", lambda number: (Prospect(kind=number % 4, longest=10, certain=True),), 0.8),
+    Scene(
+        "a look-up or a model",
+        lambda number: (Prospect(kind=number % 4, longest=number % 8, certain=True), MODEL),
+        0.75,
+    ),
+    Scene("a draft model, 8 rows", lambda number: (MODEL,), 0.75, 8),
+)
+
+
+METHODS = ("plan", "go_on", "learn", "nothing")
+
+
+@dataclass
+class Meter:
+    """Processor time by method, and how often each was called."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(METHODS, 0.0))
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(METHODS, 0))
+
+    def time(self, name: str, work: Callable[[], object]) -> object:
+        start = time.process_time_ns()
+        result = work()
+        self.seconds[name] += (time.process_time_ns() - start) * 1e-9
+        self.calls[name] += 1
+        return result
+
+
+def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) -> None:
+    dice = random.Random(0)
+    rows = [Row([0] * 50, SamplingParams(max_tokens=10**6)) for _ in range(scene.num_rows)]
+    for number in range(num_rounds):
+        choices = scene.prospects(number)
+        prospects = [choices] * scene.num_rows
+        plans = meter.time("plan", lambda prospects=prospects: controller.plan(rows, prospects))
+        certain = [
+            next((choice.certain for choice in choices if choice.part == plan.part), True) for plan in plans
+        ]
+        lengths = [
+            plan.length if looks_up else min(plan.length, 1)
+            for plan, looks_up in zip(plans, certain, strict=True)
+        ]
+        active = [
+            index for index, plan in enumerate(plans) if not certain[index] and plan.length > lengths[index]
+        ]
+        while active:
+            laws = SpokenLaws([min(max(scene.chance + dice.uniform(-0.2, 0.2), 0.05), 0.995) for _ in rows])
+            depth = max(lengths[index] for index in active) - 1
+            answers = meter.time("go_on", lambda laws=laws, depth=depth: controller.go_on(rows, laws, depth))
+            active = [index for index in active if answers[index]]
+            for index in active:
+                lengths[index] += 1
+            active = [index for index in active if plans[index].length > lengths[index]]
+        accepted = [
+            next((d for d in range(length) if dice.random() >= scene.chance), length) for length in lengths
+        ]
+        draft = Draft.chains([[0] * length for length in lengths])
+        verdict = Verdict.of_chain(torch.tensor(accepted), torch.zeros(len(rows), dtype=torch.long))
+        steps = max(
+            (length for length, looks_up in zip(lengths, certain, strict=True) if not looks_up), default=0
+        )
+        drafting = STEP * steps
+        total = PASS + drafting + NODE * max(lengths)
+        seen = RoundTime(0.0, drafting, total)
+        meter.time("nothing", lambda: None)
+        meter.time(
+            "learn",
+            lambda draft=draft, verdict=verdict, seen=seen: controller.learn(rows, draft, verdict, seen),
+        )
+        for row, count in zip(rows, accepted, strict=True):
+            row.tokens += [0] * (count + 1)
+            if len(row.tokens) > 400:
+                del row.tokens[50:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--controller", default="cost")
+    parser.add_argument("--rounds", type=int, default=1500)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'microseconds of a round':34}{'plan':>8}{'go_on':>8}{'learn':>8}{'all':>8}{'go_on calls':>13}")
+    for scene in SCENES:
+        least: dict[str, float] = {}
+        calls = 0.0
+        for _ in range(options.repeats):
+            controller, meter = make_controller(options.controller), Meter()
+            play(controller, scene, options.rounds // 3, Meter())
+            play(controller, scene, options.rounds, meter)
+            calls = meter.calls["go_on"] / options.rounds
+            # What it takes to time nothing, in between everything else, is taken off.
+            nothing = meter.seconds["nothing"] / meter.calls["nothing"]
+            for name in METHODS[:3]:
+                spent = 1e6 * (meter.seconds[name] - nothing * meter.calls[name]) / options.rounds
+                least[name] = min(spent, least.get(name, spent))
+        cells = "".join(f"{least[name]:8.1f}" for name in METHODS[:3])
+        print(f"{scene.name:34}{cells}{sum(least.values()):8.1f}{calls:13.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
