@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from secondguess import SamplingParams
 from secondguess.api import LLM, load
@@ -24,7 +23,7 @@ from secondguess.bench.provenance import gather
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.noise import KeyedNoise, Noise
-from secondguess.runtime.base import Runtime
+from secondguess.runtime.base import Hidden, Runtime
 from secondguess.runtime.loading import find_checkpoint
 from secondguess.sampling import target_laws
 
@@ -41,8 +40,8 @@ class Branching(Drafter):
         self._inner = inner
         self._vocab_size = vocab_size
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        self._inner.begin(rows)
+    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+        self._inner.begin(rows, hidden)
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         chain = self._inner.propose(rows, budgets, noise)
@@ -52,7 +51,7 @@ class Branching(Drafter):
         real = torch.arange(tokens.shape[1]) < 2 * chain.lengths[:, None]
         return Draft(tokens, torch.where(real, parents, -1), 2 * chain.lengths)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         self._inner.observe(rows, verdict, hidden)
 
     def end(self, row: Row) -> None:

@@ -23,7 +23,7 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
 from secondguess.names import parse_name
 from secondguess.noise import KeyedNoise
-from secondguess.runtime.base import Scores
+from secondguess.runtime.base import Hidden, Scores
 from secondguess.sampling import SamplingParams, drafter_laws
 from secondguess.testing import Law, TableModel, random_law
 
@@ -254,9 +254,9 @@ def test_reported_laws_have_the_targets_width(vocab_size: int) -> None:
 class StrictContext(TableModel):
     """Refuses to hold more than its context, as a real model must."""
 
-    def begin(self, rows: list[Row]) -> None:  # type: ignore[override]
+    def begin(self, rows: list[Row]) -> list[Hidden]:  # type: ignore[override]
         assert all(len(row.tokens) - 1 <= self.context_length for row in rows)
-        super().begin(rows)
+        return super().begin(rows)
 
     def score(self, rows: list[Row], draft: Draft) -> Scores:  # type: ignore[override]
         assert all(len(row.tokens) <= self.context_length for row in rows)
