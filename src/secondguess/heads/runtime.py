@@ -98,7 +98,7 @@ class HeadRuntime(CachedRuntime):
         table = self._features.get(row)
         needed = start + len(features)
         if table is None or needed > len(table):
-            larger = features.new_zeros(max(256, 2 * needed), features.shape[-1])
+            larger = features.new_zeros(2 * needed, features.shape[-1])
             if table is not None:
                 larger[: len(table)] = table
             table = self._features[row] = larger

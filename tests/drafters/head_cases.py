@@ -1,0 +1,79 @@
+"""One tiny head of every kind for a tiny target, made on the fly: a line here is a row of test_every_head.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from secondguess.drafters.base import Drafter
+from secondguess.drafters.feature import FeatureDrafter
+from secondguess.drafters.trees import TreeShape
+from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
+from secondguess.heads.runtime import FeatureHead
+from secondguess.runtime.base import Ends, Hidden, Runtime
+
+
+def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
+    """A target whose laws are neither flat nor certain."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).double().eval()
+
+
+class PlainFeatureHead(FeatureHead):
+    """The least that reads features: one layer over token and feature, the target's own ends."""
+
+    def __init__(self, ends: Ends) -> None:
+        super().__init__()
+        self.hidden_layers = (-1,)
+        self.shape = LayerShape(ends.width, num_heads=2, num_kv_heads=1, head_size=16, mlp_size=32)
+        self.num_layers = 1
+        self.feature_width = ends.width
+        self.joined = nn.Linear(2 * ends.width, ends.width)
+        self.layer = DecoderLayer(self.shape)
+        self._ends = ends
+
+    def features(self, hidden: Hidden) -> Tensor:
+        return hidden[-1]
+
+    def forward(self, embedded: Tensor, features: Tensor, turns: Turns, attend: Attend) -> Tensor:
+        return self.layer(self.joined(torch.cat((embedded, features), -1)), turns, attend)
+
+    def logits(self, thought: Tensor) -> Tensor:
+        return self._ends.unembed(self._ends.normalise(thought))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._ends.embed(tokens)
+
+
+def seeded(make: Callable[[], nn.Module], ends: Ends, seed: int = 1) -> nn.Module:
+    """A module with random weights in the target's dtype, the same at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make().to(ends.dtype).eval()
+
+
+def plain_feature_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    ends = target.ends()
+    head = seeded(lambda: PlainFeatureHead(ends), ends)
+    assert isinstance(head, PlainFeatureHead)
+    return FeatureDrafter(head, target, "feature", shape)
+
+
+HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
+    "feature": plain_feature_drafter,
+}
+"""Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""

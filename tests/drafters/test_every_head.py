@@ -1,0 +1,208 @@
+"""What holds for every head: the text is the target's own, whatever the head was told, forgot or guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from head_cases import HEADS, tiny_target
+
+from secondguess.controllers import make_controller
+from secondguess.controllers.base import Controller
+from secondguess.core import Budgets, Draft, Plan, Prospect, RoundTime, Row, Verdict
+from secondguess.decode import Team, decode
+from secondguess.drafters.alternating import AlternatingDrafter
+from secondguess.drafters.base import Drafter
+from secondguess.drafters.none import NoDrafter
+from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
+from secondguess.drafters.trees import DynamicTree, StaticTree, TreeShape
+from secondguess.enumeration import enumerate_rounds, exact_law, largest_difference, text_law
+from secondguess.noise import KeyedNoise
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.sampling import SamplingParams
+from secondguess.verifiers import make_verifier
+
+VOCAB_SIZE = 31
+PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 23]]
+SHAPES: dict[str, TreeShape | None] = {
+    "chain": None,
+    "tree": StaticTree.of_widths([3, 2, 1]),
+    "dynamic": DynamicTree(nodes=6, width=2, depth=3),
+}
+TARGET = tiny_target(VOCAB_SIZE)
+
+every_head = pytest.mark.parametrize("head", HEADS)
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+class Whimsical(Controller):
+    """Drafts in some rounds and not in others, each time another length: whoever listens must not lose the thread."""
+
+    name = "whimsical"
+
+    def __init__(self) -> None:
+        self._round = 0
+
+    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+        self._round += 1
+        return [
+            Plan(choices[0].part, min(choices[0].longest, (self._round * 7 + index) % 5))
+            for index, choices in enumerate(prospects)
+        ]
+
+    def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
+        pass
+
+
+def module_runtime() -> Runtime:
+    return TransformersRuntime(TARGET)
+
+
+def fused_runtime() -> Runtime:
+    decoder = fuse(tiny_target(VOCAB_SIZE), packed=False)
+    assert decoder is not None
+    return FusedRuntime(decoder)
+
+
+def run(
+    make: object,
+    params: SamplingParams,
+    verifier: str = "auto",
+    controller: Controller | str = "fixed:4",
+    prompts: Sequence[list[int]] = PROMPTS,
+    make_target: object = module_runtime,
+) -> list[list[int]]:
+    target = make_target()  # type: ignore[operator]
+    drafter: Drafter = make(target)  # type: ignore[operator]
+    judge = make_verifier(verifier)
+    coupled = judge.couples(params.seed is not None)
+    rows = [Row(list(prompt), params, seed=params.seed or 0, coupled=coupled) for prompt in prompts]
+    decider = make_controller(controller) if isinstance(controller, str) else controller
+    for _ in decode(Team(target, drafter, judge, decider), rows):
+        pass
+    return [row.output for row in rows]
+
+
+def drafts_with(head: str, shape: str) -> object:
+    return partial(HEADS[head], shape=SHAPES[shape])
+
+
+def plainly(params: SamplingParams) -> list[list[int]]:
+    return run(lambda target: NoDrafter(), params, controller="fixed:0")
+
+
+@every_head
+@every_shape
+@pytest.mark.parametrize("make_target", [module_runtime, fused_runtime], ids=["module", "fused"])
+@pytest.mark.parametrize("together", [True, False], ids=["one-batch", "alone"])
+@pytest.mark.parametrize("verifier", ["auto", "greedy", "coupled", "traversal"])
+def test_greedy_text_is_the_targets(
+    head: str, shape: str, verifier: str, together: bool, make_target: object
+) -> None:
+    params = SamplingParams(max_tokens=16)
+    batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
+    found = [
+        text
+        for batch in batches
+        for text in run(drafts_with(head, shape), params, verifier, prompts=batch, make_target=make_target)
+    ]
+    assert found == plainly(params)
+
+
+@every_head
+@every_shape
+@pytest.mark.parametrize("controller", ["fixed:3", "cost", "confidence:4,threshold=0.2", "whimsical"])
+def test_seeded_text_is_that_of_no_drafter(head: str, shape: str, controller: str) -> None:
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=7)
+    decider = Whimsical() if controller == "whimsical" else controller
+    assert run(drafts_with(head, shape), params, controller=decider) == plainly(params)
+
+
+@every_head
+@every_shape
+def test_seeded_text_under_penalties_and_filters(head: str, shape: str) -> None:
+    params = SamplingParams(
+        max_tokens=16, temperature=0.8, top_k=9, repetition_penalty=1.3, logit_bias={4: 2.0}, seed=3
+    )
+    assert run(drafts_with(head, shape), params) == plainly(params)
+
+
+@every_head
+def test_it_takes_turns_with_a_look_up(head: str) -> None:
+    params = SamplingParams(max_tokens=16)
+
+    def either(target: Runtime) -> Drafter:
+        parts = [SuffixDrafter(SuffixOptions(min=1)), HEADS[head](target, None)]
+        return AlternatingDrafter(parts, VOCAB_SIZE)
+
+    assert run(either, params) == plainly(params)
+
+
+@every_head
+@every_shape
+def test_it_stops_where_the_context_ends(head: str, shape: str) -> None:
+    """The target holds 128 tokens; the last ones are drafted for too."""
+    params = SamplingParams(max_tokens=14)
+    prompts = [[token % VOCAB_SIZE for token in range(120)]]
+    found = run(drafts_with(head, shape), params, prompts=prompts)
+    assert found == run(lambda target: NoDrafter(), params, controller="fixed:0", prompts=prompts)
+
+
+@every_head
+@every_shape
+def test_what_it_remembers_is_the_truth(head: str, shape: str) -> None:
+    """After any rounds it guesses as a drafter would that is told the whole text at once."""
+    params = SamplingParams(max_tokens=12, temperature=1.0)
+    target = module_runtime()
+    drafter = HEADS[head](target, SHAPES[shape])
+    row = Row(list(PROMPTS[0]), params, seed=5)
+    team = Team(target, drafter, make_verifier("auto"), Whimsical())
+    rounds = decode(team, [row])
+    for _ in range(4):
+        next(rounds)
+    fresh_target = module_runtime()
+    fresh = HEADS[head](fresh_target, SHAPES[shape])
+    fresh_row = Row(list(row.tokens), params, seed=5)
+    fresh.begin([fresh_row], fresh_target.begin([fresh_row]))  # type: ignore[arg-type]
+    drafts = []
+    for who, whose in ((drafter, row), (fresh, fresh_row)):
+        with torch.inference_mode():
+            who.prepare([whose], [0])
+            budgets = Budgets([3], lambda laws, depth: [True], reads_laws=False)
+            drafts.append(who.propose([whose], budgets, KeyedNoise.of_rows([whose])))
+    assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
+    assert drafts[0].probs is not None and drafts[1].probs is not None
+    torch.testing.assert_close(drafts[0].probs, drafts[1].probs)
+    rounds.close()
+
+
+@every_head
+@pytest.mark.parametrize(
+    ("widths", "num_rounds"), [((), 2), ((2,), 2), ((2, 1), 1)], ids=["chain", "siblings", "tree"]
+)
+@pytest.mark.parametrize("verifier", ["auto", "recursive"])
+def test_the_law_of_the_text_is_the_targets(
+    head: str, widths: tuple[int, ...], num_rounds: int, verifier: str
+) -> None:
+    """One or two rounds on a real cache, enumerated."""
+    shape = StaticTree.of_widths(widths) if widths else None
+    model = tiny_target(vocab_size=2)
+    laws = {}
+    outputs: list[tuple[int, ...]] = [()]
+    for output in outputs:
+        with torch.inference_mode():
+            logits = model(torch.tensor([[0, 1, *output]]), use_cache=False).logits[0, -1]
+        laws[output] = logits.softmax(-1)
+        if len(output) < 3:
+            outputs += [(*output, 0), (*output, 1)]
+    target = TransformersRuntime(model)
+    team = Team(target, HEADS[head](target, shape), make_verifier(verifier), make_controller("fixed:2"))
+    params = SamplingParams(temperature=1.0, max_tokens=20)
+    (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], params)], num_rounds=num_rounds)
+    found = text_law(branches, laws.__getitem__, 4)
+    assert largest_difference(found, exact_law(laws.__getitem__, 4)) < 1e-9
+    assert any(branch.num_accepted for branch in branches)
