@@ -24,7 +24,7 @@ from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.testing import LawTreeDrafter, random_law
 from secondguess.verifiers import make_verifier, traversal, trees
-from secondguess.verifiers.traversal import Traversal, TraversalVerifier
+from secondguess.verifiers.traversal import TraversalVerifier
 from test_mutants import Mutant, Patch, exact_model_law, places_share_accept_numbers
 
 # Checks: each says whether the code passes.
@@ -147,27 +147,45 @@ def sampled_nodes_are_ranked_again(patch: Patch) -> None:
 
 
 def laws_without_siblings_are_not_renormalised(patch: Patch) -> None:
-    patch.setattr(trees, "without", lambda law, tokens: law.scatter(-1, tokens, 0.0))
+    _change_sheets(patch, lambda sheet: replace(sheet, remaining=numpy.sign(sheet.remaining)))
 
 
 def cousins_are_removed_too(patch: Patch) -> None:
-    original = trees.Guess.of.__func__
+    """Nodes of one depth are taken for siblings: those of other parents are cut out of a node's law."""
+    original = trees.Shape.earlier.func
 
-    def of(cls, draft, node, earlier, target_law):
-        return original(cls, draft, node, range(node), target_law)
+    def earlier(self):
+        depths = [len(path) for path in self.paths[1:]]
+        return [
+            [other for other in range(node) if depths[other] == depths[node]]
+            for node, _ in enumerate(original(self))
+        ]
 
-    patch.setattr(trees.Guess, "of", classmethod(of))
+    patch.setattr(trees.Shape, "earlier", property(earlier))
+
+
+def what_nobody_drew_is_accepted(patch: Patch) -> None:
+    """A law that has run out of tokens is still believed."""
+    _change_sheets(patch, lambda sheet: replace(sheet, remaining=sheet.remaining.clip(1e-3)))
+
+
+def _change_sheets(patch: Patch, change: Callable[[trees.Sheet], trees.Sheet]) -> None:
+    original = trees.Sheet.of.__func__
+    patch.setattr(trees.Sheet, "of", classmethod(lambda cls, *args: change(original(cls, *args))))
 
 
 def siblings_are_removed_from_the_target_too(patch: Patch) -> None:
     """As for certain guesses: what is left of the target is its law without the tokens that were refused."""
-    original = trees.Guess.refused
+    original = trees.Place.refuse
 
-    def refused(self, weights, target_law):
-        left = original(self, weights, target_law)
-        return replace(left, laws=trees.without(target_law, self.tokens[:, None]))
+    def refuse(self, node, weights):
+        before = self.law
+        mass = original(self, node, weights)
+        self.law = before.scatter(-1, self._draft.tokens[:, node, None], 0.0)
+        self._totals = self.law.sum(-1).numpy()
+        return mass
 
-    patch.setattr(trees.Guess, "refused", refused)
+    patch.setattr(trees.Place, "refuse", refuse)
 
 
 def weights_outlive_a_rejection(patch: Patch) -> None:
@@ -175,32 +193,23 @@ def weights_outlive_a_rejection(patch: Patch) -> None:
 
 
 def children_are_weighed_before_their_siblings_fail(patch: Patch) -> None:
-    """All children of a node get the weights that its first one should have."""
+    """All children of a node are compared with the target's law as its first one finds it."""
 
-    def visit(self, query, log_weights):
-        untouched, entered_with = self.laws[:, query].clone(), log_weights
-        children = self._shape.children[query]
-        for place, node in enumerate(children):
-            guess = trees.Guess.of(self._draft, node, children[:place], untouched)
-            entered = numpy.minimum(0.0, entered_with + traversal.log(guess.ratios(untouched)))
-            self.chances[:, node] = numpy.exp(self._visit(node + 1, entered))
-            self.order.append(node)
-            weights = numpy.exp(log_weights)
-            left = guess.refused(weights, self.laws[:, query])
-            log_weights = traversal.log(traversal.weights_after(weights, left.masses))
-            self.laws[:, query] = left.laws
-        return log_weights
+    def ratios(self, node):
+        query = self._draft.parents[0, node] + 1
+        drawn = self._sheet.drafted[:, node, node].clip(1e-38)
+        return self._sheet.target[:, query, node] * self._sheet.remaining[:, node] / drawn
 
-    patch.setattr(Traversal, "_visit", visit)
+    patch.setattr(trees.Place, "ratios", ratios)
 
 
 def corrections_come_from_the_untouched_law(patch: Patch) -> None:
-    def judge_alike(self, shape, draft, target_probs, noise):
-        walk = Traversal(shape, draft, target_probs)
-        queries = traversal.first_accepted(walk.order, noise.accept(walk.chances))
-        return trees.verdict_at(shape, queries, target_probs, noise)
+    original = traversal.traverse
 
-    patch.setattr(TraversalVerifier, "judge_alike", judge_alike)
+    def traverse(shape, draft, target_probs):
+        return original(shape, draft, target_probs)[0], target_probs.unbind(1)
+
+    patch.setattr(traversal, "traverse", traverse)
 
 
 def the_law_behind_another_node(patch: Patch) -> None:
@@ -218,15 +227,6 @@ def the_law_behind_another_node(patch: Patch) -> None:
 def parents_come_up_before_their_children(patch: Patch) -> None:
     original = traversal.first_accepted
     patch.setattr(traversal, "first_accepted", lambda order, accepted: original(sorted(order), accepted))
-
-
-def what_nobody_drew_is_accepted(patch: Patch) -> None:
-    def ratios(self, target_law):
-        columns = self.tokens[:, None]
-        drawn = self.law.gather(-1, columns).clamp_min(1e-38)
-        return (target_law.gather(-1, columns) / drawn)[:, 0].double().numpy()
-
-    patch.setattr(trees.Guess, "ratios", ratios)
 
 
 def padding_counts_as_drafted(patch: Patch) -> None:
@@ -269,7 +269,7 @@ MUTANTS = [
     Mutant(sampled_nodes_are_ranked_again, law("traversal")),
     Mutant(laws_without_siblings_are_not_renormalised, law("traversal")),
     Mutant(cousins_are_removed_too, law("traversal", widths=(2, 1), pairs=("ternary",))),
-    Mutant(siblings_are_removed_from_the_target_too, law("recursive")),
+    Mutant(siblings_are_removed_from_the_target_too, law("recursive", distinct=False)),
     Mutant(weights_outlive_a_rejection, law("traversal", widths=(1, 2))),
     Mutant(children_are_weighed_before_their_siblings_fail, law("traversal")),
     Mutant(corrections_come_from_the_untouched_law, law("traversal")),
