@@ -127,9 +127,7 @@ def greedy_oracle(models, kind):
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one-batch", "alone"])
-@pytest.mark.parametrize(
-    "verifier", ["auto", "greedy", "rejection", "block", "recursive", "traversal", "coupled"]
-)
+@pytest.mark.parametrize("verifier", ["auto", "greedy", "rejection", "block", "traversal", "coupled"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_text_is_the_models_own(models, greedy_oracle, drafter, verifier, together):
     for controller in CONTROLLERS:

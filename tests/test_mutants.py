@@ -304,7 +304,7 @@ def draft_law_of_another_temperature(patch: Patch) -> None:
 
 
 def greedy_draft_treated_as_sampled(patch: Patch) -> None:
-    patch.setattr(EnumeratingNoise, "draft", lambda self, laws, depth: laws.argmax(-1))
+    patch.setattr(EnumeratingNoise, "draft", lambda self, laws, depth, node=None: laws.argmax(-1))
 
 
 def certain_draft_treated_as_sampled(patch: Patch) -> None:

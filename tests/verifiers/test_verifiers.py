@@ -11,7 +11,7 @@ from secondguess.sampling import SamplingParams
 from secondguess.verifiers import VERIFIERS, Exactness, make_verifier
 from secondguess.verifiers.base import follow, query_depths
 from secondguess.verifiers.block import prefix_weights
-from secondguess.verifiers.traversal import Traversal
+from secondguess.verifiers.traversal import traverse
 from secondguess.verifiers.trees import shape_of
 
 TREE = Draft(
@@ -118,7 +118,7 @@ def test_traversal_weights_survive_extreme_ratios():
         torch.tensor([num_nodes]),
         probs,
     )
-    chances = Traversal(shape_of(chain.shapes[0]), chain, target).chances
+    chances, _ = traverse(shape_of(chain.shapes[0]), chain, target)
     assert chances[0, -1] == pytest.approx(1.0, abs=1e-9)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import Exactness, Numbers
-from secondguess.verifiers.trees import Guess, Shape, TreeVerifier, verdict_at
+from secondguess.verifiers.trees import Place, Shape, Sheet, TreeVerifier, verdict_at
 
 
 class RecursiveVerifier(TreeVerifier):
@@ -26,14 +26,16 @@ class RecursiveVerifier(TreeVerifier):
     exactness = Exactness.LOSSLESS
 
     def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        laws = target_probs.clone()
+        sheet = Sheet.of(shape, draft, target_probs)
         chances: Numbers = numpy.zeros(draft.tokens.shape)
+        full = numpy.ones(draft.num_rows)
+        laws = []
         for query, children in enumerate(shape.children):
-            for place, node in enumerate(children):
-                law = laws[:, query]
-                guess = Guess.of(draft, node, children[:place], law)
-                chances[:, node] = guess.ratios(law).clip(max=1.0)
-                laws[:, query] = guess.refused(numpy.ones(draft.num_rows), law).laws
+            place = Place(sheet, draft, target_probs, query)
+            for node in children:
+                chances[:, node] = place.ratios(node).clip(max=1.0)
+                place.refuse(node, full)
+            laws.append(place.law)
         return verdict_at(shape, deepest_accepted(shape, noise.accept(chances)), laws, noise)
 
 

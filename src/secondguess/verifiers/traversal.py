@@ -22,7 +22,7 @@ from torch import Tensor
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import Exactness, Numbers
-from secondguess.verifiers.trees import Guess, Shape, TreeVerifier, verdict_at
+from secondguess.verifiers.trees import Place, Shape, Sheet, TreeVerifier, verdict_at
 
 
 class TraversalVerifier(TreeVerifier):
@@ -32,45 +32,36 @@ class TraversalVerifier(TreeVerifier):
     exactness = Exactness.LOSSLESS
 
     def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        traversal = Traversal(shape, draft, target_probs)
-        accepted = noise.accept(traversal.chances)
-        return verdict_at(shape, first_accepted(traversal.order, accepted), traversal.laws, noise)
+        chances, laws = traverse(shape, draft, target_probs)
+        accepted = noise.accept(chances)
+        return verdict_at(shape, first_accepted(shape.from_the_leaves, accepted), laws, noise)
 
 
-class Traversal:
-    """One walk through trees of one form, as it goes while everything is rejected.
+def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[Numbers, list[Tensor]]:
+    """The traversal as it goes while everything is refused.
 
-    Attributes:
-        laws: `[row, query, vocab]`, what is left to say behind each query once all its children were rejected.
-        chances: `[row, node]`, with which each node is accepted when it comes up; 0 for padding.
-        order: the nodes as they come up.
+    What happens at a node depends on the weight that it is entered with and on its children's tokens, not on what lies
+    below these; so nodes can be gone through in the order of their indices.
+
+    Returns:
+        `[row, node]`, the chance of each node when it comes up, 0 for padding; and for each query `[row, vocab]`, what is left
+        to say behind it then.
     """
-
-    def __init__(self, shape: Shape, draft: Draft, target_probs: Tensor) -> None:
-        self.laws = target_probs.clone()
-        self.chances: Numbers = numpy.zeros(draft.tokens.shape)
-        self.order: list[int] = []
-        self._shape = shape
-        self._draft = draft
-        self._visit(0, numpy.zeros(draft.num_rows))
-
-    def _visit(self, query: int, log_weights: Numbers) -> Numbers:
-        """Go through all below a query that is entered with these weights `[row]`; the weights that it has afterwards.
-
-        Logarithms, as a long product of ratios may underflow and rise again.
-        """
-        children = self._shape.children[query]
-        for place, node in enumerate(children):
-            law = self.laws[:, query]
-            guess = Guess.of(self._draft, node, children[:place], law)
-            entered = numpy.minimum(0.0, log_weights + log(guess.ratios(law)))
-            self.chances[:, node] = numpy.exp(self._visit(node + 1, entered))
-            self.order.append(node)
+    sheet = Sheet.of(shape, draft, target_probs)
+    chances: Numbers = numpy.zeros(draft.tokens.shape)
+    laws = []
+    # Logarithms of weights, as a long product of ratios may underflow and rise again.
+    entered = [numpy.zeros(draft.num_rows)] * (shape.num_nodes + 1)
+    for query, children in enumerate(shape.children):
+        place, log_weights = Place(sheet, draft, target_probs, query), entered[query]
+        for node in children:
+            entered[node + 1] = numpy.minimum(0.0, log_weights + log(place.ratios(node)))
             weights = numpy.exp(log_weights)
-            left = guess.refused(weights, law)
-            log_weights = log(weights_after(weights, left.masses))
-            self.laws[:, query] = left.laws
-        return log_weights
+            log_weights = log(weights_after(weights, place.refuse(node, weights)))
+        laws.append(place.law)
+        if query:
+            chances[:, query - 1] = numpy.exp(log_weights)
+    return chances, laws
 
 
 def weights_after(weights: Numbers, masses: Numbers) -> Numbers:

@@ -21,7 +21,6 @@ from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import (
     SMALLEST,
-    Excess,
     Numbers,
     Verifier,
     at,
@@ -49,6 +48,21 @@ class Shape:
         for node, parent in enumerate(self.parents):
             found[parent + 1].append(node)
         return found
+
+    @cached_property
+    def earlier(self) -> list[list[int]]:
+        """The siblings that were drawn before each node."""
+        siblings = [self.children[parent + 1] for parent in self.parents]
+        return [nodes[: nodes.index(node)] for node, nodes in enumerate(siblings)]
+
+    @cached_property
+    def from_the_leaves(self) -> list[int]:
+        """The nodes in the order of a traversal: children before their parent, the first child's tree first."""
+
+        def below(query: int) -> list[int]:
+            return [step for node in self.children[query] for step in (*below(node + 1), node)]
+
+        return below(0)
 
     @cached_property
     def paths(self) -> list[list[int]]:
@@ -92,73 +106,112 @@ class TreeVerifier(Verifier):
         """The verdict on rows whose first nodes have this form; nodes behind them are padding."""
 
 
-@dataclass(frozen=True)
-class Guess:
-    """One node of each row at its visit: `tokens` `[row]`, and the `law` `[row, vocab]` that they were drawn from when
-    the earlier siblings were known; zero everywhere where nothing was left to draw."""
+NOTHING = 1e-9
+"""Mass below which a law without some tokens counts as empty: what was drawn from the rest of it would be mostly rounding."""
 
-    tokens: Tensor
-    law: Tensor
+
+@dataclass(frozen=True)
+class Sheet:
+    """What the laws say of the drafted tokens, on the host.
+
+    Args:
+        target: `[row, query, node]`, the target's probability of each node's token behind each query.
+        drafted: `[row, node, node]`, that of the second node's token under the law which the draft reports of the first.
+        remaining: `[row, node]`, the mass that earlier siblings left of each node's law; 0 where nothing was left to draw.
+    """
+
+    target: Numbers
+    drafted: Numbers
+    remaining: Numbers
 
     @classmethod
-    def of(cls, draft: Draft, node: int, earlier: Sequence[int], target_law: Tensor) -> Guess:
-        """A node behind its earlier siblings.
+    def of(cls, shape: Shape, draft: Draft, target_probs: Tensor) -> Sheet:
+        """Of a draft whose first nodes have this form.
 
-        Its law is the one that the draft reports of it; of distinct siblings, without the tokens of the earlier ones. A
-        certain drafter names tokens, whatever came before: each node has a one-hot law of its own, and a token that is named
-        twice is nothing new.
+        A certain drafter names tokens, whatever came before: each node has a one-hot law of its own, and a token that
+        is named twice is nothing new.
         """
-        tokens = draft.tokens[:, node]
-        law = _one_hot_like(target_law, tokens) if draft.probs is None else draft.probs[:, node]
-        if earlier and (draft.distinct or draft.probs is None):
-            law = without(law, draft.tokens[:, list(earlier)])
-        return cls(tokens, law)
+        tokens = draft.tokens[:, None]
+        target = to_host(target_probs.gather(2, tokens.expand(-1, target_probs.shape[1], -1)))
+        if draft.probs is None:
+            drafted = to_host(tokens == draft.tokens[..., None])
+        else:
+            drafted = to_host(draft.probs.gather(2, tokens.expand(-1, draft.num_nodes, -1)))
+        remaining = numpy.ones(draft.tokens.shape)
+        late = [node for node in range(shape.num_nodes) if shape.earlier[node]]
+        if late and (draft.distinct or draft.probs is None):
+            if draft.probs is not None:
+                remaining[:, late] = to_host(draft.probs[:, late].sum(-1, dtype=torch.float64))
+            for node in late:
+                remaining[:, node] -= drafted[:, node, shape.earlier[node]].sum(-1)
+        return cls(target, drafted, numpy.where(remaining > NOTHING, remaining, 0.0))
 
-    def ratios(self, target_law: Tensor) -> Numbers:
-        """`p(x) / q(x)` `[row]` on the host.
+
+class Place:
+    """One query of each row, while its children are refused one after another.
+
+    Attributes:
+        law: `[row, vocab]`, what is left for the target to say there; of any positive total.
+    """
+
+    def __init__(self, sheet: Sheet, draft: Draft, target_probs: Tensor, query: int) -> None:
+        self.law = target_probs[:, query]
+        self._sheet = sheet
+        self._draft = draft
+        self._totals: Numbers = numpy.ones(draft.num_rows)
+        self._known: Numbers = sheet.target[:, query]
+
+    def ratios(self, node: int) -> Numbers:
+        """`p(t) / q(t)` `[row]` of the next child's token, under what is left of both laws.
 
         0 where nothing was left to draw: that token was not drawn, and what nobody drew may always be refused.
         """
-        columns = self.tokens[:, None]
-        drawn = to_host(self.law.gather(-1, columns)[:, 0]).clip(SMALLEST)
-        found: Numbers = to_host(target_law.gather(-1, columns)[:, 0]) / drawn
-        return numpy.where(to_host(self.law.sum(-1)) > 0, found, 0.0)
+        drawn = self._sheet.drafted[:, node, node].clip(SMALLEST)
+        ratios: Numbers = self._known[:, node] * self._sheet.remaining[:, node] / drawn
+        return ratios
 
-    def refused(self, weights: Numbers, target_law: Tensor) -> Excess:
-        """What a rejection leaves at the parent: the law `(w p - q)+`, normalised, and its mass before that.
+    def refuse(self, node: int, weights: Numbers) -> Numbers:
+        """Leave `(w p - q)+` of the law, with the q that the child was drawn from; the mass `[row]` of that.
 
-        Where p and q differ by less than rounding nothing is left that could tell them apart, and p stays.
+        q is the reported law over what earlier siblings left of it. Their tokens need not be cut out: where they were
+        refused, p has nothing left there. Where p and q differ by less than rounding, nothing is left that could tell
+        them apart, and p stays; so it does where nothing was drawn.
         """
-        left = excess(weights, target_law, self.law, self.tokens)
-        masses = torch.from_numpy(left.masses).to(target_law)[:, None]
-        return Excess(torch.where(masses > 0, left.laws / masses, target_law), left.masses)
+        remaining = self._sheet.remaining[:, node]
+        probs = None if self._draft.probs is None else self._draft.probs[:, node]
+        # Both sides times what was left, so that q is read as it stands.
+        scaled = weights * remaining
+        left = excess(scaled / self._totals, self.law, probs, self._draft.tokens[:, node])
+        known = (scaled[:, None] * self._known - self._sheet.drafted[:, node]).clip(min=0.0)
+        masses = left.masses
+        changes = (masses > 0) & (remaining > 0)
+        if changes.all():
+            self.law, self._totals, self._known = left.laws, masses, known / masses[:, None]
+            found: Numbers = masses / remaining
+            return found
+        chosen = torch.from_numpy(changes).to(self.law.device)[:, None]
+        self.law = torch.where(chosen, left.laws, self.law)
+        self._totals = numpy.where(changes, masses, self._totals)
+        divisors = numpy.where(changes, masses, 1.0)
+        self._known = numpy.where(changes[:, None], known / divisors[:, None], self._known)
+        return numpy.where(remaining > 0, masses / numpy.where(remaining > 0, remaining, 1.0), weights)
 
 
-def _one_hot_like(law: Tensor, tokens: Tensor) -> Tensor:
-    return torch.zeros_like(law).scatter_(-1, tokens[:, None], 1.0)
-
-
-def without(law: Tensor, tokens: Tensor) -> Tensor:
-    """Of `law` `[row, vocab]` what remains without some `tokens` `[row, i]`, renormalised; zeros if nothing does."""
-    law = law.scatter(-1, tokens, 0.0)
-    totals = law.sum(-1, keepdim=True)
-    return torch.where(totals > 0, law / totals, 0.0)
-
-
-def verdict_at(shape: Shape, queries: NDArray[numpy.int64], laws: Tensor, noise: Noise) -> Verdict:
+def verdict_at(shape: Shape, queries: NDArray[numpy.int64], laws: Sequence[Tensor], noise: Noise) -> Verdict:
     """Accept the path to each row's query `[row]` and draw what follows it.
 
     Args:
         shape: of the rows' drafts.
         queries: 0 accepts nothing.
-        laws: `[row, query, vocab]`, what is left to say behind each query.
+        laws: for each query `[row, vocab]`, what is left to say behind it.
         noise: draws the next token.
     """
     found = [shape.paths[query] for query in queries.tolist()]
     counts = [len(path) for path in found]
     width = max(counts, default=0)
-    paths = torch.tensor([[*path, *([-1] * (width - len(path)))] for path in found], dtype=torch.long)
-    lengths = torch.tensor(counts, dtype=torch.long, device=laws.device)
-    return Verdict(
-        paths.reshape(len(found), width).to(laws.device), lengths, noise.draw(at(laws, queries), lengths)
-    )
+    padded = [[*path, *([-1] * (width - len(path)))] for path in found]
+    device = laws[0].device
+    paths = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(found), width)
+    lengths = torch.tensor(counts, dtype=torch.long, device=device)
+    law = laws[int(queries[0])] if len(queries) == 1 else at(torch.stack(list(laws), 1), queries)
+    return Verdict(paths, lengths, noise.draw(law, lengths))

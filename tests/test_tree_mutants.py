@@ -1,0 +1,302 @@
+"""The mistakes that sampled trees invite, put in on purpose as in test_mutants: the proofs must notice every one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+
+from law_cases import PAIRS, ROUNDING, SAMPLED, after_prompt, law_error, make_tree_drafter, play
+from noise_cases import TREE, chained_text_p_value
+from secondguess.controllers import make_controller
+from secondguess.core import Draft, Row
+from secondguess.decode import Team
+from secondguess.enumeration import enumerate_rounds
+from secondguess.noise import KeyedNoise
+from secondguess.runtime import tree
+from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.fused import FusedDecoder, FusedRuntime
+from secondguess.runtime.tiny import tiny_pair
+from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.testing import LawTreeDrafter, random_law
+from secondguess.verifiers import make_verifier, traversal, trees
+from secondguess.verifiers.traversal import TraversalVerifier
+from test_mutants import Mutant, Patch, exact_model_law, places_share_accept_numbers
+
+# Checks: each says whether the code passes.
+
+
+def law_holds(
+    verifier: str = "traversal",
+    widths: tuple[int, ...] = (2,),
+    distinct: bool = True,
+    least_chance: float = 0.0,
+    pairs: tuple[str, ...] = ("ternary", "zeros"),
+) -> bool:
+    """The enumerated law of the text is plain decoding's."""
+    errors = []
+    for pair in (PAIRS[name] for name in pairs):
+        drafter = make_tree_drafter(pair, widths, distinct, least_chance)
+        errors.append(
+            law_error(play(pair, drafter, verifier, "fixed:9"), after_prompt(pair.target), num_tokens=3)
+        )
+    return max(errors) < ROUNDING
+
+
+def law(*args: object, **settings: object) -> Callable[[], bool]:
+    return lambda: law_holds(*args, **settings)
+
+
+def keyed_law_holds() -> bool:
+    """Several rounds with the noise that ships: G-test of 20,000 texts of 5 tokens, at 1e-6."""
+    return chained_text_p_value("traversal", parents=TREE, distinct=False) > 1e-6
+
+
+def padding_stays_out() -> bool:
+    """Two real nodes that cannot be accepted, before three of padding that could."""
+    target = torch.tensor([1.0, 0.0]).expand(50, 6, 2)
+    tokens = torch.tensor([[1, 1, 0, 0, 0]]).expand(50, 5)
+    form = torch.tensor([[-1, -1, -1, -1, -1]]).expand(50, 5)
+    probs = torch.tensor([0.5, 0.5]).expand(50, 5, 2)
+    draft = Draft(tokens, form, torch.full((50,), 2), probs, distinct=False)
+    noise = KeyedNoise.of_rows([Row([0], SAMPLED, seed=seed) for seed in range(50)])
+    return not make_verifier("traversal").judge(draft, target, noise).lengths.any()
+
+
+def runtime_of(kind: str, vocab_size: int) -> CachedRuntime:
+    model = tiny_pair(vocab_size=vocab_size)[0].double()
+    return FusedRuntime(FusedDecoder(model, packed=False)) if kind == "fused" else TransformersRuntime(model)
+
+
+def paths_are_chains(kind: str) -> bool:
+    """Each path of a tree says what the same tokens say as a text."""
+    runtime = runtime_of(kind, vocab_size=5)
+    tokens, parents = [3, 4, 2, 1, 0], [-1, -1, 0, 1, 1]
+    texts = [[0, 1, 3], [0, 1, 4], [0, 1, 3, 2], [0, 1, 4, 1], [0, 1, 4, 0]]
+    expected = [runtime.read(torch.tensor([text])).logits[0, -1] for text in texts]
+    row = Row([0, 1], SAMPLED)
+    runtime.begin([row])
+    found = runtime.score([row], Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([5])))
+    return torch.allclose(found.logits[0, 1:], torch.stack(expected), atol=1e-9)
+
+
+def cached_law_holds(kind: str) -> bool:
+    """Two rounds with trees on a real cache, enumerated: a scattered path that was accepted is found there."""
+    model = tiny_pair(vocab_size=2)[0].double()
+
+    def next_law(output):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[0, 1, *output]]), use_cache=False).logits
+            return logits[0, -1].double().softmax(-1)
+
+    found = exact_model_law(model, next_law)
+    team = Team(
+        runtime_of(kind, vocab_size=2),
+        LawTreeDrafter(2, random_law(2, 1), (2,)),
+        make_verifier("traversal"),
+        make_controller("fixed:9"),
+    )
+    (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
+    # The modules compute their norms in float32, the fused runtime in float64.
+    return law_error(branches, lambda output: found[output], 4) < (ROUNDING if kind == "module" else 1e-6)
+
+
+# Mutants: each puts one mistake into the code.
+
+
+def siblings_are_judged_in_another_order(patch: Patch) -> None:
+    original = trees.Shape.children.func
+    patch.setattr(trees.Shape, "children", property(lambda self: [nodes[::-1] for nodes in original(self)]))
+
+
+def siblings_claim_to_be(distinct: bool) -> Callable[[Patch], None]:
+    def mutate(patch: Patch) -> None:
+        original = LawTreeDrafter.propose
+        patch.setattr(
+            LawTreeDrafter, "propose", lambda self, *args: replace(original(self, *args), distinct=distinct)
+        )
+
+    return mutate
+
+
+def twins_are_dropped(patch: Patch) -> None:
+    """Whether a sampled node is verified then depends on its own token."""
+    original = LawTreeDrafter.propose
+
+    def propose(self, *args):
+        draft = original(self, *args)
+        return replace(draft, lengths=torch.where(draft.tokens[:, 0] == draft.tokens[:, 1], 1, draft.lengths))
+
+    patch.setattr(LawTreeDrafter, "propose", propose)
+
+
+def sampled_nodes_are_ranked_again(patch: Patch) -> None:
+    """Anticipation: the last node is withdrawn where its path is an unlikely one, as trees of certain guesses may be."""
+    original = LawTreeDrafter.propose
+
+    def propose(self, *args):
+        draft = original(self, *args)
+        chance = draft.probs.gather(2, draft.tokens[..., None])[:, -1, 0]
+        return replace(draft, lengths=draft.lengths - (chance < 0.3).long())
+
+    patch.setattr(LawTreeDrafter, "propose", propose)
+
+
+def laws_without_siblings_are_not_renormalised(patch: Patch) -> None:
+    _change_sheets(patch, lambda sheet: replace(sheet, remaining=numpy.sign(sheet.remaining)))
+
+
+def cousins_are_removed_too(patch: Patch) -> None:
+    """Nodes of one depth are taken for siblings: those of other parents are cut out of a node's law."""
+    original = trees.Shape.earlier.func
+
+    def earlier(self):
+        depths = [len(path) for path in self.paths[1:]]
+        return [
+            [other for other in range(node) if depths[other] == depths[node]]
+            for node, _ in enumerate(original(self))
+        ]
+
+    patch.setattr(trees.Shape, "earlier", property(earlier))
+
+
+def what_nobody_drew_is_accepted(patch: Patch) -> None:
+    """A law that has run out of tokens is still believed."""
+    _change_sheets(patch, lambda sheet: replace(sheet, remaining=sheet.remaining.clip(1e-3)))
+
+
+def _change_sheets(patch: Patch, change: Callable[[trees.Sheet], trees.Sheet]) -> None:
+    original = trees.Sheet.of.__func__
+    patch.setattr(trees.Sheet, "of", classmethod(lambda cls, *args: change(original(cls, *args))))
+
+
+def siblings_are_removed_from_the_target_too(patch: Patch) -> None:
+    """As for certain guesses: what is left of the target is its law without the tokens that were refused."""
+    original = trees.Place.refuse
+
+    def refuse(self, node, weights):
+        before = self.law
+        mass = original(self, node, weights)
+        self.law = before.scatter(-1, self._draft.tokens[:, node, None], 0.0)
+        self._totals = self.law.sum(-1).numpy()
+        return mass
+
+    patch.setattr(trees.Place, "refuse", refuse)
+
+
+def weights_outlive_a_rejection(patch: Patch) -> None:
+    patch.setattr(traversal, "weights_after", lambda weights, masses: weights)
+
+
+def children_are_weighed_before_their_siblings_fail(patch: Patch) -> None:
+    """All children of a node are compared with the target's law as its first one finds it."""
+
+    def ratios(self, node):
+        query = self._draft.parents[0, node] + 1
+        drawn = self._sheet.drafted[:, node, node].clip(1e-38)
+        return self._sheet.target[:, query, node] * self._sheet.remaining[:, node] / drawn
+
+    patch.setattr(trees.Place, "ratios", ratios)
+
+
+def corrections_come_from_the_untouched_law(patch: Patch) -> None:
+    original = traversal.traverse
+
+    def traverse(shape, draft, target_probs):
+        return original(shape, draft, target_probs)[0], target_probs.unbind(1)
+
+    patch.setattr(traversal, "traverse", traverse)
+
+
+def the_law_behind_another_node(patch: Patch) -> None:
+    """Children are judged by what follows their parent's sibling."""
+    original = TraversalVerifier.judge_alike
+
+    def judge_alike(self, shape, draft, target_probs, noise):
+        exchanged = target_probs.clone()
+        exchanged[:, 1], exchanged[:, 2] = target_probs[:, 2], target_probs[:, 1]
+        return original(self, shape, draft, exchanged, noise)
+
+    patch.setattr(TraversalVerifier, "judge_alike", judge_alike)
+
+
+def parents_come_up_before_their_children(patch: Patch) -> None:
+    original = traversal.first_accepted
+    patch.setattr(traversal, "first_accepted", lambda order, accepted: original(sorted(order), accepted))
+
+
+def padding_counts_as_drafted(patch: Patch) -> None:
+    patch.setattr(Draft, "shapes", property(lambda self: [tuple(row) for row in self.parents.tolist()]))
+
+
+def nodes_of_one_depth_share_their_number(patch: Patch) -> None:
+    original = KeyedNoise.draft
+    patch.setattr(KeyedNoise, "draft", lambda self, laws, depth, node=None: original(self, laws, depth))
+
+
+def siblings_see_each_other(patch: Patch) -> None:
+    original = tree.ancestor_closure
+    patch.setattr(tree, "ancestor_closure", lambda parents: torch.ones_like(original(parents)).tril())
+
+
+def grandparents_are_not_seen(patch: Patch) -> None:
+    def ancestor_closure(parents):
+        nodes = torch.arange(parents.shape[1])
+        return (parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
+
+    patch.setattr(tree, "ancestor_closure", ancestor_closure)
+
+
+def positions_are_indices(patch: Patch) -> None:
+    patch.setattr(tree, "depths", lambda closure: torch.arange(closure.shape[1]).expand(closure.shape[:2]))
+
+
+def scattered_paths_are_left_where_they_are(patch: Patch) -> None:
+    patch.setattr(KeyValueCache, "compact", lambda self, *args: None)
+
+
+MUTANTS = [
+    Mutant(siblings_are_judged_in_another_order, law("traversal"), "sibling-order-traversal"),
+    Mutant(siblings_are_judged_in_another_order, law("recursive"), "sibling-order-recursive"),
+    Mutant(siblings_claim_to_be(False), law("traversal"), "distinct-judged-as-independent"),
+    Mutant(siblings_claim_to_be(True), law("traversal", distinct=False), "independent-judged-as-distinct"),
+    Mutant(siblings_claim_to_be(True), law("recursive", distinct=False), "the-same-under-recursive"),
+    Mutant(twins_are_dropped, law("traversal", distinct=False)),
+    Mutant(sampled_nodes_are_ranked_again, law("traversal")),
+    Mutant(laws_without_siblings_are_not_renormalised, law("traversal")),
+    Mutant(cousins_are_removed_too, law("traversal", widths=(2, 1), pairs=("ternary",))),
+    Mutant(siblings_are_removed_from_the_target_too, law("recursive", distinct=False)),
+    Mutant(weights_outlive_a_rejection, law("traversal", widths=(1, 2))),
+    Mutant(children_are_weighed_before_their_siblings_fail, law("traversal")),
+    Mutant(corrections_come_from_the_untouched_law, law("traversal")),
+    Mutant(the_law_behind_another_node, law("traversal", widths=(2, 1), pairs=("binary",))),
+    Mutant(parents_come_up_before_their_children, law("traversal", widths=(1, 2))),
+    Mutant(what_nobody_drew_is_accepted, law("traversal", pairs=("certain-drafter",))),
+    Mutant(padding_counts_as_drafted, padding_stays_out),
+    Mutant(nodes_of_one_depth_share_their_number, keyed_law_holds),
+    Mutant(places_share_accept_numbers, keyed_law_holds),
+    *(
+        Mutant(mutate, lambda kind=kind: paths_are_chains(kind), f"{mutate.__name__}-{kind}")
+        for mutate in (siblings_see_each_other, grandparents_are_not_seen, positions_are_indices)
+        for kind in ("module", "fused")
+    ),
+    *(
+        Mutant(
+            scattered_paths_are_left_where_they_are,
+            lambda kind=kind: cached_law_holds(kind),
+            f"compaction-forgotten-{kind}",
+        )
+        for kind in ("module", "fused")
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_the_code_passes_the_check_and_the_mutant_does_not(mutant, monkeypatch):
+    assert mutant.check(), "the code as it ships must pass"
+    mutant.mutate(monkeypatch)
+    assert not mutant.check(), "the mutant survived"
