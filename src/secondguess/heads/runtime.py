@@ -17,7 +17,7 @@ from secondguess.core import Row
 from secondguess.heads.layer import Attend, LayerShape, Turns, turns_at
 from secondguess.runtime.attention import Step
 from secondguess.runtime.base import Hidden
-from secondguess.runtime.cached import CachedRuntime, Output, _Cached
+from secondguess.runtime.cached import CachedRow, CachedRuntime, Output
 
 OWN = 0
 """Under this number `Scores.hidden` has what a head thinks: the feature of the node behind."""
@@ -108,7 +108,7 @@ class HeadRuntime(CachedRuntime):
         super().end(row)
         self._features.pop(row, None)
 
-    def _place(self, states: Sequence[_Cached], starts: Sequence[int], width: int, num_keys: int) -> None:
+    def _place(self, states: Sequence[CachedRow], starts: Sequence[int], width: int, num_keys: int) -> None:
         super()._place(states, starts, width, num_keys)
         # Places that only pad a row may lie beyond what it was fed.
         for state, start in zip(states, starts, strict=True):

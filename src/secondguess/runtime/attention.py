@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,17 @@ class Step:
     start: int | None = None
     starts: Sequence[int] = ()
     closure: Tensor | None = None
+
+    def behind(self, count: int) -> Step:
+        """The step of the same forward without its first queries."""
+        if count == 0:
+            return self
+        return replace(
+            self,
+            mask=None if self.mask is None else self.mask[:, :, count:],
+            query_positions=self.query_positions[:, count:],
+            start=None if self.start is None else self.start + count,
+        )
 
     def visible(self, mask_function: MaskFunction, window: int | None) -> Tensor | None:
         """The mask for a layer type whose own rule, causal or windowed, is `mask_function`.

@@ -90,6 +90,22 @@ class Runtime(ABC):
             f"expected a target that lends its embeddings, got a {type(self).__name__}; use a drafter that needs none"
         )
 
+    def read_ahead(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
+        """Run only the first layers over pending and a draft that may still grow; the next `score` does the rest.
+
+        Asked again in the same round with the draft grown, it runs what was added. The cache entries that it writes are
+        those that the row keeps.
+
+        Returns:
+            `[row, node + 1, width]`, the states behind these layers.
+
+        Raises:
+            UnsupportedModelError: a runtime whose layers cannot be run apart.
+        """
+        raise UnsupportedModelError(
+            f"expected a target whose layers run one by one, got a {type(self).__name__}; load it with runtime fused"
+        )
+
     @abstractmethod
     def begin(self, rows: Sequence[Row]) -> Sequence[Hidden]:
         """Admit rows and cache all of their tokens but the last (in chunks).

@@ -27,7 +27,7 @@ be summed by other instructions: a token's bits would depend on how many tokens 
 
 
 @dataclass
-class _Cached:
+class CachedRow:
     """What the cache holds of a row: `length` committed tokens in `slot`, and behind them `num_nodes` nodes."""
 
     row: Row
@@ -90,8 +90,8 @@ class CachedRuntime(Runtime):
         self.hidden_layers: tuple[int, ...] = ()
         self.prefill_chunk = prefill_chunk
         self.cache = KeyValueCache(device)
-        self._states: dict[Row, _Cached] = {}
-        self._by_slot: list[_Cached] = []
+        self._states: dict[Row, CachedRow] = {}
+        self._by_slot: list[CachedRow] = []
         # On a CPU a row's bits must not depend on its neighbours, and a prompt fills the processor by itself.
         self._prefills_together = device.type != "cpu"
         self._key_block = KEY_BLOCK if device.type == "cpu" else 1
@@ -148,7 +148,7 @@ class CachedRuntime(Runtime):
             if not row.tokens:
                 raise BadInputError("expected a row of at least one token, got an empty one")
         for row in rows:
-            state = _Cached(row, slot=len(self._by_slot))
+            state = CachedRow(row, slot=len(self._by_slot))
             self._states[row] = state
             self._by_slot.append(state)
         seen = self._prefill([self._states[row] for row in rows], with_hidden=bool(self.hidden_layers))
@@ -204,9 +204,9 @@ class CachedRuntime(Runtime):
         hidden = {layer: states[back] for layer, states in scores.hidden.items()}
         return Scores(scores.logits[back], hidden)
 
-    def _score(self, states: Sequence[_Cached], draft: Draft) -> Scores:
+    def _score(self, states: Sequence[CachedRow], draft: Draft) -> Scores:
         num_uncached = self._catch_up(states)
-        queries = _queries(states, num_uncached, draft)
+        queries = queries_of(states, num_uncached, draft)
         num_queries = draft.num_nodes + 1
         width = queries.tokens.shape[1]
         # all rows' queries lie in the last columns; only rows that had less to catch up must be gathered
@@ -233,7 +233,7 @@ class CachedRuntime(Runtime):
             state.num_nodes = draft.num_nodes
         return Scores(logits, hidden)
 
-    def _catch_up(self, states: Sequence[_Cached]) -> list[int]:
+    def _catch_up(self, states: Sequence[CachedRow]) -> list[int]:
         """Uncached tokens per row, at least pending; what exceeds one chunk is cached on its own first."""
         for state in states:
             state.length = min(state.length, len(state.row.tokens) - 1)
@@ -243,7 +243,7 @@ class CachedRuntime(Runtime):
             self._prefill(behind)
         return [len(state.row.tokens) - state.length for state in states]
 
-    def _prefill(self, states: Sequence[_Cached], with_hidden: bool = False) -> dict[Row, Hidden]:
+    def _prefill(self, states: Sequence[CachedRow], with_hidden: bool = False) -> dict[Row, Hidden]:
         """Cache all tokens but the last, rows of similar need together, `prefill_chunk` tokens a forward.
 
         Returns:
@@ -272,7 +272,7 @@ class CachedRuntime(Runtime):
             waiting.sort(key=_num_to_prefill)
         return {row: _joined(of_row) for row, of_row in pieces.items()}
 
-    def _prefill_forward(self, states: Sequence[_Cached], tokens: Tensor, with_hidden: bool) -> Hidden:
+    def _prefill_forward(self, states: Sequence[CachedRow], tokens: Tensor, with_hidden: bool) -> Hidden:
         starts = [state.length for state in states]
         width = tokens.shape[1]
         num_keys = max(starts) + width
@@ -280,7 +280,7 @@ class CachedRuntime(Runtime):
         step = self._step(starts, Queries(tokens, None), num_keys, causal=num_keys == width)
         return self.run(tokens, step, num_logits=self.least_logits, with_hidden=with_hidden).hidden
 
-    def _place(self, states: Sequence[_Cached], starts: Sequence[int], width: int, num_keys: int) -> None:
+    def _place(self, states: Sequence[CachedRow], starts: Sequence[int], width: int, num_keys: int) -> None:
         """Prepare a forward that writes each row's tokens from `starts[i]` on."""
         self.cache.place(starts, width, [state.slot for state in states], num_keys)
 
@@ -314,7 +314,7 @@ class CachedRuntime(Runtime):
         return positions.clamp(max=self.context_length - 1) if num_keys > self.context_length else positions
 
 
-def _queries(states: Sequence[_Cached], num_uncached: Sequence[int], draft: Draft) -> Queries:
+def queries_of(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft) -> Queries:
     """Every row's uncached tokens with its nodes right behind them; the rest is padding."""
     device = draft.tokens.device
     committed = [state.row.tokens[state.length :] for state in states]
@@ -341,7 +341,7 @@ def _joined(pieces: Sequence[Hidden]) -> Hidden:
     return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]}
 
 
-def _num_to_prefill(state: _Cached) -> int:
+def _num_to_prefill(state: CachedRow) -> int:
     return len(state.row.tokens) - 1 - state.length
 
 
