@@ -522,6 +522,77 @@ def test_the_yardstick_is_renewed() -> None:
     assert times.needs_plain(1, 1000), "too long ago"
 
 
+def see_plain(times: RoundTimes, lengths: Sequence[float], noise: float = 0.0, seed: int = 0) -> None:
+    """Plain rounds that take 1 second and a quarter for every 500 tokens."""
+    dice = random.Random(seed)
+    for length in lengths:
+        hiccup = 2.0 if noise and dice.random() < 0.05 else 1.0
+        times.see_plain(1, length, hiccup * (1 + length / 2000) * (1 + noise * dice.uniform(-1, 1)))
+
+
+def plain_at(times: RoundTimes, length: float) -> float:
+    times.context = length
+    return times.plain(1)
+
+
+def test_a_plain_round_is_a_line_in_the_length_of_its_rows() -> None:
+    times = RoundTimes()
+    see_plain(times, [100, 101, 102, 500, 501, 900, 901])
+    for length in (60, 100, 300, 700, 1000):
+        assert plain_at(times, length) == pytest.approx(1 + length / 2000, rel=0.02)
+
+
+def test_the_line_holds_when_lengths_come_and_go_and_rounds_are_noisy() -> None:
+    times = RoundTimes()
+    for text in range(12):
+        start = 600 if text % 2 else 50
+        see_plain(times, range(start, start + 60), noise=0.05, seed=text)
+    assert plain_at(times, 80) == pytest.approx(1.04, rel=0.05)
+    assert plain_at(times, 640) == pytest.approx(1.32, rel=0.05)
+    see_plain(times, range(600, 640), noise=0.05)
+    see_plain(times, [620] * 400, noise=0.05, seed=1)
+    assert plain_at(times, 80) == pytest.approx(1.04, rel=0.08), (
+        "one length for long does not unlearn the slope"
+    )
+
+
+def test_noise_at_one_length_makes_no_slope() -> None:
+    times = RoundTimes()
+    see_plain(times, [400 + number % 20 for number in range(300)], noise=0.1)
+    assert plain_at(times, 560) == pytest.approx(plain_at(times, 400), rel=0.12)
+
+
+def test_lengths_that_were_seen_are_not_timed_again() -> None:
+    """Short and long texts in turn: each new length is timed twice, and once only."""
+    times = RoundTimes()
+    forced = []
+    for text in range(20):
+        start = 600 if text % 2 else 50
+        forced.append(0)
+        for length in range(start, start + 128):
+            if times.needs_plain(1, length):
+                see_plain(times, [length])
+                forced[-1] += 1
+            else:
+                times.context = length
+                times.see(1, 2, 1.2 * (1 + length / 2000))
+    ages = 20 * 128 // AGE
+    assert sum(forced[:2]) <= 10
+    assert sum(forced[2:]) <= ages
+    assert plain_at(times, 50) == pytest.approx(1.025, rel=0.02)
+    assert plain_at(times, 700) == pytest.approx(1.35, rel=0.02)
+
+
+def test_one_hiccup_at_a_new_length_does_not_stand() -> None:
+    times = RoundTimes()
+    see_plain(times, [100] * 6)
+    times.see_plain(1, 600, 9.0)
+    assert times.needs_plain(1, 600)
+    see_plain(times, [601])
+    assert not times.needs_plain(1, 602)
+    assert plain_at(times, 600) < 1.2 * 1.3
+
+
 def test_a_guess_that_does_not_come_gives_way_to_one_that_does() -> None:
     """A look-up that announces something and then has nothing must not outbid a model for ever."""
     controller, dice = CostController(), random.Random(2)

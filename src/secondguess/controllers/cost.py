@@ -89,7 +89,8 @@ class CostController(Controller):
         if self._num_resting and before == self._place:
             self._num_resting -= 1
             return plans
-        if self.guard.forbids or self.times.needs_plain(num_rows, _context(rows)):
+        context = self.times.context = _context(rows)
+        if self.guard.forbids or self.times.needs_plain(num_rows, context):
             return plans
         self._prices.enter(num_rows, self._place)
         offers = self._best_offers(rows, prospects)

@@ -2,7 +2,7 @@
 
 A round over R rows whose longest draft has w nodes takes `rest(R, w)` seconds beside drafting, and a draft of k steps over n
 rows `drafting(part, n, k)`, so much to start and so much per step. Curves are kept as running averages that shrug off
-hiccups, so they follow a growing context and a machine that changes its pace.
+hiccups, so they follow a machine that changes its pace; of a plain round it is also learnt how it grows with the context.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ AGE = 256
 FIRST_SLOPE = 0.6
 """How much of the time per step is taken for the step's own while nothing tells it from what a draft takes to start."""
 STALE = 1.4
-"""A plain round is timed anew once the rows have grown by this factor."""
+"""Plain rounds are timed where rows are longer or shorter than any yet by this factor; by its square, once a slope is trusted."""
+TELLING = 2.0
+"""The slope of plain rounds is trusted once rows were seen of which one is so many times as long as another."""
+MOST_OF_LENGTH = 0.9
+"""At most this share of a plain round grows with the rows' length."""
 NEAR = 1.3
 """Batch sizes within this factor of one another are told from one another on straight lines."""
 
@@ -43,15 +47,21 @@ class Average:
         self.value = 0.0
 
     def add(self, value: float) -> None:
-        count = self.count
-        if count < NUM_REMEMBERED:
-            self.count = count = count + 1
-        known = self.value
-        if count <= self._num_cold:
-            self.value = value if count == 1 or value < known else known
+        """One more value, which counts for no more than `FARTHEST` allows."""
+        if self.count < self._num_cold:
+            self.value = value if not self.count or value < self.value else self.value
+            self.count += 1
             return
-        most = known * FARTHEST
-        self.value = known + ((value if value < most else most) - known) / count
+        most = self.value * FARTHEST
+        self.follow(value if value < most else most)
+
+    def follow(self, value: float) -> float:
+        """One more value, whatever it is; gives the share of the way to it that the average went."""
+        if self.count < NUM_REMEMBERED:
+            self.count += 1
+        share = 1 / self.count
+        self.value += (value - self.value) * share
+        return share
 
 
 class Line:
@@ -91,12 +101,74 @@ class Line:
         return min(max(slope, 0.1 * mean), mean)
 
 
+class PlainTime:
+    """Seconds of a plain round at one batch size: a line over the rows' mean length.
+
+    The line goes through a running average of seconds at a running average of lengths; its slope is fitted to how the two moved
+    together, and drawn towards none while lengths have hardly differed. Where they no longer do, it is not forgotten.
+    """
+
+    __slots__ = ("_along", "_before", "_length", "_level", "_longest", "_shortest", "_slope", "_spread")
+
+    def __init__(self, length: float) -> None:
+        self._level = Average(NUM_COLD)
+        self._length = self._shortest = self._longest = self._before = length
+        self._slope = self._spread = self._along = 0.0
+
+    @property
+    def count(self) -> int:
+        return self._level.count
+
+    def at(self, length: float | None) -> float:
+        """Seconds, for rows of this length (None: of the length that they had on average)."""
+        if length is None:
+            return self._level.value
+        return self._level.value + self._slope * (length - self._length)
+
+    def knows(self, length: float) -> bool:
+        """Whether rows about this long were seen, or the line can be trusted that far."""
+        reach = STALE if self._longest < TELLING * self._shortest else STALE * STALE
+        return self._shortest <= length * reach and length <= self._longest * reach
+
+    def add(self, length: float, seconds: float) -> None:
+        """A plain round."""
+        level = self._level
+        if level.count < NUM_COLD:
+            level.add(seconds)
+            self._length += (length - self._length) / level.count
+        else:
+            seconds = min(seconds, self.at(length) * FARTHEST)
+            aside = length - self._length
+            self._spread += aside * aside
+            self._along += aside * (seconds - level.value)
+            self._forget()
+            share = level.follow(seconds)
+            self._length += aside * share
+            slope = self._along / (self._spread + self._length * self._length / 4)
+            self._slope = min(max(slope, 0.0), MOST_OF_LENGTH * level.value / self._length)
+        # One round far from all others may have been a hiccup: a length counts as seen when two in succession had it.
+        self._longest = max(self._longest, min(length, self._before))
+        self._shortest = min(self._shortest, max(length, self._before))
+        self._before = length
+
+    def _forget(self) -> None:
+        """Old news makes way for new, and only for new: how many lengths were seen is bounded, not for how long."""
+        most = NUM_REMEMBERED * self._length * self._length
+        if self._spread > most:
+            self._along *= most / self._spread
+            self._spread = most
+
+
 class RoundTimes:
-    """Curves of seconds, by batch size."""
+    """Curves of seconds, by batch size.
+
+    Attributes:
+        context: mean tokens per row in the round under way; None for whatever it was on average.
+    """
 
     def __init__(self) -> None:
-        self._plain: dict[int, Average] = {}
-        self._context: dict[int, float] = {}
+        self.context: float | None = None
+        self._plain: dict[int, PlainTime] = {}
         self._ratios: dict[int, dict[int, Average]] = {}
         self._steps: dict[Hashable, dict[int, Line]] = {}
         self._reading: dict[Hashable, Line] = {}
@@ -116,17 +188,16 @@ class RoundTimes:
         nearest = num_rows if num_rows in self._plain else self._nearest(num_rows)
         if nearest is None or max(nearest, num_rows) > NEAR * min(nearest, num_rows):
             return True
-        known = self._context[nearest]
-        changed = context > STALE * known or known > STALE * context
-        return self._plain[nearest].count < 2 or changed or self._num_since_plain >= AGE
+        known = self._plain[nearest]
+        return known.count < 2 or not known.knows(context) or self._num_since_plain >= AGE
 
     def see_plain(self, num_rows: int, context: float, seconds: float) -> None:
         """A round without drafts."""
-        average = self._plain.get(num_rows)
-        if average is None:
-            average = self._plain[num_rows] = Average(NUM_COLD)
-        average.add(seconds)
-        self._context[num_rows] = context
+        plain = self._plain.get(num_rows)
+        if plain is None:
+            plain = self._plain[num_rows] = PlainTime(context)
+        plain.add(context, seconds)
+        self.context = context
         self._num_since_plain = 0
 
     def see(self, num_rows: int, width: int, seconds: float) -> None:
@@ -159,12 +230,12 @@ class RoundTimes:
         """Seconds of a round without drafts; from the batch sizes around it where this one is unknown."""
         known = self._plain.get(num_rows)
         if known is not None:
-            return known.value
+            return known.at(self.context)
         below = max((size for size in self._plain if size < num_rows), default=None)
         above = min((size for size in self._plain if size > num_rows), default=None)
         if below is None or above is None:
-            return self._plain[below if above is None else above].value  # type: ignore[index]
-        low, high = self._plain[below].value, self._plain[above].value
+            return self._plain[below if above is None else above].at(self.context)  # type: ignore[index]
+        low, high = self._plain[below].at(self.context), self._plain[above].at(self.context)
         return low + (high - low) * (num_rows - below) / (above - below)
 
     def _nearest(self, num_rows: int) -> int | None:
