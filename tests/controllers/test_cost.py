@@ -413,6 +413,42 @@ def test_rows_with_good_guesses_are_drafted_for_and_others_wait() -> None:
     assert min(drafted[:2]) > 5 * max(drafted[2:])
 
 
+def first_plans(
+    texts: Sequence[Sequence[int]], accepted: bool = True, num_rounds: int = 1
+) -> list[list[int]]:
+    """What a controller plans for a batch of rows of which it knows nothing, round by round, once plain ones are timed."""
+    controller = CostController()
+    rows = [Row(list(text), SamplingParams(max_tokens=10**6, temperature=1.0)) for text in texts]
+    planned: list[list[int]] = []
+    while len(planned) < num_rounds:
+        plans = controller.plan(rows, [(Prospect(unread=len(row.tokens)),) for row in rows])
+        lengths = [min(plan.length, 1) for plan in plans]
+        kept = [length * accepted for length in lengths]
+        verdict = Verdict.of_chain(torch.tensor(kept), torch.zeros(len(rows), dtype=torch.long))
+        drafting = 0.01 * max(lengths)
+        time = RoundTime(0.0, drafting, 1 + drafting)
+        controller.learn(rows, Draft.chains([[0] * length for length in lengths]), verdict, time)
+        if any(lengths):
+            planned.append(lengths)
+    return planned
+
+
+def test_a_drafter_is_tried_on_one_row_first_whatever_its_place() -> None:
+    texts = [[number] * 20 for number in range(6)]
+    (forwards,), (backwards,) = first_plans(texts), first_plans(texts[::-1])
+    assert sum(forwards) == 1
+    assert backwards == forwards[::-1], "a row's place in the batch does not decide"
+
+
+def test_rows_alike_are_tried_together() -> None:
+    """Fates of one row, as an enumeration puts them into one batch, must not be told apart before they part."""
+    (planned,) = first_plans([[7] * 20, [9] * 20, [7] * 20, [9] * 20, [7] * 20])
+    assert planned in ([1, 0, 1, 0, 1], [0, 1, 0, 1, 0])
+    for texts in ([[7] * 20] * 5, [[1]] + [[0]] * 4):
+        for lengths in first_plans(texts, accepted=False, num_rounds=12):
+            assert len({lengths[place] for place in range(1, 5)}) == 1
+
+
 def test_the_better_of_two_drafters_is_chosen_for_each_kind_of_place() -> None:
     controller = CostController()
     dice = random.Random(7)

@@ -26,7 +26,7 @@ from secondguess.controllers.laws import DraftLaws
 from secondguess.controllers.offers import Offer, Offers
 from secondguess.controllers.prices import Prices
 from secondguess.controllers.round_times import RoundTimes
-from secondguess.controllers.together import worth_another, worthwhile
+from secondguess.controllers.together import first_few, worth_another, worthwhile
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime, Row, Verdict
 from secondguess.names import Name, read_options, require_between, with_argument
 
@@ -94,14 +94,12 @@ class CostController(Controller):
             return plans
         self._prices.enter(num_rows, self._place)
         offers = self._best_offers(rows, prospects)
-        # One row waits for nobody: what pays, pays.
-        taken = (
-            worthwhile(offers, self._prices) if num_rows > 1 else [each for each in offers if each.net > 0]
-        )
+        taken = worthwhile(offers, rows, self._prices)
         if taken:
             self.probes.succeeded()
         elif offers:
-            taken = self._probe(offers[0], was_probing)
+            best = first_few([(offer.net, offer) for offer in offers], 1, rows)
+            taken = self._probe(best, was_probing)
         # Where nothing pays, nothing will in the very next rounds either: asking again costs time too, for every row.
         self._num_resting = 0 if taken else RESTING + num_rows
         self._offers = taken
@@ -120,17 +118,19 @@ class CostController(Controller):
             offers.sort(key=_net, reverse=True)
         return offers
 
-    def _probe(self, offer: Offer, was_probing: bool) -> list[Offer]:
-        """Try one node, if that can be paid for; a series of them, once there is enough for several."""
-        price = self._prices.drafting(offer.part, 1, 1) + self._prices.wider(0, 1)
-        price += self.times.reading(offer.part, offer.prospect.unread) / SERIES
+    def _probe(self, offers: list[Offer], was_probing: bool) -> list[Offer]:
+        """Try one node of the best (of several that are alike), if that can be paid for; a series, once there is enough."""
+        part = offers[0].part
+        price = self._prices.drafting(part, len(offers), 1) + self._prices.wider(0, 1)
+        price += self.times.reading(part, sum([offer.prospect.unread for offer in offers])) / SERIES
         if self.probes.balance < (price if was_probing else SERIES * price):
             if was_probing:
                 self.probes.failed()
             return []
         self._probing = True
-        offer.length = 1
-        return [offer]
+        for offer in offers:
+            offer.length = 1
+        return offers
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
         answers = [False] * len(rows)
