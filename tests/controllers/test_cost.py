@@ -268,6 +268,17 @@ def test_reading_that_is_not_paid_off_falls_due_when_its_row_ends() -> None:
     guard.end(row)
 
 
+def test_reading_is_written_off_when_drafting_stops() -> None:
+    """What was read before a stop must not bring the next one: it is lost already, and the text is still read."""
+    guard, row = Guard(), a_row()
+    guard.spread(row, 30.0, 40)
+    assert book(guard, -PATIENCE, row)
+    while guard.forbids:
+        book(guard, 0.0, row)
+    for _ in range(60):
+        assert book(guard, -0.1, row)
+
+
 def test_reading_falls_due_in_plain_rounds_too() -> None:
     guard, row = Guard(), a_row()
     guard.spread(row, PATIENCE + 4, 100)
