@@ -6,7 +6,7 @@ Rounds are played on paper: a drafter whose nodes are accepted with a given chan
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -141,6 +141,32 @@ def test_noise_is_given_up(certain: bool) -> None:
 def test_perfect_guesses_that_cost_as_much_as_the_target_are_given_up() -> None:
     paper = Paper(lambda number, depth: 1.0, step=1.0, confidence=0.99).play(CostController(), 2000)
     assert paper.speed > 0.98
+
+
+class CountingTimes(RoundTimes):
+    """Counts how often somebody wants to know."""
+
+    num_asked = 0
+
+    def step(self, part: Hashable, num_rows: int) -> float:
+        self.num_asked += 1
+        return super().step(part, num_rows)
+
+    def rest(self, num_rows: int, width: int) -> float:
+        self.num_asked += 1
+        return super().rest(num_rows, width)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_prices_are_not_worked_out_anew_in_every_round(num_rows: int) -> None:
+    """A decision takes time too: beside a pass of a millisecond it is to be cheap."""
+    controller = CostController()
+    controller.times = CountingTimes()
+    paper = Paper(lambda number, depth: 0.8, step=0.05).play(controller, 100, num_rows)
+    before, known = sum(map(sum, paper.drafted)), controller.times.num_asked
+    paper.play(controller, 160, num_rows)
+    assert sum(map(sum, paper.drafted)) - before > 2 * 160 * num_rows
+    assert controller.times.num_asked - known < 5 * 160
 
 
 def test_it_comes_back_when_guesses_become_good() -> None:
