@@ -38,8 +38,11 @@ class Average:
             self.value = value if not self.count or value < self.value else self.value
             self.count += 1
             return
-        most = self.value * FARTHEST
-        self.follow(value if value < most else most)
+        known = self.value
+        most = known * FARTHEST
+        if self.count < NUM_REMEMBERED:
+            self.count += 1
+        self.value = known + ((value if value < most else most) - known) / self.count
 
     def follow(self, value: float) -> float:
         """One more value, whatever it is; gives the share of the way to it that the average went."""
@@ -123,23 +126,23 @@ class PlainTime:
             level.add(seconds)
             self._length += (length - self._length) / level.count
         else:
-            seconds = min(seconds, self.at(length) * FARTHEST)
-            aside = length - self._length
+            known, centre = level.value, self._length
+            aside = length - centre
+            most = (known + self._slope * aside) * FARTHEST
+            if seconds > most:
+                seconds = most
             self._spread += aside * aside
-            self._along += aside * (seconds - level.value)
-            self._forget()
-            share = level.follow(seconds)
-            self._length += aside * share
-            slope = self._along / (self._spread + self._length * self._length / 4)
-            self._slope = min(max(slope, 0.0), MOST_OF_LENGTH * level.value / self._length)
+            self._along += aside * (seconds - known)
+            # Old news makes way for new, and only for new: how many lengths were seen is bounded, not for how long.
+            excess = self._spread / (NUM_REMEMBERED * centre * centre)
+            if excess > 1:
+                self._along /= excess
+                self._spread /= excess
+            self._length = centre = centre + aside * level.follow(seconds)
+            slope = self._along / (self._spread + centre * centre / 4)
+            highest = MOST_OF_LENGTH * level.value / centre
+            self._slope = 0.0 if slope < 0 else min(slope, highest)
         # One round far from all others may have been a hiccup: a length counts as seen when two in succession had it.
         self._longest = max(self._longest, min(length, self._before))
         self._shortest = min(self._shortest, max(length, self._before))
         self._before = length
-
-    def _forget(self) -> None:
-        """Old news makes way for new, and only for new: how many lengths were seen is bounded, not for how long."""
-        most = NUM_REMEMBERED * self._length * self._length
-        if self._spread > most:
-            self._along *= most / self._spread
-            self._spread = most
