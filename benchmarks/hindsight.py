@@ -73,7 +73,7 @@ def in_replay(
     options: argparse.Namespace, controllers: Sequence[str], temperature: float
 ) -> dict[str, dict[str, float]]:
     """Tokens per second of each controller, by part and for `all`."""
-    llm = load("builtin", options.drafter, controller="fixed:3", dtype="bfloat16")
+    llm = load("builtin", options.drafter, controller="fixed:3", dtype=options.dtype)
     mix = workload(options.num_prompts)
     prompts = encode_workload(llm.target, mix, options.max_tokens + 20).prompts
 
@@ -111,7 +111,7 @@ def in_replay(
 def for_real(
     options: argparse.Namespace, controllers: Sequence[str], temperature: float
 ) -> dict[str, dict[str, float]]:
-    models = Models("builtin", "bfloat16", "cpu")
+    models = Models("builtin", options.dtype, "cpu")
     mix = workload(options.num_prompts)
     prompts = encode_workload(models.target, mix, options.max_tokens).prompts
     systems = {name: Speculator(models, options.drafter, name) for name in controllers}
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     parser.add_argument("--controller", nargs="*", default=["cost"])
     parser.add_argument("--only-replay", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--output", type=Path, default=None, help="a JSON file for the tables with their provenance"
@@ -180,7 +181,7 @@ def main() -> None:
         about = gather(
             num_threads=options.threads,
             device="cpu",
-            dtype="bfloat16",
+            dtype=options.dtype,
             seed=0,
             models=dict(zip(names, builtin_paths(), strict=False)),
             runtimes={},

@@ -41,7 +41,7 @@ def noise_model() -> Iterator[str]:
 
 def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[str, object]]:
     """Rows of the table: one per drafter and temperature."""
-    models = Models("builtin", "bfloat16", "cpu")
+    models = Models("builtin", options.dtype, "cpu")
     workload = load_workload(options.prompts, options.num_prompts)
     prompts = encode_workload(models.target, workload, options.max_tokens).prompts
     # Plain decoding twice: what parts the two is the machine's noise.
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--controller", default="cost")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--output", type=Path, default=None, help="a JSON file for the table with its provenance"
@@ -110,7 +111,7 @@ def main() -> None:
         about = gather(
             num_threads=options.threads,
             device="cpu",
-            dtype="bfloat16",
+            dtype=options.dtype,
             seed=0,
             models={"builtin": builtin_paths()[0]},
             runtimes={},

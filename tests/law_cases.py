@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -154,9 +154,6 @@ class EvenTimes(RoundTimes):
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
         return False
-
-    def most_rows(self, part: Hashable) -> int:
-        return 10**6
 
     def plain(self, num_rows: int) -> float:
         return 1.0

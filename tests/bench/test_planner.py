@@ -16,6 +16,7 @@ from secondguess.bench.planner import (
     controllers_for,
     coverage,
     group,
+    losing_sizes,
     one_for_all,
     predict,
     recommend,
@@ -186,6 +187,26 @@ def test_what_the_configuration_holds_is_best_everywhere_among_the_best_alone():
     together = {PLAIN: speed(100), FAST: speed(150), FASTER: speed(110)}
     assert one_for_all({1: alone, 16: together}) == FAST
     assert one_for_all({1: alone | {FAST: speed(190)}, 16: together}) == FASTER
+
+
+def test_what_the_configuration_holds_loses_nowhere():
+    alone = {PLAIN: speed(100), FAST: speed(200), FASTER: speed(230)}
+    together = {PLAIN: speed(100), FAST: speed(101), FASTER: speed(80)}
+    assert one_for_all({1: alone, 16: together}) == FAST
+    assert losing_sizes(FASTER, {1: alone, 16: together}) == [16]
+    unknown = {PLAIN: speed(100), FAST: speed(101)}
+    assert one_for_all({1: alone, 16: unknown}) == FAST, "what was not looked at may lose"
+
+
+def test_where_all_lose_somewhere_the_configuration_serves_as_many_batch_sizes_as_can_be():
+    speeds = {
+        1: {PLAIN: speed(100), FAST: speed(250), FASTER: speed(230)},
+        4: {PLAIN: speed(100), FAST: speed(90), FASTER: speed(120)},
+        16: {PLAIN: speed(100), FAST: speed(60), FASTER: speed(80)},
+    }
+    assert one_for_all(speeds) == FASTER
+    assert losing_sizes(FASTER, speeds) == [16]
+    assert losing_sizes(PLAIN, speeds) == []
 
 
 def test_costs_decide_whether_plain_decoding_wins():

@@ -255,6 +255,28 @@ def test_plain_decoding_is_recommended_in_words_where_nothing_pays(findings):
     assert (loaded.load.drafter, loaded.load.controller, loaded.tuned.draft_length) == ("none", None, 0)
 
 
+def test_a_choice_that_loses_at_some_batch_size_is_not_in_the_configuration(findings):
+    short, long = Choice("suffix", "fixed:2"), Choice("suffix", "fixed:5")
+    report = decided(
+        findings, {1: {PLAIN: 100, short: 150, long: 230}, 2: {PLAIN: 100, short: 103, long: 80}}
+    )
+    assert report.chosen == short
+    assert report.configuration().tuned.speedup == {1: 1.5, 2: 1.03}
+    assert "It is not for" not in report.to_text()
+
+
+def test_where_all_lose_the_words_and_the_configuration_say_for_which_batch_size_it_is(findings):
+    choice = Choice("suffix", "fixed:5")
+    report = decided(findings, {1: {PLAIN: 100, choice: 230}, 2: {PLAIN: 100, choice: 80}})
+    words = recommendation(report)
+    assert words[1].startswith("2 at a time: decode plainly (drafter none).")
+    assert words[3].startswith("It is not for 2 at a time, where it is slower than plain decoding")
+    assert "--drafter none" in words[3]
+    loaded = report.configuration()
+    assert (loaded.load.drafter, loaded.load.controller) == ("suffix", "fixed:5")
+    assert loaded.tuned.speedup == {1: 2.3}, "what it loses at is not what it serves"
+
+
 def test_a_machine_that_changed_its_pace_is_named(findings):
     choice = Choice("suffix", "fixed:5")
     quiet = decided(findings, {1: {PLAIN: 100, choice: 101}, 2: {PLAIN: 100, choice: 50}})

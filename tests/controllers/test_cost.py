@@ -6,7 +6,7 @@ Rounds are played on paper: a drafter whose nodes are accepted with a given chan
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -143,6 +143,32 @@ def test_perfect_guesses_that_cost_as_much_as_the_target_are_given_up() -> None:
     assert paper.speed > 0.98
 
 
+class CountingTimes(RoundTimes):
+    """Counts how often somebody wants to know."""
+
+    num_asked = 0
+
+    def step(self, part: Hashable, num_rows: int) -> float:
+        self.num_asked += 1
+        return super().step(part, num_rows)
+
+    def rest(self, num_rows: int, width: int) -> float:
+        self.num_asked += 1
+        return super().rest(num_rows, width)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_prices_are_not_worked_out_anew_in_every_round(num_rows: int) -> None:
+    """A decision takes time too: beside a pass of a millisecond it is to be cheap."""
+    controller = CostController()
+    controller.times = CountingTimes()
+    paper = Paper(lambda number, depth: 0.8, step=0.05).play(controller, 100, num_rows)
+    before, known = sum(map(sum, paper.drafted)), controller.times.num_asked
+    paper.play(controller, 160, num_rows)
+    assert sum(map(sum, paper.drafted)) - before > 2 * 160 * num_rows
+    assert controller.times.num_asked - known < 5 * 160
+
+
 def test_it_comes_back_when_guesses_become_good() -> None:
     paper = Paper(lambda number, depth: 0.0 if number < 500 else 0.9).play(CostController(), 3000)
     late = [length for (length,) in paper.drafted[2000:]]
@@ -266,6 +292,17 @@ def test_reading_that_is_not_paid_off_falls_due_when_its_row_ends() -> None:
     guard.end(row)
     assert guard.forbids
     guard.end(row)
+
+
+def test_reading_is_written_off_when_drafting_stops() -> None:
+    """What was read before a stop must not bring the next one: it is lost already, and the text is still read."""
+    guard, row = Guard(), a_row()
+    guard.spread(row, 30.0, 40)
+    assert book(guard, -PATIENCE, row)
+    while guard.forbids:
+        book(guard, 0.0, row)
+    for _ in range(60):
+        assert book(guard, -0.1, row)
 
 
 def test_reading_falls_due_in_plain_rounds_too() -> None:
@@ -413,6 +450,42 @@ def test_rows_with_good_guesses_are_drafted_for_and_others_wait() -> None:
     assert min(drafted[:2]) > 5 * max(drafted[2:])
 
 
+def first_plans(
+    texts: Sequence[Sequence[int]], accepted: bool = True, num_rounds: int = 1
+) -> list[list[int]]:
+    """What a controller plans for a batch of rows of which it knows nothing, round by round, once plain ones are timed."""
+    controller = CostController()
+    rows = [Row(list(text), SamplingParams(max_tokens=10**6, temperature=1.0)) for text in texts]
+    planned: list[list[int]] = []
+    while len(planned) < num_rounds:
+        plans = controller.plan(rows, [(Prospect(unread=len(row.tokens)),) for row in rows])
+        lengths = [min(plan.length, 1) for plan in plans]
+        kept = [length * accepted for length in lengths]
+        verdict = Verdict.of_chain(torch.tensor(kept), torch.zeros(len(rows), dtype=torch.long))
+        drafting = 0.01 * max(lengths)
+        time = RoundTime(0.0, drafting, 1 + drafting)
+        controller.learn(rows, Draft.chains([[0] * length for length in lengths]), verdict, time)
+        if any(lengths):
+            planned.append(lengths)
+    return planned
+
+
+def test_a_drafter_is_tried_on_one_row_first_whatever_its_place() -> None:
+    texts = [[number] * 20 for number in range(6)]
+    (forwards,), (backwards,) = first_plans(texts), first_plans(texts[::-1])
+    assert sum(forwards) == 1
+    assert backwards == forwards[::-1], "a row's place in the batch does not decide"
+
+
+def test_rows_alike_are_tried_together() -> None:
+    """Fates of one row, as an enumeration puts them into one batch, must not be told apart before they part."""
+    (planned,) = first_plans([[7] * 20, [9] * 20, [7] * 20, [9] * 20, [7] * 20])
+    assert planned in ([1, 0, 1, 0, 1], [0, 1, 0, 1, 0])
+    for texts in ([[7] * 20] * 5, [[1]] + [[0]] * 4):
+        for lengths in first_plans(texts, accepted=False, num_rounds=12):
+            assert len({lengths[place] for place in range(1, 5)}) == 1
+
+
 def test_the_better_of_two_drafters_is_chosen_for_each_kind_of_place() -> None:
     controller = CostController()
     dice = random.Random(7)
@@ -520,6 +593,77 @@ def test_the_yardstick_is_renewed() -> None:
     for _ in range(AGE):
         times.see(1, 2, 1.2)
     assert times.needs_plain(1, 1000), "too long ago"
+
+
+def see_plain(times: RoundTimes, lengths: Sequence[float], noise: float = 0.0, seed: int = 0) -> None:
+    """Plain rounds that take 1 second and a quarter for every 500 tokens."""
+    dice = random.Random(seed)
+    for length in lengths:
+        hiccup = 2.0 if noise and dice.random() < 0.05 else 1.0
+        times.see_plain(1, length, hiccup * (1 + length / 2000) * (1 + noise * dice.uniform(-1, 1)))
+
+
+def plain_at(times: RoundTimes, length: float) -> float:
+    times.context = length
+    return times.plain(1)
+
+
+def test_a_plain_round_is_a_line_in_the_length_of_its_rows() -> None:
+    times = RoundTimes()
+    see_plain(times, [100, 101, 102, 500, 501, 900, 901])
+    for length in (60, 100, 300, 700, 1000):
+        assert plain_at(times, length) == pytest.approx(1 + length / 2000, rel=0.02)
+
+
+def test_the_line_holds_when_lengths_come_and_go_and_rounds_are_noisy() -> None:
+    times = RoundTimes()
+    for text in range(12):
+        start = 600 if text % 2 else 50
+        see_plain(times, range(start, start + 60), noise=0.05, seed=text)
+    assert plain_at(times, 80) == pytest.approx(1.04, rel=0.05)
+    assert plain_at(times, 640) == pytest.approx(1.32, rel=0.05)
+    see_plain(times, range(600, 640), noise=0.05)
+    see_plain(times, [620] * 400, noise=0.05, seed=1)
+    assert plain_at(times, 80) == pytest.approx(1.04, rel=0.08), (
+        "one length for long does not unlearn the slope"
+    )
+
+
+def test_noise_at_one_length_makes_no_slope() -> None:
+    times = RoundTimes()
+    see_plain(times, [400 + number % 20 for number in range(300)], noise=0.1)
+    assert plain_at(times, 560) == pytest.approx(plain_at(times, 400), rel=0.12)
+
+
+def test_lengths_that_were_seen_are_not_timed_again() -> None:
+    """Short and long texts in turn: each new length is timed twice, and once only."""
+    times = RoundTimes()
+    forced = []
+    for text in range(20):
+        start = 600 if text % 2 else 50
+        forced.append(0)
+        for length in range(start, start + 128):
+            if times.needs_plain(1, length):
+                see_plain(times, [length])
+                forced[-1] += 1
+            else:
+                times.context = length
+                times.see(1, 2, 1.2 * (1 + length / 2000))
+    ages = 20 * 128 // AGE
+    assert sum(forced[:2]) <= 10
+    assert sum(forced[2:]) <= ages
+    assert plain_at(times, 50) == pytest.approx(1.025, rel=0.02)
+    assert plain_at(times, 700) == pytest.approx(1.35, rel=0.02)
+
+
+def test_one_hiccup_at_a_new_length_does_not_stand() -> None:
+    times = RoundTimes()
+    see_plain(times, [100] * 6)
+    times.see_plain(1, 600, 9.0)
+    assert times.needs_plain(1, 600)
+    see_plain(times, [601])
+    assert not times.needs_plain(1, 602)
+    assert plain_at(times, 600) < 1.2 * 1.3
 
 
 def test_a_guess_that_does_not_come_gives_way_to_one_that_does() -> None:

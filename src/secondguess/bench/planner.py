@@ -274,26 +274,37 @@ def recommend(speeds: Mapping[int, Mapping[Choice, Speed]]) -> dict[int, Choice]
 def one_for_all(speeds: Mapping[int, Mapping[Choice, Speed]]) -> Choice:
     """The one choice that a configuration holds.
 
-    Of those within `WORTH_IT` of the best at the smallest batch size, the one that does best over all batch sizes for which it
-    was looked at (geometric mean of its speed over plain decoding's).
+    It must be worth it at the smallest batch size, and slower than plain decoding at none; where all such are slower
+    somewhere, at as few as can be (`losing_sizes`: there it does not serve). Of those within `WORTH_IT` of the best of such
+    at the smallest batch size, it is the one that does best where it serves (geometric mean of its speed over plain's).
     """
     smallest = min(speeds)
-    best = recommend({smallest: speeds[smallest]})[smallest]
-    if not best.speculates:
-        return best
-    least = speeds[smallest][best].tokens_per_second / WORTH_IT
-    near = [
+    of_smallest = speeds[smallest]
+    least = WORTH_IT * of_smallest[PLAIN].tokens_per_second
+    paying = [
         choice
-        for choice, speed in speeds[smallest].items()
-        if choice.speculates
-        and speed.tokens_per_second >= least
-        and all(choice in of for of in speeds.values())
+        for choice, speed in of_smallest.items()
+        if choice.speculates and speed.tokens_per_second > least
     ]
-    return max(near or [best], key=lambda choice: _mean_gain(choice, speeds))
+    if not paying:
+        return PLAIN
+    lost = {choice: len(losing_sizes(choice, speeds)) for choice in paying}
+    able = [choice for choice in paying if lost[choice] == min(lost.values())]
+    near = max(of_smallest[choice].tokens_per_second for choice in able) / WORTH_IT
+    return max(
+        (choice for choice in able if of_smallest[choice].tokens_per_second >= near),
+        key=lambda choice: _mean_gain(choice, speeds),
+    )
+
+
+def losing_sizes(choice: Choice, speeds: Mapping[int, Mapping[Choice, Speed]]) -> list[int]:
+    """The batch sizes at which a choice is slower than plain decoding, or not known to be as fast."""
+    return [size for size, of in speeds.items() if choice not in of or of[choice].over(of[PLAIN]) < 1]
 
 
 def _mean_gain(choice: Choice, speeds: Mapping[int, Mapping[Choice, Speed]]) -> float:
-    gains = [math.log(of[choice].over(of[PLAIN])) for of in speeds.values() if choice in of]
+    lost = losing_sizes(choice, speeds)
+    gains = [math.log(of[choice].over(of[PLAIN])) for size, of in speeds.items() if size not in lost]
     return sum(gains) / len(gains)
 
 

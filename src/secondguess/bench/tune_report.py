@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +17,7 @@ from secondguess.bench.planner import (
     Speed,
     acceptance_by_position,
     coverage,
+    losing_sizes,
     one_for_all,
     recommend,
     split_drafter,
@@ -184,8 +185,8 @@ class TuneReport:
                 cost_ratio=round(sum(steps) / costs.plain[1], 4) if steps else None,
                 speedup={
                     size: round(of[chosen].over(of[PLAIN]), 3)
-                    for size, of in (self.speeds | self._predicted_for(chosen)).items()
-                    if chosen in of
+                    for size, of in self._speeds_of_chosen().items()
+                    if size not in self.plain_sizes
                 },
             ),
         )
@@ -201,9 +202,17 @@ class TuneReport:
         }
         return max(lengths, key=lambda length: lengths[length])
 
-    def _predicted_for(self, choice: Choice) -> dict[int, Mapping[Choice, Speed]]:
-        """Predictions for the batch sizes at which a choice was not run."""
-        return {size: of for size, of in self.findings.predictions.items() if choice not in self.speeds[size]}
+    @property
+    def plain_sizes(self) -> list[int]:
+        """The batch sizes that the configuration does not serve: its choice is slower there than plain decoding."""
+        return losing_sizes(self.chosen, self._speeds_of_chosen())
+
+    def _speeds_of_chosen(self) -> dict[int, Mapping[Choice, Speed]]:
+        """Speeds by which the chosen one is known at every batch size: predicted ones where it was not run."""
+        return {
+            size: of if self.chosen in of else self.findings.predictions[size]
+            for size, of in self.speeds.items()
+        }
 
 
 def make_report(findings: Findings) -> TuneReport:
@@ -218,7 +227,7 @@ def make_report(findings: Findings) -> TuneReport:
         findings,
         measured,
         recommend(deciding),
-        one_for_all(deciding),
+        one_for_all(_known_everywhere(findings, deciding)),
         _memory(findings),
         gather(
             num_threads=config.num_threads,
@@ -239,6 +248,23 @@ def _deciding(
         or {choice: speed for choice, speed in of_size.items() if choice.quantize is None}
         for size, of_size in findings.predictions.items()
     }
+
+
+def _known_everywhere(
+    findings: Findings, deciding: Mapping[int, Mapping[Choice, Speed]]
+) -> dict[int, Mapping[Choice, Speed]]:
+    """What decides, and for what was run at another batch size the prediction, scaled to how fast plain decoding was."""
+    known: dict[int, Mapping[Choice, Speed]] = {}
+    run = {choice for of in deciding.values() for choice in of}
+    for size, of in deciding.items():
+        predicted = findings.predictions[size]
+        pace = of[PLAIN].tokens_per_second / predicted[PLAIN].tokens_per_second
+        known[size] = dict(of) | {
+            choice: replace(speed, seconds=tuple(seconds / pace for seconds in speed.seconds))
+            for choice, speed in predicted.items()
+            if choice in run and choice not in of
+        }
+    return known
 
 
 def _memory(findings: Findings) -> Memory:
@@ -317,6 +343,12 @@ def recommendation(report: TuneReport) -> list[str]:
     chosen = report.chosen
     if chosen.speculates:
         lines.append(f"The configuration has {show_choice(chosen)}.")
+        if report.plain_sizes:
+            sizes = " and ".join(map(str, report.plain_sizes))
+            lines.append(
+                f"It is not for {sizes} at a time, where it is slower than plain decoding, as is all that pays "
+                f"{_at(min(report.best)).lower()}: there take what is said above, or --drafter none."
+            )
     else:
         lines.append("The configuration has the drafter none: plain decoding.")
     if report.findings.config.temperature == 0:
@@ -330,7 +362,7 @@ def recommendation(report: TuneReport) -> list[str]:
 
 def _advice(report: TuneReport, size: int) -> str:
     best, speeds = report.best[size], report.speeds[size]
-    at = "One at a time" if size == 1 else f"{size} at a time"
+    at = _at(size)
     how = "measured" if size in report.measured else "predicted"
     if not best.speculates:
         rivals = [choice for choice in speeds if choice.speculates]
@@ -348,6 +380,10 @@ def _advice(report: TuneReport, size: int) -> str:
         f"a round: expect {speed.over(plain):.2f} times plain decoding ({how}: {speed.tokens_per_second:.0f} against "
         f"{plain.tokens_per_second:.0f} tokens/s), {worst:.2f} times on the worst {unit}, number {place + 1}{slower}."
     )
+
+
+def _at(size: int) -> str:
+    return "One at a time" if size == 1 else f"{size} at a time"
 
 
 def _about_int8(report: TuneReport) -> list[str]:

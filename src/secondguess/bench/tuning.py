@@ -27,6 +27,7 @@ from secondguess.bench.planner import (
     choices_of,
     fastest,
     group,
+    one_for_all,
     predict,
     split_drafter,
 )
@@ -377,9 +378,13 @@ class Tuner:
         default = [choice for choice in [self._default()] if choice in unrounded]
         best = fastest(unrounded, self._config.num_verified)
         # What the configuration will most likely hold should be known at every batch size.
-        smallest = self.findings.predictions[min(self.findings.predictions)]
-        elsewhere = fastest({each: smallest[each] for each in unrounded}, 1)
-        return list(dict.fromkeys([PLAIN, *default, *best, *elsewhere]))
+        everywhere = one_for_all(
+            {
+                size: {choice: speed for choice, speed in of.items() if choice.quantize is None}
+                for size, of in self.findings.predictions.items()
+            }
+        )
+        return list(dict.fromkeys([PLAIN, *default, *best, everywhere]))
 
     def _default(self) -> Choice:
         """What is used when nobody chooses."""

@@ -26,7 +26,7 @@ from secondguess.controllers.laws import DraftLaws
 from secondguess.controllers.offers import Offer, Offers
 from secondguess.controllers.prices import Prices
 from secondguess.controllers.round_times import RoundTimes
-from secondguess.controllers.together import worth_another, worthwhile
+from secondguess.controllers.together import first_few, worth_another, worthwhile
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime, Row, Verdict
 from secondguess.names import Name, read_options, require_between, with_argument
 
@@ -89,18 +89,17 @@ class CostController(Controller):
         if self._num_resting and before == self._place:
             self._num_resting -= 1
             return plans
-        if self.guard.forbids or self.times.needs_plain(num_rows, _context(rows)):
+        context = self.times.context = _context(rows)
+        if self.guard.forbids or self.times.needs_plain(num_rows, context):
             return plans
         self._prices.enter(num_rows, self._place)
         offers = self._best_offers(rows, prospects)
-        # One row waits for nobody: what pays, pays.
-        taken = (
-            worthwhile(offers, self._prices) if num_rows > 1 else [each for each in offers if each.net > 0]
-        )
+        taken = worthwhile(offers, rows, self._prices)
         if taken:
             self.probes.succeeded()
         elif offers:
-            taken = self._probe(offers[0], was_probing)
+            best = first_few([(offer.net, offer) for offer in offers], 1, rows)
+            taken = self._probe(best, was_probing)
         # Where nothing pays, nothing will in the very next rounds either: asking again costs time too, for every row.
         self._num_resting = 0 if taken else RESTING + num_rows
         self._offers = taken
@@ -119,20 +118,24 @@ class CostController(Controller):
             offers.sort(key=_net, reverse=True)
         return offers
 
-    def _probe(self, offer: Offer, was_probing: bool) -> list[Offer]:
-        """Try one node, if that can be paid for; a series of them, once there is enough for several."""
-        price = self._prices.drafting(offer.part, 1, 1) + self._prices.wider(0, 1)
-        price += self.times.reading(offer.part, offer.prospect.unread) / SERIES
+    def _probe(self, offers: list[Offer], was_probing: bool) -> list[Offer]:
+        """Try one node of the best (of several that are alike), if that can be paid for; a series, once there is enough."""
+        part = offers[0].part
+        price = self._prices.drafting(part, len(offers), 1) + self._prices.wider(0, 1)
+        price += self.times.reading(part, sum([offer.prospect.unread for offer in offers])) / SERIES
         if self.probes.balance < (price if was_probing else SERIES * price):
             if was_probing:
                 self.probes.failed()
             return []
         self._probing = True
-        offer.length = 1
-        return [offer]
+        for offer in offers:
+            offer.length = 1
+        return offers
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
         answers = [False] * len(rows)
+        if not self._offers:
+            return answers
         confidences = laws.confidences
         chances: list[tuple[float, Offer]] = []
         for offer in self._offers:
@@ -177,44 +180,32 @@ class CostController(Controller):
             self.expectations.learn(
                 rows[index], offer.kind, offer.seen, offer.certain, lengths[index], accepted[index]
             )
-        self._book(rows, num_rows + sum(accepted), time.total, self._spread_reading(rows, drafted, time))
+        spread = self._learn_reading(rows, drafted, time)
+        self._book(rows, num_rows + sum(accepted), time.total, spread)
 
     def _learn_times(
         self, num_rows: int, width: int, drafted: Sequence[Offer], lengths: Sequence[int], time: RoundTime
     ) -> None:
-        times = self._prices.times
-        times.see(num_rows, width, time.total - time.draft - time.prefill)
+        self.times.see(num_rows, width, time.total - time.draft - time.prefill)
         self._prices.renew()
-        num_tokens = 0
-        part, sum_of_steps, longest, by_model = drafted[0].part, 0, 0, False
-        for offer in drafted:
-            if offer.prospect.unread:
-                num_tokens += offer.prospect.unread
-                reader = offer.part
-            # Beside a model's steps a look-up's take no time worth telling apart.
-            if by_model and offer.certain:
-                continue
-            if not (by_model or offer.certain):
-                part, sum_of_steps, longest, by_model = offer.part, 0, 0, True
-            length = lengths[offer.row]
-            sum_of_steps += length
-            if length > longest:
-                longest = length
-        if num_tokens:
-            times.see_reading(reader, num_tokens, time.prefill)
-        times.see_steps(part, round(sum_of_steps / longest), longest, time.draft)
+        # Beside a model's steps a look-up's take no time worth telling apart.
+        steppers = [offer for offer in drafted if not offer.certain] or drafted
+        steps = [lengths[offer.row] for offer in steppers]
+        longest = max(steps)
+        self.times.see_steps(steppers[0].part, round(sum(steps) / longest), longest, time.draft)
 
-    def _spread_reading(self, rows: Sequence[Row], drafted: Sequence[Offer], time: RoundTime) -> float:
-        """Have the guard book what reading took over the rounds that it serves; gives its seconds."""
-        num_tokens = sum([offer.prospect.unread for offer in drafted])
-        if not num_tokens:
+    def _learn_reading(self, rows: Sequence[Row], drafted: Sequence[Offer], time: RoundTime) -> float:
+        """What reading took serves many rounds, over which the guard is to book it; gives its seconds."""
+        readers = [offer for offer in drafted if offer.prospect.unread]
+        if not readers:
             return 0.0
-        plain = self.times.plain(len(rows))
-        for offer in drafted:
-            cost = time.prefill / plain * offer.prospect.unread / num_tokens
-            if cost:
-                row = rows[offer.row]
-                self.guard.spread(row, cost, row.room / (1 + offer.gain))
+        num_tokens = sum([offer.prospect.unread for offer in readers])
+        self.times.see_reading(readers[0].part, num_tokens, time.prefill)
+        plain_rounds = time.prefill / self.times.plain(len(rows))
+        for offer in readers:
+            row = rows[offer.row]
+            cost = plain_rounds * offer.prospect.unread / num_tokens
+            self.guard.spread(row, cost, row.room / (1 + offer.gain))
         return time.prefill
 
     def _book(self, rows: Sequence[Row], num_tokens: int, seconds: float, spread: float) -> None:

@@ -2,7 +2,7 @@
 
 A round over R rows whose longest draft has w nodes takes `rest(R, w)` seconds beside drafting, and a draft of k steps over n
 rows `drafting(part, n, k)`, so much to start and so much per step. Curves are kept as running averages that shrug off
-hiccups, so they follow a growing context and a machine that changes its pace.
+hiccups, so they follow a machine that changes its pace; of a plain round it is also learnt how it grows with the context.
 """
 
 from __future__ import annotations
@@ -10,93 +10,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable
 
+from secondguess.controllers.averages import Average, Line, PlainTime
+
 SLOPE = 0.03
 """What a further node adds to a pass until it is known better, as a share of a plain round."""
-NUM_REMEMBERED = 16
-"""An average is over about so many values."""
-FARTHEST = 1.3
-"""A value counts for at most this multiple of what was expected: a hiccup is no news. (Nothing is too fast by accident.)"""
-NUM_COLD = 3
-"""Of so many first plain rounds the least counts: the first ones allocate and fill caches."""
 AGE = 256
 """After so many rounds with drafts a plain one is timed again: everything is compared with it."""
-FIRST_SLOPE = 0.6
-"""How much of the time per step is taken for the step's own while nothing tells it from what a draft takes to start."""
-STALE = 1.4
-"""A plain round is timed anew once the rows have grown by this factor."""
 NEAR = 1.3
 """Batch sizes within this factor of one another are told from one another on straight lines."""
 
 
-class Average:
-    """A running average of positive values, robust against single large ones.
-
-    Args:
-        num_cold: of so many first values the least counts.
-    """
-
-    __slots__ = ("_num_cold", "count", "value")
-
-    def __init__(self, num_cold: int = 1) -> None:
-        self._num_cold = num_cold
-        self.count = 0
-        self.value = 0.0
-
-    def add(self, value: float) -> None:
-        count = self.count
-        if count < NUM_REMEMBERED:
-            self.count = count = count + 1
-        known = self.value
-        if count <= self._num_cold:
-            self.value = value if count == 1 or value < known else known
-            return
-        most = known * FARTHEST
-        self.value = known + ((value if value < most else most) - known) / count
-
-
-class Line:
-    """Seconds as a start and so much per step, fitted to what was seen lately by least squares.
+class RoundTimes:
+    """Curves of seconds, by batch size.
 
     Attributes:
-        start: seconds before the first step.
-        slope: seconds per step.
+        context: mean tokens per row in the round under way; None for whatever it was on average.
     """
 
-    __slots__ = ("_weight", "_x", "_xx", "_xy", "_y", "slope", "start")
-
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        self.start = self.slope = 0.0
-
-    def add(self, num_steps: int, seconds: float) -> None:
-        if self._weight >= 2:
-            most = (self.start + self.slope * num_steps) * FARTHEST
-            if seconds > most:
-                seconds = most
-        decay = 1 - 1 / (4 * NUM_REMEMBERED)
-        self._weight = self._weight * decay + 1
-        self._x = self._x * decay + num_steps
-        self._y = self._y * decay + seconds
-        self._xx = self._xx * decay + num_steps * num_steps
-        self._xy = self._xy * decay + num_steps * seconds
-        self.slope = self._fitted_slope()
-        self.start = max(self._y - self.slope * self._x, 0.0) / self._weight
-
-    def _fitted_slope(self) -> float:
-        mean = self._y / self._x
-        spread = self._xx * self._weight - self._x * self._x
-        if spread < 1e-6 * self._xx * self._weight:
-            return FIRST_SLOPE * mean  # only one length was seen: nothing tells the start from the steps
-        slope = (self._xy * self._weight - self._x * self._y) / spread
-        return min(max(slope, 0.1 * mean), mean)
-
-
-class RoundTimes:
-    """Curves of seconds, by batch size."""
-
-    def __init__(self) -> None:
-        self._plain: dict[int, Average] = {}
-        self._context: dict[int, float] = {}
+        self.context: float | None = None
+        self._plain: dict[int, PlainTime] = {}
         self._ratios: dict[int, dict[int, Average]] = {}
         self._steps: dict[Hashable, dict[int, Line]] = {}
         self._reading: dict[Hashable, Line] = {}
@@ -116,17 +49,16 @@ class RoundTimes:
         nearest = num_rows if num_rows in self._plain else self._nearest(num_rows)
         if nearest is None or max(nearest, num_rows) > NEAR * min(nearest, num_rows):
             return True
-        known = self._context[nearest]
-        changed = context > STALE * known or known > STALE * context
-        return self._plain[nearest].count < 2 or changed or self._num_since_plain >= AGE
+        known = self._plain[nearest]
+        return known.count < 2 or not known.knows(context) or self._num_since_plain >= AGE
 
     def see_plain(self, num_rows: int, context: float, seconds: float) -> None:
         """A round without drafts."""
-        average = self._plain.get(num_rows)
-        if average is None:
-            average = self._plain[num_rows] = Average(NUM_COLD)
-        average.add(seconds)
-        self._context[num_rows] = context
+        plain = self._plain.get(num_rows)
+        if plain is None:
+            plain = self._plain[num_rows] = PlainTime(context)
+        plain.add(context, seconds)
+        self.context = context
         self._num_since_plain = 0
 
     def see(self, num_rows: int, width: int, seconds: float) -> None:
@@ -159,12 +91,12 @@ class RoundTimes:
         """Seconds of a round without drafts; from the batch sizes around it where this one is unknown."""
         known = self._plain.get(num_rows)
         if known is not None:
-            return known.value
+            return known.at(self.context)
         below = max((size for size in self._plain if size < num_rows), default=None)
         above = min((size for size in self._plain if size > num_rows), default=None)
         if below is None or above is None:
-            return self._plain[below if above is None else above].value  # type: ignore[index]
-        low, high = self._plain[below].value, self._plain[above].value
+            return self._plain[below if above is None else above].at(self.context)  # type: ignore[index]
+        low, high = self._plain[below].at(self.context), self._plain[above].at(self.context)
         return low + (high - low) * (num_rows - below) / (above - below)
 
     def _nearest(self, num_rows: int) -> int | None:

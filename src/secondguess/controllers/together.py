@@ -1,7 +1,8 @@
 """Which drafts of a batch pay together: its rows wait for the longest draft, and share what a draft step costs.
 
 Rows that are alike are treated alike. If their places in the batch decided, whether a row is drafted for would depend on what
-has nothing to do with it; an enumeration, whose batch holds a row's every fate, would take that for foresight.
+has nothing to do with it; an enumeration, whose batch holds a row's every fate, would take that for foresight. Where only a
+few of many can be taken, their texts decide between those that are worth the same.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ from collections.abc import Sequence
 
 from secondguess.controllers.offers import Offer
 from secondguess.controllers.prices import Prices
+from secondguess.core import Row
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Longest drafts that are weighed for a batch, whose rows wait for each other."""
 
 
-def worthwhile(offers: list[Offer], prices: Prices) -> list[Offer]:
+def worthwhile(offers: Sequence[Offer], rows: Sequence[Row], prices: Prices) -> list[Offer]:
     """The offers that pay together, their lengths cut to what is best for all."""
+    if len(rows) == 1:  # it waits for nobody
+        return [offer for offer in offers if offer.net > 0]
     # What is found out is found out once, however many rows take part.
     doubt = max((offer.doubt for offer in offers), default=0.0)
     longest = max((offer.width for offer in offers), default=0)
     best, taken, best_width = 0.0, [], 0
     for width in WIDTHS:
-        net, chosen = _together(offers, width, prices)
+        net, chosen = _together(offers, rows, width, prices)
         if chosen and net + doubt > best:
             best, taken, best_width = net + doubt, chosen, width
         if width >= longest:
@@ -33,7 +37,9 @@ def worthwhile(offers: list[Offer], prices: Prices) -> list[Offer]:
     return [offer for offer in taken if offer.length]
 
 
-def _together(offers: Sequence[Offer], width: int, prices: Prices) -> tuple[float, list[Offer]]:
+def _together(
+    offers: Sequence[Offer], rows: Sequence[Row], width: int, prices: Prices
+) -> tuple[float, list[Offer]]:
     """What drafts of at most so many nodes bring a batch, in tokens net of their price, and whose they are."""
     rate = prices.rate
     chosen = [offer for offer in offers if offer.certain]
@@ -49,9 +55,25 @@ def _together(offers: Sequence[Offer], width: int, prices: Prices) -> tuple[floa
     best_count = _with_equals([worth for worth, _ in models], best_count)
     if models:
         # A drafter may cost anything, and reading a whole batch only to find that out is dear: it is tried on one row
-        # first, and then on at most twice as many as before.
-        best_count = min(best_count, max(2 * prices.times.most_rows(models[0][1].part), 1))
-    return net + best, chosen + [offer for _, offer in models[:best_count]]
+        # first, and then on at most twice as many as before. (The batch is judged by what all would bring.)
+        most = max(2 * prices.times.most_rows(models[0][1].part), 1)
+        chosen += first_few(models[:best_count], most, rows)
+    return net + best, chosen
+
+
+def first_few(ordered: Sequence[tuple[float, Offer]], count: int, rows: Sequence[Row]) -> list[Offer]:
+    """The best few: of those that are worth the same the ones whose text comes first, and all that have the same text.
+
+    Args:
+        ordered: offers and what they are worth, best first.
+    """
+    if count >= len(ordered):
+        return [offer for _, offer in ordered]
+    least = ordered[count - 1][0]
+    better = [offer for value, offer in ordered if value > least]
+    equal = [(rows[offer.row].tokens, offer) for value, offer in ordered if value == least]
+    last = sorted(tokens for tokens, _ in equal)[count - len(better) - 1]
+    return better + [offer for tokens, offer in equal if tokens <= last]
 
 
 def worth_another(chances: list[tuple[float, Offer]], wider: float, prices: Prices) -> list[Offer]:
