@@ -18,7 +18,7 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Commit, Row, TokenLogprob
 from secondguess.decode import Team, decode
-from secondguess.drafters import draft_model_paths, make_drafter
+from secondguess.drafters import draft_model_paths, make_drafter, target_runtime_for
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
@@ -266,6 +266,8 @@ def load(
         for path in draft_models_named
     ]
     check_memory(needs, pick_device(device))
+    if runtime == "auto":
+        runtime = target_runtime_for(name)
     target = load_runtime(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
     draft_models: list[LoadedModel] = []
 
@@ -275,7 +277,12 @@ def load(
         draft_models.append(loaded)
         return loaded.runtime
 
-    made = make_drafter(name, target_vocab_size=target.runtime.vocab_size, load_draft_model=load_draft_model)
+    made = make_drafter(
+        name,
+        target_vocab_size=target.runtime.vocab_size,
+        load_draft_model=load_draft_model,
+        target=target,
+    )
     chosen_controller = choose_controller(controller, made)
     if drafter_quantize is not None and not draft_models:
         raise BadInputError(

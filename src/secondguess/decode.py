@@ -65,6 +65,7 @@ def decode(team: Team, rows: Sequence[Row]) -> Iterator[list[Commit]]:
 def begin(team: Team, rows: Sequence[Row]) -> None:
     """Prefill: cache all of each prompt but its last token."""
     with team.ledger.round(rows), team.ledger.phase("prefill"):
+        team.target.request_hidden(team.drafter.hidden_layers)
         hidden = team.target.begin(rows)
         team.drafter.begin(rows, hidden)
 

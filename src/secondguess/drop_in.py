@@ -111,6 +111,7 @@ def custom_generate(
             drafter,
             target_vocab_size=target.runtime.vocab_size,
             load_draft_model=lambda path: _draft_runtime(target, path),
+            target=target,
         )
         team = Team(target.runtime, guesser, judge, choose_controller(controller, guesser))
         for _ in decode(team, rows):

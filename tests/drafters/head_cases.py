@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.trees import TreeShape
+from secondguess.heads.exit import ExitHead
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
 from secondguess.heads.runtime import FeatureHead
 from secondguess.runtime.base import Ends, Hidden, Runtime
@@ -73,7 +75,17 @@ def plain_feature_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return FeatureDrafter(head, target, "feature", shape)
 
 
+def early_exit_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    ends = target.ends()
+    head = seeded(lambda: ExitHead(1, ends.width, 32), ends)
+    return EarlyExitDrafter(target, 1, head, "early-exit", shape)
+
+
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "feature": plain_feature_drafter,
+    "early-exit": early_exit_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
+
+NEEDS_FUSED = ("early-exit",)
+"""Kinds that run the target's layers one by one."""

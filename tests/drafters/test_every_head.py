@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 import torch
-from head_cases import HEADS, tiny_target
+from head_cases import HEADS, NEEDS_FUSED, tiny_target
+from transformers import LlamaForCausalLM
 
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
@@ -63,7 +64,11 @@ def module_runtime() -> Runtime:
 
 
 def fused_runtime() -> Runtime:
-    decoder = fuse(tiny_target(VOCAB_SIZE), packed=False)
+    return fused(tiny_target(VOCAB_SIZE))
+
+
+def fused(model: LlamaForCausalLM) -> Runtime:
+    decoder = fuse(model, packed=False)
     assert decoder is not None
     return FusedRuntime(decoder)
 
@@ -80,7 +85,16 @@ def run(
     drafter: Drafter = make(target)  # type: ignore[operator]
     judge = make_verifier(verifier)
     coupled = judge.couples(params.seed is not None)
-    rows = [Row(list(prompt), params, seed=params.seed or 0, coupled=coupled) for prompt in prompts]
+    rows = [
+        Row(
+            list(prompt),
+            params,
+            seed=params.seed or 0,
+            coupled=coupled,
+            context_length=target.context_length,
+        )
+        for prompt in prompts
+    ]
     decider = make_controller(controller) if isinstance(controller, str) else controller
     for _ in decode(Team(target, drafter, judge, decider), rows):
         pass
@@ -91,8 +105,13 @@ def drafts_with(head: str, shape: str) -> object:
     return partial(HEADS[head], shape=SHAPES[shape])
 
 
-def plainly(params: SamplingParams) -> list[list[int]]:
-    return run(lambda target: NoDrafter(), params, controller="fixed:0")
+def target_for(head: str) -> Callable[[], Runtime]:
+    """The runtime that a head works with, where it does not work with all."""
+    return fused_runtime if head in NEEDS_FUSED else module_runtime
+
+
+def plainly(params: SamplingParams, **settings: object) -> list[list[int]]:
+    return run(lambda target: NoDrafter(), params, controller="fixed:0", **settings)  # type: ignore[arg-type]
 
 
 @every_head
@@ -103,6 +122,8 @@ def plainly(params: SamplingParams) -> list[list[int]]:
 def test_greedy_text_is_the_targets(
     head: str, shape: str, verifier: str, together: bool, make_target: object
 ) -> None:
+    if head in NEEDS_FUSED and make_target is module_runtime:
+        pytest.skip("it runs the target's layers one by one, which only the fused runtime can")
     params = SamplingParams(max_tokens=16)
     batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
     found = [
@@ -119,7 +140,9 @@ def test_greedy_text_is_the_targets(
 def test_seeded_text_is_that_of_no_drafter(head: str, shape: str, controller: str) -> None:
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=7)
     decider = Whimsical() if controller == "whimsical" else controller
-    assert run(drafts_with(head, shape), params, controller=decider) == plainly(params)
+    assert run(drafts_with(head, shape), params, controller=decider, make_target=target_for(head)) == plainly(
+        params
+    )
 
 
 @every_head
@@ -128,7 +151,7 @@ def test_seeded_text_under_penalties_and_filters(head: str, shape: str) -> None:
     params = SamplingParams(
         max_tokens=16, temperature=0.8, top_k=9, repetition_penalty=1.3, logit_bias={4: 2.0}, seed=3
     )
-    assert run(drafts_with(head, shape), params) == plainly(params)
+    assert run(drafts_with(head, shape), params, make_target=target_for(head)) == plainly(params)
 
 
 @every_head
@@ -139,7 +162,7 @@ def test_it_takes_turns_with_a_look_up(head: str) -> None:
         parts = [SuffixDrafter(SuffixOptions(min=1)), HEADS[head](target, None)]
         return AlternatingDrafter(parts, VOCAB_SIZE)
 
-    assert run(either, params) == plainly(params)
+    assert run(either, params, make_target=target_for(head)) == plainly(params)
 
 
 @every_head
@@ -147,27 +170,27 @@ def test_it_takes_turns_with_a_look_up(head: str) -> None:
 def test_it_stops_where_the_context_ends(head: str, shape: str) -> None:
     """The target holds 128 tokens; the last ones are drafted for too."""
     params = SamplingParams(max_tokens=14)
-    prompts = [[token % VOCAB_SIZE for token in range(120)]]
-    found = run(drafts_with(head, shape), params, prompts=prompts)
-    assert found == run(lambda target: NoDrafter(), params, controller="fixed:0", prompts=prompts)
+    settings = {"prompts": [[token % VOCAB_SIZE for token in range(120)]], "make_target": target_for(head)}
+    assert run(drafts_with(head, shape), params, **settings) == plainly(params, **settings)
 
 
 @every_head
 @every_shape
 def test_what_it_remembers_is_the_truth(head: str, shape: str) -> None:
     """After any rounds it guesses as a drafter would that is told the whole text at once."""
-    params = SamplingParams(max_tokens=12, temperature=1.0)
-    target = module_runtime()
+    params = SamplingParams(max_tokens=60, temperature=1.0)
+    target = target_for(head)()
     drafter = HEADS[head](target, SHAPES[shape])
     row = Row(list(PROMPTS[0]), params, seed=5)
     team = Team(target, drafter, make_verifier("auto"), Whimsical())
     rounds = decode(team, [row])
     for _ in range(4):
         next(rounds)
-    fresh_target = module_runtime()
+    fresh_target = target_for(head)()
     fresh = HEADS[head](fresh_target, SHAPES[shape])
     fresh_row = Row(list(row.tokens), params, seed=5)
-    fresh.begin([fresh_row], fresh_target.begin([fresh_row]))  # type: ignore[arg-type]
+    fresh_target.request_hidden(fresh.hidden_layers)
+    fresh.begin([fresh_row], fresh_target.begin([fresh_row]))
     drafts = []
     for who, whose in ((drafter, row), (fresh, fresh_row)):
         with torch.inference_mode():
@@ -175,7 +198,8 @@ def test_what_it_remembers_is_the_truth(head: str, shape: str) -> None:
             budgets = Budgets([3], lambda laws, depth: [True], reads_laws=False)
             drafts.append(who.propose([whose], budgets, KeyedNoise.of_rows([whose])))
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
-    assert drafts[0].probs is not None and drafts[1].probs is not None
+    assert drafts[0].probs is not None
+    assert drafts[1].probs is not None
     torch.testing.assert_close(drafts[0].probs, drafts[1].probs)
     rounds.close()
 
@@ -199,10 +223,12 @@ def test_the_law_of_the_text_is_the_targets(
         laws[output] = logits.softmax(-1)
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
-    target = TransformersRuntime(model)
+    target = fused(model) if head in NEEDS_FUSED else TransformersRuntime(model)
     team = Team(target, HEADS[head](target, shape), make_verifier(verifier), make_controller("fixed:2"))
     params = SamplingParams(temperature=1.0, max_tokens=20)
     (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], params)], num_rounds=num_rounds)
     found = text_law(branches, laws.__getitem__, 4)
-    assert largest_difference(found, exact_law(laws.__getitem__, 4)) < 1e-9
+    assert largest_difference(found, exact_law(laws.__getitem__, 4)) < (
+        1e-6 if head in NEEDS_FUSED else 1e-9
+    )  # the fused runtime's norms are in float64, the module's not
     assert any(branch.num_accepted for branch in branches)

@@ -407,6 +407,7 @@ class Tuner:
             name,
             target_vocab_size=self._models.target.runtime.vocab_size,
             load_draft_model=lambda path: self._models.draft_model(path).runtime,
+            target=self._models.target,
         )
 
     def _rows(self, indices: Sequence[int], max_tokens: int, ends: bool = False) -> list[Row]:

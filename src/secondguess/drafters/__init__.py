@@ -18,6 +18,7 @@ from secondguess.runtime.base import Runtime
 DRAFTERS = {
     "none": "secondguess.drafters.none:NoDrafter",
     "model": "secondguess.drafters.model:ModelDrafter",
+    "early-exit": "secondguess.drafters.early_exit:EarlyExitDrafter",
     "ngram": "secondguess.drafters.ngram:NgramDrafter",
     "suffix": "secondguess.drafters.suffix:SuffixDrafter",
 }
@@ -86,6 +87,17 @@ def build_drafter(name: Name, supplies: Supplies) -> Drafter:
     Raises:
         BadInputError: an argument, an option or a value that does not exist.
     """
-    module, _, class_name = DRAFTERS[name.kind].partition(":")
-    drafter_class: type[Drafter] = getattr(import_module(module), class_name)
-    return drafter_class.build(name, supplies)
+    return drafter_class(name.kind).build(name, supplies)
+
+
+def drafter_class(kind: str) -> type[Drafter]:
+    """The class behind a kind of name."""
+    module, _, class_name = DRAFTERS[kind].partition(":")
+    found: type[Drafter] = getattr(import_module(module), class_name)
+    return found
+
+
+def target_runtime_for(text: str) -> str:
+    """The runtime that a target has to be loaded with for the drafter of this name; `auto` where any will do."""
+    wanted = {drafter_class(name.kind).target_runtime for name in parse_drafter_name(text)} - {"auto"}
+    return min(wanted, default="auto")

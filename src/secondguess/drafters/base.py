@@ -60,11 +60,15 @@ class Drafter(ABC):
         name: as given to `--drafter`, with the options that were used.
         certain: True when drafts never carry a law (`Draft.probs` is None): look-ups and argmax heads.
         default_controller: name of the controller that suits it when the user names none.
+        hidden_layers: of the target, whose states `begin` and `observe` are to be given.
+        target_runtime: the runtime that the target has to be loaded with, where one is left to choose.
     """
 
     name: str
     certain: bool
     default_controller: str = "cost"
+    hidden_layers: Sequence[int] = ()
+    target_runtime: str = "auto"
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> Drafter:
@@ -81,8 +85,8 @@ class Drafter(ABC):
         """Admit rows; they hold their whole prompt. What takes long and may never be needed is for `prepare`.
 
         Args:
-            hidden: per row, the target's hidden states `[position, width]` of all tokens but the last, by layer, where
-                any were requested (`Runtime.request_hidden`).
+            hidden: per row, the target's hidden states `[position, width]` of all tokens but the last, by layer, of
+                those in `hidden_layers`.
         """
 
     def prospects(self, rows: Sequence[Row]) -> Sequence[Sequence[Prospect]]:

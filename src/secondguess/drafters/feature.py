@@ -30,9 +30,9 @@ class FeatureDrafter(ShadowDrafter):
     runtime: HeadRuntime
 
     def __init__(self, head: FeatureHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
-        target.request_hidden(head.hidden_layers)
         runtime = HeadRuntime(head, target.vocab_size, target.context_length, target.device)
         super().__init__(runtime, name, target.vocab_size, shape)
+        self.hidden_layers = head.hidden_layers
         self._heard: dict[Row, list[Hidden]] = {}
         self._thoughts = torch.empty(0)
 

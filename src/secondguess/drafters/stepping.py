@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from secondguess.core import Budgets, Draft, Row
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.trees import TreeShape, grow_trees
 from secondguess.errors import BadInputError
@@ -58,7 +58,7 @@ class SteppingDrafter(Drafter):
 
     def room(self, row: Row) -> int:
         """How many nodes, one behind the other, the drafter can draw for a row at most."""
-        return row.room
+        return MAX_DRAFT_LENGTH
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         if not budgets.longest:

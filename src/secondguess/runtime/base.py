@@ -71,14 +71,16 @@ class Runtime(ABC):
     device: torch.device
 
     def request_hidden(self, layers: Sequence[int]) -> None:
-        """Have `begin` and `score` return these layers' hidden states too, from now on.
+        """Have `begin` and `score` return exactly these layers' hidden states from now on.
 
         Raises:
             UnsupportedModelError: a model that shows none.
         """
-        raise UnsupportedModelError(
-            f"expected a target that shows its hidden states, got a {type(self).__name__}; use a drafter that needs none"
-        )
+        if layers:
+            raise UnsupportedModelError(
+                f"expected a target that shows its hidden states, got a {type(self).__name__}; "
+                "use a drafter that needs none"
+            )
 
     def ends(self) -> Ends:
         """The model's embeddings, last norm and head.

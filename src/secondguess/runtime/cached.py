@@ -104,7 +104,7 @@ class CachedRuntime(Runtime):
                 raise BadInputError(
                     f"hidden layer must be in 0..{self.num_layers} (or negative), got {layer}"
                 )
-        self.hidden_layers = tuple(dict.fromkeys([*self.hidden_layers, *layers]))
+        self.hidden_layers = tuple(dict.fromkeys(layers))
 
     @abstractmethod
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:

@@ -1,0 +1,100 @@
+"""The target's own first layers guess: `early-exit:K`, or `early-exit[:PATH]` with an adapter (arXiv 2404.16710, 2404.18911).
+
+What the first layers compute for a draft is part of what the target computes for it anyway: their cache entries stay, and the
+pass that judges the draft begins where they ended. So a draft step costs the first layers' work for the node before it and
+nothing twice, and there is no second cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from secondguess.core import Budgets, Draft, Row
+from secondguess.drafters.base import Supplies
+from secondguess.drafters.stepping import SteppingDrafter
+from secondguess.drafters.trees import TreeOptions, TreeShape
+from secondguess.errors import BadInputError
+from secondguess.heads.exit import ExitHead
+from secondguess.names import Name, read_options
+from secondguess.noise import Noise
+from secondguess.runtime.base import Runtime
+
+
+class EarlyExitDrafter(SteppingDrafter):
+    """Drafts with the target's first layers, its head, and an adapter between them where there is one.
+
+    Args:
+        target: whose layers; it has to be able to `read_ahead`.
+        num_layers: how many of them.
+        finish: what makes of their states what the target's head reads: an adapter, or the target's last norm.
+        name, shape: as in `SteppingDrafter`.
+    """
+
+    target_runtime = "fused"
+
+    def __init__(
+        self,
+        target: Runtime,
+        num_layers: int,
+        finish: Callable[[Tensor], Tensor],
+        name: str,
+        shape: TreeShape | None = None,
+    ) -> None:
+        super().__init__(name, target.vocab_size, target.device, shape)
+        if not 0 < num_layers < target.num_layers:
+            raise BadInputError(
+                f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
+                f"got {num_layers}"
+            )
+        self._target = target
+        self._num_layers = num_layers
+        self._finish = finish
+        self._unembed = target.ends().unembed
+        self._chains: list[list[int]] = []
+
+    @classmethod
+    def build(cls, name: Name, supplies: Supplies) -> EarlyExitDrafter:
+        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        if name.argument is not None and name.argument.isdecimal():
+            target = supplies.require_target(name)
+            num_layers, finish, shown = int(name.argument), target.ends().normalise, name.argument
+        else:
+            folder = supplies.find_head(name)
+            target = supplies.require_target(name)
+            head = _load_head(folder, target)
+            num_layers, finish, shown = head.exit_layer, head, name.argument or ""
+        text = f"{name.kind}:{shown}{options}" if shown else f"{name.kind}{options}"
+        return cls(target, num_layers, finish, text, options.shape)
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        self._chains = [[] for _ in rows]
+        return super().propose(rows, budgets, noise)
+
+    def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
+        states = self._read(rows, Draft.chains(self._chains, device=self.device))
+        return self._unembed(self._finish(states[:, -1]))
+
+    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
+        for index in active:
+            self._chains[index].append(tokens[index])
+
+    def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
+        return self._unembed(self._finish(self._read(rows, tree)))
+
+    def _read(self, rows: Sequence[Row], draft: Draft) -> Tensor:
+        # All rows, also those that are not drafted for: the target needs these layers of their pending tokens too.
+        return self._target.read_ahead(rows, draft, self._num_layers)
+
+
+def _load_head(folder: Path, target: Runtime) -> ExitHead:
+    head, ends = ExitHead.load(folder), target.ends()
+    width = head.norm.weight.shape[0]
+    if width != ends.width:
+        raise BadInputError(
+            f"expected an adapter for states of width {ends.width}, got one for {width} in {folder}; "
+            "it was trained for another target"
+        )
+    return head.to(device=target.device, dtype=ends.dtype).eval().requires_grad_(False)

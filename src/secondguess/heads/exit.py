@@ -1,0 +1,114 @@
+"""Leaving a target early: an adapter that makes of a shallow layer's states what the last norm and the head can read.
+
+The target stays as it is (Kangaroo, arXiv 2404.18911, trains an adapter; LayerSkip, 2404.16710, the model itself). Without an
+adapter the state is normalised and read as it stands, which suits models that were trained to be left early.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.heads.files import load_into, read_config, read_tensors
+from secondguess.heads.layer import Norm
+from secondguess.heads.learning import Learner, Lesson, Marks, mean_where, overlap
+from secondguess.runtime.base import Ends
+
+KIND = "secondguess-early-exit"
+
+
+class ExitHead(Learner):
+    """A gated feed-forward beside the state, and a norm of its own before the target's head.
+
+    Args:
+        exit_layer: how many of the target's layers run.
+        width: of the target's states.
+        mlp_size: between the two products.
+        norm_eps: of its norms.
+    """
+
+    def __init__(self, exit_layer: int, width: int, mlp_size: int, norm_eps: float = 1e-6) -> None:
+        super().__init__()
+        if min(exit_layer, width, mlp_size) < 1:
+            raise BadInputError(
+                f"expected an exit behind layer 1 or later and sizes of at least 1, got layer {exit_layer}, width {width}, "
+                f"feed-forward {mlp_size}"
+            )
+        self.exit_layer = exit_layer
+        self.hidden_layers = (exit_layer,)
+        self.input_norm = Norm(width, norm_eps)
+        self.gate_proj = nn.Linear(width, mlp_size, bias=False)
+        self.up_proj = nn.Linear(width, mlp_size, bias=False)
+        self.down_proj = nn.Linear(mlp_size, width, bias=False)
+        self.norm = Norm(width, norm_eps)
+
+    @classmethod
+    def fresh(cls, ends: Ends, exit_layer: int, mlp_size: int, seed: int) -> ExitHead:
+        """One that reads the state as it stands until it has learnt better."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            head = cls(exit_layer, ends.width, mlp_size)
+        nn.init.zeros_(head.down_proj.weight)
+        return head
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Normalised states `[..., width]` for the target's head, from those behind the exit layer."""
+        normed = self.input_norm(states)
+        states = states + self.down_proj(functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        adapted: Tensor = self.norm(states)
+        return adapted
+
+    def learn(self, lesson: Lesson, ends: Ends, objective: Any) -> Marks:
+        """A guess is of the next token, whatever its depth in a draft: all depths are one."""
+        guessed = ends.unembed(self(lesson.hidden[self.exit_layer][:, :-1]))
+        with torch.no_grad():
+            wanted = ends.unembed(lesson.hidden[-1][:, :-1])
+        counts = lesson.counts[:, 1:]
+        return Marks(
+            [mean_where(objective(wanted, guessed), counts)], [mean_where(overlap(wanted, guessed), counts)]
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write `config.json` and `model.safetensors`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "model_type": KIND,
+            "exit_layer": self.exit_layer,
+            "hidden_size": self.norm.weight.shape[0],
+            "intermediate_size": self.up_proj.weight.shape[0],
+            "rms_norm_eps": self.norm.eps,
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        weights = {name: weight.detach().contiguous() for name, weight in self.state_dict().items()}
+        save_file(weights, folder / "model.safetensors")
+
+    @classmethod
+    def load(cls, folder: Path) -> ExitHead:
+        """Read what `save` wrote.
+
+        Raises:
+            CheckpointError: missing, broken or of another kind.
+        """
+        config = read_config(folder)
+        if config.get("model_type") != KIND:
+            raise CheckpointError(
+                f"expected an early-exit adapter ({KIND}) in {folder}, got {config.get('model_type')}"
+            )
+        try:
+            head = cls(
+                config["exit_layer"],
+                config["hidden_size"],
+                config["intermediate_size"],
+                config["rms_norm_eps"],
+            )
+        except KeyError as error:
+            raise CheckpointError(f"expected {error} in {folder / 'config.json'}, got none") from error
+        load_into(head, read_tensors(folder), folder)
+        return head
