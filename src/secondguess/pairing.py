@@ -21,6 +21,7 @@ class NamedDrafter:
         name: as the user wrote it.
         kind: `none`, `model`, `ngram`, ...
         draft_model: the model that it would load, if any.
+        needs_target: whether it borrows from the target: only when that is loaded can the rest be checked.
         options: values of all its options.
         given: those that the name gives, as they were written.
         parts: what takes turns where the name joins several drafters, each understood on its own; else nothing.
@@ -29,6 +30,7 @@ class NamedDrafter:
     name: str
     kind: str
     draft_model: str | None = None
+    needs_target: bool = False
     options: Mapping[str, float] = field(default_factory=dict)
     given: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[NamedDrafter, ...] = ()
@@ -36,6 +38,10 @@ class NamedDrafter:
 
 class _Asked(Exception):
     """A drafter asked for a draft model; stops its making before anything is loaded."""
+
+
+class _Borrows(Exception):
+    """A drafter asked for its target, or for what was trained for it; stops its making likewise."""
 
 
 def understand_drafter(name: str) -> NamedDrafter:
@@ -49,15 +55,23 @@ def understand_drafter(name: str) -> NamedDrafter:
         return replace(parts[0], name=name)
     check_parts([part.kind for part in parts])
     draft_model = next((part.draft_model for part in parts if part.draft_model), None)
-    return NamedDrafter(name, "+".join(part.kind for part in parts), draft_model, parts=parts)
+    needs_target = any(part.needs_target for part in parts)
+    kinds = "+".join(part.kind for part in parts)
+    return NamedDrafter(name, kinds, draft_model, needs_target, parts=parts)
 
 
 def _understand(name: Name) -> NamedDrafter:
     def tell(path: str) -> NoReturn:
         raise _Asked(path)
 
+    def tell_of_target(name: Name) -> NoReturn:
+        raise _Borrows
+
+    supplies = Supplies(target_vocab_size=1, load_draft_model=tell, find_head=tell_of_target)
     try:
-        drafter = build_drafter(name, Supplies(target_vocab_size=1, load_draft_model=tell))
+        drafter = build_drafter(name, supplies)
+    except _Borrows:
+        return NamedDrafter(str(name), name.kind, needs_target=True, given=name.options)
     except _Asked as asked:
         return NamedDrafter(str(name), name.kind, draft_model=str(asked), given=name.options)
     options = getattr(drafter, "options", None)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.feature import FeatureDrafter
+from secondguess.drafters.layer_skip import LayerSkipDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.exit import ExitHead
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
@@ -81,11 +82,16 @@ def early_exit_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return EarlyExitDrafter(target, 1, head, "early-exit", shape)
 
 
+def layer_skip_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    return LayerSkipDrafter(target.without_layers([1]), "layer-skip:1", target.vocab_size, shape)
+
+
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "feature": plain_feature_drafter,
     "early-exit": early_exit_drafter,
+    "layer-skip": layer_skip_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
 
-NEEDS_FUSED = ("early-exit",)
+NEEDS_FUSED = ("early-exit", "layer-skip")
 """Kinds that run the target's layers one by one."""

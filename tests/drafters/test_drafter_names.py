@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from secondguess.controllers import make_controller
-from secondguess.drafters import DRAFTERS, draft_model_paths, make_drafter, parse_drafter_name
+from secondguess.drafters import (
+    DRAFTERS,
+    draft_model_paths,
+    drafter_class,
+    make_drafter,
+    parse_drafter_name,
+)
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.names import Name
@@ -41,8 +47,7 @@ def test_a_drafter_tells_the_options_it_uses(text: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_every_drafter_names_a_controller_that_exists(kind: str) -> None:
-    made = make("model:some/dir" if kind == "model" else kind)
-    assert make_controller(made.default_controller).name
+    assert make_controller(drafter_class(kind).default_controller).name
 
 
 def test_the_drafter_none_gets_no_budget() -> None:
@@ -52,8 +57,8 @@ def test_the_drafter_none_gets_no_budget() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("magic", "none, model, ngram, suffix, got 'magic'"),
-        ("", "none, model, ngram, suffix"),
+        ("magic", "none, model, .*suffix, got 'magic'"),
+        ("", "none, model, .*suffix"),
         ("ngram,speed=3", "one of the options max, min .* got the option 'speed'"),
         ("suffix,minimum=3", "min, factor, offset, threshold"),
         ("none,max=3", "no options"),

@@ -164,6 +164,10 @@ def _pair_lines(
     named: NamedDrafter, target: ModelDescription, drafter: ModelDescription | None, remarks: list[str]
 ) -> list[tuple[str, str]]:
     if drafter is None:
+        if named.needs_target:
+            return [
+                ("drafter", f"{named.name}, which borrows from the target and is checked when that is loaded")
+            ]
         return [("drafter", f"{named.name}, which needs no model and fits any target")]
     share = drafter.num_parameters / target.num_parameters
     context = f"{drafter.context_length:,} tokens" if drafter.context_length else "no limit named"

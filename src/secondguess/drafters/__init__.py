@@ -19,6 +19,7 @@ DRAFTERS = {
     "none": "secondguess.drafters.none:NoDrafter",
     "model": "secondguess.drafters.model:ModelDrafter",
     "early-exit": "secondguess.drafters.early_exit:EarlyExitDrafter",
+    "layer-skip": "secondguess.drafters.layer_skip:LayerSkipDrafter",
     "ngram": "secondguess.drafters.ngram:NgramDrafter",
     "suffix": "secondguess.drafters.suffix:SuffixDrafter",
 }

@@ -48,6 +48,7 @@ class Supplies:
             BadInputError: there is none.
         """
         if self.target is None:
+            self.find_head(name)
             _no_head(name)
         assert self.target is not None
         return self.target

@@ -108,6 +108,17 @@ class Runtime(ABC):
             f"expected a target whose layers run one by one, got a {type(self).__name__}; load it with runtime fused"
         )
 
+    def without_layers(self, skipped: Sequence[int]) -> Runtime:
+        """The same weights as a model that leaves out these layers, counted from 0; it has a cache of its own.
+
+        Raises:
+            BadInputError: no such layer, or none left.
+            UnsupportedModelError: a runtime whose layers cannot be run apart.
+        """
+        raise UnsupportedModelError(
+            f"expected a target whose layers run one by one, got a {type(self).__name__}; load it with runtime fused"
+        )
+
     @abstractmethod
     def begin(self, rows: Sequence[Row]) -> Sequence[Hidden]:
         """Admit rows and cache all of their tokens but the last (in chunks).

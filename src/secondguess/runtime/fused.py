@@ -9,6 +9,7 @@ A family is covered when `FAMILIES` names it and `reproduces` finds that the fus
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -291,6 +292,21 @@ class FusedDecoder:
         self.head = Product.joined([model.get_output_embeddings()], packed)
         self.windows = set(windows)
 
+    def without(self, skipped: Sequence[int]) -> FusedDecoder:
+        """The same weights but for some layers, counted from 0.
+
+        Raises:
+            BadInputError: no such layer, or none left.
+        """
+        kept = [layer for index, layer in enumerate(self.layers) if index not in set(skipped)]
+        if not kept or not all(0 <= index < len(self.layers) for index in skipped):
+            raise BadInputError(
+                f"expected some of the layers 0 to {len(self.layers) - 1} to be left out, got {list(skipped)}"
+            )
+        fewer = copy.copy(self)
+        fewer.layers = kept
+        return fewer
+
     def embed(self, tokens: Tensor) -> Tensor:
         """States `[..., width]` as they enter the first layer."""
         states = functional.embedding(tokens, self.embedding)
@@ -388,6 +404,9 @@ class FusedRuntime(CachedRuntime):
             states = layer.forward(states, index, turns[layer.turned_like], views[layer.window], self.cache)
             levels.append(states)
         return levels
+
+    def without_layers(self, skipped: Sequence[int]) -> FusedRuntime:
+        return FusedRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
     def read_ahead(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
         slots = torch.tensor([self._states[row].slot for row in rows])

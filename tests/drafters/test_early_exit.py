@@ -1,0 +1,155 @@
+"""What early exit promises beyond what every head does: nothing of the shared layers is computed or stored twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from head_cases import tiny_target
+from torch import Tensor
+
+from secondguess.controllers import make_controller
+from secondguess.core import Draft, Row
+from secondguess.decode import Team, decode
+from secondguess.drafters import make_drafter, target_runtime_for
+from secondguess.drafters.early_exit import EarlyExitDrafter
+from secondguess.drafters.trees import StaticTree, TreeShape
+from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
+from secondguess.heads.exit import ExitHead
+from secondguess.heads.learning import Lesson
+from secondguess.names import parse_name
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.fused import FusedRuntime, Layer, fuse
+from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.sampling import SamplingParams
+from secondguess.train.losses import forward_divergence
+from secondguess.verifiers import make_verifier
+
+PROMPTS = [[3, 5, 7, 5, 7], [9, 9, 2, 9]]
+
+
+def fused_target(num_layers: int = 4) -> FusedRuntime:
+    decoder = fuse(tiny_target(num_layers=num_layers), packed=False)
+    assert decoder is not None
+    return FusedRuntime(decoder)
+
+
+def play(target: Runtime, shape: TreeShape | None = None, temperature: float = 0.0) -> int:
+    """Decode, and say how many nodes were drafted."""
+    drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2", shape)
+    team = Team(target, drafter, make_verifier("auto"), make_controller("fixed:3"))
+    params = SamplingParams(max_tokens=12, temperature=temperature)
+    rows = [Row(list(prompt), params, seed=3) for prompt in PROMPTS]
+    for _ in decode(team, rows):
+        pass
+    return sum(team.ledger.of(row).num_drafted for row in rows)
+
+
+@pytest.mark.parametrize("shape", [None, StaticTree.of_widths([2, 1])], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_shared_layers_run_once_per_token(
+    shape: TreeShape | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many queries pass the first layer as the last: those that the target judges."""
+    counts: dict[int, int] = {}
+    forward = Layer.forward
+
+    def counted(self: Layer, states: Tensor, index: int, *others: object) -> Tensor:
+        counts[index] = counts.get(index, 0) + states.shape[0] * states.shape[1]
+        return forward(self, states, index, *others)  # type: ignore[arg-type]
+
+    target = fused_target()
+    monkeypatch.setattr(Layer, "forward", counted)
+    assert play(target, shape, temperature) > 10
+    assert len(set(counts.values())) == 1
+
+
+def test_there_is_no_second_cache() -> None:
+    target = fused_target()
+    drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2")
+    assert [value for value in vars(drafter).values() if isinstance(value, Runtime)] == [target]
+
+
+def test_a_draft_that_changed_is_read_anew() -> None:
+    """Another token where one was read ahead: what was read says nothing of it."""
+    expected, found = fused_target(), fused_target()
+    params = SamplingParams()
+    draft, other = Draft.chains([[4, 5, 6]]), Draft.chains([[4, 8, 6]])
+    logits = []
+    for target in (expected, found):
+        row = Row([1, 2, 3], params)
+        target.begin([row])
+        if target is found:
+            target.read_ahead([row], draft, 2)
+        logits.append(target.score([row], other).logits)
+    torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_only_some_of_the_layers_can_be_run_ahead() -> None:
+    target = fused_target()
+    for num_layers in (0, 4):
+        with pytest.raises(BadInputError, match="behind layer 1 to 3"):
+            EarlyExitDrafter(target, num_layers, target.ends().normalise, "early-exit")
+
+
+def test_modules_are_refused_by_name() -> None:
+    target = TransformersRuntime(tiny_target(num_layers=4))
+    with pytest.raises(UnsupportedModelError, match="runtime fused"):
+        play(target)
+
+
+def test_the_target_is_loaded_for_it() -> None:
+    assert target_runtime_for("suffix+early-exit:3") == "fused"
+    assert target_runtime_for("suffix+model:some/dir") == "auto"
+
+
+def test_an_adapter_comes_back_from_disk(tmp_path: Path) -> None:
+    head = ExitHead.fresh(fused_target().ends(), exit_layer=2, mlp_size=16, seed=5).double()
+    torch.nn.init.normal_(head.down_proj.weight)
+    head.save(tmp_path)
+    loaded = ExitHead.load(tmp_path).double()
+    states = torch.randn(2, 3, 64, dtype=torch.float64)
+    torch.testing.assert_close(loaded(states), head(states))
+
+
+def test_broken_adapters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ExitHead.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="got llama"):
+        ExitHead.load(tmp_path)
+    ExitHead(1, 8, 4).save(tmp_path)
+    target = fused_target()
+    name = parse_name(f"early-exit:{tmp_path}", "drafter", ["early-exit"])
+    with pytest.raises(BadInputError, match="width 64, got one for 8"):
+        make_drafter(
+            str(name), target_vocab_size=31, load_draft_model=lambda _: target, target=_Loaded(target)
+        )
+
+
+class _Loaded:
+    name = "tiny"
+    path = "."
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+
+def test_an_adapter_learns() -> None:
+    target = fused_target()
+    ends = target.ends()
+    tokens = torch.randint(0, 31, (4, 24), generator=torch.Generator().manual_seed(0))
+    target.request_hidden([2, -1])
+    lesson = Lesson(tokens, torch.ones_like(tokens, dtype=torch.bool), target.read(tokens).hidden)
+    head = ExitHead.fresh(ends, exit_layer=2, mlp_size=64, seed=0).double()
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
+    marks = []
+    for _ in range(40):
+        mark = head.learn(lesson, ends, forward_divergence)
+        optimizer.zero_grad()
+        mark.losses[0].backward()
+        optimizer.step()
+        marks.append(mark)
+    assert marks[-1].losses[0] < 0.7 * marks[0].losses[0]
+    assert marks[-1].accepted[0] > marks[0].accepted[0]
