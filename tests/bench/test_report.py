@@ -247,8 +247,10 @@ def test_json_holds_everything_under_stable_names(tmp_path):
     data, page, *_ = report().save(tmp_path / "results")
     assert (data.name, page.name) == ("2026-01-02-tiny.json", "2026-01-02-tiny.md")
     told = json.loads(data.read_text())
-    assert told["schema"] == 2
-    assert set(told) == {"schema", "name", "complete", "workbench", "costs", "results", "provenance"}
+    assert told["schema"] == 3
+    assert set(told) == {
+        "schema", "name", "complete", "workbench", "costs", "results", "provenance", "possessions",
+    }  # fmt: skip
     assert set(told["results"][1]) == {
         "system", "family", "speculates", "temperature", "batch_size", "tokens_per_second", "interval", "per_batch",
         "against", "by_task", "rounds", "equality",

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from secondguess.api import default_drafter
+from secondguess.bench.inventory import all_drafters
 from secondguess.bench.server import ServerAddress, is_address
 from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError
 
 PEERS = ("transformers",)
+ALL = "all"
+"""Instead of names: every drafter that there is for the target."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class BenchConfig:
 
     Args:
         model: the target.
-        drafters: names of the drafters to compare; None takes the target's default one, `ngram` and `suffix`.
+        drafters: names of the drafters to compare; None takes the target's default one, `ngram` and `suffix`; `all`
+            alone every one that there is for the target, as chain and as tree.
         against: who runs beside ours: other libraries, of `PEERS`, and servers (`http://HOST:PORT,model=NAME`).
         prompts: one or several sources of prompts (`workloads.load_workload`); None takes HumanEval where it lies
             beside the checkout, else `builtin`.
@@ -101,6 +105,8 @@ class BenchConfig:
 
     @property
     def drafters_to_run(self) -> tuple[str, ...]:
+        if self.drafters == (ALL,):
+            return all_drafters(self.model)
         if self.drafters is not None:
             return self.drafters
         default = default_drafter(self.model)

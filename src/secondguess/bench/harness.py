@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -12,11 +13,14 @@ import torch
 from secondguess.bench.config import BenchConfig
 from secondguess.bench.costs import CostProbe
 from secondguess.bench.encoding import EncodedWorkload, encode_workload, typical_context
+from secondguess.bench.inventory import possession
 from secondguess.bench.measurement import Measurement, Progress
+from secondguess.bench.predict import Costs
 from secondguess.bench.provenance import gather
 from secondguess.bench.report import Report, Workbench, make_cost_table
 from secondguess.bench.results import make_results
 from secondguess.bench.roster import make_systems, notes_on
+from secondguess.bench.summary import add_up
 from secondguess.bench.systems import Models, Speculator, draft_models, public_name
 from secondguess.bench.workloads import Workload, load_workload
 
@@ -66,7 +70,9 @@ def make_report(
     """Everything that can be said about the prompts that were finished."""
     systems, probe = measured.systems, measured.probe
     ours = {
-        system.name: probe.costs(system.draft_model) for system in systems if isinstance(system, Speculator)
+        system.name: _costs_of(system, probe, measured)
+        for system in systems
+        if isinstance(system, Speculator)
     }
     loaded = {config.model: models.target, **models.draft_models}
     tasks = measured.finished_tasks()
@@ -93,6 +99,11 @@ def make_report(
             },
         ),
         results=make_results(systems, measured.finished_runs(), ours, tasks, config.seed),
+        possessions={
+            system.name: possession(system.drafter)
+            for system in systems
+            if isinstance(system, Speculator) and system.speculates
+        },
         provenance=gather(
             num_threads=config.num_threads,
             device=models.target.device,
@@ -102,6 +113,17 @@ def make_report(
             runtimes={public_name(name): each.runtime_in_words for name, each in loaded.items()},
         ),
     )
+
+
+def _costs_of(system: Speculator, probe: CostProbe, measured: Measurement) -> Costs:
+    """A draft model's step was timed alone; a head's is what drafting took per level, its reading of the text included."""
+    costs = probe.costs(system.draft_model)
+    if system.draft_model is not None or not system.drafts_with_laws:
+        return costs
+    told = [run.stats for runs in measured.finished_runs()[system.name].values() for run in runs]
+    total = add_up(stats for stats in told if stats is not None)
+    num_levels = sum(total.drafted_per_position)
+    return replace(costs, draft_step=total.seconds["draft"] / num_levels) if num_levels else costs
 
 
 @contextmanager

@@ -30,6 +30,7 @@ def as_markdown(report: Report) -> str:
         *([_notes(report.workbench)] if report.workbench.notes else []),
         NOTES,
         *(_at_setting(report, temperature, batch_size) for temperature, batch_size in settings),
+        *([_possessions(report)] if report.possessions else []),
         _costs(report.costs),
         _provenance(report),
     ]
@@ -155,6 +156,21 @@ def _equality_table(results: Sequence[Result]) -> str:
     ]
     header = ["system", "compared with", "texts that part (flips)"]
     return table([*header, "tokens that differ, all after a flip included"], rows)
+
+
+def _possessions(report: Report) -> str:
+    """What having each drafter takes, whatever it is asked to do."""
+    rows = [
+        [
+            system,
+            f"{each.num_bytes / 1e6:.1f} MB",
+            "" if each.training_minutes is None else f"{each.training_minutes:.0f} min",
+        ]
+        for system, each in report.possessions.items()
+    ]
+    return "## What having them takes\n\n" + table(
+        ["system", "weights beside the target's", "training"], rows
+    )
 
 
 def _costs(costs: CostTable) -> str:

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from secondguess.bench.charts import can_draw, draw_charts
+from secondguess.bench.inventory import Possession
 from secondguess.bench.markdown import as_markdown
 from secondguess.bench.predict import Costs
 from secondguess.bench.provenance import Provenance
 from secondguess.bench.results import Result
 
-SCHEMA = 2
-"""Of the JSON. 2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`."""
+SCHEMA = 3
+"""Of the JSON. 2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`. 3: possessions."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,11 @@ class CostTable:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it; `complete` is False when the run was interrupted and covers the finished prompts only."""
+    """All of it; `complete` is False when the run was interrupted and covers the finished prompts only.
+
+    Args:
+        possessions: by our speculating systems, what having their drafter takes.
+    """
 
     name: str
     complete: bool
@@ -69,6 +74,7 @@ class Report:
     costs: CostTable
     results: list[Result]
     provenance: Provenance
+    possessions: dict[str, Possession] = field(default_factory=dict)
     schema: int = field(default=SCHEMA)
 
     def as_dict(self) -> dict[str, object]:

@@ -29,11 +29,12 @@ class Rounds:
         acceptance_by_position: accepted over drafted nodes at each depth.
         drafted_by_position: how many nodes were drafted at each depth.
         draft_length: mean number of nodes per round.
-        cost_ratio: one draft step over one target pass (c); 0 for look-ups, which run no model.
+        cost_ratio: one draft step over one target pass (c): of a draft model as timed alone, of heads what drafting took
+            per level; 0 for look-ups, which run no model.
         predicted_tokens_per_second: decoding speed that tau, c and v(m) allow (median over prompts, prefill
-            excluded); None for batches, whose passes have other costs than those that were timed.
+            excluded); None for batches and trees, whose passes have other costs than those that were timed.
         measured_over_predicted: measured decoding speed over that (median over prompts); 1 minus it is
-            overhead. None for batches.
+            overhead. None for batches and trees.
         share_of_seconds: where the time went, by phase.
     """
 
@@ -239,7 +240,7 @@ def summarise_rounds(runs: Sequence[Run], costs: Costs, batch_size: int = 1) -> 
     total = add_up(stats for _, stats in told)
     predicted = [predicted_seconds(stats, costs) for _, stats in told]
     seconds = sum(total.seconds.values())
-    single = batch_size == 1
+    single = batch_size == 1 and total.num_drafted == sum(total.drafted_per_position)
     return Rounds(
         acceptance_length=total.acceptance_length,
         acceptance_rate=total.acceptance_rate,

@@ -178,12 +178,14 @@ class Speculator(System):
             load_draft_model=load_draft_model,
             target=self._target,
         )
+        self.drafter = drafter
         self._controller = controller
         # Made once already here: an unknown name, or one that this drafter would leave unheard, is refused at once.
         self._make_controller()
         self._controllers: dict[tuple[float, int], Controller] = {}
         self._verifier = make_verifier("auto")
         self.speculates = drafter != "none"
+        self.drafts_with_laws = self.speculates and not self._drafter.certain
         self.name = speculator_name(drafter, controller)
 
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:

@@ -83,7 +83,9 @@ def bench(
     drafter: Annotated[
         list[str] | None,
         Option(
-            help="A drafter to compare; repeatable.",
+            "--drafter",
+            "--drafters",
+            help="A drafter to compare, or all for every one that there is for the target; repeatable.",
             show_default="the target's own, ngram and suffix",
             rich_help_panel=options.TEAM,
         ),

@@ -1,0 +1,44 @@
+"""What drafters take, and which ones there are."""
+
+import json
+
+import pytest
+
+from secondguess.bench import BenchConfig
+from secondguess.bench.inventory import all_drafters, possession
+from secondguess.builtin import builtin_paths
+from secondguess.drafters import parse_drafter_name
+from secondguess.heads.exit import ExitHead
+from secondguess.heads.files import Provenance
+
+
+def test_look_ups_take_nothing():
+    assert possession("suffix").num_bytes == 0
+    assert possession("suffix").training_minutes is None
+
+
+def test_a_draft_model_takes_its_weights():
+    weights = builtin_paths().drafter / "model.safetensors"
+    assert possession("suffix+model:builtin-draft").num_bytes == weights.stat().st_size
+
+
+def test_a_head_tells_how_long_it_was_trained(tmp_path):
+    ExitHead(1, 8, 4).save(tmp_path)
+    Provenance("early-exit", "tiny", "0", training={"minutes": 2.5}).write(tmp_path)
+    found = possession(f"early-exit:{tmp_path},tree=2x1")
+    assert found.num_bytes == (tmp_path / "model.safetensors").stat().st_size
+    assert found.training_minutes == 2.5
+
+
+def test_all_means_every_drafter_in_chains_and_in_trees():
+    names = all_drafters("builtin")
+    assert {"suffix", "ngram", "model:builtin-draft"} < set(names)
+    assert any(name.startswith("model:builtin-draft,tree=") for name in names)
+    assert all(parse_drafter_name(name) for name in names)
+    assert BenchConfig(drafters=("all",)).drafters_to_run == names
+
+
+@pytest.mark.parametrize(("config", "expected"), [({}, False), ({"num_nextn_predict_layers": 1}, True)])
+def test_modules_in_a_targets_own_checkpoint_are_found(config, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ("mtp" in all_drafters(str(tmp_path))) == expected
