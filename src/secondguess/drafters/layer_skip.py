@@ -10,11 +10,9 @@ from __future__ import annotations
 from secondguess.drafters.base import Supplies
 from secondguess.drafters.shadow import ShadowDrafter
 from secondguess.drafters.trees import TreeOptions
-from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.files import read_config
+from secondguess.errors import BadInputError
+from secondguess.heads.skip import read_skipped
 from secondguess.names import Name, read_options
-
-KIND = "secondguess-layer-skip"
 
 
 class LayerSkipDrafter(ShadowDrafter):
@@ -27,14 +25,7 @@ class LayerSkipDrafter(ShadowDrafter):
         options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
         skipped = _parse(name.argument)
         if skipped is None:
-            folder = supplies.find_head(name)
-            config = read_config(folder)
-            if config.get("model_type") != KIND or not isinstance(config.get("skipped"), list):
-                raise CheckpointError(
-                    f"expected layers found by `secondguess train layer-skip` in {folder}, got "
-                    f"{config.get('model_type')}"
-                )
-            skipped = [int(layer) for layer in config["skipped"]]
+            skipped = read_skipped(supplies.find_head(name))
         target = supplies.require_target(name)
         runtime = target.without_layers(skipped)
         shown = f"{name.kind}{f':{name.argument}' if name.argument else ''}{options}"

@@ -1,0 +1,35 @@
+"""Layers that a target can spare while it drafts, on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from secondguess.errors import CheckpointError
+from secondguess.heads.files import read_config
+
+KIND = "secondguess-layer-skip"
+
+
+def read_skipped(folder: Path) -> list[int]:
+    """The layers, counted from 0.
+
+    Raises:
+        CheckpointError: a folder that says none.
+    """
+    config = read_config(folder)
+    skipped = config.get("skipped")
+    if config.get("model_type") != KIND or not isinstance(skipped, list):
+        raise CheckpointError(
+            f"expected layers found by `secondguess train layer-skip` in {folder}, got {config.get('model_type')}"
+        )
+    return [int(layer) for layer in skipped]
+
+
+def write_skipped(folder: Path, skipped: Sequence[int], facts: Mapping[str, Any]) -> None:
+    """Write what `read_skipped` reads, with what is known about it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": KIND, **facts, "skipped": list(skipped)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,100 @@
+"""The search for layers that can be spared."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from secondguess.drafters import make_drafter
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.train.skip_search import Candidate, SkipSearch, best_draft_length, one_length, save_layers
+
+
+def target(idle: tuple[int, ...] = (), num_layers: int = 5) -> FusedRuntime:
+    """A random target; layers that are idle add nothing to the states."""
+    config = LlamaConfig(
+        vocab_size=31,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+        for index in idle:
+            model.model.layers[index].self_attn.o_proj.weight.zero_()
+            model.model.layers[index].mlp.down_proj.weight.zero_()
+    decoder = fuse(model, packed=False)
+    assert decoder is not None
+    return FusedRuntime(decoder)
+
+
+TEXTS = torch.randint(0, 31, (3, 20), generator=torch.Generator().manual_seed(1))
+
+
+def test_layers_that_do_nothing_are_found() -> None:
+    search = SkipSearch(target(idle=(1, 3)), TEXTS)
+    best = search.run(lambda line: None)
+    assert {1, 3} <= set(best.skipped)
+    alone = search.candidate([1, 3])
+    assert alone.acceptance == pytest.approx(1.0, abs=1e-5)
+
+
+def test_nothing_is_better_than_what_the_search_finds() -> None:
+    """Of all subsets of four layers."""
+    search = SkipSearch(target(num_layers=4), TEXTS)
+    found = search.run(lambda line: None)
+    subsets = [each for size in range(1, 4) for each in itertools.combinations(range(4), size)]
+    assert found.speedup == max(search.candidate(subset).speedup for subset in subsets)
+
+
+def test_the_best_draft_length_is_that_of_the_formula() -> None:
+    length, speed = best_draft_length(0.6, 0.1)
+    assert length == 3
+    assert speed == pytest.approx((1 - 0.6**4) / (0.4 * 1.3))
+    assert best_draft_length(0.1, 0.5) == (0, 1.0)
+
+
+def test_what_is_saved_drafts(tmp_path: Path) -> None:
+    save_layers(Candidate((1, 3), 0.9, 0.6, 4, 1.5), tmp_path)
+    runtime = target()
+
+    class Loaded:
+        name, path = "tiny", str(tmp_path)
+
+    Loaded.runtime = runtime  # type: ignore[attr-defined]
+    made = make_drafter(
+        f"layer-skip:{tmp_path}",
+        target_vocab_size=31,
+        load_draft_model=lambda _: runtime,
+        target=Loaded(),  # type: ignore[arg-type]
+    )
+    assert made.runtime.num_layers == 3  # type: ignore[attr-defined]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="found by"):
+        make_drafter(
+            f"layer-skip:{tmp_path}",
+            target_vocab_size=31,
+            load_draft_model=lambda _: runtime,
+            target=Loaded(),  # type: ignore[arg-type]
+        )
+
+
+def test_layers_that_do_not_exist_are_refused() -> None:
+    for skipped in ([5], [0, 1, 2, 3, 4]):
+        with pytest.raises(BadInputError, match="layers 0 to 4"):
+            target().without_layers(skipped)
+
+
+def test_short_texts_are_refused() -> None:
+    assert one_length([[1, 2, 3], [1]], 2).tolist() == [[1, 2]]
+    with pytest.raises(BadInputError, match="at least 5 tokens"):
+        one_length([[1, 2, 3]], 5)
