@@ -45,7 +45,7 @@ SIDEWAYS = {
     "sampling": {"runtime"},
     "runtime": {"builtin"},
     "controllers": {"builtin"},
-    "train": {"builtin", "runtime", "controllers", "heads"},
+    "train": {"builtin", "runtime", "controllers", "heads", "sampling"},
 }
 FOLDERS_OF_VARIANTS = {
     "drafters": "DRAFTERS",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 from secondguess.errors import BadInputError
 
@@ -38,9 +39,12 @@ class Prompt:
     task: str
 
 
+PromptT = TypeVar("PromptT", bound=Prompt)
+
+
 def read_any(path: Path) -> list[Prompt]:
     """The prompts of a JSONL or a plain text file, whichever it is."""
-    return read_records(path, any_record) if _holds_records(path) else read_paragraphs(path)
+    return read_records(path, any_record) if holds_records(path) else read_paragraphs(path)
 
 
 def read_paragraphs(path: Path) -> list[Prompt]:
@@ -52,7 +56,7 @@ def read_paragraphs(path: Path) -> list[Prompt]:
     return _at_least_one([Prompt(paragraph, path.stem) for paragraph in paragraphs], path)
 
 
-def read_records(path: Path, convert: Callable[[Record, Path], Prompt]) -> list[Prompt]:
+def read_records(path: Path, convert: Callable[[Record, Path], PromptT]) -> list[PromptT]:
     """JSON lines: one prompt per object; blank lines are skipped.
 
     Raises:
@@ -132,7 +136,8 @@ def record_with(key: str, task: str) -> Callable[[Record, Path], Prompt]:
     return convert
 
 
-def _holds_records(path: Path) -> bool:
+def holds_records(path: Path) -> bool:
+    """Whether a file is JSON lines and not plain text."""
     if path.suffix.lower() in JSON_SUFFIXES:
         return True
     first = next((line for line in read_text(path).split("\n") if line.strip()), "")
@@ -142,7 +147,7 @@ def _holds_records(path: Path) -> bool:
         return False
 
 
-def _convert(line: str, number: int, path: Path, convert: Callable[[Record, Path], Prompt]) -> Prompt:
+def _convert(line: str, number: int, path: Path, convert: Callable[[Record, Path], PromptT]) -> PromptT:
     place = f"{path.name}, line {number}"
     try:
         record = json.loads(line)
@@ -207,7 +212,7 @@ def _task_of(record: Record) -> str | None:
     return None
 
 
-def _at_least_one(prompts: list[Prompt], path: Path) -> list[Prompt]:
+def _at_least_one(prompts: list[PromptT], path: Path) -> list[PromptT]:
     if not prompts:
         raise BadInputError(f"expected at least one prompt in {path.name}, got an empty file")
     return prompts

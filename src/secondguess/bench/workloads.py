@@ -168,7 +168,7 @@ def mix(groups: Sequence[Sequence[Item]]) -> list[Item]:
     return [item for *_, item in sorted(placed, key=lambda each: each[:3])]
 
 
-def spread(prompts: tuple[str, ...], num_prompts: int) -> tuple[str, ...]:
+def spread(prompts: tuple[Item, ...], num_prompts: int) -> tuple[Item, ...]:
     """Every so-many-th prompt, so that a small sample covers the whole source.
 
     >>> spread(("a", "b", "c", "d", "e"), 2)

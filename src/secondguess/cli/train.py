@@ -1,4 +1,5 @@
-"""`secondguess train`: a target and a drafter from Python source, and a predictor of what the one accepts from the other."""
+"""`secondguess train`: a target and a drafter from Python source, a predictor of what the one accepts from the other, and
+drafters of all kinds for any target (`train_heads.py`)."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import Annotated
 
 from typer import Option, Typer
 
-from secondguess.cli import options
+from secondguess.cli import options, train_heads
 from secondguess.errors import BadInputError
 
 app = Typer(help="Train models.")
+train_heads.add_commands(app)
 MOST_MINUTES = 60 * 24 * 365
 
 

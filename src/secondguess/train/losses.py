@@ -8,6 +8,8 @@ meet, the hybrid form starts as a divergence and becomes an overlap as the overl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,10 +43,50 @@ def log_overlap_loss(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     return -overlap(target_logits, draft_logits).log().mean()
 
 
-def hybrid_overlap_loss(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
-    """``lam KL(p || q) + (1 - lam) (1 - alpha)`` with ``lam = exp(-sharpness alpha)`` held constant, averaged over
-    positions (arXiv 2602.23881): each position moves from divergence to overlap at its own pace."""
+def hybrid_divergence(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
+    """``lam KL(p || q) + (1 - lam) (1 - alpha)`` with ``lam = exp(-sharpness alpha)`` held constant, per position
+    (arXiv 2602.23881): each position moves from divergence to overlap at its own pace."""
     alpha = overlap(target_logits, draft_logits)
     weight = torch.exp(-sharpness * alpha.detach())
     divergence = forward_divergence(target_logits, draft_logits)
-    return (weight * divergence + (1.0 - weight) * (1.0 - alpha)).mean()
+    return weight * divergence + (1.0 - weight) * (1.0 - alpha)
+
+
+def hybrid_overlap_loss(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
+    """``hybrid_divergence`` averaged over positions."""
+    return hybrid_divergence(target_logits, draft_logits, sharpness).mean()
+
+
+def total_variation(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """``1 - alpha`` per position: the share of sampled guesses that is rejected (DistillSpec, arXiv 2310.08461)."""
+    return 1.0 - overlap(target_logits, draft_logits)
+
+
+def top_token_cross_entropy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """``-log q(x)`` per position, in nats, for the target's most probable token x: what greedy decoding has to guess.
+
+    Against the target's whole law, cross-entropy has the gradient of ``forward_divergence``.
+    """
+    _check_same_shape(target_logits, draft_logits)
+    top = target_logits.argmax(-1, keepdim=True)
+    return -draft_logits.float().log_softmax(-1).gather(-1, top)[..., 0]
+
+
+OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "lk": hybrid_divergence,
+    "kl": forward_divergence,
+    "tv": total_variation,
+    "ce": top_token_cross_entropy,
+}
+"""By the name that ``--loss`` takes: target's and head's logits ``[..., vocab]`` to a loss per position ``[...]``."""
+
+
+def objective(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of that name.
+
+    Raises:
+        BadInputError: no such loss.
+    """
+    if name not in OBJECTIVES:
+        raise BadInputError(f"expected a loss among {', '.join(OBJECTIVES)}, got {name!r}")
+    return OBJECTIVES[name]

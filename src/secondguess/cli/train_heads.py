@@ -1,0 +1,225 @@
+"""`secondguess train KIND`: a drafter of one kind for any target. One command per kind, the same options for all."""
+
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from typer import Context, Option, Typer
+
+from secondguess.cli import options
+from secondguess.cli.interruption import Interruption
+
+if TYPE_CHECKING:
+    from secondguess.train.head_trainer import Progress as Step
+
+DATA, TRAINING = "What it learns from", "How it learns"
+SECONDS_PER_LINE = 10.0
+"""Between plain lines, where there is no terminal for a bar."""
+SHOWN_DEPTHS = 5
+
+SUMMARIES = {
+    "draft": "Train a small draft model for any target.",
+    "early-exit": "Train a head that leaves the target after an early layer.",
+    "medusa": "Train Medusa heads: one guess per depth from the target's last state.",
+    "mtp": "Train a module that predicts several tokens, one after the other.",
+    "eagle": "Train an EAGLE-3 head, which reads the target's states.",
+    "dspark": "Train a DSpark head, which guesses a block at once.",
+}
+
+Out = Annotated[Path, Option(help="Folder of the drafter; a run begun there continues.", show_default=False)]
+Data = Annotated[
+    list[Path] | None,
+    Option(
+        help="JSON lines with a prompt, a text or messages each, or plain text; repeatable.",
+        show_default="prompts out of the standard library",
+        rich_help_panel=DATA,
+    ),
+]
+AsIs = Annotated[
+    bool,
+    Option("--as-is", help="Learn the texts as they stand; else the target answers.", rich_help_panel=DATA),
+]
+NumPrompts = Annotated[
+    int,
+    Option(
+        help="At most so many, evenly spread over the data.",
+        show_default="all; 400 without data",
+        rich_help_panel=DATA,
+    ),
+]
+MaxTokens = Annotated[int, Option(help="Of an answer.", rich_help_panel=DATA)]
+Length = Annotated[int, Option(help="Of a text, in tokens, prompt and answer.", rich_help_panel=DATA)]
+Temperature = Annotated[
+    list[float] | None,
+    Option(help="Of the answers, in turn; repeatable.", show_default="0, 0.7 and 1", rich_help_panel=DATA),
+]
+AnswerBatch = Annotated[int, Option(help="Answers written at a time.", rich_help_panel=DATA)]
+CaptureGb = Annotated[
+    float,
+    Option(
+        help="Disk for the target's states, read once; 0 reads them anew for every batch.",
+        rich_help_panel=DATA,
+    ),
+]
+Loss = Annotated[
+    str,
+    Option(
+        help="lk (hybrid), kl, tv or ce.",
+        show_default="lk; kl for --whole",
+        rich_help_panel=TRAINING,
+    ),
+]
+Minutes = Annotated[
+    float | None, Option(help="Of training.", show_default="30 without --steps", rich_help_panel=TRAINING)
+]
+Steps = Annotated[
+    int | None, Option(help="Of training.", show_default="as many as fit", rich_help_panel=TRAINING)
+]
+Set = Annotated[
+    list[str] | None,
+    Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Change the recipe, such as learning_rate=3e-4 or batch_size=4; repeatable.",
+        rich_help_panel=TRAINING,
+    ),
+]
+EvaluateSteps = Annotated[int, Option(help="Between looks at the held-out texts.", rich_help_panel=TRAINING)]
+Patience = Annotated[
+    int,
+    Option(help="So many looks without anything better end the run; 0: never.", rich_help_panel=TRAINING),
+]
+CheckpointSeconds = Annotated[float, Option(help="Between checkpoints.", rich_help_panel=TRAINING)]
+CheckpointSteps = Annotated[
+    int, Option(help="Between checkpoints as well; 0: by the clock alone.", rich_help_panel=TRAINING)
+]
+Seed = Annotated[int, Option(help="Of weights, answers and order.", rich_help_panel=TRAINING)]
+
+
+def add_commands(app: Typer) -> None:
+    """Put one command per kind into `secondguess train`."""
+    for kind, summary in SUMMARIES.items():
+        app.command(kind, help=f"{summary}\n\n{_MORE}")(_command(kind))
+
+
+_MORE = (
+    "The target answers the prompts, the drafter learns from its states with the target frozen, and what was best on "
+    "held-out texts is written to OUT with a card. Ctrl-C is safe: the same command continues."
+)
+
+
+def _command(kind: str) -> Callable[..., int]:
+    whole_option = Option(
+        "--whole",
+        help="Train the target itself to exit early (LayerSkip); OUT is a new model.",
+        hidden=kind != "early-exit",
+    )
+
+    def train_kind(
+        context: Context,
+        out: Out,
+        model: options.Model = "builtin",
+        data: Data = None,
+        as_is: AsIs = False,
+        num_prompts: NumPrompts = 0,
+        max_tokens: MaxTokens = 128,
+        length: Length = 512,
+        temperature: Temperature = None,
+        answer_batch: AnswerBatch = 16,
+        capture_gb: CaptureGb = 0.0,
+        loss: Loss = "",
+        minutes: Minutes = None,
+        steps: Steps = None,
+        changes: Set = None,
+        evaluate_steps: EvaluateSteps = 100,
+        patience: Patience = 5,
+        checkpoint_seconds: CheckpointSeconds = 120.0,
+        checkpoint_steps: CheckpointSteps = 0,
+        seed: Seed = 0,
+        dtype: options.Dtype = "auto",
+        device: options.Device = "auto",
+        whole: Annotated[bool, whole_option] = False,
+    ) -> int:
+        return _train(kind, context.params)
+
+    return train_kind
+
+
+def _train(kind: str, given: dict[str, Any]) -> int:
+    from secondguess.bench.head_training import HeadJob, train_head
+    from secondguess.bench.lesson_texts import DEFAULT_TEMPERATURES, AnswerSettings
+    from secondguess.train.schedule import Budget
+
+    options_of_job = dict(given)
+    answers = AnswerSettings(
+        tuple(options_of_job.pop("temperature") or DEFAULT_TEMPERATURES),
+        max_tokens=options_of_job.pop("max_tokens"),
+        length=options_of_job.pop("length"),
+        batch_size=options_of_job.pop("answer_batch"),
+    )
+    minutes, steps = options_of_job.pop("minutes"), options_of_job.pop("steps")
+    budget = Budget(30.0 if minutes is None and steps is None else minutes, steps)
+    for name in ("data", "changes"):
+        options_of_job[name] = tuple(options_of_job[name] or ())
+    job = HeadJob(kind, answers=answers, budget=budget, **options_of_job)
+    with Interruption() as interruption, _shown(interruption) as show:
+        try:
+            provenance = train_head(job, show)
+        except KeyboardInterrupt:
+            again = f"secondguess train {kind} --out {shlex.quote(str(job.out))}"
+            raise KeyboardInterrupt(
+                f"interrupted; `{again}`, with the same options, continues from there"
+            ) from None
+    for name, value in provenance.figures.items():
+        print(f"{name.replace('_', ' ')}: {value}", flush=True)
+    print(f"wrote {job.out}", flush=True)
+    return 0
+
+
+class _Shown:
+    """A bar on a terminal; elsewhere a line now and then."""
+
+    def __init__(self, bars: Progress, interruption: Interruption) -> None:
+        self._bars = bars
+        self._interruption = interruption
+        self._live = bars.console.is_terminal
+        self._task = bars.add_task("", total=None)
+        self._last_line = -SECONDS_PER_LINE
+
+    def line(self, text: str) -> None:
+        self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def writing(self, done: int, total: int) -> None:
+        self._update(done, total, "texts written by the target")
+
+    def training(self, progress: "Step") -> None:
+        accepted = " ".join(f"{each:.2f}" for each in progress.accepted[:SHOWN_DEPTHS])
+        left = "" if self._live else f", {progress.seconds_left:.0f} s left"
+        words = (
+            f"step {progress.step}: loss {progress.loss:.3f}, accepted {accepted}, "
+            f"{progress.tokens_per_second:.0f} tokens/s{left}"
+        )
+        self._update(round(1000 * progress.share), 1000, words)
+
+    def pause(self) -> None:
+        self._interruption.raise_if_wanted()
+
+    def _update(self, done: int, total: int, words: str) -> None:
+        self._bars.update(self._task, completed=done, total=total, description=words)
+        now = time.monotonic()
+        if not self._live and (now - self._last_line >= SECONDS_PER_LINE or done == total):
+            self._last_line = now
+            self.line(f"{100 * done / total:.0f} %: {words}")
+
+
+@contextmanager
+def _shown(interruption: Interruption) -> Iterator[_Shown]:
+    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        yield _Shown(bars, interruption)

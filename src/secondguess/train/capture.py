@@ -1,0 +1,214 @@
+"""What the target thinks of a text: its hidden states, read again for every batch or once to disk.
+
+Both ways go through the runtime that decodes, so any dtype and any runtime will do. On disk a state takes two bytes per
+number: 1,000 texts of 512 tokens from 4 layers of width 4096 are 17 GB, which is why the default is to read again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from secondguess.core import Row
+from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.heads.learning import Lesson
+from secondguess.runtime.base import Ends, Hidden, Runtime
+from secondguess.sampling import SamplingParams
+from secondguess.train.files import write_atomically
+from secondguess.train.lessons import Batch, TaughtText
+
+LAST = -1
+"""The layer whose states say the target's law."""
+GIGABYTE = 1_000_000_000
+TEXTS_PER_MARK = 32
+"""After so many texts a capture to disk notes how far it is."""
+
+Report = Callable[[str], None]
+
+
+class Capture(Protocol):
+    """Makes lessons out of batches."""
+
+    def lesson(self, batch: Batch) -> Lesson:
+        """The batch with the target's states, in float32 on the target's device."""
+        ...
+
+
+class LiveCapture:
+    """Reads every batch with the target when it is asked for.
+
+    Args:
+        target: shows its hidden states.
+        layers: which, beside the last.
+    """
+
+    def __init__(self, target: Runtime, layers: Sequence[int]) -> None:
+        self.target = target
+        self.layers = tuple(dict.fromkeys([*layers, LAST]))
+        target.request_hidden(self.layers)
+
+    def lesson(self, batch: Batch) -> Lesson:
+        texts = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.lengths, strict=True)]
+        return padded_lesson(batch, self.states(texts), self.target.device)
+
+    def states(self, texts: Sequence[list[int]]) -> list[Hidden]:
+        """Per text the states `[position, width]` behind each of its tokens, in the target's dtype."""
+        # A runtime reads all tokens but the last: one more is put behind, and never read.
+        rows = [Row([*text, 0], SamplingParams(max_tokens=1)) for text in texts]
+        with ExitStack() as at_the_end:
+            for row in reversed(rows):
+                at_the_end.callback(self.target.end, row)
+            seen = self.target.begin(rows)
+            return [{layer: hidden[layer] for layer in self.layers} for hidden in seen]
+
+
+class StoredCapture:
+    """Reads the target's states from disk; `fill` puts them there.
+
+    Args:
+        folder: of the files.
+        texts: whose states they are.
+        layers: which, beside the last.
+        target: who thought them.
+        dtype: `float16` or `bfloat16`, of the files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        texts: Sequence[TaughtText],
+        layers: Sequence[int],
+        target: Runtime,
+        dtype: torch.dtype,
+    ) -> None:
+        self.folder, self.texts, self.target, self.dtype = folder, texts, target, dtype
+        self.layers = tuple(dict.fromkeys([*layers, LAST]))
+        self._starts = [0, *accumulate(len(text.tokens) for text in texts)]
+        self._maps: dict[int, numpy.memmap] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What all files take."""
+        itemsize: int = self.dtype.itemsize
+        return self._starts[-1] * self.target.ends().width * itemsize * len(self.layers)
+
+    def fill(self, gigabytes: float, report: Report) -> None:
+        """Read all texts once, from wherever an earlier call was cut off.
+
+        Raises:
+            BadInputError: more than so many gigabytes, or than the disk has left.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        done = self._num_done()
+        needed = self.num_bytes / GIGABYTE
+        what = f"the states of {self._starts[-1]} tokens in {len(self.layers)} layers"
+        if needed > gigabytes:
+            raise BadInputError(
+                f"expected --capture-gb of at least {needed:.3g} for {what}, got {gigabytes:g}; give more, fewer "
+                "texts, or leave it out to read the texts anew for every batch"
+            )
+        free = shutil.disk_usage(self.folder).free / GIGABYTE
+        if done == 0 and needed > free:
+            raise BadInputError(
+                f"expected {needed:.3g} GB of disk for {what}, got {free:.3g}; leave out --capture-gb"
+            )
+        report(f"capturing {what}: {needed:.3g} GB of the {gigabytes:g} allowed")
+        live = LiveCapture(self.target, self.layers)
+        self._open("r+" if done else "w+")
+        while done < len(self.texts):
+            part = range(done, min(done + TEXTS_PER_MARK, len(self.texts)))
+            for index, hidden in zip(part, live.states([self.texts[i].tokens for i in part]), strict=True):
+                self._store(index, hidden)
+            for of_layer in self._maps.values():
+                of_layer.flush()
+            done = part.stop
+            with write_atomically(self.folder / "captured.json") as stream:
+                stream.write(json.dumps({"num_texts": done}).encode())
+        self._open("r")
+
+    def lesson(self, batch: Batch) -> Lesson:
+        hidden = [{layer: self._states(index, layer) for layer in self.layers} for index in batch.indices]
+        return padded_lesson(batch, hidden, self.target.device)
+
+    def _num_done(self) -> int:
+        mark = self.folder / "captured.json"
+        return int(json.loads(mark.read_text())["num_texts"]) if mark.is_file() else 0
+
+    def _open(self, mode: str) -> None:
+        shape = (self._starts[-1], self.target.ends().width)
+        for layer in self.layers:
+            # numpy has no bfloat16: the files hold the bits.
+            path = self.folder / f"layer_{layer}.npy"
+            if mode == "w+":
+                self._maps[layer] = numpy.lib.format.open_memmap(path, "w+", numpy.int16, shape)
+            else:
+                self._maps[layer] = numpy.lib.format.open_memmap(path, mode)
+
+    def _store(self, index: int, hidden: Hidden) -> None:
+        for layer, states in hidden.items():
+            stored = states.to(self.dtype).cpu()
+            if not bool(torch.isfinite(stored).all()):
+                raise BadInputError(
+                    f"expected states of layer {layer} that {self.dtype} can hold, got larger ones; "
+                    "leave out --capture-gb, or use --dtype bfloat16"
+                )
+            place = slice(self._starts[index], self._starts[index + 1])
+            self._maps[layer][place] = stored.view(torch.int16).numpy()
+
+    def _states(self, index: int, layer: int) -> Tensor:
+        place = slice(self._starts[index], self._starts[index + 1])
+        return torch.from_numpy(self._maps[layer][place].copy()).view(self.dtype)
+
+
+def padded_lesson(batch: Batch, hidden: Sequence[Hidden], device: torch.device) -> Lesson:
+    """A batch with states per row, padded with zeros, all on one device."""
+    width = batch.tokens.shape[1]
+    layers = {
+        layer: torch.stack([_padded(of_row[layer].float(), width) for of_row in hidden]).to(device)
+        for layer in hidden[0]
+    }
+    return Lesson(batch.tokens.to(device), batch.counts.to(device), layers)
+
+
+def _padded(states: Tensor, length: int) -> Tensor:
+    padded = states.new_zeros(length, states.shape[-1])
+    padded[: len(states)] = states
+    return padded
+
+
+def ends_for_learning(target: Runtime) -> Ends:
+    """The target's ends in float32 for the head, whatever the target computes in.
+
+    Raises:
+        UnsupportedModelError: ends that no gradient passes.
+    """
+    ends = target.ends()
+    for part in (ends.embed, ends.normalise, ends.unembed):
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False)
+
+    def normalise(states: Tensor) -> Tensor:
+        return ends.normalise(states.to(ends.dtype)).float()
+
+    def unembed(states: Tensor) -> Tensor:
+        return ends.unembed(states.to(ends.dtype)).float()
+
+    def embed(tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            return ends.embed(tokens).float()
+
+    probe = torch.zeros(1, ends.width, device=target.device, requires_grad=True)
+    if not unembed(probe).requires_grad:
+        raise UnsupportedModelError(
+            "expected a target whose head passes gradients on, got one in packed form; use --dtype float32"
+        )
+    return Ends(ends.width, torch.float32, embed, normalise, unembed)

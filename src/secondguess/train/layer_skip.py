@@ -1,0 +1,131 @@
+"""Making a whole model good at exiting early (LayerSkip, Elhoushi et al., arXiv 2404.16710).
+
+While it trains, layers are skipped at random, later ones more often, and the model's own head judges the states behind every
+layer. What comes out is a new checkpoint of the same architecture: another model, whose first layers draft better for it. It is
+trained towards the law of the model that it was, so that it stays close to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secondguess.errors import UnsupportedModelError
+from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_where, overlap
+from secondguess.runtime.base import Ends
+from secondguess.runtime.quiet import quiet
+from secondguess.runtime.transformers import last_norm
+
+
+class WholeModel(Learner):
+    """A model whose every layer learns to be the last.
+
+    Args:
+        model: a Transformers causal language model with a list of decoder layers, in float32.
+        layer_dropout: chance that the last layer is skipped for a text; the first never is.
+    """
+
+    hidden_layers = ()
+
+    def __init__(self, model: Any, layer_dropout: float) -> None:
+        super().__init__()
+        self.model = model
+        self._norm = (last_norm(model),)  # in a tuple: it is part of the model already
+        self._exits: list[Tensor] = []
+        layers = decoder_layers(model)
+        for layer, rate in zip(layers, skip_rates(len(layers), layer_dropout), strict=True):
+            layer.register_forward_hook(self._watch(rate))
+
+    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+        """Marks by exit, the earliest first; the last is the whole model.
+
+        `ends` are those of the model as it was: they say the law to stay close to.
+        """
+        self._exits.clear()
+        self.model.base_model(input_ids=lesson.tokens, use_cache=False)
+        counts = lesson.counts[:, 1:]
+        with torch.no_grad():
+            before = ends.unembed(lesson.hidden[-1][:, :-1][counts])
+            now = self._logits(self._exits[-1], counts)
+        there = torch.ones(len(before), dtype=torch.bool, device=before.device)
+        losses, accepted = [], []
+        for index, states in enumerate(self._exits):
+            logits = self._logits(states, counts)
+            losses.append(mean_where(objective(before, logits), there))
+            # An exit guesses for the new model; the new model itself is held against what it was.
+            judge = before if index == len(self._exits) - 1 else now
+            accepted.append(mean_where(overlap(judge, logits), there))
+        self._exits.clear()
+        return Marks(losses, accepted)
+
+    def save(self, folder: Path) -> None:
+        """Write the new checkpoint in Transformers format, without a tokenizer."""
+        with quiet():
+            self.model.save_pretrained(folder)
+
+    def _logits(self, states: Tensor, counts: Tensor) -> Tensor:
+        logits: Tensor = self.model.get_output_embeddings()(self._norm[0](states[:, :-1][counts]))
+        return logits
+
+    def _watch(self, rate: float) -> Any:
+        def watch(layer: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+            states = output[0] if isinstance(output, tuple) else output
+            if self.training and rate > 0:
+                stays = torch.rand(len(states), 1, 1, device=states.device) >= rate
+                states = torch.where(stays, states, inputs[0])
+            self._exits.append(states)
+            return (states, *output[1:]) if isinstance(output, tuple) else states
+
+        return watch
+
+
+def skip_rates(num_layers: int, highest: float) -> list[float]:
+    """Chance of skipping each layer, rising exponentially from 0 to `highest` (LayerSkip, equation 2).
+
+    >>> [round(rate, 3) for rate in skip_rates(3, 0.2)]
+    [0.0, 0.083, 0.2]
+    """
+    last = max(1, num_layers - 1)
+    return [highest * (math.exp(index * math.log(2) / last) - 1) for index in range(num_layers)]
+
+
+def exit_weights(num_exits: int, scale: float) -> list[float]:
+    """Weights of the exits' losses, summing to 1: quadratically more for later ones, most for the whole model (LayerSkip, 4.1.2).
+
+    >>> exit_weights(3, 1.0)  # 0, 1 and 2 + 1
+    [0.0, 0.25, 0.75]
+    """
+    if num_exits == 1:
+        return [1.0]
+    weights = [scale * index * (index + 1) / 2 for index in range(num_exits - 1)]
+    weights.append(num_exits - 1 + weights[-1])
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def decoder_layers(model: Any) -> Sequence[nn.Module]:
+    """The layers of a Llama-like model.
+
+    Raises:
+        UnsupportedModelError: it has no list of as many layers as its configuration says.
+    """
+    wanted = model.config.get_text_config().num_hidden_layers
+    for child in model.base_model.children():
+        if isinstance(child, nn.ModuleList) and len(child) == wanted:
+            return list(child)
+    raise UnsupportedModelError(
+        f"expected a model with a list of {wanted} decoder layers in its body, got a {type(model).__name__}"
+    )
+
+
+def read_trainable(folder: Path) -> Any:
+    """A second copy of a model, in float32, whose weights may change."""
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
