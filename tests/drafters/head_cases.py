@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.trees import TreeShape
+from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
 from secondguess.heads.runtime import FeatureHead
 from secondguess.runtime.base import Ends, Hidden, Runtime
@@ -73,7 +74,23 @@ def plain_feature_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return FeatureDrafter(head, target, "feature", shape)
 
 
+def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    """It can say all words but a few; those that it lacks are the target's to say."""
+    ends = target.ends()
+    counts = torch.arange(target.vocab_size) % 11
+    head = EagleHead.fresh(ends, target.num_layers, max(target.vocab_size * 3 // 4, 2), counts, seed=2)
+    return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
+
+
+def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    ends = target.ends()
+    head = Eagle1Head.fresh(ends, target.vocab_size, seed=3)
+    return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
+
+
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "feature": plain_feature_drafter,
+    "eagle3": eagle3_drafter,
+    "eagle1": eagle1_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
