@@ -13,6 +13,7 @@ from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.layer_skip import LayerSkipDrafter
 from secondguess.drafters.trees import TreeShape
+from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.exit import ExitHead
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
 from secondguess.heads.runtime import FeatureHead
@@ -86,10 +87,26 @@ def layer_skip_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return LayerSkipDrafter(target.without_layers([1]), "layer-skip:1", target.vocab_size, shape)
 
 
+def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    """It can say all words but a few; those that it lacks are the target's to say."""
+    ends = target.ends()
+    counts = torch.arange(target.vocab_size) % 11
+    head = EagleHead.fresh(ends, target.num_layers, max(target.vocab_size * 3 // 4, 2), counts, seed=2)
+    return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
+
+
+def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    ends = target.ends()
+    head = Eagle1Head.fresh(ends, target.vocab_size, seed=3)
+    return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
+
+
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "feature": plain_feature_drafter,
     "early-exit": early_exit_drafter,
     "layer-skip": layer_skip_drafter,
+    "eagle3": eagle3_drafter,
+    "eagle1": eagle1_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
 

@@ -22,6 +22,7 @@ DRAFTERS = {
     "layer-skip": "secondguess.drafters.layer_skip:LayerSkipDrafter",
     "ngram": "secondguess.drafters.ngram:NgramDrafter",
     "suffix": "secondguess.drafters.suffix:SuffixDrafter",
+    "eagle": "secondguess.drafters.eagle:EagleDrafter",
 }
 """Kind of drafter -> where its class is; imported only when it is asked for."""
 

@@ -1,0 +1,25 @@
+"""One layer that goes on thinking where the target stopped (EAGLE-1 to 3, arXiv 2401.15077, 2406.16858, 2503.01840):
+`eagle:PATH`, or in trees `eagle:PATH,tree=dynamic`."""
+
+from __future__ import annotations
+
+from secondguess.drafters.base import Supplies
+from secondguess.drafters.feature import FeatureDrafter
+from secondguess.drafters.trees import TreeOptions
+from secondguess.heads.eagle_files import load_eagle
+from secondguess.names import Name, read_options
+
+
+class EagleDrafter(FeatureDrafter):
+    """Drafts with a trained EAGLE head, of any of the published formats."""
+
+    @classmethod
+    def build(cls, name: Name, supplies: Supplies) -> EagleDrafter:
+        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        folder = supplies.find_head(name)
+        target = supplies.require_target(name)
+        ends = target.ends()
+        head = load_eagle(folder, ends, target.vocab_size, target.num_layers)
+        where = f":{name.argument}" if name.argument else ""
+        head = head.to(target.device, ends.dtype).eval()
+        return cls(head, target, f"{name.kind}{where}{options}", options.shape)

@@ -1,0 +1,216 @@
+"""EAGLE heads on disk: the authors' two formats are read, that of the `speculators` library is read and written.
+
+| whose | how it is known | its layer |
+|---|---|---|
+| EAGLE-1, 2 | `fc`, no vocabulary of its own | `layers.0.*` without `input_layernorm` |
+| EAGLE-3 | `draft_vocab_size` or `midlayer.*` | `midlayer.*` |
+| `speculators` | `speculators_model_type` | `layers.N.*` |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from secondguess.errors import CheckpointError, UnsupportedModelError
+from secondguess.heads.eagle import (
+    Eagle1Head,
+    EagleHead,
+    EagleShape,
+    default_layers,
+    layers_within,
+    words_of_offsets,
+)
+from secondguess.heads.files import load_into, read_config, read_tensors, understanding
+from secondguess.heads.layer import LayerShape
+from secondguess.heads.unrolled import DEFAULT_STEPS
+from secondguess.runtime.base import Ends
+
+WEIGHTS = "model.safetensors"
+FORMAT_VERSION = "0.9.0"
+"""Of `speculators`, whose format is written."""
+
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def load_eagle(folder: Path, ends: Ends, vocab_size: int, num_layers: int) -> EagleHead | Eagle1Head:
+    """Read a head of any of the formats.
+
+    Args:
+        folder: with `config.json` and the weights.
+        ends, vocab_size, num_layers: of the target.
+
+    Raises:
+        CheckpointError: broken files, weights that `config.json` does not describe, or a head for another target.
+        UnsupportedModelError: a drafter or a layer of a kind that is not known here.
+    """
+    config, tensors = read_config(folder), _tidied(read_tensors(folder))
+    with understanding(folder):
+        kind = config.get("speculators_model_type")
+        if kind not in (None, "eagle3"):
+            raise UnsupportedModelError(f"expected a drafter of the kind eagle3 in {folder}, got {kind}")
+        layer_config = config["transformer_layer_config"] if kind else config
+        _check_vocabulary(folder, layer_config, vocab_size)
+        if kind or "draft_vocab_size" in config or "layers.0.hidden_norm.weight" in tensors:
+            head: EagleHead | Eagle1Head = _third(folder, config, layer_config, tensors, ends, num_layers)
+        else:
+            # The target's own, published beside the layer.
+            tensors.pop("embed_tokens.weight", None)
+            head = Eagle1Head(
+                LayerShape.of_config(layer_config), ends, vocab_size, has_bias="fc.bias" in tensors
+            )
+    load_into(head, tensors, folder)
+    return head
+
+
+def _third(
+    folder: Path,
+    config: Mapping[str, Any],
+    layer_config: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    ends: Ends,
+    num_layers: int,
+) -> EagleHead:
+    """An EAGLE-3 head without its weights; what the vocabularies have in common is taken from the tensors."""
+    vocab_size = layer_config["vocab_size"]
+    ids = (
+        config.get(_LAYER_IDS) or config.get("eagle_config", {}).get(_LAYER_IDS) or default_layers(num_layers)
+    )
+    if not layers_within(ids, num_layers):
+        raise CheckpointError(
+            f"expected a head in {folder} that reads states 0 to {num_layers} of the target, got {list(ids)}; it was "
+            "trained for another target"
+        )
+    of_target = config.get("target_hidden_size") or ends.width
+    if of_target != ends.width:
+        raise CheckpointError(
+            f"expected a head in {folder} for a target of width {ends.width}, got one for width {of_target}"
+        )
+    shape = EagleShape(
+        layer=LayerShape.of_config(layer_config),
+        vocab_size=vocab_size,
+        draft_vocab_size=config.get("draft_vocab_size", vocab_size),
+        hidden_layers=tuple(ids),
+        num_layers=layer_config.get("num_hidden_layers", 1),
+        num_steps=_num_steps(config),
+        **{flag: bool(config.get(flag, False)) for flag in _FLAGS},
+    )
+    words = None
+    if shape.draft_vocab_size == vocab_size:
+        # Some write the map although there is nothing to map.
+        tensors.pop("d2t", None)
+        tensors.pop("t2d", None)
+    else:
+        words = _read_words(folder, tensors, shape)
+    return EagleHead(shape, ends, words, has_embeddings="embed_tokens.weight" in tensors)
+
+
+def _read_words(folder: Path, tensors: Mapping[str, Tensor], shape: EagleShape) -> Tensor:
+    missing = [name for name in ("d2t", "t2d") if name not in tensors]
+    if missing:
+        raise CheckpointError(
+            f"expected d2t and t2d in {folder}, whose draft vocabulary is smaller than the target's, got no {missing[0]}"
+        )
+    words = words_of_offsets(tensors["d2t"])
+    marked = tensors["t2d"].bool().nonzero()[:, 0]
+    if len(tensors["t2d"]) != shape.vocab_size or not torch.equal(words, marked):
+        raise CheckpointError(
+            f"expected d2t of {folder} to hold, per draft token, how much larger the target's id is, and t2d to mark "
+            f"the same {shape.draft_vocab_size} words of {shape.vocab_size}, got a map that disagrees with itself"
+        )
+    return words
+
+
+def _check_vocabulary(folder: Path, layer_config: Mapping[str, Any], vocab_size: int) -> None:
+    if layer_config["vocab_size"] != vocab_size:
+        raise CheckpointError(
+            f"expected a head in {folder} for a target with {vocab_size} words, got one for {layer_config['vocab_size']}; "
+            "it was trained for another target"
+        )
+
+
+def _num_steps(config: Mapping[str, Any]) -> int:
+    methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
+    return int(methods[0].get("speculative_tokens", DEFAULT_STEPS))
+
+
+def _tidied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under the names of `speculators`, without what can be computed or belongs to the target."""
+    left_out = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+    return {
+        name.replace("midlayer.", "layers.0."): tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(left_out)
+    }
+
+
+def save_eagle(head: EagleHead | Eagle1Head, folder: Path, target: str) -> None:
+    """Write a head: EAGLE-3 in the format of `speculators`, EAGLE-1 in its authors'.
+
+    Args:
+        head: any.
+        folder: made, if it is not there.
+        target: the name or the folder of the model that it drafts for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in head.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = _describe(head, target) if isinstance(head, EagleHead) else _describe_first(head)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _describe_first(head: Eagle1Head) -> dict[str, Any]:
+    return {
+        **head.shape.to_config(),
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "vocab_size": head.vocab_size,
+        "bias": head.fc.bias is not None,
+    }
+
+
+def _describe(head: EagleHead, target: str) -> dict[str, Any]:
+    path = Path(target) / "config.json"
+    of_target = read_config(path.parent) if path.is_file() else {}
+    same = {key: of_target[key] for key in ("max_position_embeddings",) if key in of_target}
+    shape = head.eagle
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": FORMAT_VERSION,
+        "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+        "draft_vocab_size": shape.draft_vocab_size,
+        "target_hidden_size": None,
+        _LAYER_IDS: list(shape.hidden_layers),
+        # Always all of them: readers do not agree on what is meant by a missing one.
+        **{flag: getattr(shape, flag) for flag in _FLAGS},
+        "embed_requires_grad": False,
+        "transformer_layer_config": {
+            **shape.layer.to_config(),
+            **same,
+            "vocab_size": shape.vocab_size,
+            "num_hidden_layers": shape.num_layers,
+            "attention_bias": shape.layer.attention_bias,
+            "tie_word_embeddings": False,
+        },
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": shape.num_steps,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": target, "architectures": of_target.get("architectures", [])},
+        },
+    }
