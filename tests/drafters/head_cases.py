@@ -10,8 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.feature import FeatureDrafter
+from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
+from secondguess.heads.medusa import MedusaHead, MedusaShape
 from secondguess.heads.runtime import FeatureHead
 from secondguess.runtime.base import Ends, Hidden, Runtime
 
@@ -73,7 +75,15 @@ def plain_feature_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return FeatureDrafter(head, target, "feature", shape)
 
 
+def medusa_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    ends = target.ends()
+    head = seeded(lambda: MedusaHead(MedusaShape(ends.width, num_heads=4, num_layers=1), ends), ends)
+    assert isinstance(head, MedusaHead)
+    return MedusaDrafter(head, target, "medusa", shape)
+
+
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "feature": plain_feature_drafter,
+    "medusa": medusa_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""

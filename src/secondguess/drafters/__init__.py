@@ -20,6 +20,7 @@ DRAFTERS = {
     "model": "secondguess.drafters.model:ModelDrafter",
     "ngram": "secondguess.drafters.ngram:NgramDrafter",
     "suffix": "secondguess.drafters.suffix:SuffixDrafter",
+    "medusa": "secondguess.drafters.medusa:MedusaDrafter",
 }
 """Kind of drafter -> where its class is; imported only when it is asked for."""
 
