@@ -12,10 +12,12 @@ from secondguess.drafters.base import Drafter
 from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.layer_skip import LayerSkipDrafter
+from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.exit import ExitHead
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
+from secondguess.heads.medusa import MedusaHead, MedusaShape
 from secondguess.heads.runtime import FeatureHead
 from secondguess.runtime.base import Ends, Hidden, Runtime
 
@@ -101,12 +103,20 @@ def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
 
 
+def medusa_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    ends = target.ends()
+    head = seeded(lambda: MedusaHead(MedusaShape(ends.width, num_heads=4, num_layers=1), ends), ends)
+    assert isinstance(head, MedusaHead)
+    return MedusaDrafter(head, target, "medusa", shape)
+
+
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "feature": plain_feature_drafter,
     "early-exit": early_exit_drafter,
     "layer-skip": layer_skip_drafter,
     "eagle3": eagle3_drafter,
     "eagle1": eagle1_drafter,
+    "medusa": medusa_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
 

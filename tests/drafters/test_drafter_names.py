@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
 from secondguess.controllers import make_controller
@@ -48,6 +50,8 @@ def test_a_drafter_tells_the_options_it_uses(text: str, name: str) -> None:
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_every_drafter_names_a_controller_that_exists(kind: str) -> None:
     assert make_controller(drafter_class(kind).default_controller).name
+    module, _, class_name = DRAFTERS[kind].partition(":")
+    assert make_controller(getattr(import_module(module), class_name).default_controller).name
 
 
 def test_the_drafter_none_gets_no_budget() -> None:
@@ -59,6 +63,8 @@ def test_the_drafter_none_gets_no_budget() -> None:
     [
         ("magic", "none, model, .*suffix, got 'magic'"),
         ("", "none, model, .*suffix"),
+        ("magic", "none, model, ngram, suffix.*, got 'magic'"),
+        ("", "none, model, ngram, suffix"),
         ("ngram,speed=3", "one of the options max, min .* got the option 'speed'"),
         ("suffix,minimum=3", "min, factor, offset, threshold"),
         ("none,max=3", "no options"),

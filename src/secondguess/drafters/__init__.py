@@ -23,6 +23,7 @@ DRAFTERS = {
     "ngram": "secondguess.drafters.ngram:NgramDrafter",
     "suffix": "secondguess.drafters.suffix:SuffixDrafter",
     "eagle": "secondguess.drafters.eagle:EagleDrafter",
+    "medusa": "secondguess.drafters.medusa:MedusaDrafter",
 }
 """Kind of drafter -> where its class is; imported only when it is asked for."""
 

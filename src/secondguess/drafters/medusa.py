@@ -1,0 +1,96 @@
+"""Heads on the target's last state guess several tokens at once (Medusa, arXiv 2401.10774): `medusa:PATH`, or in trees
+`medusa:PATH,tree=4x2x1`.
+
+What a head says does not depend on the nodes before it: a level of a tree has one law. Drafts are samples from these laws and
+are judged as any other; the paper's typical acceptance, which bends the law of the text, is not offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
+from secondguess.drafters.base import Supplies
+from secondguess.drafters.stepping import SteppingDrafter
+from secondguess.drafters.trees import TreeOptions, TreeShape
+from secondguess.heads.medusa import LAST, MedusaHead
+from secondguess.names import Name, read_options
+from secondguess.noise import Noise
+from secondguess.runtime.base import Hidden, Runtime
+
+
+class MedusaDrafter(SteppingDrafter):
+    """Drafts with a set of Medusa heads; of each row it keeps one state.
+
+    Args:
+        head: on the target's device.
+        target: whose states it reads.
+        name, shape: as in `SteppingDrafter`.
+    """
+
+    def __init__(self, head: MedusaHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
+        target.request_hidden(head.hidden_layers)
+        super().__init__(name, target.vocab_size, target.device, shape)
+        self.head = head.eval().requires_grad_(False)
+        self._states: dict[Row, Tensor] = {}
+        self._num_drawn = 0
+
+    @classmethod
+    def build(cls, name: Name, supplies: Supplies) -> MedusaDrafter:
+        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        folder = supplies.find_head(name)
+        target = supplies.require_target(name)
+        head = MedusaHead.load(folder, target.ends(), target.vocab_size).to(target.device)
+        argument = "" if name.argument is None else f":{name.argument}"
+        return cls(head, target, f"{name.kind}{argument}{options}", options.shape)
+
+    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+        for row, of_row in zip(rows, hidden, strict=True):
+            if of_row:
+                self._states[row] = of_row[LAST][-1].clone()
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+        """The token before the new pending one is the last of the path, or else the old pending one."""
+        for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
+            # A view would hold on to the states of the whole round.
+            self._states[row] = hidden[LAST][index, path[-1] + 1 if path else 0].clone()
+
+    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
+        return [(Prospect(longest=self.room(row)),) for row in rows]
+
+    def room(self, row: Row) -> int:
+        """One node per head; none behind a single token, before which there is no state."""
+        if row not in self._states:
+            return 0
+        depth = self.head.shape.num_heads if self.shape is None else self.shape.depth
+        return min(depth, self.head.shape.num_heads, row.room)
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        self._num_drawn = 0
+        return super().propose(rows, budgets, noise)
+
+    def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
+        return self._level_logits(rows, active, self._num_drawn)
+
+    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
+        self._num_drawn += 1
+
+    def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
+        level = int(tree.depths.max()) if tree.num_nodes else 0
+        return self._level_logits(rows, active, level)[:, None].expand(-1, tree.num_nodes + 1, -1)
+
+    def _level_logits(self, rows: Sequence[Row], active: list[int], level: int) -> Tensor:
+        """`[row, vocab]` for the nodes of one level; zeros for rows that are not drafted for."""
+        said = self.head.logits(torch.stack([self._states[rows[index]] for index in active]), level)
+        said = said if said.dtype == torch.float64 else said.float()
+        if len(active) == len(rows):
+            return said
+        everybody = said.new_zeros(len(rows), said.shape[-1])
+        everybody[active] = said
+        return everybody
+
+    def end(self, row: Row) -> None:
+        self._states.pop(row, None)

@@ -1,0 +1,50 @@
+"""Fields of a trained drafter's `config.json`, read so that a broken one says which field is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from secondguess.errors import CheckpointError
+
+
+@contextmanager
+def fields_of(folder: Path) -> Iterator[None]:
+    """Turn whatever a broken configuration raises while it is read into a `CheckpointError`."""
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"expected the field {error} in {folder / 'config.json'}, got none") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"expected a whole {folder / 'config.json'}, got: {error}") from error
+
+
+def whole_number(config: Mapping[str, Any], key: str, least: int = 1) -> int:
+    """A count; to be called inside `fields_of`."""
+    value = config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{key} of {value!r}, which should be a whole number from {least} on")
+    return value
+
+
+def yes_or_no(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A switch; to be called inside `fields_of`."""
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} of {value!r}, which should be true or false")
+    return value
+
+
+def require_same(what: str, found: int, expected: int, folder: Path) -> None:
+    """Refuse a drafter that was trained for a model of other sizes.
+
+    Raises:
+        CheckpointError: naming the size.
+    """
+    if found != expected:
+        raise CheckpointError(
+            f"expected a drafter for a target with a {what} of {expected}, got one for {found} in {folder}; "
+            "use the target that it was trained for"
+        )

@@ -1,0 +1,303 @@
+"""Medusa's heads (arXiv 2401.10774): each looks at one state of the target and names a token further on.
+
+Two formats are read: the original one (`medusa_lm_head.pt`) and vLLM's, which is the one written. What is written has no output
+matrix of its own: all heads share the target's, and a head is one `width x width` matrix per layer. vLLM says `original_lm_head`
+for heads that share one matrix, and looks for it in the file: to serve such a head there, add the target's as `lm_head.weight`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from secondguess.core import MAX_DRAFT_LENGTH
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.heads.fields import fields_of, require_same, whole_number, yes_or_no
+from secondguess.heads.files import load_into, read_config, read_tensors
+from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_where, overlap
+from secondguess.names import require_between
+from secondguess.runtime.base import Ends
+
+LAST = -1
+"""The layer that heads look at: the last one, normalised, as the target's own output matrix does."""
+
+
+@dataclass(frozen=True)
+class MedusaShape:
+    """The sizes of a set of heads.
+
+    Args:
+        width: of the target's states.
+        num_heads: how many tokens are guessed.
+        num_layers: residual layers of each head.
+        has_bias: whether these have biases.
+        num_outputs: output matrices of its own: one per head, one for all, or none (the target's own).
+        num_words: tokens that the own matrices know.
+        maps_words: whether these are some of the target's tokens, named by a `token_map`, and not all.
+    """
+
+    width: int
+    num_heads: int
+    num_layers: int
+    has_bias: bool = False
+    num_outputs: int = 0
+    num_words: int = 0
+    maps_words: bool = False
+
+    def __post_init__(self) -> None:
+        require_between("heads of a medusa drafter", self.num_heads, 1, MAX_DRAFT_LENGTH)
+        require_between("layers of a medusa head", self.num_layers, 1, 16)
+        if self.num_outputs not in (0, 1, self.num_heads):
+            raise BadInputError(
+                f"expected an output matrix per head, one for all or none, got {self.num_outputs} for {self.num_heads} heads"
+            )
+
+
+class ResidualBlock(nn.Module):
+    """A head without its output matrix: `x + silu(Wx)`, layer after layer."""
+
+    def __init__(self, shape: MedusaShape) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(shape.width, shape.width, bias=shape.has_bias) for _ in range(shape.num_layers)
+        )
+
+    def forward(self, states: Tensor) -> Tensor:
+        for layer in self.layers:
+            states = states + functional.silu(layer(states))
+        return states
+
+
+class MedusaHead(Learner):
+    """A set of heads for one target.
+
+    Args:
+        shape: its sizes.
+        ends: of the target, whose output matrix it may share.
+    """
+
+    def __init__(self, shape: MedusaShape, ends: Ends) -> None:
+        super().__init__()
+        self.hidden_layers = (LAST,)
+        self.shape = shape
+        self.blocks = nn.ModuleList(ResidualBlock(shape) for _ in range(shape.num_heads))
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(shape.width, shape.num_words, bias=False) for _ in range(shape.num_outputs)
+        )
+        if shape.maps_words:
+            self.register_buffer("token_map", torch.arange(shape.num_words))
+        self._ends = ends
+
+    @classmethod
+    def fresh(cls, ends: Ends, num_heads: int = 4, num_layers: int = 1, seed: int = 0) -> Self:
+        """Untrained heads, each nearly the target's own guess of the next token; they share its output matrix.
+
+        Layers of one head that all began at zero would learn the same, hence the seed.
+
+        Raises:
+            BadInputError: numbers out of range.
+        """
+        head = cls(MedusaShape(ends.width, num_heads, num_layers), ends)
+        generator = torch.Generator().manual_seed(seed)
+        for weight in head.parameters():
+            nn.init.normal_(weight, std=1e-3, generator=generator)
+        return head
+
+    @classmethod
+    def load(cls, folder: Path, ends: Ends, vocab_size: int) -> Self:
+        """Read heads in either format.
+
+        Args:
+            folder: with `config.json` and weights.
+            ends: of the target.
+            vocab_size: the target's.
+
+        Raises:
+            CheckpointError: something is missing, unknown, of another shape, or was made for another target.
+        """
+        config, tensors = read_config(folder), read_tensors(folder)
+        if "medusa_num_heads" in config:
+            shape, tensors = _read_original(config, tensors, folder, ends.width, vocab_size)
+        elif config.get("model_type") == "medusa":
+            shape, tensors = _read_vllm(config, tensors, folder, vocab_size)
+        else:
+            raise CheckpointError(
+                f"expected the config.json of a medusa drafter in {folder} (medusa_num_heads, or the model_type medusa), "
+                f"got the model_type {config.get('model_type')!r}"
+            )
+        require_same("width", shape.width, ends.width, folder)
+        if shape.num_outputs and not shape.maps_words:
+            require_same("vocabulary", shape.num_words, vocab_size, folder)
+        head = cls(shape, ends)
+        load_into(head, tensors, folder)
+        if shape.maps_words:
+            _check_map(head.get_buffer("token_map"), vocab_size, folder)
+        return head.to(ends.dtype)
+
+    def save(self, folder: Path, target: str = "") -> None:
+        """Write it as vLLM's format has it.
+
+        Args:
+            folder: is made where it is missing.
+            target: the name of the model that it drafts for.
+        """
+        shape, vocab_size = self.shape, self._vocab_size
+        config = {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "base_model_name_or_path": target,
+            "num_heads": shape.num_heads,
+            "num_hidden_layers": shape.num_layers,
+            "hidden_size": shape.width,
+            "vocab_size": vocab_size,
+            "truncated_vocab_size": shape.num_words if shape.maps_words else vocab_size,
+            "medusa_fc_bias": shape.has_bias,
+            "original_lm_head": shape.num_outputs < shape.num_heads,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def forward(self, states: Tensor, depth: int) -> Tensor:
+        """What head `depth` says, over the words it knows.
+
+        Args:
+            states: `[..., width]`, the target's last, normalised ones, of the token before pending.
+            depth: of the node that is guessed; 0 for the token behind pending.
+
+        Returns:
+            `[..., words]`.
+        """
+        thought = self.blocks[depth](states.to(self._dtype))
+        if not self.lm_heads:
+            return self._ends.unembed(thought.to(self._ends.dtype))
+        logits: Tensor = self.lm_heads[min(depth, len(self.lm_heads) - 1)](thought)
+        return logits
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        """As `forward`, over the target's vocabulary `[..., vocab]`; -inf for tokens that the head does not know."""
+        known: Tensor = self(states, depth)
+        if not self.shape.maps_words:
+            return known
+        everything = known.new_full((*known.shape[:-1], self._vocab_size), -torch.inf)
+        everything[..., self.get_buffer("token_map")] = known
+        return everything
+
+    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+        """Depth k: the state behind token i guesses token i + 2 + k, which the target says with the state behind i + 1 + k."""
+        states = lesson.hidden[LAST]
+        with torch.no_grad():
+            laws = self._known(ends.unembed(states[:, 1:-1]))
+        losses, accepted = [], []
+        for depth in range(self.shape.num_heads):
+            counts, meant = lesson.counts[:, depth + 2 :], laws[:, depth:]
+            said = self(states[:, : counts.shape[1]], depth)
+            losses.append(mean_where(objective(meant, said), counts))
+            accepted.append(mean_where(overlap(meant, said), counts))
+        return Marks(losses, accepted)
+
+    def _known(self, logits: Tensor) -> Tensor:
+        """Of the target's logits those of the words that the heads know."""
+        if not self.shape.maps_words:
+            return logits
+        known: Tensor = logits[..., self.get_buffer("token_map")]
+        return known
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @cached_property
+    def _vocab_size(self) -> int:
+        """The target's."""
+        device = next(self.parameters()).device
+        nothing = torch.zeros(self.shape.width, dtype=self._ends.dtype, device=device)
+        return self._ends.unembed(nothing).shape[-1]
+
+
+def _read_original(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, width: int, vocab_size: int
+) -> tuple[MedusaShape, dict[str, Tensor]]:
+    """The shape, and the tensors under the names that they have here.
+
+    Args:
+        width, vocab_size: the target's, which the configuration does not repeat.
+    """
+    tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
+    with fields_of(folder):
+        num_heads, num_layers = (
+            whole_number(config, "medusa_num_heads"),
+            whole_number(config, "medusa_num_layers"),
+        )
+        first = tensors.get(f"0.{num_layers}.weight")
+        num_words = vocab_size if first is None else len(first)
+        shape = MedusaShape(width, num_heads, num_layers, True, num_heads, num_words)
+    renamed = {}
+    for name, tensor in tensors.items():
+        name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+        renamed[re.sub(rf"^(\d+)\.{num_layers}\.weight$", r"lm_heads.\1.weight", name)] = tensor
+    return shape, renamed
+
+
+def _read_vllm(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, vocab_size: int
+) -> tuple[MedusaShape, dict[str, Tensor]]:
+    tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
+    with fields_of(folder):
+        width = whole_number(config, "hidden_size")
+        require_same("vocabulary", whole_number(config, "vocab_size"), vocab_size, folder)
+        num_heads = whole_number(config, "num_heads")
+        num_words = whole_number({"truncated_vocab_size": vocab_size, **config}, "truncated_vocab_size")
+        num_outputs = num_heads
+        if yes_or_no(config, "original_lm_head", False):
+            # vLLM takes the one matrix under either name and passes over further copies of it.
+            shared = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight"))
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head")}
+            num_outputs = 0 if shared is None else 1
+            if shared is not None:
+                tensors["lm_heads.0.weight"] = shared
+        maps_words = num_words < vocab_size
+        if not maps_words:
+            tensors.pop("token_map", None)
+        elif not num_outputs:
+            raise ValueError("a truncated vocabulary without an lm_head.weight")
+        shape = MedusaShape(
+            width,
+            num_heads,
+            whole_number(config, "num_hidden_layers"),
+            yes_or_no(config, "medusa_fc_bias", False),
+            num_outputs,
+            num_words,
+            maps_words,
+        )
+    return shape, _truncated(tensors, shape)
+
+
+def _truncated(tensors: dict[str, Tensor], shape: MedusaShape) -> dict[str, Tensor]:
+    """Output matrices may be stored whole beside the map that says which rows of them are meant."""
+    words = tensors.get("token_map")
+    if words is None:
+        return tensors
+    return {
+        name: tensor[words] if name.startswith("lm_heads.") and len(tensor) > shape.num_words else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _check_map(words: Tensor, vocab_size: int, folder: Path) -> None:
+    found = set(words.tolist())
+    if len(found) < len(words) or not found <= set(range(vocab_size)):
+        raise CheckpointError(
+            f"expected a token_map of different tokens below {vocab_size} in {folder}, got others; it is for another target"
+        )

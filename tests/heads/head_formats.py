@@ -1,0 +1,131 @@
+"""What the tests of trained drafters share: a tiny target, a lesson from it, folders as others publish them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from secondguess.core import Budgets, Draft, Row
+from secondguess.drafters.base import Drafter
+from secondguess.heads.learning import Lesson, Objective
+from secondguess.noise import KeyedNoise
+from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.sampling import SamplingParams
+
+VOCAB_SIZE, WIDTH = 31, 32
+TEXT = [3, 5, 7, 5, 7, 5, 7, 5, 11, 2, 30, 8, 4]
+TREE = ((8, -1), (4, -1), (9, 0), (8, 1), (2, 0), (11, 3))
+"""Tokens and parents of some nodes behind `TEXT`, level by level."""
+
+
+def tiny_target() -> TransformersRuntime:
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return TransformersRuntime(LlamaForCausalLM(config).float().eval().requires_grad_(False))
+
+
+def states_of(target: TransformersRuntime, texts: list[list[int]]) -> dict[int, Tensor]:
+    """`[row, position, width]` of every layer, numbered from both ends, by the model itself."""
+    with torch.no_grad():
+        found = target.model(torch.tensor(texts), use_cache=False, output_hidden_states=True).hidden_states
+    return dict(enumerate(found)) | {layer - len(found): states for layer, states in enumerate(found)}
+
+
+def lesson_of(target: TransformersRuntime, texts: list[list[int]], num_prompt: int = 1) -> Lesson:
+    tokens = torch.tensor(texts)
+    counts = torch.arange(tokens.shape[1]).expand_as(tokens) >= num_prompt
+    return Lesson(tokens, counts, states_of(target, texts))
+
+
+def many_texts(num_rows: int = 8, length: int = 20) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randint(VOCAB_SIZE, (num_rows, length), generator=generator).tolist()
+
+
+def cross_entropy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    return -(target_logits.softmax(-1) * draft_logits.log_softmax(-1).clamp_min(-1e4)).sum(-1)
+
+
+class Recorder:
+    """An objective that keeps the logits which it was shown, one pair per depth."""
+
+    def __init__(self) -> None:
+        self.said: list[Tensor] = []
+        self.meant: list[Tensor] = []
+
+    def __call__(self, target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+        self.meant.append(target_logits.detach())
+        self.said.append(draft_logits.detach())
+        return cross_entropy(target_logits, draft_logits)
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def ready(drafter: Drafter, target: TransformersRuntime, text: list[int]) -> Row:
+    """A row that the drafter may draft for."""
+    row = Row(list(text), SamplingParams(max_tokens=40, temperature=1.0), seed=3)
+    with torch.inference_mode():
+        drafter.begin([row], target.begin([row]))
+        drafter.prepare([row], [0])
+    return row
+
+
+def draft_for(drafter: Drafter, row: Row, length: int) -> Draft:
+    budgets = Budgets([length], lambda *told: [True], reads_laws=False)
+    with torch.inference_mode():
+        drafter.prepare([row], [0])
+        return drafter.propose([row], budgets, KeyedNoise.of_rows([row]))
+
+
+def drafted(drafter: Drafter, target: TransformersRuntime, length: int = 4) -> Draft:
+    return draft_for(drafter, ready(drafter, target, TEXT), length)
+
+
+def same_draft(one: Draft, other: Draft) -> bool:
+    assert one.probs is not None
+    assert other.probs is not None
+    return torch.equal(one.tokens, other.tokens) and torch.allclose(one.probs, other.probs, atol=1e-6)
+
+
+def falls(
+    head: Any, target: TransformersRuntime, objective: Objective = cross_entropy
+) -> tuple[float, float]:
+    """The loss of a head before and after 30 steps, everything that it counts summed."""
+    lesson, ends = lesson_of(target, many_texts()), target.ends()
+    optimiser = torch.optim.Adam(head.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(31):
+        marks = head.learn(lesson, ends, objective)
+        loss = torch.stack(marks.losses).sum() + (0 if marks.extra is None else marks.extra)
+        losses.append(float(loss.detach()))
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return losses[0], losses[-1]
