@@ -13,12 +13,14 @@ from law_cases import (
     TreeDrafter,
     after_prompt,
     law_error,
+    make_grown_drafter,
     make_pair_drafter,
     make_tree_drafter,
     mean_accepted,
     one_hot_law,
     outcome_law,
     play,
+    seasoned,
     tree_branches,
     tree_gains,
 )
@@ -111,6 +113,27 @@ def test_a_tree_may_grow_where_it_is_likely_to_pay(widths, pair, distinct):
 @DISTINCT
 def test_growing_trees_under_the_other_rules(verifier, distinct):
     assert tree_error(PAIRS["ternary"], verifier, (2, 1), distinct, least_chance=0.3) < ROUNDING
+
+
+def decider(kind):
+    """A controller that stops some trees after their first level, or drafts none; `cost` has learnt that drafting pays."""
+    return seasoned(2) if kind == "cost" else kind
+
+
+@pytest.mark.parametrize("controller", ["cost", "confidence:2,threshold=0.5", "entropy:2,threshold=0.4"])
+@pytest.mark.parametrize(("pair", "tree"), [("binary", "2x1"), ("zeros", "1x2")])
+def test_trees_of_a_draft_model_under_controllers(pair, tree, controller):
+    """Levels are drawn or not by the laws above them, which differ from branch to branch."""
+    pair = PAIRS[pair]
+    branches = play(pair, make_grown_drafter(pair, tree), "auto", decider(controller))
+    assert max(branch.num_accepted for branch in branches) > 0
+    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+
+
+def test_dynamic_trees_of_a_draft_model():
+    pair = PAIRS["binary"]
+    drafter = make_grown_drafter(pair, "dynamic", nodes=4, width=2, depth=2)
+    assert law_error(play(pair, drafter, "auto", ROOMY), after_prompt(pair.target), 3) < ROUNDING
 
 
 def test_growing_trees_have_different_forms(monkeypatch):
