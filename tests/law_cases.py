@@ -20,6 +20,7 @@ from secondguess.decode import Team
 from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.trees import TreeOptions
 from secondguess.enumeration import Branch, enumerate_rounds, exact_law, largest_difference, text_law
 from secondguess.noise import Noise
 from secondguess.sampling import SamplingParams
@@ -129,6 +130,12 @@ def make_tree_drafter(
     """Draws trees from the pair's drafter; with a least chance only nodes on likelier paths get children."""
     grows = (lambda chance: chance > least_chance) if least_chance else None
     return LawTreeDrafter(pair.vocab_size, pair.drafter, widths, distinct, grows)
+
+
+def make_grown_drafter(pair: Pair, tree: str = "2x1", **options: int) -> ModelDrafter:
+    """A draft model over the pair's drafter that grows trees as those that ship do."""
+    shape = TreeOptions(tree, **options).shape
+    return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size, shape)
 
 
 def play(

@@ -27,6 +27,11 @@ from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 31
 DRAFTERS = ("none", "model:draft", "model:itself", "ngram", "suffix", "suffix,min=3+model:draft")
+TREE_DRAFTERS = (
+    "model:draft,tree=2x2x1",
+    "model:draft,tree=dynamic,nodes=6",
+    "suffix,min=3+model:draft,tree=2x1x1",
+)
 CONTROLLERS = (
     "fixed:1",
     "fixed:4",
@@ -35,6 +40,9 @@ CONTROLLERS = (
     "cost",
     "learned,length=6,threshold=0.8",
 )
+TREE_CONTROLLERS = ("fixed:3", "cost")
+VERIFIERS = ("auto", "greedy", "rejection", "block", "traversal", "coupled")
+TREE_VERIFIERS = ("auto", "greedy", "traversal", "coupled")
 PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 23], [2, 3]]
 
 
@@ -127,10 +135,12 @@ def greedy_oracle(models, kind):
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one-batch", "alone"])
-@pytest.mark.parametrize("verifier", ["auto", "greedy", "rejection", "block", "traversal", "coupled"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "verifier"),
+    [*itertools.product(DRAFTERS, VERIFIERS), *itertools.product(TREE_DRAFTERS, TREE_VERIFIERS)],
+)
 def test_greedy_text_is_the_models_own(models, greedy_oracle, drafter, verifier, together):
-    for controller in CONTROLLERS:
+    for controller in TREE_CONTROLLERS if drafter in TREE_DRAFTERS else CONTROLLERS:
         settings = [SamplingParams(max_tokens=24)] * len(PROMPTS)
         assert generate(models, drafter, verifier, controller, settings, together=together) == greedy_oracle
 
@@ -152,11 +162,12 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize("setting", SAMPLED)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [*DRAFTERS, *TREE_DRAFTERS])
 def test_seeded_text_depends_on_the_seed_alone(models, drafter, setting):
     settings = [SAMPLED[setting]] * len(PROMPTS)
     plain = generate(models, "none", "auto", "fixed:0", settings, together=False)
-    for controller, together in itertools.product(CONTROLLERS, (True, False)):
+    controllers = TREE_CONTROLLERS if drafter in TREE_DRAFTERS else CONTROLLERS
+    for controller, together in itertools.product(controllers, (True, False)):
         assert generate(models, drafter, "auto", controller, settings, together=together) == plain
 
 

@@ -1,6 +1,7 @@
 """Counters count, ratios follow from them, and every second of a round is charged once."""
 
 import pytest
+import torch
 
 from secondguess.core import Draft, RoundTime, Row
 from secondguess.sampling import SamplingParams
@@ -39,6 +40,22 @@ def test_counters_by_position():
     assert stats.acceptance_rate == 3 / 5
     assert stats.acceptance_length == 7 / 4
     assert (ledger.of(other).num_drafted, ledger.of(other).num_accepted) == (4, 0)
+
+
+def test_a_tree_counts_all_its_nodes_but_each_depth_once():
+    """The acceptance by position stays a share of rounds, not of nodes."""
+    forms = [[-1, -1, 0, 1, -1], [-1, 0, 1, -1, -1]]
+    draft = Draft(torch.full((2, 5), 5), torch.tensor(forms), torch.tensor([5, 3]))
+    ledger, (tree, chain) = Ledger(), rows_of(2)
+    ledger.record([tree, chain], draft, [tree.commit([5], 7), chain.commit([5, 5, 5], 7)])
+    ledger.record([tree, chain], draft, [tree.commit([5, 5], 7), chain.commit([], 7)])
+    assert (ledger.of(tree).num_drafted, ledger.of(tree).num_accepted) == (10, 3)
+    assert ledger.of(tree).drafted_per_position == [2, 2]
+    assert ledger.of(tree).accepted_per_position == [2, 1]
+    assert ledger.of(tree).acceptance_rate == 3 / 10
+    assert ledger.of(chain).num_drafted == 6
+    assert ledger.of(chain).drafted_per_position == [2, 2, 2]
+    assert ledger.of(chain).accepted_per_position == [1, 1, 1]
 
 
 def test_what_lies_behind_a_cut_is_not_counted():

@@ -10,24 +10,31 @@ from law_cases import (
     PROMPT,
     ROUNDING,
     SAMPLED,
+    SometimesScripted,
     TreeDrafter,
     after_prompt,
     law_error,
+    make_grown_drafter,
     make_pair_drafter,
     make_tree_drafter,
     mean_accepted,
     one_hot_law,
     outcome_law,
     play,
+    script,
+    seasoned,
     tree_branches,
     tree_gains,
 )
+from secondguess.bench.traces import record
 from secondguess.controllers import make_controller
-from secondguess.core import Row
+from secondguess.core import Budgets, Row
 from secondguess.decode import Team, decode
+from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.enumeration import enumerate_rounds, largest_difference
 from secondguess.errors import BadInputError
+from secondguess.noise import KeyedNoise
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
@@ -111,6 +118,63 @@ def test_a_tree_may_grow_where_it_is_likely_to_pay(widths, pair, distinct):
 @DISTINCT
 def test_growing_trees_under_the_other_rules(verifier, distinct):
     assert tree_error(PAIRS["ternary"], verifier, (2, 1), distinct, least_chance=0.3) < ROUNDING
+
+
+def decider(kind):
+    """A controller that stops some trees after their first level, or drafts none; `cost` has learnt that drafting pays."""
+    return seasoned(2) if kind == "cost" else kind
+
+
+@pytest.mark.parametrize("controller", ["cost", "confidence:2,threshold=0.5", "entropy:2,threshold=0.4"])
+@pytest.mark.parametrize(("pair", "tree"), [("binary", "2x1"), ("zeros", "1x2")])
+def test_trees_of_a_draft_model_under_controllers(pair, tree, controller):
+    """Levels are drawn or not by the laws above them, which differ from branch to branch."""
+    pair = PAIRS[pair]
+    branches = play(pair, make_grown_drafter(pair, tree), "auto", decider(controller))
+    assert max(branch.num_accepted for branch in branches) > 0
+    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+
+
+@DISTINCT
+def test_a_tree_drafter_takes_turns_with_a_look_up(distinct):
+    """In one batch: behind the prompt the look-up has a chain, behind the other row's text it has none."""
+    pair = PAIRS["binary"]
+    parts = [SometimesScripted(script), make_tree_drafter(pair, (1, 2), distinct)]
+    team = Team(
+        TableModel(2, pair.target),
+        AlternatingDrafter(parts, 2),
+        make_verifier("auto"),
+        make_controller("fixed:3"),
+    )
+    texts = [list(PROMPT), [1, 1]]
+    by_row = enumerate_rounds(team, lambda: [Row(list(text), SAMPLED) for text in texts])
+    for text, branches in zip(texts, by_row, strict=True):
+        assert law_error(branches, lambda output, text=text: pair.target((*text, *output)), 3) < ROUNDING
+
+
+def test_parts_that_draw_siblings_in_different_ways_do_not_mix():
+    pair = PAIRS["binary"]
+    parts = [make_tree_drafter(pair, (2,), distinct) for distinct in (True, False)]
+    rows, budgets = (
+        [Row([0], SAMPLED), Row([1], SAMPLED)],
+        Budgets([1, 1], lambda *_: [True] * 2, parts=[0, 1]),
+    )
+    with pytest.raises(BadInputError, match="draw siblings alike"):
+        AlternatingDrafter(parts, 2).propose(rows, budgets, KeyedNoise.of_rows(rows))
+
+
+def test_traces_of_trees_are_refused():
+    """Cut to its first nodes a tree is not what a smaller one would have been."""
+    pair = PAIRS["binary"]
+    drafter = make_tree_drafter(pair, (2,), True)
+    with pytest.raises(BadInputError, match="expected a drafter of chains to record"):
+        record(TableModel(2, pair.target), drafter, make_verifier("auto"), [Row([0], SAMPLED)], 4)
+
+
+def test_dynamic_trees_of_a_draft_model():
+    pair = PAIRS["binary"]
+    drafter = make_grown_drafter(pair, "dynamic", nodes=4, width=2, depth=2)
+    assert law_error(play(pair, drafter, "auto", ROOMY), after_prompt(pair.target), 3) < ROUNDING
 
 
 def test_growing_trees_have_different_forms(monkeypatch):

@@ -6,6 +6,7 @@ target      the model whose law we keep           drafter     whoever guesses wh
 row         one sequence in flight                pending     a row's last committed token, which the target
                                                               has not cached yet; it opens the next forward
 draft       guessed nodes, a tree hanging from pending; a chain is the tree with one path
+level       the nodes of one depth; a draft's length is counted in levels, which in a chain are its nodes
 round       draft, score, judge, keep, commit     path        the accepted nodes, root to leaf
 correction  the token drawn after a rejection     bonus       the token drawn after full acceptance
 commit      tokens that became part of a row      room        how many tokens a row may still gain
@@ -295,7 +296,7 @@ class Verdict:
 
 
 MAX_DRAFT_LENGTH = 64
-"""No draft is useful beyond this many nodes: a larger number is a mistake."""
+"""No draft is useful beyond this many levels: a larger number is a mistake."""
 
 
 @dataclass(frozen=True)
@@ -306,9 +307,9 @@ class Prospect:
         part: which of a drafter's parts would guess; 0 for a drafter that is not made of several.
         kind: what is known of the guess beforehand, such as the length of a match. Guesses of one kind are
             expected to be accepted alike, so experience is kept by kind.
-        longest: most nodes it can give.
+        longest: most levels it can give.
         certain: its nodes have no law; nobody is asked whether to go on after them.
-        unread: tokens that have to be read before the first node can be drafted.
+        unread: tokens that have to be read before the first level can be drafted.
     """
 
     part: int = 0
@@ -319,7 +320,7 @@ class Prospect:
 
 
 class Plan(NamedTuple):
-    """Which part of the drafter guesses for a row, and how many nodes at most; none is plain decoding."""
+    """Which part of the drafter guesses for a row, and how many levels at most; none is plain decoding."""
 
     part: int
     length: int
@@ -330,11 +331,12 @@ class Budgets:
     """How far a drafter may go this round, decided without seeing any token it will draw.
 
     Args:
-        lengths: per row, the largest number of nodes.
-        go_on: given the drafter's laws `[row, vocab]` of the nodes just drawn, before sampling settings, and
-            the depth of those nodes, says per row whether to draw another node *after* them. It
-            is never shown the drawn tokens: that is the non-anticipation rule (algorithms page, 3.0). Rows
-            that drew no node at this depth have a line too; it means nothing.
+        lengths: per row, the largest number of levels; in a chain, nodes. How many nodes a level of a tree has is its
+            drafter's affair.
+        go_on: given the drafter's laws `[row, vocab]` of the nodes just drawn (of a tree's level, the law
+            behind its likeliest parent), before sampling settings, and the depth of those nodes, says per row whether
+            to draw another level *after* them. It is never shown the drawn tokens: that is the non-anticipation rule
+            (algorithms page, 3.0). Rows that drew no node at this depth have a line too; it means nothing.
         reads_laws: False when `go_on` always says yes, so that nobody makes a law just to ask it.
         parts: per row, which part of a drafter made of several is to guess; empty for the first everywhere.
     """

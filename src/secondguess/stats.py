@@ -22,7 +22,15 @@ Clock = Callable[[], float]
 class Stats:
     """Counters of one row, or of many added together.
 
-    `seconds`: wall-clock seconds, per phase, of the rounds a row took part in; rows of a batch share them.
+    Args:
+        num_rounds: target passes.
+        num_tokens: tokens committed.
+        num_drafted: nodes drafted; in a tree, those of all its branches.
+        num_accepted: nodes that became text; of a tree, at most one per position.
+        drafted_per_position: how many rounds had a node at depth 0, 1, ...; however many a tree had there, one of them could
+            be accepted.
+        accepted_per_position: how many of them had one accepted there. Over the former, the acceptance by position.
+        seconds: wall-clock seconds, per phase, of the rounds a row took part in; rows of a batch share them.
     """
 
     num_rounds: int = 0
@@ -35,7 +43,7 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted nodes; 0 when nothing was drafted."""
+        """Accepted over drafted nodes; 0 when nothing was drafted. Low for trees, which guess several times at one place."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
@@ -49,14 +57,14 @@ class Stats:
         total = sum(self.seconds.values())
         return self.num_tokens / total if total else 0.0
 
-    def count(self, num_drafted: int, commit: Commit) -> None:
-        """Add one round of one row. The depth of a node in a chain is its position."""
+    def count(self, num_drafted: int, depth: int, commit: Commit) -> None:
+        """Add one round of one row, whose draft had so many nodes on so many levels."""
         self.num_rounds += 1
         self.num_tokens += len(commit.tokens)
         self.num_drafted += num_drafted
         self.num_accepted += commit.num_accepted
-        _count_positions(self.drafted_per_position, num_drafted)
-        _count_positions(self.accepted_per_position, num_drafted, up_to=commit.num_accepted)
+        _count_positions(self.drafted_per_position, depth)
+        _count_positions(self.accepted_per_position, depth, up_to=commit.num_accepted)
 
     def as_dict(self) -> dict[str, object]:
         """Counters and ratios under their public names."""
@@ -143,5 +151,6 @@ class Ledger:
 
     def record(self, rows: Sequence[Row], draft: Draft, commits: Sequence[Commit]) -> None:
         """Count one round of every row."""
-        for row, num_drafted, commit in zip(rows, draft.lengths.tolist(), commits, strict=True):
-            self.of(row).count(num_drafted, commit)
+        sizes = zip(draft.lengths.tolist(), draft.depths.tolist(), strict=True)
+        for row, (num_drafted, depth), commit in zip(rows, sizes, commits, strict=True):
+            self.of(row).count(num_drafted, depth, commit)

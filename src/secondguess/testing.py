@@ -135,9 +135,10 @@ class ScriptedDrafter(Drafter):
 
 @dataclass
 class _Sapling:
-    """One row's tree while it grows: its nodes, and under which of them the next ones are to be drawn."""
+    """One row's tree while it grows to so many levels: its nodes, and under which of them the next ones are to be drawn."""
 
     context: tuple[int, ...]
+    num_levels: int
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
@@ -191,23 +192,27 @@ class LawTreeDrafter(Drafter):
         self.grows = grows
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        trees = [_Sapling(tuple(row.tokens)) for row in rows]
+        trees = [_Sapling(tuple(row.tokens), limit) for row, limit in zip(rows, budgets.lengths, strict=True)]
         for tree in trees:
             self._make_room(tree, -1)
-        for node in range(budgets.longest):
+        node = 0
+        while any(tree.places for tree in trees):
             by_depth: dict[int, list[int]] = {}
-            for index, (tree, limit) in enumerate(zip(trees, budgets.lengths, strict=True)):
-                if tree.places and node < limit:
+            for index, tree in enumerate(trees):
+                if tree.places:
                     by_depth.setdefault(len(tree.path(tree.places[0])), []).append(index)
             for depth, members in by_depth.items():
                 chosen = noise.select(torch.tensor(members))
                 self._draw([trees[index] for index in members], chosen, depth, node)
+            node += 1
         return self._draft(trees)
 
     def _make_room(self, tree: _Sapling, node: int) -> None:
         """Reserve the places of a node's children, if it gets any."""
         depth = len(tree.path(node))
-        if depth < len(self.widths) and (node < 0 or self.grows is None or self.grows(tree.chance(node))):
+        if depth < min(len(self.widths), tree.num_levels) and (
+            node < 0 or self.grows is None or self.grows(tree.chance(node))
+        ):
             tree.places.extend([node] * self.widths[depth])
 
     def _draw(self, trees: Sequence[_Sapling], noise: Noise, depth: int, node: int) -> None:

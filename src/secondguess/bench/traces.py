@@ -19,6 +19,7 @@ from secondguess.controllers.laws import DraftLaws
 from secondguess.core import Draft, Plan, Prospect, RoundTime, Row, Verdict
 from secondguess.decode import Team, decode
 from secondguess.drafters.base import Drafter
+from secondguess.errors import BadInputError
 from secondguess.noise import Noise
 from secondguess.runtime.base import Runtime
 from secondguess.verifiers.base import Verifier, query_depths
@@ -91,11 +92,16 @@ def record(
 ) -> list[Trace]:
     """Let the target write, token by token, and the drafter guess at every place.
 
+    A guess is a chain, so that cut to its first nodes it is what a shorter draft would have been.
+
     Args:
         rows: fresh rows with room for `num_tokens` and `depth + 1` more; they keep the text.
         num_tokens: places to record per row.
         depth: most nodes of a guess.
         tasks: of the rows; all of one nameless task by default.
+
+    Raises:
+        BadInputError: the drafter draws trees.
     """
     num_parts = max(len(choices) for choices in _prospects(drafter, rows))
     tapes: list[list[list[Guess]]] = []
@@ -189,6 +195,10 @@ class Teacher(Verifier):
         self._tape = tape
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+        if not draft.is_chain:
+            raise BadInputError(
+                "expected a drafter of chains to record a trace of, got a tree; leave out the drafter's option tree"
+            )
         longest = min(draft.num_nodes, self._tape.depth)
         chances = node_chances(draft, target_probs, noise)
         if noise.all_greedy or noise.all_coupled:

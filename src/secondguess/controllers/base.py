@@ -17,7 +17,7 @@ from secondguess.names import Name, refuse_argument, refuse_options
 
 
 class Controller(ABC):
-    """Decides how many nodes to draft.
+    """Decides how many levels to draft: in a chain, nodes.
 
     Attributes:
         name: as given to `--controller`, with the options that were used.
@@ -42,7 +42,7 @@ class Controller(ABC):
 
     @abstractmethod
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
-        """Per row, who guesses and how many nodes at most in the coming round.
+        """Per row, who guesses and how many levels at most in the coming round.
 
         Args:
             prospects: per row, the ways in which it could be drafted for, the drafter's own choice first;
@@ -50,10 +50,11 @@ class Controller(ABC):
         """
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
-        """Per row, whether to draft another node after one drawn from `laws` at this depth.
+        """Per row, whether to draft another level after one drawn from `laws` at this depth.
 
         The laws are the draft model's own, before sampling settings (which make them one-hot at temperature
-        0). The line of a row that drew no node at this depth means nothing, and neither does its answer.
+        0); of a tree's level, the law behind its likeliest parent. The line of a row that drew no node at this depth
+        means nothing, and neither does its answer.
         """
         return [True] * len(rows)
 

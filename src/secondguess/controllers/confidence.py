@@ -18,7 +18,7 @@ class ConfidenceOptions:
     """Options of `confidence:LENGTH,threshold=T`.
 
     Args:
-        length: nodes per round at most, 0 to 64; 0 is plain decoding.
+        length: levels per round at most (in a chain, nodes), 0 to 64; 0 is plain decoding.
         threshold: draft on while the drafter gives its whole path at least this chance, 0 to 1.
     """
 

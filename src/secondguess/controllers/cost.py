@@ -42,7 +42,7 @@ class CostOptions:
     """Options of `cost:LENGTH`.
 
     Args:
-        length: nodes per round at most, 0 to 64.
+        length: levels per round at most (in a chain, nodes), 0 to 64.
     """
 
     length: int = 16
@@ -160,7 +160,8 @@ class CostController(Controller):
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         num_rows = len(rows)
-        lengths = draft.lengths.tolist() if draft.num_nodes else [0] * num_rows
+        # In levels, as they are planned: what a level's nodes cost together is learnt from the clock.
+        lengths = draft.depths.tolist() if draft.num_nodes else [0] * num_rows
         drafted = [offer for offer in self._offers if lengths[offer.row]]
         if num_rows - lengths.count(0) > len(drafted):
             return  # requests that decide for themselves were drafted for: no news of what was planned
@@ -174,7 +175,7 @@ class CostController(Controller):
             self._book(rows, num_rows, time.total, 0.0)
             return
         accepted = verdict.lengths.tolist()
-        self._learn_times(num_rows, draft.num_nodes, drafted, lengths, time)
+        self._learn_times(num_rows, max(lengths), drafted, lengths, time)
         for offer in drafted:
             index = offer.row
             self.expectations.learn(

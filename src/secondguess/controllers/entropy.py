@@ -33,7 +33,7 @@ class EntropyOptions:
     """Options of `entropy:LENGTH,threshold=T`.
 
     Args:
-        length: nodes per round at most, 0 to 64; 0 is plain decoding.
+        length: levels per round at most (in a chain, nodes), 0 to 64; 0 is plain decoding.
         threshold: draft on while the bound gives the whole path at least this chance, 0 to 1.
     """
 
@@ -87,10 +87,10 @@ class EntropyController(Controller):
         return [survival >= self.options.threshold for survival in self._survival]
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
-        lengths = draft.lengths.tolist()
+        depths = draft.depths.tolist()
         for index, accepted in enumerate(verdict.lengths.tolist()):
-            # Nodes up to the first rejected one were judged on their own merits. Nobody asked about the last.
-            for place, root in enumerate(self._roots[index][: min(accepted + 1, lengths[index])]):
+            # Levels up to the first rejected one were judged on their own merits. Nobody asked about the last.
+            for place, root in enumerate(self._roots[index][: min(accepted + 1, depths[index])]):
                 self._see(root, place >= accepted)
 
     def _see(self, root: float, rejected: bool) -> None:

@@ -15,7 +15,7 @@ class FixedOptions:
     """Options of `fixed:LENGTH`.
 
     Args:
-        length: nodes per round, 0 to 64; 0 is plain decoding.
+        length: levels per round (in a chain, nodes), 0 to 64; 0 is plain decoding.
     """
 
     length: int = 5
@@ -25,7 +25,7 @@ class FixedOptions:
 
 
 class FixedController(Controller):
-    """Drafts as many nodes as its options say, in every round."""
+    """Drafts as many levels as its options say, in every round."""
 
     reads_laws = False
 

@@ -20,7 +20,7 @@ class LearnedOptions:
     """Options of `learned:PATH,length=K,threshold=H`.
 
     Args:
-        length: nodes per round at most, 0 to 64; 0 is plain decoding.
+        length: levels per round at most (in a chain, nodes), 0 to 64; 0 is plain decoding.
         threshold: draft on while the chance that some drafted node is rejected is at most this, 0 to 1.
     """
 

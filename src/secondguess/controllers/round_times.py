@@ -3,6 +3,9 @@
 A round over R rows whose longest draft has w nodes takes `rest(R, w)` seconds beside drafting, and a draft of k steps over n
 rows `drafting(part, n, k)`, so much to start and so much per step. Curves are kept as running averages that shrug off
 hiccups, so they follow a machine that changes its pace; of a plain round it is also learnt how it grows with the context.
+A round over R rows whose longest draft has w levels (in a chain, nodes) takes `rest(R, w)` seconds beside drafting, and a
+draft of k steps over n rows `drafting(part, n, k)`, so much to start and so much per step. Curves are kept as running
+averages that shrug off hiccups, so they follow a growing context and a machine that changes its pace.
 """
 
 from __future__ import annotations
@@ -103,7 +106,7 @@ class RoundTimes:
         return min(self._plain, key=lambda size: abs(size - num_rows), default=None)
 
     def rest(self, num_rows: int, width: int) -> float:
-        """Seconds of a round but for drafting, whose longest draft has `width` nodes."""
+        """Seconds of a round but for drafting, whose longest draft has `width` levels."""
         if width == 0:
             return self.plain(num_rows)
         return self.plain(num_rows) * self._ratio(num_rows, width)

@@ -74,7 +74,7 @@ class AlternatingDrafter(Drafter):
         certain = self.certain or noise.all_greedy
         if not any(draft.num_nodes for draft in drafts):
             return replace(drafts[0], probs=None) if certain else self._with_laws(drafts[0])
-        # Every row was drafted for by one part at most, so the longest draft of a row is its draft.
+        # Every row was drafted for by one part at most, so the draft of a row that has nodes is its draft.
         widest = max(drafts, key=lambda draft: draft.num_nodes)
         merged = [self._widened(draft, widest.num_nodes, certain) for draft in drafts]
         whose = torch.stack([draft.lengths for draft in drafts]).argmax(0)
@@ -85,8 +85,9 @@ class AlternatingDrafter(Drafter):
         )
         if certain:
             return Draft(tokens, parents, lengths)
+        distinct = self._agreed_on_siblings(drafts)
         laws = torch.stack([draft.probs for draft in merged if draft.probs is not None])
-        return Draft(tokens, parents, lengths, laws[whose, everyone])
+        return Draft(tokens, parents, lengths, laws[whose, everyone], distinct)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         for part in self.parts:
@@ -95,6 +96,16 @@ class AlternatingDrafter(Drafter):
     def end(self, row: Row) -> None:
         for part in self.parts:
             part.end(row)
+
+    def _agreed_on_siblings(self, drafts: Sequence[Draft]) -> bool:
+        """How siblings were drawn, which is said once for a whole draft; chains have none, and fit any answer."""
+        answers = {draft.distinct for draft in drafts if not draft.is_chain}
+        if len(answers) > 1:
+            raise BadInputError(
+                f"expected the parts of {self.name} to draw siblings alike, got some with and some without "
+                "replacement; let them take turns with drafters of chains"
+            )
+        return answers.pop() if answers else True
 
     def _share(self, budgets: Budgets, number: int) -> Budgets:
         """The budgets of the rows that this part guesses for; the others get none."""

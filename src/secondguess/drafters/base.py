@@ -105,10 +105,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        """Guess at most `budgets.lengths[i]` nodes for row i.
+        """Guess at most `budgets.lengths[i]` levels for row i: of a chain, nodes.
 
         A sampled node is drawn with `noise.draft` from the law that is reported in `Draft.probs`, after the
-        row's own sampling settings; after each node `budgets.go_on` decides, from its law, whether to go on.
+        row's own sampling settings; after each level `budgets.go_on` decides, from its law, whether to go on.
         """
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
