@@ -1,11 +1,9 @@
 """What rounds take, learnt from the rounds themselves: T_target(m) and T_draft(k) at the batch size in use.
 
-A round over R rows whose longest draft has w nodes takes `rest(R, w)` seconds beside drafting, and a draft of k steps over n
-rows `drafting(part, n, k)`, so much to start and so much per step. Curves are kept as running averages that shrug off
-hiccups, so they follow a machine that changes its pace; of a plain round it is also learnt how it grows with the context.
 A round over R rows whose longest draft has w levels (in a chain, nodes) takes `rest(R, w)` seconds beside drafting, and a
 draft of k steps over n rows `drafting(part, n, k)`, so much to start and so much per step. Curves are kept as running
-averages that shrug off hiccups, so they follow a growing context and a machine that changes its pace.
+averages that shrug off hiccups, so they follow a machine that changes its pace; of a plain round it is also learnt how it
+grows with the context.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class MedusaDrafter(SteppingDrafter):
     """
 
     def __init__(self, head: MedusaHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
-        target.request_hidden(head.hidden_layers)
         super().__init__(name, target.vocab_size, target.device, shape)
+        self.hidden_layers = head.hidden_layers
         self.head = head.eval().requires_grad_(False)
         self._states: dict[Row, Tensor] = {}
         self._num_drawn = 0
