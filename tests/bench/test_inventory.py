@@ -8,7 +8,7 @@ from secondguess.bench import BenchConfig
 from secondguess.bench.inventory import all_drafters, possession
 from secondguess.builtin import builtin_paths
 from secondguess.drafters import parse_drafter_name
-from secondguess.heads.exit import ExitHead
+from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.files import Provenance
 
 
@@ -23,7 +23,7 @@ def test_a_draft_model_takes_its_weights():
 
 
 def test_a_head_tells_how_long_it_was_trained(tmp_path):
-    ExitHead(1, 8, 4).save(tmp_path)
+    EarlyExitHead(1, 8, 4).save(tmp_path)
     Provenance("early-exit", "tiny", "0", training={"minutes": 2.5}).write(tmp_path)
     found = possession(f"early-exit:{tmp_path},tree=2x1")
     assert found.num_bytes == (tmp_path / "model.safetensors").stat().st_size

@@ -15,7 +15,7 @@ from secondguess.drafters.layer_skip import LayerSkipDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.eagle import Eagle1Head, EagleHead
-from secondguess.heads.exit import ExitHead
+from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
 from secondguess.heads.medusa import MedusaHead, MedusaShape
 from secondguess.heads.runtime import FeatureHead
@@ -81,7 +81,7 @@ def plain_feature_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 def early_exit_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     ends = target.ends()
-    head = seeded(lambda: ExitHead(1, ends.width, 32), ends)
+    head = seeded(lambda: EarlyExitHead(1, ends.width, 32), ends)
     return EarlyExitDrafter(target, 1, head, "early-exit", shape)
 
 

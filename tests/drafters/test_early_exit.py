@@ -16,7 +16,7 @@ from secondguess.drafters import make_drafter, target_runtime_for
 from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.trees import StaticTree, TreeShape
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
-from secondguess.heads.exit import ExitHead
+from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.learning import Lesson
 from secondguess.names import parse_name
 from secondguess.runtime.base import Runtime
@@ -105,21 +105,21 @@ def test_the_target_is_loaded_for_it() -> None:
 
 
 def test_an_adapter_comes_back_from_disk(tmp_path: Path) -> None:
-    head = ExitHead.fresh(fused_target().ends(), exit_layer=2, mlp_size=16, seed=5).double()
+    head = EarlyExitHead.fresh(fused_target().ends(), exit_layer=2, mlp_size=16, seed=5).double()
     torch.nn.init.normal_(head.down_proj.weight)
     head.save(tmp_path)
-    loaded = ExitHead.load(tmp_path).double()
+    loaded = EarlyExitHead.load(tmp_path).double()
     states = torch.randn(2, 3, 64, dtype=torch.float64)
     torch.testing.assert_close(loaded(states), head(states))
 
 
 def test_broken_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        ExitHead.load(tmp_path)
+        EarlyExitHead.load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="got llama"):
-        ExitHead.load(tmp_path)
-    ExitHead(1, 8, 4).save(tmp_path)
+        EarlyExitHead.load(tmp_path)
+    EarlyExitHead(1, 8, 4).save(tmp_path)
     target = fused_target()
     name = parse_name(f"early-exit:{tmp_path}", "drafter", ["early-exit"])
     with pytest.raises(BadInputError, match="width 64, got one for 8"):
@@ -142,7 +142,7 @@ def test_an_adapter_learns() -> None:
     tokens = torch.randint(0, 31, (4, 24), generator=torch.Generator().manual_seed(0))
     target.request_hidden([2, -1])
     lesson = Lesson(tokens, torch.ones_like(tokens, dtype=torch.bool), target.read(tokens).hidden)
-    head = ExitHead.fresh(ends, exit_layer=2, mlp_size=64, seed=0).double()
+    head = EarlyExitHead.fresh(ends, exit_layer=2, mlp_size=64, seed=0).double()
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
     marks = []
     for _ in range(40):

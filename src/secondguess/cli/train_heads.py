@@ -105,12 +105,46 @@ def add_commands(app: Typer) -> None:
     """Put one command per kind into `secondguess train`."""
     for kind, summary in SUMMARIES.items():
         app.command(kind, help=f"{summary}\n\n{_MORE}")(_command(kind))
+    app.command("layer-skip")(_layer_skip)
 
 
 _MORE = (
     "The target answers the prompts, the drafter learns from its states with the target frozen, and what was best on "
     "held-out texts is written to OUT with a card. Ctrl-C is safe: the same command continues."
 )
+
+
+def _layer_skip(
+    out: Out,
+    model: options.Model = "builtin",
+    data: Data = None,
+    num_prompts: Annotated[
+        int, Option(help="So many are answered and searched on.", rich_help_panel=DATA)
+    ] = 16,
+    max_tokens: MaxTokens = 128,
+    length: Length = 256,
+    temperature: Temperature = None,
+    seed: Annotated[int, Option(help="Of the answers.", rich_help_panel=DATA)] = 0,
+    dtype: options.Dtype = "auto",
+) -> int:
+    """Search for layers that the target can spare while it drafts.
+
+    Nothing is trained: layers are left out one by one, and what remains is weighed
+    on the target's own answers to the prompts. Use it as layer-skip:OUT.
+    """
+    from secondguess.bench.lesson_texts import DEFAULT_TEMPERATURES, AnswerSettings
+    from secondguess.bench.skip_training import SkipJob, search_layers
+
+    answers = AnswerSettings(
+        tuple(temperature or DEFAULT_TEMPERATURES), max_tokens=max_tokens, length=length, seed=seed
+    )
+    job = SkipJob(out, model, dtype, tuple(data or ()), num_prompts, answers)
+    with Interruption() as interruption, _shown(interruption) as show:
+        found = search_layers(job, show)
+    print(f"skipped layers: {', '.join(map(str, found.skipped))}")
+    print(f"expected: {found.acceptance:.1%} accepted, c = {found.cost_ratio:.2f}, {found.speedup:.2f}x")
+    print(f"wrote {out}", flush=True)
+    return 0
 
 
 def _command(kind: str) -> Callable[..., int]:

@@ -17,7 +17,7 @@ from secondguess.drafters.base import Supplies
 from secondguess.drafters.stepping import SteppingDrafter
 from secondguess.drafters.trees import TreeOptions, TreeShape
 from secondguess.errors import BadInputError
-from secondguess.heads.exit import ExitHead
+from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.names import Name, read_options
 from secondguess.noise import Noise
 from secondguess.runtime.base import Runtime
@@ -89,8 +89,8 @@ class EarlyExitDrafter(SteppingDrafter):
         return self._target.read_ahead(rows, draft, self._num_layers)
 
 
-def _load_head(folder: Path, target: Runtime) -> ExitHead:
-    head, ends = ExitHead.load(folder), target.ends()
+def _load_head(folder: Path, target: Runtime) -> EarlyExitHead:
+    head, ends = EarlyExitHead.load(folder), target.ends()
     width = head.norm.weight.shape[0]
     if width != ends.width:
         raise BadInputError(

@@ -143,17 +143,22 @@ class EarlyExitRecipe(Recipe):
 
     Args:
         layer: after which the target is left; 0 for a quarter of them.
+        mlp_size: of the adapter's feed-forward; 0 for twice the target's width.
     """
 
     layer: int = 0
+    mlp_size: int = 0
 
     kind = "early-exit"
     guesses_alone = True
 
     def fresh(self, target: TargetFacts) -> Learner:
         layer = self.layer or max(1, target.num_layers // 4)
-        require_between("the layer", layer, 1, target.num_layers)
-        learner: Learner = _head("early_exit:EarlyExitHead").fresh(target.ends, layer, seed=target.seed)
+        require_between("the layer", layer, 1, target.num_layers - 1)
+        mlp_size = self.mlp_size or 2 * target.ends.width
+        learner: Learner = _head("early_exit:EarlyExitHead").fresh(
+            target.ends, layer, mlp_size, seed=target.seed
+        )
         return learner
 
     def weights(self, num_depths: int) -> list[float]:

@@ -24,7 +24,7 @@ from secondguess.runtime.base import Ends
 KIND = "secondguess-early-exit"
 
 
-class ExitHead(Learner):
+class EarlyExitHead(Learner):
     """A gated feed-forward beside the state, and a norm of its own before the target's head.
 
     Args:
@@ -50,7 +50,7 @@ class ExitHead(Learner):
         self.norm = Norm(width, norm_eps)
 
     @classmethod
-    def fresh(cls, ends: Ends, exit_layer: int, mlp_size: int, seed: int) -> ExitHead:
+    def fresh(cls, ends: Ends, exit_layer: int, mlp_size: int, seed: int) -> EarlyExitHead:
         """One that reads the state as it stands until it has learnt better."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -90,7 +90,7 @@ class ExitHead(Learner):
         save_file(weights, folder / "model.safetensors")
 
     @classmethod
-    def load(cls, folder: Path) -> ExitHead:
+    def load(cls, folder: Path) -> EarlyExitHead:
         """Read what `save` wrote.
 
         Raises:
