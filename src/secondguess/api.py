@@ -228,8 +228,9 @@ def load(
 
     Args:
         model: a directory or a cached model's name; `builtin` is the target in the box.
-        drafter: `none`, `model:PATH`, `ngram`, `suffix`, each with `,key=value` options, or several joined by `+`, which
-            take turns. Without it, the
+        drafter: `none`, `model:PATH`, `ngram`, `suffix`, `early-exit[:PATH]`, `layer-skip:PATH`, `medusa[:PATH]`,
+            `mtp[:PATH]`, `eagle[:PATH]`, `dspark[:PATH]` (see `docs/drafters.md`), each with `,key=value` options, or several
+            joined by `+`, which take turns. Without a path it is what was shipped for the target. Without a name the
             built-in target gets `suffix` and its own draft model, any other model `suffix`, which needs nothing.
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`, `traversal` or
             `coupled`.

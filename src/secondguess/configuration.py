@@ -131,7 +131,7 @@ class LoadSettings(_Table):
     """What `load` takes, by the same names; None leaves a choice to `load`, which also checks names."""
 
     model: str = _key(_text, "the target: a directory, a cached model's name, or builtin", required=True)
-    drafter: str | None = _key(_text, "who guesses: none, model:PATH, ngram, suffix")
+    drafter: str | None = _key(_text, "who guesses: none, model:PATH, ngram, suffix, early-exit, medusa, ...")
     verifier: str | None = _key(_text, "who decides; auto is always lossless")
     controller: str | None = _key(_text, "how far to guess")
     dtype: str | None = _key(_text, "what computes")
