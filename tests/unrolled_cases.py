@@ -16,6 +16,7 @@ from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.stepping import SteppingDrafter
 from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.learning import Lesson
+from secondguess.heads.mtp import MtpHead
 from secondguess.heads.unrolled import UnrolledHead
 from secondguess.runtime.base import Ends, Hidden
 from secondguess.runtime.transformers import TransformersRuntime
@@ -67,7 +68,15 @@ def make_eagle1(ends: Ends) -> UnrolledHead:
     return Eagle1Head.fresh(ends, VOCAB_SIZE, seed=1)
 
 
-UNROLLED: dict[str, Callable[[Ends], UnrolledHead]] = {"eagle3": make_eagle3, "eagle1": make_eagle1}
+def make_mtp(ends: Ends) -> UnrolledHead:
+    return MtpHead.fresh(ends, VOCAB_SIZE, NUM_LAYERS, seed=1)
+
+
+UNROLLED: dict[str, Callable[[Ends], UnrolledHead]] = {
+    "eagle3": make_eagle3,
+    "eagle1": make_eagle1,
+    "mtp": make_mtp,
+}
 """Kind -> an untrained head for `target_model`."""
 
 

@@ -13,6 +13,7 @@ from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
+from secondguess.heads.mtp import MtpHead
 from secondguess.heads.runtime import FeatureHead
 from secondguess.runtime.base import Ends, Hidden, Runtime
 
@@ -88,9 +89,16 @@ def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
 
 
+def mtp_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    ends = target.ends()
+    head = MtpHead.fresh(ends, target.vocab_size, target.num_layers, seed=4)
+    return FeatureDrafter(head.to(ends.dtype).eval(), target, "mtp", shape)
+
+
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "feature": plain_feature_drafter,
     "eagle3": eagle3_drafter,
     "eagle1": eagle1_drafter,
+    "mtp": mtp_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""

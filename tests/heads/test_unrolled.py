@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from secondguess.heads.unrolled import shape_of_width
 from secondguess.runtime.transformers import TransformersRuntime

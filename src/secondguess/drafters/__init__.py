@@ -21,6 +21,7 @@ DRAFTERS = {
     "ngram": "secondguess.drafters.ngram:NgramDrafter",
     "suffix": "secondguess.drafters.suffix:SuffixDrafter",
     "eagle": "secondguess.drafters.eagle:EagleDrafter",
+    "mtp": "secondguess.drafters.mtp:MtpDrafter",
 }
 """Kind of drafter -> where its class is; imported only when it is asked for."""
 
