@@ -18,6 +18,7 @@ from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
 from secondguess.heads.medusa import MedusaHead, MedusaShape
+from secondguess.heads.mtp import MtpHead
 from secondguess.heads.runtime import FeatureHead
 from secondguess.runtime.base import Ends, Hidden, Runtime
 
@@ -110,6 +111,12 @@ def medusa_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return MedusaDrafter(head, target, "medusa", shape)
 
 
+def mtp_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    ends = target.ends()
+    head = MtpHead.fresh(ends, target.vocab_size, target.num_layers, seed=4)
+    return FeatureDrafter(head.to(ends.dtype).eval(), target, "mtp", shape)
+
+
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "feature": plain_feature_drafter,
     "early-exit": early_exit_drafter,
@@ -117,6 +124,7 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "eagle3": eagle3_drafter,
     "eagle1": eagle1_drafter,
     "medusa": medusa_drafter,
+    "mtp": mtp_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
 

@@ -24,6 +24,7 @@ DRAFTERS = {
     "suffix": "secondguess.drafters.suffix:SuffixDrafter",
     "eagle": "secondguess.drafters.eagle:EagleDrafter",
     "medusa": "secondguess.drafters.medusa:MedusaDrafter",
+    "mtp": "secondguess.drafters.mtp:MtpDrafter",
 }
 """Kind of drafter -> where its class is; imported only when it is asked for."""
 

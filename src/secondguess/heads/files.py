@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,6 +26,9 @@ from secondguess.names import Name
 from secondguess.runtime.fingerprint import hash_weights
 
 PROVENANCE = "secondguess.json"
+
+INSIDE = {"mtp": "secondguess.heads.mtp_files:is_inside"}
+"""Kind of drafter that may come inside its target's checkpoint -> where the function is that says so of a folder."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def read_provenance(folder: Path) -> Provenance | None:
 
 
 def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
-    """The folder of a trained drafter: the one that a name says, or the one that was shipped for the target.
+    """The folder of a trained drafter: the one that a name says, the one that was shipped for the target, or the target's.
 
     Warns when it was trained for other weights: it then guesses worse, and the text stays right.
 
@@ -77,15 +81,23 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
                 f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
             )
     else:
-        shipped = head_path(name.kind) if target_name == "builtin" else None
-        if shipped is None:
+        found = _find_own(name.kind, target_name, Path(target_path))
+        if found is None:
             raise BadInputError(
                 f"expected {name.kind}:PATH for the target {target_name}, for which none is in the box, got no path; "
                 f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
             )
-        folder = shipped
+        folder = found
     _warn_of_stranger(folder, name.kind, target_name, target_path)
     return folder
+
+
+def _find_own(kind: str, target_name: str, target_path: Path) -> Path | None:
+    """What the target has without anybody naming it."""
+    if target_name == "builtin" and (shipped := head_path(kind)):
+        return shipped
+    module, _, function = INSIDE.get(kind, "").partition(":")
+    return target_path if function and getattr(import_module(module), function)(target_path) else None
 
 
 def _warn_of_stranger(folder: Path, kind: str, target_name: str, target_path: str) -> None:
@@ -151,6 +163,31 @@ def read_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, Tens
         raise CheckpointError(f"expected readable weights in {folder}, got: {first}") from error
     if not tensors:
         raise CheckpointError(f"expected weights (safetensors, .pt or .bin) in {folder}, got none")
+    return tensors
+
+
+def find_tensors(folder: Path) -> dict[str, Path]:
+    """In which safetensors file each tensor of a folder is; none of them is read.
+
+    Raises:
+        CheckpointError: a broken file.
+    """
+    places: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                places |= dict.fromkeys(file.keys(), path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"expected readable weights in {folder}, got: {error}") from error
+    return places
+
+
+def read_named_tensors(places: Mapping[str, Path]) -> dict[str, Tensor]:
+    """Tensors by name, out of the files that `find_tensors` found them in."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(set(places.values())):
+        with safe_open(path, "pt") as file:
+            tensors |= {name: file.get_tensor(name) for name, place in places.items() if place == path}
     return tensors
 
 

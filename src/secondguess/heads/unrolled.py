@@ -86,7 +86,7 @@ class UnrolledHead(FeatureHead, Learner):
         return everywhere
 
     def unroll(self, lesson: Lesson) -> list[Tensor]:
-        """What the head thinks, by depth: `[row, place, feature_width]`, one place fewer at each depth.
+        """What the head thinks, by depth: `[row, place, feature_width]`, one place fewer at each depth, while there are any.
 
         The thought at depth t and place j has read the tokens up to j + 1 + t, those behind j + 1 beside its own thoughts, and
         guesses the one at j + 2 + t.
@@ -95,8 +95,8 @@ class UnrolledHead(FeatureHead, Learner):
         features = self.features({layer: lesson.hidden[layer].to(dtype) for layer in self.hidden_layers})
         attention = ChainsOfPlaces()
         thoughts: list[Tensor] = []
-        for step in range(self.num_steps):
-            num_places = max(lesson.tokens.shape[1] - 2 - step, 0)
+        for step in range(min(self.num_steps, lesson.tokens.shape[1] - 2)):
+            num_places = lesson.tokens.shape[1] - 2 - step
             places = slice(1 + step, 1 + step + num_places)
             behind = (thoughts[-1] if thoughts else features)[:, :num_places]
             positions = torch.arange(num_places, device=lesson.tokens.device)[None] + step
@@ -119,7 +119,9 @@ class UnrolledHead(FeatureHead, Learner):
             losses.append(mean_where(objective(known, own), counts))
             with torch.no_grad():
                 accepted.append(mean_where(overlap(target_logits, self.logits(thought)), counts))
-        return Marks(losses, accepted)
+        # A text that ends before a depth says nothing of it.
+        missing = [taught.new_zeros(())] * (self.num_steps - len(losses))
+        return Marks(losses + missing, accepted + missing)
 
 
 def shape_of_width(width: int) -> LayerShape:

@@ -1,0 +1,25 @@
+"""The target's own multi-token-prediction module, or one trained for it (DeepSeek-V3, arXiv 2412.19437): `mtp`, `mtp:PATH`, or in
+trees `mtp,tree=3x2x1`."""
+
+from __future__ import annotations
+
+from secondguess.drafters.base import Supplies
+from secondguess.drafters.feature import FeatureDrafter
+from secondguess.drafters.trees import TreeOptions
+from secondguess.heads.mtp_files import load_mtp
+from secondguess.names import Name, read_options
+
+
+class MtpDrafter(FeatureDrafter):
+    """Drafts with one module, applied again behind its own guesses."""
+
+    @classmethod
+    def build(cls, name: Name, supplies: Supplies) -> MtpDrafter:
+        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        folder = supplies.find_head(name)
+        target = supplies.require_target(name)
+        ends = target.ends()
+        head = load_mtp(folder, ends, target.vocab_size, target.num_layers)
+        where = f":{name.argument}" if name.argument else ""
+        head = head.to(target.device, ends.dtype).eval()
+        return cls(head, target, f"{name.kind}{where}{options}", options.shape)

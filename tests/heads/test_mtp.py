@@ -1,0 +1,293 @@
+"""Multi-token-prediction modules: three families' names, inside a checkpoint and alone; what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_layers import Tensors, layer_config, layer_tensors, plain_layer, plain_norm, random_tensors
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from secondguess.drafters import make_drafter
+from secondguess.drafters.mtp import MtpDrafter
+from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
+from secondguess.heads.mtp import MtpHead
+from secondguess.heads.mtp_files import is_inside, load_mtp, save_mtp
+from secondguess.runtime.transformers import TransformersRuntime
+from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, target_model
+
+ENDS = TransformersRuntime(target_model()).ends()
+Names = dict[str, str]
+"""What a family calls the parts: `prefix`, `layer`, `enorm`, `hnorm`, `project`, `norm`."""
+
+DEEPSEEK = {
+    "prefix": f"model.layers.{NUM_LAYERS}.",
+    "layer": "",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "project": "eh_proj",
+    "norm": "shared_head.norm",
+}
+QWEN = {
+    "prefix": "mtp.",
+    "layer": "layers.0.",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "project": "fc",
+    "norm": "norm",
+}
+MIMO = {
+    "prefix": "model.mtp_layers.0.",
+    "layer": "",
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "project": "input_proj",
+    "norm": "final_layernorm",
+}
+
+
+def write(folder: Path, names: Names, own: tuple[str, ...] = (), **config: Any) -> Path:
+    """A checkpoint with a module in it: two files, as large ones have."""
+    prefix = names["prefix"]
+    layer = prefix + names["layer"]
+    tensors = {
+        **layer_tensors(layer, WIDTH, WIDTH, bias=names is MIMO),
+        **random_tensors(
+            {
+                f"{layer}input_layernorm.weight": (WIDTH,),
+                f"{prefix}{names['enorm']}.weight": (WIDTH,),
+                f"{prefix}{names['hnorm']}.weight": (WIDTH,),
+                f"{prefix}{names['project']}.weight": (WIDTH, 2 * WIDTH),
+                f"{prefix}{names['norm']}.weight": (WIDTH,),
+                **{prefix + name: (VOCAB_SIZE, WIDTH) for name in own},
+            }
+        ),
+    }
+    half = len(tensors) // 2
+    around = {
+        "model.embed_tokens.weight": torch.ones(3, 3),
+        "model.layers.0.mlp.up_proj.weight": torch.ones(2),
+    }
+    save_file(dict(list(tensors.items())[:half]) | around, folder / "model-00001-of-00002.safetensors")
+    save_file(dict(list(tensors.items())[half:]), folder / "model-00002-of-00002.safetensors")
+    described = layer_config(WIDTH, VOCAB_SIZE) | {"num_hidden_layers": NUM_LAYERS} | config
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def deepseek(folder: Path) -> Path:
+    return write(folder, DEEPSEEK, num_nextn_predict_layers=1)
+
+
+def deepseek_with_ends(folder: Path) -> Path:
+    return write(folder, DEEPSEEK, own=("shared_head.head.weight", "embed_tokens.weight"))
+
+
+def qwen(folder: Path) -> Path:
+    return write(folder, QWEN, mtp_num_hidden_layers=1)
+
+
+def mimo(folder: Path) -> Path:
+    return write(folder, MIMO, model_type="mimo", attention_bias=True, num_nextn_predict_layers=1)
+
+
+def part_of_a_larger_model(folder: Path) -> Path:
+    write(folder, DEEPSEEK)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "sees_too", "text_config": config}))
+    return folder
+
+
+FORMATS: dict[str, tuple[Callable[[Path], Path], Names]] = {
+    "deepseek": (deepseek, DEEPSEEK),
+    "deepseek-with-ends": (deepseek_with_ends, DEEPSEEK),
+    "qwen": (qwen, QWEN),
+    "mimo": (mimo, MIMO),
+    "part-of-a-larger-model": (part_of_a_larger_model, DEEPSEEK),
+}
+every_format = pytest.mark.parametrize(("make", "names"), FORMATS.values(), ids=FORMATS)
+
+
+def plain_mtp(weights: Tensors, names: Names, tokens: list[int], length: int, depth: int) -> Tensor:
+    """Logits behind `length + depth` tokens of which `depth` were drafted."""
+    prefix = names["prefix"]
+    model = target_model()
+    of = {part: weights[f"{prefix}{names[part]}.weight"] for part in ("enorm", "hnorm", "project", "norm")}
+    table = weights.get(f"{prefix}embed_tokens.weight", model.model.embed_tokens.weight)
+    head = weights.get(f"{prefix}shared_head.head.weight", model.lm_head.weight)
+    layer = prefix + names["layer"]
+    features = model.model(torch.tensor([tokens[:length]])).last_hidden_state[0, : length - 1]
+    for step in range(depth + 1):
+        both = [
+            plain_norm(table[tokens[1 : length + step]], of["enorm"]),
+            plain_norm(features, of["hnorm"]),
+        ]
+        joined = torch.cat(both[::-1] if names is MIMO else both, -1) @ of["project"].T
+        read = plain_norm(joined, weights[f"{layer}input_layernorm.weight"])
+        state = plain_layer(weights, layer, joined, read)[-1]
+        normed = plain_norm(state, of["norm"])
+        features = torch.cat([features, (state if names is DEEPSEEK else normed)[None]])
+    return normed @ head.T
+
+
+def load(folder: Path) -> MtpHead:
+    return load_mtp(folder, ENDS, VOCAB_SIZE, NUM_LAYERS).double()
+
+
+@every_format
+def test_a_published_module_says_what_its_paper_says(
+    make: Callable[[Path], Path], names: Names, tmp_path: Path
+) -> None:
+    folder = make(tmp_path)
+    weights: Tensors = {}
+    for path in folder.glob("*.safetensors"):
+        weights |= load_file(path)
+    found = drafted_logits(load(folder), TEXT[:6], TEXT[6:9])
+    for depth in range(3):
+        with torch.no_grad():
+            expected = plain_mtp(weights, names, TEXT, 6, depth)
+        torch.testing.assert_close(found[depth], expected, atol=1e-5, rtol=1e-4)
+
+
+@every_format
+def test_what_is_written_is_read_back(make: Callable[[Path], Path], names: Names, tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    head = load(make(tmp_path / "from"))
+    save_mtp(head, tmp_path / "to")
+    assert f"model.layers.{NUM_LAYERS}.eh_proj.weight" in load_file(tmp_path / "to" / "model.safetensors")
+    again = load(tmp_path / "to")
+    assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
+
+
+class Loaded:
+    """A target as a user has it."""
+
+    name = "tiny"
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.runtime = TransformersRuntime(target_model())
+
+
+def drafter_of(name: str, target: Loaded) -> MtpDrafter:
+    drafter = make_drafter(
+        name,
+        target_vocab_size=VOCAB_SIZE,
+        load_draft_model=lambda path: pytest.fail("no draft model is needed"),
+        target=target,
+    )
+    assert isinstance(drafter, MtpDrafter)
+    return drafter
+
+
+@every_format
+def test_without_a_path_it_is_the_targets_own(
+    make: Callable[[Path], Path], names: Names, tmp_path: Path
+) -> None:
+    assert is_inside(make(tmp_path))
+    drafter = drafter_of("mtp,tree=2x1", Loaded(tmp_path))
+    assert drafter.name == "mtp,tree=2x1"
+    expected = load(tmp_path).state_dict()
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in drafter.runtime.head.state_dict().items()
+    )
+
+
+def test_with_a_path_it_is_what_lies_there(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    head = MtpHead.fresh(ENDS, VOCAB_SIZE, NUM_LAYERS, seed=0)
+    save_mtp(head, tmp_path / "module")
+    drafter = drafter_of(f"mtp:{tmp_path / 'module'}", Loaded(deepseek(tmp_path / "target")))
+    assert torch.equal(drafter.runtime.head.state_dict()["eh_proj.weight"], head.eh_proj.weight.double())
+
+
+def test_a_target_without_a_module_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(layer_config(WIDTH, VOCAB_SIZE)))
+    assert not is_inside(tmp_path)
+    assert not is_inside(tmp_path / "nowhere")
+    with pytest.raises(BadInputError, match="expected mtp:PATH for the target tiny"):
+        drafter_of("mtp", Loaded(tmp_path))
+
+
+def test_of_several_modules_the_first_drafts_and_it_is_said(tmp_path: Path) -> None:
+    deepseek(tmp_path)
+    second = {f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight": torch.ones(WIDTH, 2 * WIDTH)}
+    save_file(second, tmp_path / "model-00003-of-00003.safetensors")
+    with pytest.warns(UserWarning, match="several multi-token-prediction modules: the first one"):
+        load(tmp_path)
+
+
+def edit(folder: Path, **changes: object) -> Path:
+    """Other fields in config.json; None takes one out."""
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in (config | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def with_tensors(folder: Path, change: Callable[[Tensors, str], object]) -> Path:
+    """The module's tensors in one file, changed; the change is told where their names begin."""
+    tensors: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+        path.unlink()
+    change(tensors, DEEPSEEK["prefix"])
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def without(name: str) -> Callable[[Path], Path]:
+    return lambda at: with_tensors(deepseek(at), lambda each, prefix: each.pop(prefix + name))
+
+
+def beside(name: str, *size: int) -> Callable[[Path], Path]:
+    return lambda at: with_tensors(
+        deepseek(at), lambda each, prefix: each.update({prefix + name: torch.ones(size)})
+    )
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (without("hnorm.weight"), "missing hnorm.weight"),
+    "none": (
+        without("eh_proj.weight"),
+        r"expected a multi-token-prediction module .* model.layers.4.eh_proj",
+    ),
+    "unknown": (beside("x.weight", 1), "unknown layer.x.weight"),
+    "wrong shape": (beside("eh_proj.weight", WIDTH, WIDTH), r"\[32, 32\] instead of \[32, 64\]"),
+    "latent attention": (beside("self_attn.kv_a_proj_with_mqa.weight", 1), r"latent attention \(MLA\)"),
+    "experts": (beside("mlp.experts.0.up_proj.weight", 1), r"mixture of experts \(MoE\)"),
+    "a router": (beside("mlp.gate.weight", 1), r"mixture of experts \(MoE\)"),
+    "gates": (lambda at: edit(qwen(at), attn_output_gate=True), "gated attention"),
+    "another layer": (lambda at: edit(deepseek(at), model_type="gpt_oss"), "got gpt_oss"),
+    "another width": (lambda at: edit(deepseek(at), hidden_size=64), "width 32"),
+    "another vocabulary": (lambda at: edit(deepseek(at), vocab_size=32), "got one for 32 and 4"),
+    "another depth": (lambda at: edit(qwen(at), num_hidden_layers=5), "got one for 31 and 5"),
+    "no sizes": (lambda at: edit(deepseek(at), intermediate_size=None), "expected intermediate_size in"),
+    "no depth": (lambda at: edit(deepseek(at), num_hidden_layers=None), "expected num_hidden_layers in"),
+    "no json": (lambda at: (deepseek(at) / "config.json").write_text("[1]"), "JSON object"),
+    "broken": (lambda at: (deepseek(at) / "x.safetensors").write_text("{"), "readable weights"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), FAULTS.values(), ids=FAULTS)
+def test_what_cannot_be_used_is_refused_in_one_line(
+    make: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    make(tmp_path)
+    with pytest.raises(SecondGuessError, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+    unsupported = any(word in message for word in ("MLA", "MoE", "gated", "gpt_oss"))
+    assert isinstance(caught.value, UnsupportedModelError) == unsupported
+
+
+def test_a_fresh_module_is_chosen_by_its_seed() -> None:
+    one, same, other = (MtpHead.fresh(ENDS, VOCAB_SIZE, NUM_LAYERS, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(one.eh_proj.weight, same.eh_proj.weight)
+    assert not torch.equal(one.eh_proj.weight, other.eh_proj.weight)
+    assert torch.equal(one.norm.weight, torch.ones(WIDTH))

@@ -1,0 +1,106 @@
+"""Every head that feeds on its own thoughts: training does what drafting does, and it teaches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from secondguess.heads.unrolled import shape_of_width
+from secondguess.runtime.transformers import TransformersRuntime
+from unrolled_cases import (
+    TEXT,
+    UNROLLED,
+    drafted_logits,
+    drafts_as_it_learned,
+    fresh_head,
+    lesson_of,
+    target_model,
+    unrolled_logits,
+)
+
+every_head = pytest.mark.parametrize("kind", UNROLLED)
+
+
+def cross_entropy(target_logits: Tensor, logits: Tensor) -> Tensor:
+    return -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+@every_head
+@pytest.mark.parametrize("length", [2, 3, 9])
+def test_each_step_of_training_is_a_step_of_drafting(kind: str, length: int) -> None:
+    """Rotations are made in float32, and the two count their places from another start."""
+    head = fresh_head(kind)
+    found = drafted_logits(head, TEXT[:length], TEXT[length : length + head.num_steps])
+    expected = unrolled_logits(head, TEXT, length)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@every_head
+def test_it_drafts_as_it_learned_after_any_rounds(kind: str) -> None:
+    assert drafts_as_it_learned(kind)
+
+
+@every_head
+def test_what_comes_later_does_not_matter(kind: str) -> None:
+    head = fresh_head(kind)
+    changed = [*TEXT[:-3], *(30 - token for token in TEXT[-3:])]
+    ours, theirs = (head.unroll(lesson_of(torch.tensor([text]), target_model())) for text in (TEXT, changed))
+    for depth, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        # The thought of place j has read tokens up to j + 1 + depth.
+        num_same = len(TEXT) - 3 - 1 - depth
+        assert torch.equal(one[:, :num_same], other[:, :num_same])
+        assert not torch.equal(one, other)
+
+
+@every_head
+def test_marks_are_by_depth_and_of_the_places_that_count(kind: str) -> None:
+    head = fresh_head(kind)
+    model = target_model()
+    lesson = lesson_of(torch.tensor([TEXT]), model)
+    lesson.counts[:] = False
+    lesson.counts[0, 6] = True
+    marks = head.learn(lesson, TransformersRuntime(model).ends(), cross_entropy)
+    target_logits = model(torch.tensor([TEXT])).logits[0, 5]
+    known = torch.arange(31) if head.words is None else head.words
+    for depth, (loss, accepted) in enumerate(zip(marks.losses, marks.accepted, strict=True)):
+        # The token at 6 is guessed at this depth by the chain whose root is that much earlier.
+        own = drafted_logits(head, TEXT[: 6 - depth], TEXT[6 - depth : 7])[depth]
+        expected = cross_entropy(target_logits[known], own[known])
+        torch.testing.assert_close(loss.detach(), expected, atol=1e-5, rtol=1e-5)
+        shared = torch.minimum(target_logits.softmax(-1), own.softmax(-1)).sum()
+        torch.testing.assert_close(accepted, shared.to(accepted.dtype), atol=1e-5, rtol=1e-5)
+        assert not accepted.requires_grad
+
+
+@every_head
+def test_it_learns(kind: str) -> None:
+    model = target_model(torch.float32)
+    ends = TransformersRuntime(model).ends()
+    head = fresh_head(kind, torch.float32).train()
+    generator = torch.Generator().manual_seed(0)
+    lesson = lesson_of(torch.randint(31, (8, 24), generator=generator), model)
+    optimiser = torch.optim.Adam(head.parameters(), lr=1e-3)
+    history = []
+    for _ in range(30):
+        marks = head.learn(lesson, ends, cross_entropy)
+        loss = torch.stack(marks.losses).sum()
+        history.append([float(each.detach()) for each in marks.losses])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert all(last < first - 0.1 for first, last in zip(history[0], history[-1], strict=True))
+    assert all(parameter.grad is not None for parameter in head.parameters() if parameter.requires_grad)
+
+
+@every_head
+def test_texts_too_short_to_guess_deep_teach_what_they_can(kind: str) -> None:
+    lesson = lesson_of(torch.tensor([TEXT[:4]]), target_model())
+    marks = fresh_head(kind).learn(lesson, TransformersRuntime(target_model()).ends(), cross_entropy)
+    assert [float(loss.detach()) > 0 for loss in marks.losses] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("width", [256, 96, 24, 6])
+def test_a_layer_fits_any_width(width: int) -> None:
+    shape = shape_of_width(width)
+    assert shape.num_heads * shape.head_size == width

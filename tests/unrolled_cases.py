@@ -1,0 +1,127 @@
+"""Heads that feed on their own thoughts, held to one truth: what training makes of a place is what drafting makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from secondguess.controllers import make_controller
+from secondguess.core import Row
+from secondguess.decode import Team, decode
+from secondguess.drafters.feature import FeatureDrafter
+from secondguess.drafters.stepping import SteppingDrafter
+from secondguess.heads.eagle import Eagle1Head, EagleHead
+from secondguess.heads.learning import Lesson
+from secondguess.heads.mtp import MtpHead
+from secondguess.heads.unrolled import UnrolledHead
+from secondguess.runtime.base import Ends, Hidden
+from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.sampling import SamplingParams
+from secondguess.verifiers import make_verifier
+
+VOCAB_SIZE = 31
+WIDTH = 32
+NUM_LAYERS = 4
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+
+
+@cache
+def target_model(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+    """Its laws are neither flat nor certain."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+
+
+def lesson_of(tokens: Tensor, model: LlamaForCausalLM) -> Lesson:
+    """What the target thought of texts `[row, position]`, all of it to be guessed but the first two tokens."""
+    with torch.no_grad():
+        states = model(tokens, output_hidden_states=True).hidden_states
+    hidden: Hidden = {**dict(enumerate(states)), -1: states[-1]}
+    counts = torch.ones_like(tokens, dtype=torch.bool)
+    counts[:, :2] = False
+    return Lesson(tokens, counts, hidden)
+
+
+def make_eagle3(ends: Ends) -> UnrolledHead:
+    counts = torch.arange(VOCAB_SIZE) % 11
+    return EagleHead.fresh(ends, NUM_LAYERS, draft_vocab_size=24, counts=counts, seed=1)
+
+
+def make_eagle1(ends: Ends) -> UnrolledHead:
+    return Eagle1Head.fresh(ends, VOCAB_SIZE, seed=1)
+
+
+def make_mtp(ends: Ends) -> UnrolledHead:
+    return MtpHead.fresh(ends, VOCAB_SIZE, NUM_LAYERS, seed=1)
+
+
+UNROLLED: dict[str, Callable[[Ends], UnrolledHead]] = {
+    "eagle3": make_eagle3,
+    "eagle1": make_eagle1,
+    "mtp": make_mtp,
+}
+"""Kind -> an untrained head for `target_model`."""
+
+
+def fresh_head(kind: str, dtype: torch.dtype = torch.float64) -> UnrolledHead:
+    return UNROLLED[kind](TransformersRuntime(target_model(dtype)).ends()).to(dtype)
+
+
+def told(drafter: SteppingDrafter, row: Row, tokens: list[int]) -> Tensor:
+    """Logits `[depth, vocab]` of a drafter at each depth, where its chain is told these tokens and not its own."""
+    said = []
+    with torch.inference_mode():
+        drafter.prepare([row], [0])
+        for token in tokens:
+            said.append(drafter.chain_logits([row], [0])[0])
+            drafter.extend([row], [0], [token])
+    return torch.stack(said).clone()
+
+
+def drafted_logits(head: UnrolledHead, prompt: list[int], continuation: list[int]) -> Tensor:
+    """What it guesses behind a prompt, `[depth, vocab]`, while it is told how the text goes on."""
+    target = TransformersRuntime(target_model())
+    drafter = FeatureDrafter(head.eval(), target, "head")
+    row = Row(list(prompt), SamplingParams())
+    drafter.begin([row], target.begin([row]))
+    return told(drafter, row, continuation)
+
+
+def unrolled_logits(head: UnrolledHead, tokens: list[int], length: int) -> Tensor:
+    """The same of a text in training: `[depth, vocab]` behind its first `length` tokens."""
+    lesson = lesson_of(torch.tensor([tokens]), target_model())
+    with torch.no_grad():
+        return torch.stack([head.logits(thought[0, length - 2]) for thought in head.unroll(lesson)])
+
+
+def drafts_as_it_learned(kind: str) -> bool:
+    """After rounds in which some nodes were accepted and some not, each depth says what it says in training."""
+    head = fresh_head(kind)
+    target = TransformersRuntime(target_model())
+    drafter = FeatureDrafter(head.eval(), target, "head")
+    row = Row(TEXT[:5], SamplingParams(temperature=1.0, max_tokens=40), seed=3)
+    rounds = decode(Team(target, drafter, make_verifier("auto"), make_controller("fixed:3")), [row])
+    for _ in range(5):
+        next(rounds)
+    told_next = [7, 2, 20, 11]
+    found = told(drafter, row, told_next)
+    expected = unrolled_logits(head, row.tokens + told_next, len(row.tokens))
+    rounds.close()
+    return torch.allclose(found, expected, atol=1e-5)
