@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.trees import TreeShape
+from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
 from secondguess.heads.medusa import MedusaHead, MedusaShape
 from secondguess.heads.runtime import FeatureHead
@@ -82,8 +84,24 @@ def medusa_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return MedusaDrafter(head, target, "medusa", shape)
 
 
+def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    """Of two layers, and with a Markov head that matters."""
+    ends = target.ends()
+
+    def make() -> DsparkHead:
+        head = DsparkHead.fresh(ends, (0, 1, 2), block_size=4, markov_rank=2)
+        for weight in head.parameters():
+            nn.init.normal_(weight, std=0.5)
+        return head
+
+    head = seeded(make, ends)
+    assert isinstance(head, DsparkHead)
+    return DsparkDrafter(head, target, "dspark", shape)
+
+
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "feature": plain_feature_drafter,
     "medusa": medusa_drafter,
+    "dspark": dspark_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""

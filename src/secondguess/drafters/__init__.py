@@ -21,6 +21,7 @@ DRAFTERS = {
     "ngram": "secondguess.drafters.ngram:NgramDrafter",
     "suffix": "secondguess.drafters.suffix:SuffixDrafter",
     "medusa": "secondguess.drafters.medusa:MedusaDrafter",
+    "dspark": "secondguess.drafters.dspark:DsparkDrafter",
 }
 """Kind of drafter -> where its class is; imported only when it is asked for."""
 
