@@ -160,7 +160,8 @@ class DsparkDrafter(SteppingDrafter):
         level = int(tree.depths.max()) if tree.num_nodes else 0
         pending = torch.tensor(self._previous[0], device=self.device)[:, None]
         previous = torch.cat((pending, tree.tokens), 1)
-        return self.head.over_vocabulary(self.head.follow(self._block.base[:, level, None], previous))
+        base = self._block.base[:, level, None].expand(-1, tree.num_nodes + 1, -1)
+        return self.head.over_vocabulary(self.head.follow(base, previous))
 
     def end(self, row: Row) -> None:
         self._heard.pop(row, None)

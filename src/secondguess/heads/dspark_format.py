@@ -56,7 +56,7 @@ class DsparkShape:
         require_between("guesses of a block drafter", self.num_guesses, 1, MAX_DRAFT_LENGTH)
         require_between("the mask token", self.mask_token, 0, self.vocab_size - 1)
         require_between("the words of a block drafter", self.num_words, 1, self.vocab_size)
-        require_between("the rank of a Markov head", self.markov_rank, 0, self.vocab_size)
+        require_between("the rank of a Markov head", self.markov_rank, 0, 4096)
         if not self.hidden_layers or min(self.hidden_layers) < 0:
             raise BadInputError(
                 f"expected layers of the target, numbered from 0 on, got {list(self.hidden_layers)}"
