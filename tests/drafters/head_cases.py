@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.layer_skip import LayerSkipDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.trees import TreeShape
+from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
@@ -117,6 +119,21 @@ def mtp_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return FeatureDrafter(head.to(ends.dtype).eval(), target, "mtp", shape)
 
 
+def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    """Of two layers, and with a Markov head that matters."""
+    ends = target.ends()
+
+    def make() -> DsparkHead:
+        head = DsparkHead.fresh(ends, (0, 1, 2), block_size=4, markov_rank=2)
+        for weight in head.parameters():
+            nn.init.normal_(weight, std=0.5)
+        return head
+
+    head = seeded(make, ends)
+    assert isinstance(head, DsparkHead)
+    return DsparkDrafter(head, target, "dspark", shape)
+
+
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "feature": plain_feature_drafter,
     "early-exit": early_exit_drafter,
@@ -125,6 +142,7 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "eagle1": eagle1_drafter,
     "medusa": medusa_drafter,
     "mtp": mtp_drafter,
+    "dspark": dspark_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
 

@@ -25,6 +25,7 @@ DRAFTERS = {
     "eagle": "secondguess.drafters.eagle:EagleDrafter",
     "medusa": "secondguess.drafters.medusa:MedusaDrafter",
     "mtp": "secondguess.drafters.mtp:MtpDrafter",
+    "dspark": "secondguess.drafters.dspark:DsparkDrafter",
 }
 """Kind of drafter -> where its class is; imported only when it is asked for."""
 

@@ -1,0 +1,168 @@
+"""A block of guesses in one forward, each bent by the token before it (DSpark, arXiv 2607.05147): `dspark:PATH`, or in trees
+`dspark:PATH,tree=3x2x1`.
+
+The backbone runs once per draft, over pending and masks; after that a node costs a small product with its parent's row of the
+Markov head. What the target thought of committed tokens is read, into keys and values, when the row is next drafted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
+from secondguess.drafters.base import Supplies
+from secondguess.drafters.shadow import FAR_BEHIND
+from secondguess.drafters.stepping import SteppingDrafter
+from secondguess.drafters.trees import TreeOptions, TreeShape
+from secondguess.heads.context import FeatureContext
+from secondguess.heads.dspark import DsparkHead
+from secondguess.names import Name, read_options
+from secondguess.noise import Noise
+from secondguess.runtime.base import Hidden, Runtime
+
+
+class Block(NamedTuple):
+    """What the backbone said this round, for every row (zeros for those that are not drafted for).
+
+    Args:
+        thoughts: `[row, guess, width]`.
+        base: `[row, guess, words]`, logits before the Markov head.
+    """
+
+    thoughts: Tensor
+    base: Tensor
+
+
+class DsparkDrafter(SteppingDrafter):
+    """Drafts with a block drafter.
+
+    Args:
+        head: on the target's device.
+        target: whose states it reads.
+        name, shape: as in `SteppingDrafter`.
+    """
+
+    def __init__(self, head: DsparkHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
+        target.request_hidden(head.hidden_layers)
+        super().__init__(name, target.vocab_size, target.device, shape)
+        self.head = head.eval().requires_grad_(False)
+        self._context = FeatureContext(target.device)
+        self._heard: dict[Row, list[Hidden]] = {}
+        self._longest = 0
+        self._block: Block | None = None
+        self._previous: list[list[int]] = []
+
+    @classmethod
+    def build(cls, name: Name, supplies: Supplies) -> DsparkDrafter:
+        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        folder = supplies.find_head(name)
+        target = supplies.require_target(name)
+        head = DsparkHead.load(folder, target.ends(), target.vocab_size).to(target.device)
+        argument = "" if name.argument is None else f":{name.argument}"
+        return cls(head, target, f"{name.kind}{argument}{options}", options.shape)
+
+    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+        layers = self.head.hidden_layers
+        for row, of_row in zip(rows, hidden, strict=True):
+            self._heard[row] = [{layer: of_row[layer] for layer in layers}] if of_row else []
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+        """Of all that was scored, what was committed: pending and the path behind it."""
+        for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
+            queries = [0, *(node + 1 for node in path)]
+            self._heard[row].append(
+                {layer: hidden[layer][index, queries] for layer in self.head.hidden_layers}
+            )
+
+    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
+        return [(Prospect(longest=self.room(row), unread=self._coarsely_unread(row)),) for row in rows]
+
+    def room(self, row: Row) -> int:
+        """As many nodes as a block guesses; none behind a single token, of which the target has said nothing."""
+        if len(row.tokens) < 2:
+            return 0
+        depth = self.head.shape.num_guesses if self.shape is None else self.shape.depth
+        return min(depth, self.head.shape.num_guesses, row.room)
+
+    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
+        """Turn what was heard since the last draft into keys and values."""
+        behind = [row for row in rows if self.room(row) > 0 and self._heard[row]]
+        far = [row for row in behind if self._unread(row) > FAR_BEHIND]
+        near = [row for row in behind if self._unread(row) <= FAR_BEHIND]
+        # Beside a long prompt, rows with a few new tokens would be mostly padding.
+        for group in [*([row] for row in far), near]:
+            if group:
+                self._read(group)
+
+    def _read(self, rows: Sequence[Row]) -> None:
+        layers = self.head.hidden_layers
+        heard = [
+            {layer: torch.cat([piece[layer] for piece in self._heard[row]]) for layer in layers}
+            for row in rows
+        ]
+        counts = [len(states[layers[0]]) for states in heard]
+        together = {layer: pad_sequence([states[layer] for states in heard], True) for layer in layers}
+        starts = torch.tensor([self._context.length(row) for row in rows], device=self.device)
+        positions = starts[:, None] + torch.arange(max(counts), device=self.device)
+        keys_values = self.head.context(self.head.features(together), positions)
+        self._context.append(rows, counts, keys_values)
+        for row in rows:
+            self._heard[row] = []
+
+    def _unread(self, row: Row) -> int:
+        return len(row.tokens) - 1 - self._context.length(row)
+
+    def _coarsely_unread(self, row: Row) -> int:
+        """To a few tokens: the same few values come back in every round."""
+        unread = self._unread(row)
+        return unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        self._block = None
+        self._longest = min(budgets.longest, self.head.shape.num_guesses)
+        self._previous = [[row.pending for row in rows]]
+        return super().propose(rows, budgets, noise)
+
+    def _think(self, rows: Sequence[Row], active: list[int]) -> Block:
+        """One forward of the backbone for the active rows; one product with the output matrix for all guesses."""
+        members = [rows[index] for index in active]
+        attend = self._context.attend(members, self.head.shape.block_size)
+        anchors = torch.tensor([row.pending for row in members], device=self.device)
+        positions = torch.tensor([len(row.tokens) - 1 for row in members], device=self.device)
+        thoughts = self.head.think(anchors[:, None], positions[:, None], attend)[:, 0, : self._longest]
+        base = self.head.base_logits(thoughts)
+        base = base if base.dtype == torch.float64 else base.float()
+        if len(active) == len(rows):
+            return Block(thoughts, base)
+        everybody = Block(*(each.new_zeros(len(rows), *each.shape[1:]) for each in (thoughts, base)))
+        everybody.thoughts[active], everybody.base[active] = thoughts, base
+        return everybody
+
+    def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
+        if self._block is None:
+            self._block = self._think(rows, active)
+        previous = torch.tensor(self._previous[-1], device=self.device)
+        return self.head.over_vocabulary(
+            self.head.follow(self._block.base[:, len(self._previous) - 1], previous)
+        )
+
+    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
+        self._previous.append(tokens)
+
+    def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
+        if self._block is None:
+            self._block = self._think(rows, active)
+        level = int(tree.depths.max()) if tree.num_nodes else 0
+        pending = torch.tensor(self._previous[0], device=self.device)[:, None]
+        previous = torch.cat((pending, tree.tokens), 1)
+        base = self._block.base[:, level, None].expand(-1, tree.num_nodes + 1, -1)
+        return self.head.over_vocabulary(self.head.follow(base, previous))
+
+    def end(self, row: Row) -> None:
+        self._heard.pop(row, None)
+        self._context.end(row)

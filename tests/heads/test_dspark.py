@@ -1,0 +1,562 @@
+"""DSpark: formats as published, what a block says, what it learns, and which folders are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from head_formats import (
+    TEXT,
+    TREE,
+    VOCAB_SIZE,
+    WIDTH,
+    Recorder,
+    draft_for,
+    drafted,
+    falls,
+    lesson_of,
+    many_texts,
+    random_tensors,
+    ready,
+    same_draft,
+    states_of,
+    tiny_target,
+    write_folder,
+)
+from torch import Tensor
+from torch.nn.functional import silu
+
+from secondguess.core import Draft, Row, Verdict
+from secondguess.drafters import make_drafter
+from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
+from secondguess.heads.dspark import NUM_ANCHORS, DsparkHead
+from secondguess.runtime.base import Runtime
+from secondguess.sampling import SamplingParams
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, MLP_SIZE, RANK, NUM_WORDS = 4, 2, 8, 40, 5, 11
+THETA, EPS = 500.0, 1e-6
+LAYERS = [0, 2, 3]
+BLOCK, MASK = 4, 6
+TARGET = tiny_target()
+WORDS = torch.arange(NUM_WORDS) * 2 + 3
+Parts = dict[str, Tensor]
+
+DFLASH = {
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "speculators_version": "0.5.0",
+    "block_size": BLOCK,
+    "aux_hidden_state_layer_ids": LAYERS,
+    "mask_token_id": MASK,
+    "draft_vocab_size": VOCAB_SIZE,
+    "transformer_layer_config": {
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_SIZE,
+        "intermediate_size": MLP_SIZE,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "layer_types": ["full_attention", "full_attention"],
+    },
+    "speculators_config": {
+        "algorithm": "dflash",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": BLOCK - 1}],
+        "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
+    },
+}
+DSPARK = DFLASH | {
+    "architectures": ["DSparkDraftModel"],
+    "speculators_model_type": "dspark",
+    "sample_from_anchor": True,
+    "markov_rank": RANK,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+
+
+def backbone() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (WIDTH, len(LAYERS) * WIDTH),
+        "hidden_norm.weight": (WIDTH,),
+        "norm.weight": (WIDTH,),
+    }
+    for layer in range(2):
+        shapes |= {
+            f"layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (WIDTH,),
+                "post_attention_layernorm": (WIDTH,),
+                "self_attn.q_proj": (NUM_HEADS * HEAD_SIZE, WIDTH),
+                "self_attn.k_proj": (NUM_KV_HEADS * HEAD_SIZE, WIDTH),
+                "self_attn.v_proj": (NUM_KV_HEADS * HEAD_SIZE, WIDTH),
+                "self_attn.o_proj": (WIDTH, NUM_HEADS * HEAD_SIZE),
+                "self_attn.q_norm": (HEAD_SIZE,),
+                "self_attn.k_norm": (HEAD_SIZE,),
+                "mlp.gate_proj": (MLP_SIZE, WIDTH),
+                "mlp.up_proj": (MLP_SIZE, WIDTH),
+                "mlp.down_proj": (WIDTH, MLP_SIZE),
+            }.items()
+        }
+    return shapes
+
+
+def heads(num_words: int = VOCAB_SIZE, rank: int = RANK) -> dict[str, tuple[int, ...]]:
+    return {
+        "markov_head.markov_w1.weight": (VOCAB_SIZE, RANK),
+        "markov_head.markov_w2.weight": (num_words, RANK),
+        "confidence_head.proj.weight": (1, WIDTH + rank),
+        "confidence_head.proj.bias": (1,),
+    }
+
+
+def dspark(folder: Path) -> tuple[Path, Parts]:
+    tensors = random_tensors(backbone() | heads())
+    return write_folder(folder, DSPARK, tensors), tensors
+
+
+def with_the_targets_ends(folder: Path) -> tuple[Path, Parts]:
+    """As it was first published: with copies of the target's embeddings and output matrix."""
+    model = TARGET.model
+    tensors = random_tensors(backbone() | heads())
+    copies = {
+        "embed_tokens.weight": model.get_input_embeddings().weight.detach().clone(),
+        "lm_head.weight": model.get_output_embeddings().weight.detach().clone(),
+    }
+    return write_folder(folder, DSPARK, tensors | copies), tensors
+
+
+def truncated(folder: Path) -> tuple[Path, Parts]:
+    tensors = random_tensors(backbone() | heads(NUM_WORDS) | {"lm_head.weight": (NUM_WORDS, WIDTH)})
+    known = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    known[WORDS] = True
+    maps = {"d2t": WORDS - torch.arange(NUM_WORDS), "t2d": known}
+    return write_folder(folder, DSPARK | {"draft_vocab_size": NUM_WORDS}, tensors | maps), tensors
+
+
+def blind_confidence(folder: Path) -> tuple[Path, Parts]:
+    """Its confidence does not see the token before."""
+    tensors = random_tensors(backbone() | heads(rank=0))
+    return write_folder(folder, DSPARK | {"confidence_head_with_markov": False}, tensors), tensors
+
+
+def behind_the_anchor(folder: Path) -> tuple[Path, Parts]:
+    """Its first mask guesses the first node, and there is no confidence."""
+    shapes = {name: shape for name, shape in heads().items() if "confidence" not in name}
+    tensors = random_tensors(backbone() | shapes)
+    config = DSPARK | {
+        "sample_from_anchor": False,
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    }
+    return write_folder(folder, config, tensors), tensors
+
+
+def dflash(folder: Path) -> tuple[Path, Parts]:
+    tensors = random_tensors(backbone())
+    return write_folder(folder, DFLASH, tensors), tensors
+
+
+FORMATS = {
+    make.__name__: make
+    for make in (dspark, with_the_targets_ends, truncated, blind_confidence, behind_the_anchor, dflash)
+}
+every_format = pytest.mark.parametrize("format", FORMATS)
+FIRST = {"behind_the_anchor": 1, "dflash": 1}
+"""Where in the block the first guess is made, if not at the anchor."""
+
+
+def norm(states: Tensor, weight: Tensor) -> Tensor:
+    return states / (states.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def turned(heads: Tensor, positions: Tensor) -> Tensor:
+    """Rotary positions of `[position, head, size]`, as products of complex numbers."""
+    half = HEAD_SIZE // 2
+    angles = positions[:, None] * THETA ** (-torch.arange(half) / half)
+    spun = torch.complex(heads[..., :half], heads[..., half:]) * torch.polar(
+        torch.ones_like(angles), angles
+    ).unsqueeze(1)
+    return torch.cat((spun.real, spun.imag), -1)
+
+
+def block_thoughts(parts: Parts, text: list[int]) -> Tensor:
+    """What the block behind `text` thinks, `[position, width]`: one position, head and key at a time."""
+    states = states_of(TARGET, [text])
+    place = len(text) - 1
+    features = norm(
+        torch.cat([states[layer][0, :place] for layer in LAYERS], -1) @ parts["fc.weight"].T,
+        parts["hidden_norm.weight"],
+    )
+    block = TARGET.model.get_input_embeddings().weight[[text[-1]] + [MASK] * (BLOCK - 1)]
+    positions = torch.arange(place + BLOCK).float()
+    for layer in range(2):
+        weight = {
+            name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): tensor
+            for name, tensor in parts.items()
+            if name.startswith(f"layers.{layer}.")
+        }
+        read = norm(block, weight["input_layernorm"])
+        sources = torch.cat((features, read))
+        keys = (sources @ weight["self_attn.k_proj"].T).view(-1, NUM_KV_HEADS, HEAD_SIZE)
+        keys = turned(norm(keys, weight["self_attn.k_norm"]), positions)
+        values = (sources @ weight["self_attn.v_proj"].T).view(-1, NUM_KV_HEADS, HEAD_SIZE)
+        queries = (read @ weight["self_attn.q_proj"].T).view(-1, NUM_HEADS, HEAD_SIZE)
+        queries = turned(norm(queries, weight["self_attn.q_norm"]), positions[place:])
+        gathered = torch.empty(BLOCK, NUM_HEADS, HEAD_SIZE)
+        for position in range(BLOCK):
+            for head in range(NUM_HEADS):
+                group = head // (NUM_HEADS // NUM_KV_HEADS)
+                scores = keys[:, group] @ queries[position, head] / HEAD_SIZE**0.5
+                gathered[position, head] = scores.softmax(0) @ values[:, group]
+        block = block + gathered.flatten(1) @ weight["self_attn.o_proj"].T
+        read = norm(block, weight["post_attention_layernorm"])
+        gated = silu(read @ weight["mlp.gate_proj"].T) * (read @ weight["mlp.up_proj"].T)
+        block = block + gated @ weight["mlp.down_proj"].T
+    return norm(block, parts["norm.weight"]).detach()
+
+
+def formula(parts: Parts, thought: Tensor, before: int) -> Tensor:
+    """Logits over the target's vocabulary of a guess behind the token `before`."""
+    output = parts.get("lm_head.weight", TARGET.model.get_output_embeddings().weight.detach())
+    said = output @ thought
+    if "markov_head.markov_w1.weight" in parts:
+        said = said + parts["markov_head.markov_w2.weight"] @ parts["markov_head.markov_w1.weight"][before]
+    if len(said) == VOCAB_SIZE:
+        return said
+    return torch.full((VOCAB_SIZE,), -torch.inf).index_put((WORDS,), said)
+
+
+def load_draft_model(path: str) -> Runtime:
+    raise AssertionError(path)
+
+
+class Named:
+    """A target as `make_drafter` sees it."""
+
+    runtime, name, path = TARGET, "tiny", ""
+
+
+def named(name: str) -> DsparkDrafter:
+    made = make_drafter(name, target_vocab_size=VOCAB_SIZE, load_draft_model=load_draft_model, target=Named())
+    assert isinstance(made, DsparkDrafter)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def forget_rows():
+    yield
+    TARGET.release()
+
+
+@every_format
+def test_every_published_format_drafts_by_the_papers_formula(format: str, tmp_path: Path) -> None:
+    folder, parts = FORMATS[format](tmp_path / "head")
+    draft = drafted(named(f"dspark:{folder}"), TARGET, length=9)
+    first = FIRST.get(format, 0)
+    assert draft.lengths.tolist() == [BLOCK - first]
+    thoughts = block_thoughts(parts, TEXT)[first:]
+    before = [TEXT[-1], *draft.tokens[0, :-1].tolist()]
+    expected = torch.stack([formula(parts, *pair) for pair in zip(thoughts, before, strict=True)]).softmax(-1)
+    torch.testing.assert_close(draft.probs[0], expected, atol=1e-5, rtol=1e-4)
+
+
+@every_format
+def test_what_is_saved_drafts_the_same(format: str, tmp_path: Path) -> None:
+    folder, _ = FORMATS[format](tmp_path / "head")
+    read = named(f"dspark:{folder}")
+    before = drafted(read, TARGET)
+    TARGET.release()
+    read.head.save(tmp_path / "saved", target="tiny")
+    assert same_draft(before, drafted(named(f"dspark:{tmp_path / 'saved'}"), TARGET))
+
+
+def test_what_is_saved_has_the_names_of_speculators(tmp_path: Path) -> None:
+    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK, num_layers=2)
+    head.save(tmp_path, target="tiny")
+    assert set(head.state_dict()) == set(backbone() | heads())
+    config = json.loads((tmp_path / "config.json").read_text())
+    for field in (
+        "architectures",
+        "speculators_model_type",
+        "block_size",
+        "aux_hidden_state_layer_ids",
+        "sample_from_anchor",
+        "draft_vocab_size",
+        "markov_rank",
+        "markov_head_type",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+    ):
+        assert config[field] == DSPARK[field], field
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "tiny"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == BLOCK
+    assert config["transformer_layer_config"]["model_type"] == "qwen3"
+
+
+@every_format
+def test_nodes_of_a_tree_follow_their_own_parents(format: str, tmp_path: Path) -> None:
+    folder, parts = FORMATS[format](tmp_path / "head")
+    draft = drafted(named(f"dspark:{folder},tree=3x2x1"), TARGET)
+    thoughts = block_thoughts(parts, TEXT)[FIRST.get(format, 0) :]
+    assert draft.lengths.tolist() == [3 + 6 + 6]
+    for node, depth in enumerate([0] * 3 + [1] * 6 + [2] * 6):
+        parent = int(draft.parents[0, node])
+        before = TEXT[-1] if parent < 0 else int(draft.tokens[0, parent])
+        expected = formula(parts, thoughts[depth], before).softmax(-1)
+        torch.testing.assert_close(draft.probs[0, node], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_context_grows_by_what_was_accepted(tmp_path: Path) -> None:
+    """Round after round, with a tree, a rejection and a round without a draft: the context is that of the text."""
+    folder, parts = dspark(tmp_path / "head")
+    drafter = named(f"dspark:{folder}")
+    row = ready(drafter, TARGET, TEXT)
+    tokens, parents = (torch.tensor([list(each)]) for each in zip(*TREE, strict=True))
+    tree = Draft(tokens, parents, torch.tensor([len(TREE)]))
+    for draft, path in ((tree, [1, 3, 5]), (tree, []), (Draft.empty(1), []), (tree, [1])):
+        draft_for(drafter, row, 2)
+        with torch.inference_mode():
+            hidden = TARGET.score([row], draft).hidden
+            TARGET.keep([row], [path])
+            row.commit([int(draft.tokens[0, node]) for node in path], 6)
+            verdict = Verdict(
+                torch.tensor([path], dtype=torch.long), torch.tensor([len(path)]), torch.tensor([6])
+            )
+            drafter.observe([row], verdict, hidden)
+    again = draft_for(drafter, row, 1)
+    thought = block_thoughts(parts, row.tokens)[0]
+    expected = formula(parts, thought, row.pending).softmax(-1)
+    torch.testing.assert_close(again.probs[0, 0], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_of_any_lengths_come_and_go(tmp_path: Path) -> None:
+    """Each row of a batch, whichever others there are or were, is drafted for as alone."""
+    folder, parts = dspark(tmp_path / "head")
+    drafter = named(f"dspark:{folder}")
+    texts = [TEXT, TEXT[:2], TEXT[:1], many_texts(1, 40)[0], TEXT[3:9]]
+    rows = [ready(drafter, TARGET, text) for text in texts]
+    for gone in (rows[1], rows[4], Row([1], SamplingParams())):
+        drafter.end(gone)
+        TARGET.end(gone)
+    for row in (rows[3], rows[0], ready(drafter, TARGET, TEXT[2:8])):
+        draft = draft_for(drafter, row, 1)
+        expected = formula(parts, block_thoughts(parts, row.tokens)[0], row.pending).softmax(-1)
+        torch.testing.assert_close(draft.probs[0, 0], expected, atol=1e-5, rtol=1e-4)
+    assert draft_for(drafter, rows[2], 3).num_nodes == 0  # behind a single token
+
+
+def test_prospects_tell_how_much_is_unread(tmp_path: Path) -> None:
+    folder, _ = dspark(tmp_path / "head")
+    drafter = named(f"dspark:{folder},tree=2x2")
+    assert drafter.name == f"dspark:{folder},tree=2x2"
+    row = Row(many_texts(1, 40)[0], SamplingParams(max_tokens=9))
+    with torch.inference_mode():
+        drafter.begin([row], TARGET.begin([row]))
+        (before,) = drafter.prospects([row])[0]
+        drafter.prepare([row], [0])
+        (after,) = drafter.prospects([row])[0]
+    assert (before.longest, before.unread) == (2, 32)
+    assert (after.longest, after.unread) == (2, 0)
+
+
+@every_format
+def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
+    """Each depth's logits at a place are those that drafting there has, behind the same tokens."""
+    folder, parts = FORMATS[format](tmp_path / "head")
+    head = named(f"dspark:{folder}").head
+    text = [*TEXT, 9, 1, 12, 3, 7]
+    recorder = Recorder()
+    lesson = lesson_of(TARGET, [text], num_prompt=len(TEXT))
+    anchors, chosen = head._anchors(lesson.counts)
+    head.learn(lesson, TARGET.ends(), recorder)
+    known = WORDS if format == "truncated" else torch.arange(VOCAB_SIZE)
+    with torch.no_grad():
+        laws = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
+    assert sorted(anchors[chosen].tolist()) == list(range(len(TEXT) - 1, len(text) - 1))
+    for column, anchor in enumerate(anchors[0].tolist()):
+        thoughts = block_thoughts(parts, text[: anchor + 1])[FIRST.get(format, 0) :]
+        for depth, thought in enumerate(thoughts):
+            if anchor + depth + 1 < len(text):
+                expected = formula(parts, thought, text[anchor + depth])[known]
+                said = recorder.said[depth][0, column]
+                torch.testing.assert_close(said, expected, atol=1e-4, rtol=1e-4)
+                meant = recorder.meant[depth][0, column]
+                torch.testing.assert_close(meant, laws[anchor + depth], atol=1e-4, rtol=1e-4)
+
+
+def test_marks_count_what_the_target_wrote_by_depth() -> None:
+    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK).eval()
+    lesson = lesson_of(TARGET, [TEXT, TEXT[::-1]], num_prompt=len(TEXT) - 2)
+    recorder = Recorder()
+    marks = head.learn(lesson, TARGET.ends(), recorder)
+    anchors, _ = head._anchors(lesson.counts)
+    assert anchors.sort().values.tolist() == [[len(TEXT) - 3, len(TEXT) - 2]] * 2
+    for depth in range(BLOCK):
+        counted = anchors + depth + 1 < len(TEXT)
+        least = torch.minimum(recorder.meant[depth].softmax(-1), recorder.said[depth].softmax(-1)).sum(-1)
+        expected = least[counted].mean() if counted.any() else torch.tensor(0.0)
+        torch.testing.assert_close(marks.accepted[depth], expected)
+        losses = Recorder()(recorder.meant[depth], recorder.said[depth])
+        expected = losses[counted].mean() if counted.any() else torch.tensor(0.0)
+        torch.testing.assert_close(marks.losses[depth].detach(), expected)
+
+
+def test_learning_lowers_the_loss() -> None:
+    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK, num_layers=1, seed=1)
+    before, after = falls(head, TARGET)
+    assert after < 0.9 * before
+
+
+def test_confidence_learns_the_chance_to_be_accepted(tmp_path: Path) -> None:
+    """Alone, on top of a frozen drafter: from a loss like a coin's to near the entropy of the truth."""
+    folder, _ = dspark(tmp_path / "head")
+    head = named(f"dspark:{folder}").head
+    for weight in head.confidence_head.parameters():
+        torch.nn.init.zeros_(weight).requires_grad_(True)
+    lesson, ends = lesson_of(TARGET, many_texts()), TARGET.ends()
+    optimiser = torch.optim.Adam(head.confidence_head.parameters(), lr=3e-2)
+    losses = []
+    for _ in range(60):
+        marks = head.learn(lesson, ends, Recorder())
+        losses.append(marks.extra.detach())
+        optimiser.zero_grad()
+        marks.extra.backward()
+        optimiser.step()
+    assert losses[0] == pytest.approx(torch.tensor(2.0).log())
+    share = torch.stack(marks.accepted).mean()
+    constant = -(share * share.log() + (1 - share) * (1 - share).log())
+    assert losses[-1] < constant  # better than knowing the average
+
+
+def test_learning_draws_its_places_anew_and_evaluation_does_not() -> None:
+    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK, seed=3)
+    counts = torch.ones(1, 3 * NUM_ANCHORS, dtype=torch.bool)
+    one, other = (head._anchors(counts)[0] for _ in range(2))
+    assert one.shape == (1, NUM_ANCHORS)
+    assert not torch.equal(one, other)
+    head.eval()
+    one, other = (head._anchors(counts)[0] for _ in range(2))
+    assert torch.equal(one, other)
+    assert len(set(one[0].tolist())) == NUM_ANCHORS
+    assert one.min() >= 1
+    assert one.max() < counts.shape[1] - 1
+
+
+def test_a_fresh_drafter_begins_with_the_gains_of_the_targets_norm() -> None:
+    target_norm = TARGET.model.model.norm
+    found = target_norm.weight.detach().clone()
+    try:
+        with torch.no_grad():
+            target_norm.weight.copy_(torch.linspace(0.5, 3, WIDTH))
+        head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK)
+        torch.testing.assert_close(head.norm.weight.detach(), torch.linspace(0.5, 3, WIDTH))
+    finally:
+        with torch.no_grad():
+            target_norm.weight.copy_(found)
+
+
+def test_seeds_say_how_a_fresh_drafter_begins() -> None:
+    one, same, other = (DsparkHead.fresh(TARGET.ends(), LAYERS, seed=seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["fc.weight"], other["fc.weight"])
+
+
+def without(name: str):
+    return lambda config, tensors: tensors.pop(name)
+
+
+def beside(name: str, *shape: int):
+    return lambda config, tensors: tensors.update({name: torch.zeros(shape)})
+
+
+def with_field(**fields: object):
+    return lambda config, tensors: config.update(fields)
+
+
+def without_field(name: str):
+    return lambda config, tensors: config.pop(name)
+
+
+def with_layer_field(**fields: object):
+    return lambda config, tensors: config.update(
+        transformer_layer_config=config["transformer_layer_config"] | fields
+    )
+
+
+def of_another_vocabulary(config: dict[str, object], tensors: Parts) -> None:
+    with_field(draft_vocab_size=300)(config, tensors)
+    with_layer_field(vocab_size=300)(config, tensors)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without("fc.weight"), "missing fc.weight"),
+        (without("markov_head.markov_w2.weight"), "missing markov_head.markov_w2.weight"),
+        (without("layers.1.self_attn.q_norm.weight"), "missing layers.1.self_attn.q_norm.weight"),
+        (beside("layers.2.mlp.up_proj.weight", 1), "unknown layers.2.mlp.up_proj.weight"),
+        (beside("fc.weight", WIDTH, WIDTH), r"fc.weight of shape \[32, 32\] instead of \[32, 96\]"),
+        (with_layer_field(hidden_size=64), "width of 32, got one for 64"),
+        (of_another_vocabulary, "vocabulary of 31, got one for 300"),
+        (with_layer_field(model_type="mamba"), "layers like those of llama, .* got mamba"),
+        (
+            with_layer_field(layer_types=["sliding_attention"] * 2),
+            "whole text in .* got .'sliding_attention'",
+        ),
+        (with_layer_field(num_attention_heads=3), "share key heads evenly"),
+        (with_field(speculators_model_type="eagle3"), "dspark or dflash in .* got 'eagle3'"),
+        (with_field(markov_head_type="rnn"), "of the type vanilla in .* got 'rnn'"),
+        (with_field(markov_head_type="gated"), "of the type vanilla in .* got 'gated'"),
+        (with_field(block_size=0), "block_size of 0"),
+        (with_field(block_size=99), "between 1 and 64, got 99"),
+        (with_field(block_size=1, sample_from_anchor=False), "guesses of a block drafter between 1"),
+        (with_field(mask_token_id=None), "mask_token_id of None"),
+        (with_field(mask_token_id=31), "mask token between 0 and 30, got 31"),
+        (with_field(aux_hidden_state_layer_ids=[]), r"numbered from 0 on, got \[\]"),
+        (with_field(aux_hidden_state_layer_ids=None), "config.json"),
+        (with_field(markov_rank=0), "a Markov head and a confidence head"),
+        (with_field(draft_vocab_size=5), "an lm_head.weight beside a vocabulary of its own"),
+        (with_field(enable_confidence_head="yes"), "enable_confidence_head of 'yes'"),
+        (without_field("transformer_layer_config"), "the field 'transformer_layer_config'"),
+        (without_field("mask_token_id"), "the field 'mask_token_id'"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused_with_the_reason(spoil, message: str, tmp_path: Path) -> None:
+    tensors = random_tensors(backbone() | heads())
+    config = dict(DSPARK)
+    spoil(config, tensors)
+    write_folder(tmp_path, config, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        named(f"dspark:{tmp_path}")
+
+
+def test_a_layer_that_the_target_lacks_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(backbone() | heads())
+    write_folder(tmp_path, DSPARK | {"aux_hidden_state_layer_ids": [0, 1, 9]}, tensors)
+    with pytest.raises(BadInputError, match=r"must be in 0\.\.3"):
+        named(f"dspark:{tmp_path}")
+
+
+def test_maps_of_words_that_disagree_are_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(backbone() | heads(NUM_WORDS) | {"lm_head.weight": (NUM_WORDS, WIDTH)})
+    known = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    known[:NUM_WORDS] = True
+    maps = {"d2t": WORDS - torch.arange(NUM_WORDS), "t2d": known}
+    write_folder(tmp_path, DSPARK | {"draft_vocab_size": NUM_WORDS}, tensors | maps)
+    with pytest.raises(CheckpointError, match="d2t and t2d of one set"):
+        named(f"dspark:{tmp_path}")
+
+
+def test_unknown_kinds_are_told_as_unsupported(tmp_path: Path) -> None:
+    write_folder(tmp_path, DSPARK | {"markov_head_type": "rnn"}, random_tensors(backbone() | heads()))
+    with pytest.raises(UnsupportedModelError):
+        named(f"dspark:{tmp_path}")
