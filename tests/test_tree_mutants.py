@@ -111,6 +111,7 @@ def cached_law_holds(kind: str) -> bool:
 def siblings_are_judged_in_another_order(patch: Patch) -> None:
     original = trees.Shape.children.func
     patch.setattr(trees.Shape, "children", property(lambda self: [nodes[::-1] for nodes in original(self)]))
+    patch.setattr(trees, "shape_of", trees.Shape)
 
 
 def siblings_claim_to_be(distinct: bool) -> Callable[[Patch], None]:
@@ -176,16 +177,18 @@ def _change_sheets(patch: Patch, change: Callable[[trees.Sheet], trees.Sheet]) -
 
 def siblings_are_removed_from_the_target_too(patch: Patch) -> None:
     """As for certain guesses: what is left of the target is its law without the tokens that were refused."""
-    original = trees.Place.refuse
+    original = trees.Level.refuse
 
-    def refuse(self, node, weights):
-        before = self.law
-        mass = original(self, node, weights)
-        self.law = before.scatter(-1, self._draft.tokens[:, node, None], 0.0)
-        self._totals = self.law.sum(-1).numpy()
-        return mass
+    def refuse(self, rank, weights):
+        before = self._left[:, : len(rank.nodes)]
+        masses = original(self, rank, weights)
+        self._left = before.scatter(-1, self._draft.tokens[:, rank.nodes, None], 0.0)
+        self._totals = self._left.sum(-1).numpy()
+        for place, query in enumerate(rank.queries):
+            self._laws[query] = self._left[:, place]
+        return masses
 
-    patch.setattr(trees.Place, "refuse", refuse)
+    patch.setattr(trees.Level, "refuse", refuse)
 
 
 def weights_outlive_a_rejection(patch: Patch) -> None:
@@ -195,12 +198,12 @@ def weights_outlive_a_rejection(patch: Patch) -> None:
 def children_are_weighed_before_their_siblings_fail(patch: Patch) -> None:
     """All children of a node are compared with the target's law as its first one finds it."""
 
-    def ratios(self, node):
-        query = self._draft.parents[0, node] + 1
-        drawn = self._sheet.drafted[:, node, node].clip(1e-38)
-        return self._sheet.target[:, query, node] * self._sheet.remaining[:, node] / drawn
+    def ratios(self, rank):
+        nodes = rank.node_index
+        known = self._sheet.target[:, rank.query_index, nodes]
+        return known * self._sheet.remaining[:, nodes] / self._sheet.drawn[:, nodes]
 
-    patch.setattr(trees.Place, "ratios", ratios)
+    patch.setattr(trees.Level, "ratios", ratios)
 
 
 def corrections_come_from_the_untouched_law(patch: Patch) -> None:

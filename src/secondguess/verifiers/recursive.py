@@ -16,7 +16,7 @@ from torch import Tensor
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import Exactness, Numbers
-from secondguess.verifiers.trees import Place, Shape, Sheet, TreeVerifier, verdict_at
+from secondguess.verifiers.trees import Level, Shape, Sheet, TreeVerifier, verdict_at
 
 
 class RecursiveVerifier(TreeVerifier):
@@ -28,14 +28,12 @@ class RecursiveVerifier(TreeVerifier):
     def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         sheet = Sheet.of(shape, draft, target_probs)
         chances: Numbers = numpy.zeros(draft.tokens.shape)
-        full = numpy.ones(draft.num_rows)
-        laws = []
-        for query, children in enumerate(shape.children):
-            place = Place(sheet, draft, target_probs, query)
-            for node in children:
-                chances[:, node] = place.ratios(node).clip(max=1.0)
-                place.refuse(node, full)
-            laws.append(place.law)
+        laws = list(target_probs.unbind(1))
+        for ranks in shape.levels:
+            level = Level(sheet, draft, ranks, laws)
+            for rank in ranks:
+                chances[:, rank.node_index] = level.ratios(rank).clip(max=1.0)
+                level.refuse(rank, numpy.ones((draft.num_rows, len(rank.nodes))))
         return verdict_at(shape, deepest_accepted(shape, noise.accept(chances)), laws, noise)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import Exactness, Numbers
-from secondguess.verifiers.trees import Place, Shape, Sheet, TreeVerifier, verdict_at
+from secondguess.verifiers.trees import Level, Shape, Sheet, TreeVerifier, verdict_at
 
 
 class TraversalVerifier(TreeVerifier):
@@ -41,41 +41,37 @@ def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[Numbers,
     """The traversal as it goes while everything is refused.
 
     What happens at a node depends on the weight that it is entered with and on its children's tokens, not on what lies
-    below these; so nodes can be gone through in the order of their indices.
+    below these; so the tree can be gone through level by level.
 
     Returns:
         `[row, node]`, the chance of each node when it comes up, 0 for padding; and for each query `[row, vocab]`, what is left
         to say behind it then.
     """
     sheet = Sheet.of(shape, draft, target_probs)
-    chances: Numbers = numpy.zeros(draft.tokens.shape)
-    laws = []
+    laws = list(target_probs.unbind(1))
     # Logarithms of weights, as a long product of ratios may underflow and rise again.
-    entered = [numpy.zeros(draft.num_rows)] * (shape.num_nodes + 1)
-    for query, children in enumerate(shape.children):
-        place, log_weights = Place(sheet, draft, target_probs, query), entered[query]
-        for node in children:
-            entered[node + 1] = numpy.minimum(0.0, log_weights + log(place.ratios(node)))
-            weights = numpy.exp(log_weights)
-            log_weights = log(weights_after(weights, place.refuse(node, weights)))
-        laws.append(place.law)
-        if query:
-            chances[:, query - 1] = numpy.exp(log_weights)
-    return chances, laws
+    log_weights: Numbers = numpy.full((draft.num_rows, draft.num_nodes + 1), -numpy.inf)
+    log_weights[:, 0] = 0.0
+    with numpy.errstate(divide="ignore"):  # the logarithm of nothing is minus infinity
+        for ranks in shape.levels:
+            level = Level(sheet, draft, ranks, laws)
+            for rank in ranks:
+                before = log_weights[:, rank.query_index]
+                entered = before + numpy.log(level.ratios(rank))
+                log_weights[:, rank.node_index + 1] = numpy.minimum(0.0, entered)
+                weights = numpy.exp(before)
+                masses = level.refuse(rank, weights)
+                log_weights[:, rank.query_index] = numpy.log(weights_after(weights, masses))
+    return numpy.exp(log_weights[:, 1:]), laws
 
 
 def weights_after(weights: Numbers, masses: Numbers) -> Numbers:
-    """`s / (s + 1 - w)` `[row]`.
+    """`s / (s + 1 - w)` `[row, child]`.
 
     Both vanish only where w = 1 and p = q. The child then had weight 1: it, or something below it, was accepted.
     """
     totals = masses + 1 - weights
     return numpy.divide(masses, totals, out=numpy.ones_like(masses), where=totals > 0)
-
-
-def log(values: Numbers) -> Numbers:
-    """The logarithm, -inf at 0."""
-    return numpy.log(values, out=numpy.full_like(values, -numpy.inf), where=values > 0)
 
 
 def first_accepted(order: list[int], accepted: NDArray[numpy.bool_]) -> NDArray[numpy.int64]:

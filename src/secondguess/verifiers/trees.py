@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 
 import numpy
 import torch
@@ -29,6 +30,27 @@ from secondguess.verifiers.base import (
     require_independent,
     to_host,
 )
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The children of one rank below the queries of a level: their first ones, or their second ones, ...
+
+    Args:
+        nodes: the children, one of each of the level's first queries.
+        queries: these queries.
+    """
+
+    nodes: tuple[int, ...]
+    queries: tuple[int, ...]
+
+    @cached_property
+    def node_index(self) -> NDArray[numpy.int64]:
+        return numpy.array(self.nodes)
+
+    @cached_property
+    def query_index(self) -> NDArray[numpy.int64]:
+        return numpy.array(self.queries)
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,22 @@ class Shape:
         """The siblings that were drawn before each node."""
         siblings = [self.children[parent + 1] for parent in self.parents]
         return [nodes[: nodes.index(node)] for node, nodes in enumerate(siblings)]
+
+    @cached_property
+    def levels(self) -> list[list[Rank]]:
+        """Per depth, from the root on, the ranks of its nodes. What is done to one rank can be done to all its nodes at once.
+
+        The queries with most children stand first, so that those that have a child of a rank are the first ones.
+        """
+        below = [0]
+        found = []
+        while parents := [query for query in below if self.children[query]]:
+            parents.sort(key=lambda query: -len(self.children[query]))
+            by_rank = zip_longest(*[self.children[query] for query in parents])
+            nodes = [tuple(node for node in rank if node is not None) for rank in by_rank]
+            found.append([Rank(rank, tuple(parents[: len(rank)])) for rank in nodes])
+            below = [node + 1 for query in parents for node in self.children[query]]
+        return found
 
     @cached_property
     def from_the_leaves(self) -> list[int]:
@@ -124,6 +162,11 @@ class Sheet:
     drafted: Numbers
     remaining: Numbers
 
+    @cached_property
+    def drawn(self) -> Numbers:
+        """`[row, node]`, the probability of each node's own token under the law that the draft reports of it."""
+        return numpy.diagonal(self.drafted, axis1=1, axis2=2).clip(SMALLEST)
+
     @classmethod
     def of(cls, shape: Shape, draft: Draft, target_probs: Tensor) -> Sheet:
         """Of a draft whose first nodes have this form.
@@ -141,60 +184,90 @@ class Sheet:
         late = [node for node in range(shape.num_nodes) if shape.earlier[node]]
         if late and (draft.distinct or draft.probs is None):
             if draft.probs is not None:
-                remaining[:, late] = to_host(draft.probs[:, late].sum(-1, dtype=torch.float64))
+                # Siblings report one law: the eldest's total is theirs.
+                eldest = {shape.earlier[node][0]: None for node in late}
+                totals = to_host(_pick(draft.probs, tuple(eldest)).sum(-1, dtype=torch.float64))
+                by_eldest = dict(zip(eldest, totals.T, strict=True))
             for node in late:
+                if draft.probs is not None:
+                    remaining[:, node] = by_eldest[shape.earlier[node][0]]
                 remaining[:, node] -= drafted[:, node, shape.earlier[node]].sum(-1)
         return cls(target, drafted, numpy.where(remaining > NOTHING, remaining, 0.0))
 
 
-class Place:
-    """One query of each row, while its children are refused one after another.
+class Level:
+    """The queries of one depth that have children, while these are refused rank by rank.
 
-    Attributes:
-        law: `[row, vocab]`, what is left for the target to say there; of any positive total.
+    Args:
+        sheet: of the draft.
+        ranks: of the level.
+        laws: per query `[row, vocab]`, what is left for the target to say there, of any positive total; those of this level
+            are replaced as its children are refused.
     """
 
-    def __init__(self, sheet: Sheet, draft: Draft, target_probs: Tensor, query: int) -> None:
-        self.law = target_probs[:, query]
+    def __init__(self, sheet: Sheet, draft: Draft, ranks: Sequence[Rank], laws: list[Tensor]) -> None:
         self._sheet = sheet
         self._draft = draft
-        self._totals: Numbers = numpy.ones(draft.num_rows)
-        self._known: Numbers = sheet.target[:, query]
+        self._laws = laws
+        self._left = _beside([laws[query] for query in ranks[0].queries])
+        # None as long as nothing was refused: the laws are the target's own.
+        self._totals: Numbers | None = None
 
-    def ratios(self, node: int) -> Numbers:
-        """`p(t) / q(t)` `[row]` of the next child's token, under what is left of both laws.
+    def ratios(self, rank: Rank) -> Numbers:
+        """`p(t) / q(t)` `[row, child]` of the next children's tokens, under what is left of both laws.
 
         0 where nothing was left to draw: that token was not drawn, and what nobody drew may always be refused.
         """
-        drawn = self._sheet.drafted[:, node, node].clip(SMALLEST)
-        ratios: Numbers = self._known[:, node] * self._sheet.remaining[:, node] / drawn
+        sheet, nodes = self._sheet, rank.node_index
+        if self._totals is None:
+            known = sheet.target[:, rank.query_index, nodes]
+        else:
+            count = len(nodes)
+            tokens = _pick(self._draft.tokens, rank.nodes)[..., None]
+            known = to_host(self._left[:, :count].gather(2, tokens))[..., 0] / self._totals[:, :count]
+        ratios: Numbers = known * sheet.remaining[:, nodes] / sheet.drawn[:, nodes]
         return ratios
 
-    def refuse(self, node: int, weights: Numbers) -> Numbers:
-        """Leave `(w p - q)+` of the law, with the q that the child was drawn from; the mass `[row]` of that.
+    def refuse(self, rank: Rank, weights: Numbers) -> Numbers:
+        """Leave `(w p - q)+` of the laws, with the q that each child was drawn from; the masses `[row, child]` of that.
 
         q is the reported law over what earlier siblings left of it. Their tokens need not be cut out: where they were
         refused, p has nothing left there. Where p and q differ by less than rounding, nothing is left that could tell
         them apart, and p stays; so it does where nothing was drawn.
         """
-        remaining = self._sheet.remaining[:, node]
-        probs = None if self._draft.probs is None else self._draft.probs[:, node]
+        count = len(rank.nodes)
+        before = self._left[:, :count]
+        totals = 1.0 if self._totals is None else self._totals[:, :count]
+        remaining = self._sheet.remaining[:, rank.node_index]
+        probs = None if self._draft.probs is None else _pick(self._draft.probs, rank.nodes)
         # Both sides times what was left, so that q is read as it stands.
-        scaled = weights * remaining
-        left = excess(scaled / self._totals, self.law, probs, self._draft.tokens[:, node])
-        known = (scaled[:, None] * self._known - self._sheet.drafted[:, node]).clip(min=0.0)
-        masses = left.masses
+        left = excess(weights * remaining / totals, before, probs, _pick(self._draft.tokens, rank.nodes))
+        masses, laws = left.masses, left.laws
         changes = (masses > 0) & (remaining > 0)
         if changes.all():
-            self.law, self._totals, self._known = left.laws, masses, known / masses[:, None]
+            self._totals = masses
             found: Numbers = masses / remaining
-            return found
-        chosen = torch.from_numpy(changes).to(self.law.device)[:, None]
-        self.law = torch.where(chosen, left.laws, self.law)
-        self._totals = numpy.where(changes, masses, self._totals)
-        divisors = numpy.where(changes, masses, 1.0)
-        self._known = numpy.where(changes[:, None], known / divisors[:, None], self._known)
-        return numpy.where(remaining > 0, masses / numpy.where(remaining > 0, remaining, 1.0), weights)
+        else:
+            laws = torch.where(torch.from_numpy(changes).to(laws.device)[..., None], laws, before)
+            self._totals = numpy.where(changes, masses, totals)
+            found = numpy.where(remaining > 0, masses / numpy.where(remaining > 0, remaining, 1.0), weights)
+        self._left = laws
+        for query, law in zip(rank.queries, laws.unbind(1), strict=True):
+            self._laws[query] = law
+        return found
+
+
+def _beside(laws: Sequence[Tensor]) -> Tensor:
+    """`[row, i, vocab]` from i laws `[row, vocab]`; a view of one."""
+    return laws[0][:, None] if len(laws) == 1 else torch.stack(list(laws), 1)
+
+
+def _pick(values: Tensor, nodes: Sequence[int]) -> Tensor:
+    """Of `values` `[row, node, ...]` those of some nodes; a view where these stand side by side."""
+    first, count = nodes[0], len(nodes)
+    if nodes[-1] - first == count - 1 and list(nodes) == list(range(first, first + count)):
+        return values.narrow(1, first, count)
+    return values.index_select(1, torch.tensor(nodes, device=values.device))
 
 
 def verdict_at(shape: Shape, queries: NDArray[numpy.int64], laws: Sequence[Tensor], noise: Noise) -> Verdict:
