@@ -195,7 +195,9 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
     texts = Texts.split(_texts(job, llm, documents, run / "texts", show))
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
     learner, standing = _learn(job, llm, texts, run, show)
-    job.recipe.save(learner, job.out)
+    # As the target's own weights are stored: no guess is worth more bytes than what judges it.
+    learner.to(_stored_dtype(read_config(llm.target.path)))
+    job.recipe.save(learner, job.out, public_name(job.model))
     if job.recipe.keeps_tokenizer:
         llm.target.tokenizer.save_pretrained(job.out)
     path, num_words = llm.target.path, llm.target.runtime.vocab_size
@@ -205,6 +207,11 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
     provenance = _provenance(job, Path(path), texts, standing, figures, num_words)
     write_card(job.out, provenance, _usage(job))
     return provenance
+
+
+def _stored_dtype(config: Any) -> torch.dtype:
+    """That of a checkpoint, by its configuration; float32 where it names none."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
 def _documents(job: HeadJob) -> list[Document]:

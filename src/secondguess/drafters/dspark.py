@@ -48,8 +48,8 @@ class DsparkDrafter(SteppingDrafter):
     """
 
     def __init__(self, head: DsparkHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
-        target.request_hidden(head.hidden_layers)
         super().__init__(name, target.vocab_size, target.device, shape)
+        self.hidden_layers = head.hidden_layers
         self.head = head.eval().requires_grad_(False)
         self._context = FeatureContext(target.device)
         self._heard: dict[Row, list[Hidden]] = {}

@@ -88,8 +88,8 @@ class Recipe(ABC):
         """What early stopping watches on held-out text: the acceptance length."""
         return acceptance_length(accepted)
 
-    def save(self, learner: Learner, folder: Path) -> None:
-        """Write `config.json` and `model.safetensors` in the format of the kind."""
+    def save(self, learner: Learner, folder: Path, target: str) -> None:
+        """Write `config.json` and `model.safetensors` in the format of the kind, for a target of this name."""
         saves: Any = learner
         saves.save(folder)
 
@@ -99,7 +99,7 @@ def _falling(decay: float, num_depths: int) -> list[float]:
 
 
 def _head(place: str) -> Any:
-    """A class of `secondguess.heads`, imported when it is asked for."""
+    """A class or function of `secondguess.heads`, imported when it is asked for."""
     module, _, name = place.partition(":")
     return getattr(import_module(f"secondguess.heads.{module}"), name)
 
@@ -259,6 +259,9 @@ class EagleRecipe(Recipe):
     def weights(self, num_depths: int) -> list[float]:
         return _falling(self.decay, num_depths)
 
+    def save(self, learner: Learner, folder: Path, target: str) -> None:
+        _head("eagle_files:save_eagle")(learner, folder, target)
+
 
 @dataclass(frozen=True)
 class MtpRecipe(Recipe):
@@ -277,12 +280,15 @@ class MtpRecipe(Recipe):
 
     def fresh(self, target: TargetFacts) -> Learner:
         learner: Learner = _head("mtp:MtpHead").fresh(
-            target.ends, target.vocab_size, target.seed, num_steps=self.num_steps
+            target.ends, target.vocab_size, target.num_layers, target.seed, num_steps=self.num_steps
         )
         return learner
 
     def weights(self, num_depths: int) -> list[float]:
         return _falling(self.decay, num_depths)
+
+    def save(self, learner: Learner, folder: Path, target: str) -> None:
+        _head("mtp_files:save_mtp")(learner, folder)
 
 
 @dataclass(frozen=True)
@@ -291,11 +297,17 @@ class DSparkRecipe(Recipe):
 
     Args:
         block_size: tokens guessed at once.
+        num_layers: of its backbone.
+        num_states: of the target, evenly spread over its depth, that are fused for it.
+        markov_rank: of the head that corrects a guess by the word before it.
         gamma: how slowly the weights `exp(-k / gamma)` fall with the depth k.
     """
 
     learning_rate: float = 5e-4
-    block_size: int = 8
+    block_size: int = 7
+    num_layers: int = 2
+    num_states: int = 4
+    markov_rank: int = 64
     gamma: float = 4.0
 
     kind = "dspark"
@@ -304,13 +316,29 @@ class DSparkRecipe(Recipe):
         require_between("gamma", self.gamma, 0.1, 1000)
 
     def fresh(self, target: TargetFacts) -> Learner:
-        learner: Learner = _head("dspark:DSparkHead").fresh(
-            target.ends, target.num_layers, block_size=self.block_size, seed=target.seed
+        learner: Learner = _head("dspark:DsparkHead").fresh(
+            target.ends,
+            spread_layers(target.num_layers, self.num_states),
+            block_size=self.block_size,
+            markov_rank=self.markov_rank,
+            num_layers=self.num_layers,
+            seed=target.seed,
         )
         return learner
 
     def weights(self, num_depths: int) -> list[float]:
         return [exp(-depth / self.gamma) for depth in range(num_depths)]
+
+
+def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """Evenly spread outputs of layers, the last one before the norm left out: -1 says that one.
+
+    >>> spread_layers(16, 4)
+    (1, 6, 10, 15)
+    """
+    last = max(num_layers - 1, 1)
+    steps = max(count - 1, 1)
+    return tuple(sorted({1 + (last - 1) * step // steps for step in range(count)}))
 
 
 RECIPES: dict[str, type[Recipe]] = {
