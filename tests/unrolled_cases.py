@@ -100,6 +100,7 @@ def drafted_logits(head: UnrolledHead, prompt: list[int], continuation: list[int
     target = TransformersRuntime(target_model())
     drafter = FeatureDrafter(head.eval(), target, "head")
     row = Row(list(prompt), SamplingParams())
+    target.request_hidden(drafter.hidden_layers)
     drafter.begin([row], target.begin([row]))
     return told(drafter, row, continuation)
 

@@ -61,10 +61,8 @@ def test_the_drafter_none_gets_no_budget() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("magic", "none, model, .*suffix, got 'magic'"),
+        ("magic", "none, model, .*suffix.*, got 'magic'"),
         ("", "none, model, .*suffix"),
-        ("magic", "none, model, ngram, suffix.*, got 'magic'"),
-        ("", "none, model, ngram, suffix"),
         ("ngram,speed=3", "one of the options max, min .* got the option 'speed'"),
         ("suffix,minimum=3", "min, factor, offset, threshold"),
         ("none,max=3", "no options"),

@@ -92,6 +92,7 @@ def ready(drafter: Drafter, target: TransformersRuntime, text: list[int]) -> Row
     """A row that the drafter may draft for."""
     row = Row(list(text), SamplingParams(max_tokens=40, temperature=1.0), seed=3)
     with torch.inference_mode():
+        target.request_hidden(drafter.hidden_layers)
         drafter.begin([row], target.begin([row]))
         drafter.prepare([row], [0])
     return row

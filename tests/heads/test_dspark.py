@@ -360,6 +360,7 @@ def test_prospects_tell_how_much_is_unread(tmp_path: Path) -> None:
     assert drafter.name == f"dspark:{folder},tree=2x2"
     row = Row(many_texts(1, 40)[0], SamplingParams(max_tokens=9))
     with torch.inference_mode():
+        TARGET.request_hidden(drafter.hidden_layers)
         drafter.begin([row], TARGET.begin([row]))
         (before,) = drafter.prospects([row])[0]
         drafter.prepare([row], [0])

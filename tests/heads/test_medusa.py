@@ -299,9 +299,9 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
         laws = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
     before_pending = len(TEXT) - 2
     for depth in range(NUM_HEADS):
-        said = recorder.said[depth][0, before_pending].softmax(-1)
+        said = recorder.said[depth][before_pending].softmax(-1)
         torch.testing.assert_close(said, draft.probs[0, depth, known], atol=1e-5, rtol=1e-4)
-        meant = recorder.meant[depth][0, before_pending]
+        meant = recorder.meant[depth][before_pending]
         torch.testing.assert_close(meant, laws[len(TEXT) - 1 + depth], atol=1e-4, rtol=1e-4)
 
 
@@ -311,10 +311,10 @@ def test_only_what_the_target_wrote_is_learnt() -> None:
     recorder = Recorder()
     marks = head.learn(lesson, TARGET.ends(), recorder)
     for depth, loss in enumerate(marks.losses):
-        expected = Recorder()(recorder.meant[depth], recorder.said[depth])[0, -1]
+        expected = Recorder()(recorder.meant[depth], recorder.said[depth])[-1]
         torch.testing.assert_close(loss.detach(), expected)
         least = torch.minimum(recorder.meant[depth].softmax(-1), recorder.said[depth].softmax(-1))
-        torch.testing.assert_close(marks.accepted[depth], least.sum(-1)[0, -1])
+        torch.testing.assert_close(marks.accepted[depth], least.sum(-1)[-1])
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

@@ -140,6 +140,7 @@ class HeadJob:
             warmup_steps=recipe.warmup_steps,
             clip=recipe.clip,
             batch_size=recipe.batch_size,
+            places=recipe.places,
             seed=self.seed,
             checkpoint_seconds=self.checkpoint_seconds,
             checkpoint_steps=self.checkpoint_steps,

@@ -80,10 +80,14 @@ def make_drafter(
     if target is not None:
         find_head = partial(find_head_folder, target_name=target.name, target_path=target.path)
         supplies = replace(supplies, find_head=find_head, target=target.runtime)
-    if len(names) == 1:
-        return build_drafter(names[0], supplies)
-    check_parts([name.kind for name in names])
-    return AlternatingDrafter([build_drafter(name, supplies) for name in names], target_vocab_size)
+    if len(names) > 1:
+        check_parts([name.kind for name in names])
+    parts = [build_drafter(name, supplies) for name in names]
+    made = parts[0] if len(parts) == 1 else AlternatingDrafter(parts, target_vocab_size)
+    if target is not None:
+        # Layers that the target lacks are refused now, not in the first round.
+        target.runtime.request_hidden(made.hidden_layers)
+    return made
 
 
 def build_drafter(name: Name, supplies: Supplies) -> Drafter:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +17,7 @@ from torch.nn import functional
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.files import load_into, read_config, read_tensors
 from secondguess.heads.layer import Norm
-from secondguess.heads.learning import Learner, Lesson, Marks, mean_where, overlap
+from secondguess.heads.learning import Learner, Lesson, Marks, Objective, grade
 from secondguess.runtime.base import Ends
 
 KIND = "secondguess-early-exit"
@@ -65,15 +64,17 @@ class EarlyExitHead(Learner):
         adapted: Tensor = self.norm(states)
         return adapted
 
-    def learn(self, lesson: Lesson, ends: Ends, objective: Any) -> Marks:
+    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
         """A guess is of the next token, whatever its depth in a draft: all depths are one."""
-        guessed = ends.unembed(self(lesson.hidden[self.exit_layer][:, :-1]))
-        with torch.no_grad():
-            wanted = ends.unembed(lesson.hidden[-1][:, :-1])
-        counts = lesson.counts[:, 1:]
-        return Marks(
-            [mean_where(objective(wanted, guessed), counts)], [mean_where(overlap(wanted, guessed), counts)]
+        loss, accepted = grade(
+            lesson.hidden[-1][:, :-1],
+            ends,
+            lesson.hidden[self.exit_layer][:, :-1],
+            lambda states: ends.unembed(self(states)),
+            lesson.counts[:, 1:],
+            objective,
         )
+        return Marks([loss], [accepted])
 
     def save(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors`."""

@@ -70,6 +70,37 @@ class Learner(nn.Module, ABC):
         """
 
 
+def grade(
+    states: Tensor,
+    ends: Ends,
+    thoughts: Tensor,
+    say: Callable[[Tensor], Tensor],
+    counts: Tensor,
+    objective: Objective,
+    words: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss and acceptance at the places that count; laws are made nowhere else, since they are what a step costs.
+
+    Args:
+        states: `[row, place, width]` of the target, whose law is to be guessed at each place.
+        ends: of the target.
+        thoughts: `[row, place, ...]` of the head.
+        say: its logits `[..., word]`.
+        counts: `[row, place]` bool.
+        words: `[word]`, which of the target's tokens these are; None for all. The loss is about these alone.
+    """
+    if not counts.any():
+        nothing = thoughts.sum() * 0.0
+        return nothing, nothing.detach()
+    said = say(thoughts[counts])
+    with torch.no_grad():
+        taught = ends.unembed(states[counts])
+        law = taught.float().softmax(-1)
+        known, law = (taught, law) if words is None else (taught[:, words], law[:, words])
+        accepted = torch.minimum(law, said.float().softmax(-1)).sum(-1).mean()
+    return objective(known, said).mean(), accepted
+
+
 def mean_where(values: Tensor, counts: Tensor) -> Tensor:
     """Mean of `values` over the places that count; 0 where there is none."""
     return (values * counts).sum() / counts.sum().clamp_min(1)

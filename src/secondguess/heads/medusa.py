@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.fields import fields_of, require_same, whole_number, yes_or_no
 from secondguess.heads.files import load_into, read_config, read_tensors
-from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_where, overlap
+from secondguess.heads.learning import Learner, Lesson, Marks, Objective, grade
 from secondguess.names import require_between
 from secondguess.runtime.base import Ends
 
@@ -197,22 +197,15 @@ class MedusaHead(Learner):
     def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
         """Depth k: the state behind token i guesses token i + 2 + k, which the target says with the state behind i + 1 + k."""
         states = lesson.hidden[LAST]
-        with torch.no_grad():
-            laws = self._known(ends.unembed(states[:, 1:-1]))
+        words = self.get_buffer("token_map") if self.shape.maps_words else None
         losses, accepted = [], []
         for depth in range(self.shape.num_heads):
-            counts, meant = lesson.counts[:, depth + 2 :], laws[:, depth:]
-            said = self(states[:, : counts.shape[1]], depth)
-            losses.append(mean_where(objective(meant, said), counts))
-            accepted.append(mean_where(overlap(meant, said), counts))
+            counts = lesson.counts[:, depth + 2 :]
+            meant, behind = states[:, depth + 1 : -1], states[:, : counts.shape[1]]
+            loss, share = grade(meant, ends, behind, partial(self, depth=depth), counts, objective, words)
+            losses.append(loss)
+            accepted.append(share)
         return Marks(losses, accepted)
-
-    def _known(self, logits: Tensor) -> Tensor:
-        """Of the target's logits those of the words that the heads know."""
-        if not self.shape.maps_words:
-            return logits
-        known: Tensor = logits[..., self.get_buffer("token_map")]
-        return known
 
     @property
     def _dtype(self) -> torch.dtype:

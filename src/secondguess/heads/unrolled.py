@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.heads.layer import LayerShape, attend_to_all, turns_at
-from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_where, overlap
+from secondguess.heads.learning import Learner, Lesson, Marks, Objective, grade
 from secondguess.heads.runtime import FeatureHead
 from secondguess.runtime.base import Ends
 
@@ -107,20 +107,16 @@ class UnrolledHead(FeatureHead, Learner):
 
     def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
         """Guess `num_steps` tokens behind every place, each step by the target's law over the words that the head has."""
-        with torch.no_grad():
-            taught = ends.unembed(lesson.hidden[-1])
         losses, accepted = [], []
         for step, thought in enumerate(self.unroll(lesson)):
             places = slice(1 + step, 1 + step + thought.shape[1])
-            target_logits = taught[:, places]
             counts = lesson.counts[:, 2 + step : 2 + step + thought.shape[1]]
-            own = self.own_logits(thought)
-            known = target_logits if self.words is None else target_logits[..., self.words]
-            losses.append(mean_where(objective(known, own), counts))
-            with torch.no_grad():
-                accepted.append(mean_where(overlap(target_logits, self.logits(thought)), counts))
+            states = lesson.hidden[-1][:, places]
+            loss, share = grade(states, ends, thought, self.own_logits, counts, objective, self.words)
+            losses.append(loss)
+            accepted.append(share)
         # A text that ends before a depth says nothing of it.
-        missing = [taught.new_zeros(())] * (self.num_steps - len(losses))
+        missing = [lesson.hidden[-1].new_zeros(())] * (self.num_steps - len(losses))
         return Marks(losses + missing, accepted + missing)
 
 

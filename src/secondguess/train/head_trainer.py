@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.learning import Learner, Marks, Objective
+from secondguess.heads.learning import Learner, Lesson, Marks, Objective
 from secondguess.names import require_between
 from secondguess.runtime.base import Ends
 from secondguess.train.capture import Capture
@@ -43,6 +43,8 @@ class TrainSettings:
         warmup_steps: until that height.
         clip: largest norm of the gradient.
         batch_size: texts per step.
+        places: share of the places that count from which a step learns, drawn anew for each: neighbours say much the same,
+            and a law at every place is most of what a step costs.
         seed: of the order of the texts and of whatever a head draws while it learns.
         checkpoint_seconds, checkpoint_steps: between checkpoints; whichever comes first, 0 steps for seconds alone.
         evaluate_steps: between looks at the held-out texts.
@@ -55,6 +57,7 @@ class TrainSettings:
     warmup_steps: int = 50
     clip: float = 1.0
     batch_size: int = 8
+    places: float = 1.0
     seed: int = 0
     checkpoint_seconds: float = 120.0
     checkpoint_steps: int = 0
@@ -67,6 +70,7 @@ class TrainSettings:
         require_between("the number of warm-up steps", self.warmup_steps, 0, 1_000_000)
         require_between("the largest norm of the gradient", self.clip, 1e-6, 1e6)
         require_between("the batch size", self.batch_size, 1, 65_536)
+        require_between("the share of places", self.places, 0.001, 1)
         require_between("the seed", self.seed, 0, 2**31 - 1)
         require_between("the seconds between checkpoints", self.checkpoint_seconds, 1, 1e9)
         require_between("the steps between checkpoints", self.checkpoint_steps, 0, 1_000_000_000)
@@ -230,7 +234,8 @@ class HeadTrainer:
         with torch.random.fork_rng():
             # What a head draws (dropout, anchors) depends on the step alone, not on what was drawn before it.
             torch.manual_seed(self.settings.seed * 1_000_003 + self.standing.step)
-            marks = self.learner.learn(self.capture.lesson(batch), self.ends, self.aim.objective)
+            lesson = _thinned(self.capture.lesson(batch), self.settings.places)
+            marks = self.learner.learn(lesson, self.ends, self.aim.objective)
             loss = self._weighted(marks)
             loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
@@ -336,6 +341,14 @@ def _write_line(log: BinaryIO, content: dict[str, object]) -> None:
 
 
 @torch.no_grad()
+def _thinned(lesson: Lesson, share: float) -> Lesson:
+    """The same lesson with fewer places that count."""
+    if share == 1:
+        return lesson
+    lots = torch.rand(lesson.counts.shape).to(lesson.counts.device)
+    return replace(lesson, counts=lesson.counts & (lots < share))
+
+
 def held_out_acceptance(
     learner: Learner,
     ends: Ends,

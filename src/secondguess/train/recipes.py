@@ -57,6 +57,7 @@ class Recipe(ABC):
         warmup_steps: until the rate is at its height.
         clip: largest norm of the gradient.
         batch_size: texts per step.
+        places: share of their places that a step learns from (`TrainSettings`).
 
     Attributes:
         kind: of drafter; the command's name.
@@ -70,6 +71,7 @@ class Recipe(ABC):
     warmup_steps: int = 50
     clip: float = 1.0
     batch_size: int = 8
+    places: float = 0.25
 
     kind: ClassVar[str]
     loss: ClassVar[str] = "lk"
