@@ -133,7 +133,7 @@ class CostController(Controller):
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
         answers = [False] * len(rows)
-        confidences = laws.confidences
+        confidences = laws.chances
         chances: list[tuple[float, Offer]] = []
         for offer in self._offers:
             if offer.certain or not offer.goes_on:
