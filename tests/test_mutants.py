@@ -30,11 +30,18 @@ from law_cases import (
 from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
-from secondguess.core import Draft, Row, Verdict
+from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Team, decode
 from secondguess.drafters.alternating import AlternatingDrafter
+from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.trees import StaticTree
 from secondguess.enumeration import EnumeratingNoise, enumerate_rounds
+from secondguess.heads.context import FeatureContext
+from secondguess.heads.dspark import DsparkHead
+from secondguess.heads.learning import Lesson
+from secondguess.heads.medusa import MedusaHead, MedusaShape
 from secondguess.noise import KeyedNoise, Purpose
 from secondguess.runtime import tree
 from secondguess.runtime.cached import CachedRuntime
@@ -149,6 +156,65 @@ def native_trees_are_chains() -> bool:
     runtime.begin([row])
     siblings = Draft(torch.tensor([[3, 4]]), torch.tensor([[-1, -1]]), torch.tensor([2]))
     return torch.equal(runtime.score([row], siblings).logits[0, 2], expected)
+
+
+def heads_draft_as_they_learn(kind: str) -> bool:
+    """After rounds with trees, some accepted and some not, a head's laws along each path are those that it learns from there.
+
+    The text is right whatever a head guesses: this is the only proof that notices worse guesses.
+    """
+    target = TransformersRuntime(tiny_pair(vocab_size=5)[0])
+    drafter = head_drafter(kind, target, StaticTree.of_widths([2, 1]))
+    row = Row([0, 1, 4, 2], SamplingParams(temperature=1.0, max_tokens=60), seed=11)
+    team = Team(target, drafter, make_verifier("auto"), make_controller("fixed:2"))
+    rounds = decode(team, [row])
+    for _ in range(8):
+        next(rounds)
+    budgets = Budgets([2], lambda laws, depth: [True], reads_laws=False)
+    with torch.inference_mode():
+        drafter.prepare([row], [0])
+        draft = drafter.propose([row], budgets, KeyedNoise.of_rows([row]))
+    text, drawn = list(row.tokens), draft.tokens[0].tolist()
+    rounds.close()
+    errors = []
+    for elder, younger in ((0, 2), (1, 3)):
+        said = learnt_laws(target, drafter.head, [*text, drawn[elder], drawn[younger]], len(text) - 1)
+        errors.append(torch.stack(said) - draft.probs[0, [elder, younger]])
+    return max(float(error.abs().max()) for error in errors) < 1e-5
+
+
+def head_drafter(kind, target, shape):
+    ends = target.ends()
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        if kind == "medusa":
+            head = MedusaHead(MedusaShape(ends.width, num_heads=2, num_layers=1, has_bias=True), ends)
+        else:
+            head = DsparkHead.fresh(ends, (0, 1), block_size=2, markov_rank=3, num_layers=2)
+        for weight in head.parameters():
+            torch.nn.init.normal_(weight, std=0.7)
+    return {"medusa": MedusaDrafter, "dspark": DsparkDrafter}[kind](head.to(ends.dtype), target, kind, shape)
+
+
+def learnt_laws(target, head, text, pending):
+    """The laws of the nodes behind place `pending` of a text, as learning makes them: behind the text's own tokens."""
+    tokens = torch.tensor([text])
+    with torch.no_grad():
+        states = target.model(tokens, use_cache=False, output_hidden_states=True).hidden_states
+    counts = torch.arange(len(text))[None] == pending + 1
+    counts[:, pending + 2] = True
+    hidden = dict(enumerate(states)) | {-1: states[-1]}
+    said = []
+
+    def remember(target_logits, draft_logits):
+        said.append(draft_logits.detach())
+        return draft_logits.sum(-1)
+
+    head.learn(Lesson(tokens, counts, hidden), target.ends(), remember)
+    # Medusa learns at every place, from the state before pending; DSpark at places that it draws, from pending itself.
+    places = head._anchors(counts)[0][0].tolist() if isinstance(head, DsparkHead) else range(1, len(text))
+    column = list(places).index(pending)
+    return [logits[0, column].softmax(-1) for logits in said]
 
 
 def exact_model_law(target, next_law):
@@ -531,6 +597,58 @@ def streams_share_numbers(patch: Patch) -> None:
     patch.setattr(KeyedNoise, "of_rows", classmethod(of_rows))
 
 
+def medusa_reads_the_state_of_the_old_pending(patch: Patch) -> None:
+    """Right behind a rejection, stale behind an acceptance."""
+
+    def observe(self, rows, verdict, hidden):
+        for index, row in enumerate(rows):
+            self._states[row] = hidden[-1][index, 0].clone()
+
+    patch.setattr(MedusaDrafter, "observe", observe)
+
+
+def medusa_heads_are_off_by_one(patch: Patch) -> None:
+    """Its first head was taken for the target's own guess of pending."""
+    original = MedusaHead.logits
+    patch.setattr(MedusaHead, "logits", lambda self, states, depth: original(self, states, max(depth - 1, 0)))
+
+
+def dspark_hears_rejected_nodes(patch: Patch) -> None:
+    """Of a tree's nodes the first are taken for the path."""
+    original = DsparkDrafter.observe
+
+    def observe(self, rows, verdict, hidden):
+        straight = torch.arange(verdict.paths.shape[1]).expand_as(verdict.paths)
+        paths = torch.where(verdict.paths >= 0, straight, verdict.paths)
+        original(self, rows, Verdict(paths, verdict.lengths, verdict.next_tokens), hidden)
+
+    patch.setattr(DsparkDrafter, "observe", observe)
+
+
+def dspark_keeps_keys_of_the_last_block(patch: Patch) -> None:
+    """The keys that a block wrote are not written over by those of the committed text, but attended to as well."""
+    original = FeatureContext.attend
+
+    def attend(self, rows, width):
+        attention = original(self, rows, width)
+        for row in rows:
+            self._lengths[row] += 1
+        return attention
+
+    patch.setattr(FeatureContext, "attend", attend)
+
+
+def dspark_bias_of_a_neighbours_parent(patch: Patch) -> None:
+    original = DsparkDrafter.tree_logits
+    patch.setattr(
+        DsparkDrafter,
+        "tree_logits",
+        lambda self, rows, active, tree: original(
+            self, rows, active, Draft(tree.tokens.flip(1), tree.parents, tree.lengths)
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A mistake and the proof that must notice it."""
@@ -609,6 +727,11 @@ MUTANTS = [
     Mutant(race_forgets_the_position, lambda: keyed_law_holds("coupled", coupled=True)),
     Mutant(neighbouring_races_are_the_same, lambda: keyed_law_holds("coupled", coupled=True)),
     Mutant(race_is_off_by_one_from_the_draft, lambda: acceptance_holds("coupled", coupled=True)),
+    Mutant(medusa_reads_the_state_of_the_old_pending, lambda: heads_draft_as_they_learn("medusa")),
+    Mutant(medusa_heads_are_off_by_one, lambda: heads_draft_as_they_learn("medusa")),
+    Mutant(dspark_hears_rejected_nodes, lambda: heads_draft_as_they_learn("dspark")),
+    Mutant(dspark_keeps_keys_of_the_last_block, lambda: heads_draft_as_they_learn("dspark")),
+    Mutant(dspark_bias_of_a_neighbours_parent, lambda: heads_draft_as_they_learn("dspark")),
     Mutant(streams_share_numbers, lambda: keyed_law_holds("block")),
 ]
 

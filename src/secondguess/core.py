@@ -19,7 +19,7 @@ A node at depth `d` (children of pending have depth 0) proposes the token at abs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -326,6 +326,14 @@ class Plan(NamedTuple):
     length: int
 
 
+class GoOn(Protocol):
+    """Says per row, from the laws `[row, vocab]` of the nodes just drawn, whether to draw another one after them."""
+
+    def __call__(
+        self, laws: Tensor, depth: int, foretold: Sequence[float] | None = None, /
+    ) -> list[bool]: ...
+
+
 @dataclass(frozen=True)
 class Budgets:
     """How far a drafter may go this round, decided without seeing any token it will draw.
@@ -336,13 +344,15 @@ class Budgets:
         go_on: given the drafter's laws `[row, vocab]` of the nodes just drawn (of a tree's level, the law
             behind its likeliest parent), before sampling settings, and the depth of those nodes, says per row whether
             to draw another level *after* them. It is never shown the drawn tokens: that is the non-anticipation rule
-            (algorithms page, 3.0). Rows that drew no node at this depth have a line too; it means nothing.
+            (algorithms page, 3.0). Rows that drew no node at this depth have a line too; it means nothing. A
+            drafter that was trained to foretell how likely each node is accepted may hand these chances in, as third
+            argument.
         reads_laws: False when `go_on` always says yes, so that nobody makes a law just to ask it.
         parts: per row, which part of a drafter made of several is to guess; empty for the first everywhere.
     """
 
     lengths: list[int]
-    go_on: Callable[[Tensor, int], list[bool]]
+    go_on: GoOn
     reads_laws: bool = True
     parts: Sequence[int] = ()
 

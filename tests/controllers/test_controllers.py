@@ -100,6 +100,13 @@ def test_confidence_takes_the_product_along_each_rows_own_path() -> None:
     assert controller.go_on(rows, laws_with(0.65, 1.0, 0.1), 2)[:1] == [True]
 
 
+def test_confidence_trusts_a_drafter_that_was_trained_to_foretell() -> None:
+    controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
+    laws = DraftLaws(tensor_with(0.9, 0.3), [0.4, 0.8])
+    assert controller.go_on(rows_of(2), laws, 0) == [False, True]
+    assert laws.confidences == [pytest.approx(0.9), pytest.approx(0.3)]  # what others read stays the law's
+
+
 def test_confidence_begins_anew_with_every_round() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     for _ in range(3):

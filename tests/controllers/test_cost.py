@@ -707,3 +707,24 @@ def test_drafts_that_it_did_not_plan_do_not_disturb_it() -> None:
         verdict = Verdict.of_chain(torch.tensor([2]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[0, 0, 0]]), verdict, RoundTime(0.0, 0.3, 1.3))
     assert Paper(lambda number, depth: 0.9).play(controller, 500).speed > 1.5
+
+
+def test_it_learns_by_what_a_drafter_foretells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The level that a node is filed under is that of its foretold chance, not of its law."""
+    controller, row = CostController(), Row([0] * 20, SamplingParams(max_tokens=100))
+    heard: list[float] = []
+    original = controller.expectations.of_node
+
+    def of_node(kind: object, confidence: float) -> tuple[object, float, float]:
+        heard.append(confidence)
+        return original(kind, confidence)
+
+    monkeypatch.setattr(controller.expectations, "of_node", of_node)
+    foretold = FlatLaws([0.9])
+    foretold.foretold = [0.3]
+    for laws in (FlatLaws([0.9]), foretold):
+        while not controller.plan([row], [(Prospect(),)])[0].length:
+            verdict = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
+            controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
+        controller.go_on([row], laws, 0)
+    assert heard == [0.9, 0.3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,22 @@ from head_formats import (
 from torch import Tensor
 from torch.nn.functional import silu
 
-from secondguess.core import Draft, Row, Verdict
+from secondguess.controllers import make_controller
+from secondguess.controllers.confidence import ConfidenceController, ConfidenceOptions
+from secondguess.controllers.laws import DraftLaws
+from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
 from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.enumeration import enumerate_rounds, exact_law, largest_difference, text_law
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.dspark import NUM_ANCHORS, DsparkHead
+from secondguess.noise import KeyedNoise
 from secondguess.runtime.base import Runtime
+from secondguess.runtime.tiny import tiny_pair
+from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
+from secondguess.verifiers import make_verifier
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, MLP_SIZE, RANK, NUM_WORDS = 4, 2, 8, 40, 5, 11
 THETA, EPS = 500.0, 1e-6
@@ -561,3 +571,96 @@ def test_unknown_kinds_are_told_as_unsupported(tmp_path: Path) -> None:
     write_folder(tmp_path, DSPARK | {"markov_head_type": "rnn"}, random_tensors(backbone() | heads()))
     with pytest.raises(UnsupportedModelError):
         named(f"dspark:{tmp_path}")
+
+
+def lengths_under(drafter: DsparkDrafter, controller: str) -> list[int]:
+    """How many nodes are drafted for some rows in their first round."""
+    rows = [Row(text, SamplingParams(max_tokens=20, temperature=1.0), seed=2) for text in many_texts(3, 9)]
+    team = Team(TARGET, drafter, make_verifier("auto"), make_controller(controller))
+    rounds = decode(team, rows)
+    next(rounds)
+    rounds.close()
+    return [counts.num_drafted for counts in (team.ledger.of(row) for row in rows)]
+
+
+@pytest.mark.parametrize(("bias", "length"), [(-9.0, 1), (9.0, BLOCK)])
+def test_its_confidence_tells_the_controller_how_far_to_go(bias: float, length: int, tmp_path: Path) -> None:
+    folder, parts = dspark(tmp_path / "head")
+    parts["confidence_head.proj.weight"].zero_()
+    parts["confidence_head.proj.bias"].fill_(bias)
+    write_folder(folder, DSPARK, parts)
+    drafter = named(f"dspark:{folder}")
+    assert lengths_under(drafter, f"confidence:{BLOCK},threshold=0.5") == [length] * 3
+
+
+@pytest.mark.parametrize("make", [dspark, blind_confidence])
+def test_what_is_foretold_is_the_papers_and_of_the_tokens_before(make, tmp_path: Path) -> None:
+    """`sigmoid(w . [h; W1 x] + b)` with the token x before the node, never the node's own."""
+    folder, parts = make(tmp_path / "head")
+    drafter = named(f"dspark:{folder}")
+    told: list[list[float]] = []
+
+    def go_on(laws: Tensor, depth: int, foretold: list[float]) -> list[bool]:
+        told.append(foretold)
+        return [True]
+
+    row = ready(drafter, TARGET, TEXT)
+    with torch.inference_mode():
+        draft = drafter.propose([row], Budgets([BLOCK], go_on), KeyedNoise.of_rows([row]))
+    thoughts = block_thoughts(parts, TEXT)
+    before = [TEXT[-1], *draft.tokens[0].tolist()]
+    assert len(told) == BLOCK - 1
+    for depth, foretold in enumerate(told):
+        seen = [thoughts[depth], parts["markov_head.markov_w1.weight"][before[depth]]]
+        weight = parts["confidence_head.proj.weight"][0]
+        joined = torch.cat(seen)[: len(weight)]
+        expected = torch.sigmoid(weight @ joined + parts["confidence_head.proj.bias"][0])
+        assert foretold == [pytest.approx(float(expected), abs=1e-5)]
+
+
+def test_without_a_confidence_head_the_law_is_all_there_is(tmp_path: Path) -> None:
+    folder, _ = dflash(tmp_path / "head")
+    drafter = named(f"dspark:{folder}")
+    asked: list[int] = []
+
+    def go_on(laws: Tensor, depth: int) -> list[bool]:
+        asked.append(depth)
+        return [True]
+
+    row = ready(drafter, TARGET, TEXT)
+    with torch.inference_mode():
+        drafter.propose([row], Budgets([2], go_on), KeyedNoise.of_rows([row]))
+    assert asked == [0]
+
+
+def test_stopping_by_confidence_keeps_the_law_of_the_text() -> None:
+    """Two rounds on a real cache, enumerated, where some drafts stop early and others do not."""
+    model = tiny_pair(vocab_size=2)[0].double()
+    laws = {}
+    outputs: list[tuple[int, ...]] = [()]
+    for output in outputs:
+        with torch.inference_mode():
+            laws[output] = model(torch.tensor([[0, 1, *output]]), use_cache=False).logits[0, -1].softmax(-1)
+        if len(output) < 3:
+            outputs += [(*output, 0), (*output, 1)]
+    target = TransformersRuntime(model)
+    head = DsparkHead.fresh(target.ends(), (0, 1), block_size=2, markov_rank=2, num_layers=1, seed=1)
+    torch.nn.init.normal_(
+        head.confidence_head.proj.weight, std=3.0, generator=torch.Generator().manual_seed(4)
+    )
+    drafter = DsparkDrafter(head.to(target.ends().dtype), target, "dspark")
+    answers: set[bool] = set()
+
+    class Noted(ConfidenceController):
+        def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+            decided = super().go_on(rows, laws, depth)
+            answers.update(decided)
+            return decided
+
+    controller = Noted(ConfidenceOptions(length=2, threshold=0.9))
+    team = Team(target, drafter, make_verifier("block"), controller)
+    params = SamplingParams(temperature=1.0, max_tokens=20)
+    (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], params)], num_rounds=2)
+    found = text_law(branches, laws.__getitem__, 4)
+    assert largest_difference(found, exact_law(laws.__getitem__, 4)) < 1e-9
+    assert answers == {True, False}

@@ -33,7 +33,8 @@ class ConfidenceOptions:
 class ConfidenceController(Controller):
     """Drafts on while the path drafted so far would probably survive.
 
-    A node's confidence is the largest probability of the drafter's law, before sampling settings. The product
+    A node's confidence is what the drafter foretells, if it was trained to, or else the largest probability of its law,
+    before sampling settings. The product
     of confidences along the path estimates the chance that all of it is accepted, and so that a further node
     is worth anything at all: several middling nodes in a row are as good a reason to stop as one poor one.
     Only laws enter, never drawn tokens, so the rule does not anticipate.
@@ -56,5 +57,5 @@ class ConfidenceController(Controller):
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
         # A round begins at depth 0, which resets the products; rows that dropped out since are not read.
         so_far = repeat(1.0) if depth == 0 else self._survival
-        self._survival = list(map(mul, so_far, laws.confidences))
+        self._survival = list(map(mul, so_far, laws.chances))
         return [survival >= self.options.threshold for survival in self._survival]

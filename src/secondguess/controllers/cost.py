@@ -136,7 +136,7 @@ class CostController(Controller):
         answers = [False] * len(rows)
         if not self._offers:
             return answers
-        confidences = laws.confidences
+        confidences = laws.chances
         chances: list[tuple[float, Offer]] = []
         for offer in self._offers:
             if offer.certain or not offer.goes_on:

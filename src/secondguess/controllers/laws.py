@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy
@@ -17,10 +18,19 @@ class DraftLaws:
 
     Args:
         probs: `[row, vocab]`, before sampling settings. Read it with `probs`; the summaries are cheaper.
+        foretold: per row, how likely the node is accepted if those before it are, by a drafter that was trained to tell.
     """
 
-    def __init__(self, probs: Tensor) -> None:
+    foretold: Sequence[float] | None = None
+
+    def __init__(self, probs: Tensor, foretold: Sequence[float] | None = None) -> None:
         self.probs = probs
+        self.foretold = foretold
+
+    @property
+    def chances(self) -> Sequence[float]:
+        """Per row, the best guess at how likely the node is accepted: as foretold, or else the largest probability."""
+        return self.confidences if self.foretold is None else self.foretold
 
     @cached_property
     def confidences(self) -> list[float]:

@@ -154,6 +154,14 @@ class DsparkDrafter(SteppingDrafter):
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         self._previous.append(tokens)
 
+    def foretell(self, depth: int) -> list[float] | None:
+        """By the confidence head, which sees the token before the node."""
+        if self._block is None or not self.head.shape.has_confidence:
+            return None
+        previous = torch.tensor(self._previous[depth], device=self.device)
+        told: list[float] = self.head.confidence(self._block.thoughts[:, depth], previous).sigmoid().tolist()
+        return told
+
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         if self._block is None:
             self._block = self._think(rows, active)

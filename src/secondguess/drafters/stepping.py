@@ -56,6 +56,13 @@ class SteppingDrafter(Drafter):
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         """`[row, node + 1, vocab]` behind pending and behind each node; only the last level of the active rows is read."""
 
+    def foretell(self, depth: int) -> list[float] | None:
+        """Per row, how likely the node of this depth in its chain is accepted if those before it are; None where nobody knows.
+
+        For drafters that were trained to tell. The node itself has been drawn, but what is told must not depend on it.
+        """
+        return None
+
     def room(self, row: Row) -> int:
         """How many nodes, one behind the other, the drafter can draw for a row at most."""
         return MAX_DRAFT_LENGTH
@@ -98,7 +105,9 @@ class SteppingDrafter(Drafter):
             self.extend(rows, active, as_list)
             active = [index for index in active if depth + 1 < limits[index]]
             if active and budgets.reads_laws:
-                going_on = budgets.go_on(law if own_laws else logits.softmax(-1), depth)
+                asked = law if own_laws else logits.softmax(-1)
+                told = self.foretell(depth)
+                going_on = budgets.go_on(asked, depth) if told is None else budgets.go_on(asked, depth, told)
                 active = [index for index in active if going_on[index]]
         probs = None if noise.all_greedy else self._probs(laws, len(rows))
         return Draft.chains(chains, probs, self.device)

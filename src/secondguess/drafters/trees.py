@@ -21,7 +21,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from secondguess.core import MAX_DRAFT_LENGTH, Draft, Row
+from secondguess.core import MAX_DRAFT_LENGTH, Draft, GoOn, Row
 from secondguess.errors import BadInputError
 from secondguess.names import require_between
 from secondguess.noise import Noise
@@ -228,7 +228,6 @@ class TreeOptions:
 LevelLogits = Callable[[list[int], Draft], Tensor]
 """Given which rows go on and all that was drawn: logits `[row, node + 1, vocab]` behind pending and the nodes (of the active rows
 and the last level; anything elsewhere)."""
-GoOn = Callable[[Tensor, int], list[bool]]
 
 
 class Grove:
