@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from secondguess.heads.eagle import EagleHead
-from secondguess.heads.eagle_files import save_eagle
+from secondguess.heads.eagle_files import load_eagle, save_eagle
 from secondguess.runtime.transformers import TransformersRuntime
-from unrolled_cases import TEXT, VOCAB_SIZE, WIDTH, fresh_head, lesson_of, target_model
+from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, fresh_head, lesson_of, target_model
 
 SETTINGS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -78,6 +78,11 @@ def test_speculators_reads_what_we_write(
         )
     for ours, other in zip(unrolled(head), said, strict=True):
         torch.testing.assert_close(other[: len(ours)], ours, atol=1e-4, rtol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ends = TransformersRuntime(target_model(torch.float32)).ends()
+    again = load_eagle(tmp_path / "theirs", ends, VOCAB_SIZE, NUM_LAYERS)
+    assert isinstance(again, EagleHead)
+    assert all(map(torch.equal, unrolled(again), unrolled(head)))
 
 
 @every_setting
