@@ -7,7 +7,7 @@ check passes on the code as it ships and fails with the mutant in place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 import pytest
@@ -34,14 +34,19 @@ from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Team, decode
 from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import StaticTree
 from secondguess.enumeration import EnumeratingNoise, enumerate_rounds
+from secondguess.heads import unrolled
 from secondguess.heads.context import FeatureContext
 from secondguess.heads.dspark import DsparkHead
+from secondguess.heads.eagle import EagleHead
 from secondguess.heads.learning import Lesson
 from secondguess.heads.medusa import MedusaHead, MedusaShape
+from secondguess.heads.runtime import HeadRuntime
+from secondguess.heads.unrolled import ChainsOfPlaces
 from secondguess.noise import KeyedNoise, Purpose
 from secondguess.runtime import tree
 from secondguess.runtime.cached import CachedRuntime
@@ -54,6 +59,7 @@ from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams, target_laws
 from secondguess.testing import ScriptedDrafter, TableModel
 from secondguess.verifiers import base, block, coupled, make_verifier, rejection
+from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head
 
 Patch = pytest.MonkeyPatch
 
@@ -244,6 +250,16 @@ def rows_stay_apart() -> bool:
         for row in rows
         for place in range(row.num_prompt, len(row.tokens))
     )
+
+
+def head_says_its_words() -> bool:
+    """A head over some of the target's words has its logits where its map, read as offsets, says."""
+    head = fresh_head("eagle3")
+    thought = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        own, everywhere = head.own_logits(thought), head.logits(thought)
+    at = [index + offset for index, offset in enumerate(head.d2t.tolist())]
+    return everywhere.isfinite().nonzero()[:, 0].tolist() == at and torch.equal(everywhere[at], own)
 
 
 # Mutants: each puts one mistake into the code.
@@ -649,6 +665,56 @@ def dspark_bias_of_a_neighbours_parent(patch: Patch) -> None:
     )
 
 
+def vocabulary_map_read_as_ids(patch: Patch) -> None:
+    original = EagleHead._take_words
+
+    def take_words(self, words):
+        original(self, words)
+        self.words = self.d2t
+
+    patch.setattr(EagleHead, "_take_words", take_words)
+
+
+def a_node_keeps_the_feature_it_was_drafted_with(patch: Patch) -> None:
+    """What is committed is not read again with the target's features."""
+    original = HeadRuntime.rewind
+    patch.setattr(
+        HeadRuntime,
+        "rewind",
+        lambda self, rows, lengths: original(self, rows, [length + 1 for length in lengths]),
+    )
+
+
+def a_token_is_read_beside_its_own_feature(patch: Patch) -> None:
+    """The target's states are not those before the tokens, but behind them."""
+    original = FeatureDrafter.begin
+
+    def begin(self, rows, hidden):
+        shifted = [{layer: states.roll(-1, 0) for layer, states in each.items()} for each in hidden]
+        original(self, rows, shifted)
+
+    patch.setattr(FeatureDrafter, "begin", begin)
+
+
+def steps_of_training_stand_in_one_place(patch: Patch) -> None:
+    original = unrolled.turns_at
+    patch.setattr(
+        unrolled,
+        "turns_at",
+        lambda shape, positions, dtype: original(shape, positions - positions[:, :1], dtype),
+    )
+
+
+def steps_of_training_see_no_earlier_steps(patch: Patch) -> None:
+    """Only the text and the last step: a chain of three does not know its second node."""
+    original = ChainsOfPlaces.attend
+
+    def attend(self, layer, *heads):
+        return original(replace(self, chains={layer: []}), layer, *heads)
+
+    patch.setattr(ChainsOfPlaces, "attend", attend)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A mistake and the proof that must notice it."""
@@ -733,6 +799,12 @@ MUTANTS = [
     Mutant(dspark_keeps_keys_of_the_last_block, lambda: heads_draft_as_they_learn("dspark")),
     Mutant(dspark_bias_of_a_neighbours_parent, lambda: heads_draft_as_they_learn("dspark")),
     Mutant(streams_share_numbers, lambda: keyed_law_holds("block")),
+    # Worse guesses keep the law of the text: what they lose is that a head drafts as it was trained.
+    Mutant(vocabulary_map_read_as_ids, head_says_its_words),
+    Mutant(a_node_keeps_the_feature_it_was_drafted_with, lambda: drafts_as_it_learned("eagle3")),
+    Mutant(a_token_is_read_beside_its_own_feature, lambda: drafts_as_it_learned("eagle1")),
+    Mutant(steps_of_training_stand_in_one_place, lambda: drafts_as_it_learned("mtp")),
+    Mutant(steps_of_training_see_no_earlier_steps, lambda: drafts_as_it_learned("eagle3")),
 ]
 
 

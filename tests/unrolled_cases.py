@@ -119,8 +119,8 @@ def drafts_as_it_learned(kind: str) -> bool:
     drafter = FeatureDrafter(head.eval(), target, "head")
     row = Row(TEXT[:5], SamplingParams(temperature=1.0, max_tokens=40), seed=3)
     rounds = decode(Team(target, drafter, make_verifier("auto"), make_controller("fixed:3")), [row])
-    for _ in range(5):
-        next(rounds)
+    num_accepted = [next(rounds)[0].num_accepted for _ in range(5)]
+    assert max(num_accepted) > 0 == min(num_accepted)
     told_next = [7, 2, 20, 11]
     found = told(drafter, row, told_next)
     expected = unrolled_logits(head, row.tokens + told_next, len(row.tokens))

@@ -193,6 +193,17 @@ def test_what_is_written_is_read_back(make: Callable[[Path], Path], tmp_path: Pa
     assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
 
 
+def test_embeddings_that_are_the_targets_are_borrowed(tmp_path: Path) -> None:
+    """Heads are written with them, as the library that reads them wants it."""
+    (tmp_path / "other").mkdir()
+    other = load(raw3_with_embeddings(tmp_path / "other"))
+    save_eagle(other, tmp_path / "kept", "tiny")
+    save_eagle(load(raw3(tmp_path)), tmp_path / "borrowed", "tiny")
+    assert "embed_tokens.weight" in load(tmp_path / "kept").state_dict()
+    assert "embed_tokens.weight" in load_file(tmp_path / "borrowed" / "model.safetensors")
+    assert "embed_tokens.weight" not in load(tmp_path / "borrowed").state_dict()
+
+
 @pytest.mark.parametrize("tree", ["", ",tree=2x1", ",tree=dynamic"])
 def test_its_name_makes_a_drafter(tree: str, tmp_path: Path) -> None:
     drafter = make_drafter(

@@ -19,7 +19,7 @@ class EagleDrafter(FeatureDrafter):
         folder = supplies.find_head(name)
         target = supplies.require_target(name)
         ends = target.ends()
-        head = load_eagle(folder, ends, target.vocab_size, target.num_layers)
+        head = load_eagle(folder, ends, target.vocab_size, target.num_layers, target.device)
         where = f":{name.argument}" if name.argument else ""
         head = head.to(target.device, ends.dtype).eval()
         return cls(head, target, f"{name.kind}{where}{options}", options.shape)

@@ -146,7 +146,7 @@ class EagleHead(UnrolledHead):
         Args:
             ends, num_layers_of_target: of the target.
             draft_vocab_size: how many words it can say.
-            counts: `[vocab]`, how often each of the target's tokens was seen (`frequent_words`).
+            counts: `[vocab]` on the target's device, how often each of its tokens was seen (`frequent_words`).
             seed: of its weights.
             layer: of its decoder layer; by default one that fits the target's width.
             num_steps: how deep it guesses in training.

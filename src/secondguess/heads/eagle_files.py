@@ -40,12 +40,17 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def load_eagle(folder: Path, ends: Ends, vocab_size: int, num_layers: int) -> EagleHead | Eagle1Head:
+CPU = torch.device("cpu")
+
+
+def load_eagle(
+    folder: Path, ends: Ends, vocab_size: int, num_layers: int, device: torch.device = CPU
+) -> EagleHead | Eagle1Head:
     """Read a head of any of the formats.
 
     Args:
         folder: with `config.json` and the weights.
-        ends, vocab_size, num_layers: of the target.
+        ends, vocab_size, num_layers, device: of the target. The head itself is on the CPU, in the dtype of its modules.
 
     Raises:
         CheckpointError: broken files, weights that `config.json` does not describe, or a head for another target.
@@ -59,6 +64,7 @@ def load_eagle(folder: Path, ends: Ends, vocab_size: int, num_layers: int) -> Ea
         layer_config = config["transformer_layer_config"] if kind else config
         _check_vocabulary(folder, layer_config, vocab_size)
         if kind or "draft_vocab_size" in config or "layers.0.hidden_norm.weight" in tensors:
+            _leave_out_the_targets(tensors, ends, device)
             head: EagleHead | Eagle1Head = _third(folder, config, layer_config, tensors, ends, num_layers)
         else:
             # The target's own, published beside the layer.
@@ -112,6 +118,16 @@ def _third(
     return EagleHead(shape, ends, words, has_embeddings="embed_tokens.weight" in tensors)
 
 
+def _leave_out_the_targets(tensors: dict[str, Tensor], ends: Ends, device: torch.device) -> None:
+    """Embeddings that were only copied are borrowed instead: they are the largest part of a head."""
+    own = tensors.get("embed_tokens.weight")
+    if own is not None and own.dim() == 2 and own.shape[1] == ends.width:
+        with torch.no_grad():
+            of_target = ends.embed(torch.arange(len(own), device=device)).cpu()
+        if torch.equal(of_target.to(own.dtype), own):
+            del tensors["embed_tokens.weight"]
+
+
 def _read_words(folder: Path, tensors: Mapping[str, Tensor], shape: EagleShape) -> Tensor:
     missing = [name for name in ("d2t", "t2d") if name not in tensors]
     if missing:
@@ -155,12 +171,18 @@ def save_eagle(head: EagleHead | Eagle1Head, folder: Path, target: str) -> None:
     """Write a head: EAGLE-3 in the format of `speculators`, EAGLE-1 in its authors'.
 
     Args:
-        head: any.
+        head: any, on its target's device.
         folder: made, if it is not there.
         target: the name or the folder of the model that it drafts for.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in head.state_dict().items()}
+    if isinstance(head, EagleHead):
+        # The target's too: the library leaves embeddings that are missing as it finds them in memory.
+        every_token = torch.arange(head.vocab_size, device=head.fc.weight.device)
+        with torch.no_grad():
+            embeddings = head.embed(every_token).to(head.fc.weight.dtype)
+        tensors["embed_tokens.weight"] = embeddings.contiguous().cpu()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = _describe(head, target) if isinstance(head, EagleHead) else _describe_first(head)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
