@@ -33,6 +33,8 @@ Ranks = tuple[int, ...]
 MOST_CHILDREN = 16
 MOST_NODES = 128
 """A larger tree is a mistake: a pass over so many nodes costs several passes."""
+MOST_PLANNED = 32
+"""A larger optimal tree takes longer to plan than it could win."""
 
 
 @dataclass
@@ -86,6 +88,14 @@ class TreeShape(ABC):
     def keep(self, nodes: Sequence[Node]) -> list[int]:
         """Of a whole tree whose nodes may be dropped, those that stay, parents before children."""
         return list(range(len(nodes)))
+
+    def learn(self, forms: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> None:
+        """See what became of a round's trees, for later rounds.
+
+        Args:
+            forms: per row, the parents of its nodes; nothing for rows that got no tree.
+            paths: per row, the accepted nodes.
+        """
 
 
 @dataclass(frozen=True)
@@ -183,8 +193,8 @@ class TreeOptions:
     """Options of a drafter that can draw trees.
 
     Args:
-        tree: nothing for chains; children per node, level by level, as in `3x2x1`; or `dynamic`.
-        nodes: of a dynamic tree.
+        tree: nothing for chains; children per node, level by level, as in `3x2x1`; `dynamic` or `optimal`.
+        nodes: of a dynamic tree; of an optimal one, at most.
         width: of a dynamic tree, children per node at most.
         depth: of a dynamic tree.
     """
@@ -198,16 +208,34 @@ class TreeOptions:
         require_between("nodes of a dynamic tree", self.nodes, 1, MOST_NODES)
         require_between("width of a dynamic tree", self.width, 1, MOST_CHILDREN)
         require_between("depth of a dynamic tree", self.depth, 1, MAX_DRAFT_LENGTH)
-        if self.tree and self.tree != "dynamic":
+        if self.tree not in ("", "dynamic", "optimal"):
             self._widths()
-        if self.tree != "dynamic" and (self.nodes, self.width, self.depth) != (12, 3, 5):
+        is_default = (self.nodes, self.width, self.depth) == (12, 3, 5)
+        if self.tree == "optimal":
+            require_between("nodes of an optimal tree", self.nodes, 1, MOST_PLANNED)
+            is_default = (self.width, self.depth) == (3, 5)
+        if self.tree != "dynamic" and not is_default:
             raise BadInputError(
-                f"expected nodes, width and depth beside tree=dynamic, got tree={self.tree or 'nothing'}"
+                "expected nodes, width and depth beside tree=dynamic, or nodes beside tree=optimal, "
+                f"got tree={self.tree or 'nothing'}"
             )
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the tree is to be planned from what passes cost, which options do not know."""
+        return self.tree == "optimal"
 
     @cached_property
     def shape(self) -> TreeShape | None:
-        """What is asked for; None for chains."""
+        """What is asked for; None for chains.
+
+        Raises:
+            BadInputError: an optimal tree, from a drafter that cannot plan one.
+        """
+        if self.is_optimal:
+            raise BadInputError(
+                "expected a tree such as 3x2x1 or dynamic, got optimal, which only the drafter model:PATH can plan"
+            )
         if self.tree == "dynamic":
             return DynamicTree(self.nodes, self.width, self.depth)
         return StaticTree.of_widths(self._widths()) if self.tree else None
@@ -216,7 +244,7 @@ class TreeOptions:
         parts = self.tree.split("x")
         if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) > MAX_DRAFT_LENGTH:
             raise BadInputError(
-                f"expected a tree such as 3x2x1 (children per node, level by level) or dynamic, got {self.tree!r}"
+                f"expected a tree such as 3x2x1 (children per node, level by level), dynamic or optimal, got {self.tree!r}"
             )
         return [int(part) for part in parts]
 
@@ -224,6 +252,8 @@ class TreeOptions:
         """As written behind a drafter's name."""
         if self.tree == "dynamic":
             return f",tree=dynamic,nodes={self.nodes},width={self.width},depth={self.depth}"
+        if self.is_optimal:
+            return f",tree=optimal,nodes={self.nodes}"
         return f",tree={self.tree}" if self.tree else ""
 
 
