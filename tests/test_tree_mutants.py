@@ -9,11 +9,23 @@ import numpy
 import pytest
 import torch
 
-from law_cases import PAIRS, ROUNDING, SAMPLED, after_prompt, law_error, make_tree_drafter, play
+from law_cases import (
+    PAIRS,
+    ROUNDING,
+    SAMPLED,
+    after_prompt,
+    law_error,
+    make_grown_drafter,
+    make_tree_drafter,
+    play,
+)
 from noise_cases import TREE, chained_text_p_value
+from plan_cases import most_by_hand, most_planned
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
 from secondguess.decode import Team
+from secondguess.drafters import optimal_tree
+from secondguess.drafters.trees import Grove
 from secondguess.enumeration import enumerate_rounds
 from secondguess.noise import KeyedNoise
 from secondguess.runtime import tree
@@ -105,6 +117,17 @@ def cached_law_holds(kind: str) -> bool:
     return law_error(branches, lambda output: found[output], 4) < (ROUNDING if kind == "module" else 1e-6)
 
 
+def dynamic_law_holds() -> bool:
+    """Trees of the likeliest nodes, where these are samples."""
+    pair = PAIRS["binary"]
+    drafter = make_grown_drafter(pair, "dynamic", nodes=2, width=2, depth=2)
+    return law_error(play(pair, drafter, "auto", "fixed:2"), after_prompt(pair.target), 3) < ROUNDING
+
+
+def plans_are_the_best() -> bool:
+    return all(most_by_hand(num_nodes) == pytest.approx(most_planned(num_nodes)) for num_nodes in (2, 3, 4))
+
+
 # Mutants: each puts one mistake into the code.
 
 
@@ -145,6 +168,41 @@ def sampled_nodes_are_ranked_again(patch: Patch) -> None:
         return replace(draft, lengths=draft.lengths - (chance < 0.3).long())
 
     patch.setattr(LawTreeDrafter, "propose", propose)
+
+
+def sampled_trees_are_pruned(patch: Patch) -> None:
+    """More is drawn than stays, and the likeliest stays, as it may where nodes are no samples."""
+    original = Grove.__init__
+
+    def init(self, *args):
+        original(self, *args)
+        self.free = [True] * len(self.free)
+
+    patch.setattr(Grove, "__init__", init)
+
+
+def levels_are_withdrawn(patch: Patch) -> None:
+    """Whether to go on is asked of the nodes drawn, one level late: an unlikely last level is taken back."""
+    original = Grove.grow
+
+    def grow(self, active, logits, tree, depth):
+        before = [list(nodes) for nodes in self.nodes]
+        telling = original(self, active, logits, tree, depth)
+        for row in active:
+            if depth and max(self.nodes[row][index].log_chance for index in self.frontiers[row]) < -1.2:
+                self.nodes[row], self.frontiers[row] = before[row], []
+        return telling
+
+    patch.setattr(Grove, "grow", grow)
+
+
+def the_plan_takes_every_child_for_an_elder_one(patch: Patch) -> None:
+    original = optimal_tree.Tables._add_level
+
+    def add_level(self, shares, most_nodes):
+        original(self, [shares[0], *shares[:-1]], most_nodes)
+
+    patch.setattr(optimal_tree.Tables, "_add_level", add_level)
 
 
 def laws_without_siblings_are_not_renormalised(patch: Patch) -> None:
@@ -270,6 +328,9 @@ MUTANTS = [
     Mutant(siblings_claim_to_be(True), law("recursive", distinct=False), "the-same-under-recursive"),
     Mutant(twins_are_dropped, law("traversal", distinct=False)),
     Mutant(sampled_nodes_are_ranked_again, law("traversal")),
+    Mutant(sampled_trees_are_pruned, dynamic_law_holds),
+    Mutant(levels_are_withdrawn, dynamic_law_holds),
+    Mutant(the_plan_takes_every_child_for_an_elder_one, plans_are_the_best),
     Mutant(laws_without_siblings_are_not_renormalised, law("traversal")),
     Mutant(cousins_are_removed_too, law("traversal", widths=(2, 1), pairs=("ternary",))),
     Mutant(siblings_are_removed_from_the_target_too, law("recursive", distinct=False)),

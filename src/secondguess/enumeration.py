@@ -135,7 +135,9 @@ class EnumeratingNoise(Noise):
         self.coupled = coupled
         self.greedy = greedy
 
-    def draft(self, laws: Tensor, depth: int, node: int | None = None) -> Tensor:
+    def draft(self, laws: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
+        if isinstance(node, Sequence):
+            return self._draft_each(laws, depth, torch.tensor(node))
         question = (self.number, "draft", depth if node is None else node)
         self._refuse_coupled_siblings(depth)
         tokens = self._choose(*question[1:], laws)
@@ -145,6 +147,13 @@ class EnumeratingNoise(Noise):
         drawn.laws[self.rows] = laws.double()
         drawn.tokens[self.rows] = tokens
         drawn.depths[self.rows] = depth
+        return tokens
+
+    def _draft_each(self, laws: Tensor, depth: int, nodes: Tensor) -> Tensor:
+        tokens = torch.zeros_like(nodes)
+        for node in sorted(set(nodes.tolist())):
+            rows = (nodes == node).nonzero()[:, 0]
+            tokens[rows] = self.select(rows).draft(laws[rows], depth, node)
         return tokens
 
     def _refuse_coupled_siblings(self, depth: int) -> None:

@@ -63,7 +63,7 @@ class Noise(ABC):
         return any(self.coupled.tolist())
 
     @abstractmethod
-    def draft(self, laws: Tensor, depth: int, node: int | None = None) -> Tensor:
+    def draft(self, laws: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
         """Draw tokens `[row]` for one node of each row from `laws` `[row, vocab]`.
 
         Args:
@@ -71,7 +71,8 @@ class Noise(ABC):
             depth: of the node; 0 for a child of pending. Coupled rows race at this position, so that their siblings
                 are the first arrivals of one race.
             node: index of the node in its row's draft, the key of an uncoupled row's number; None for that of a
-                chain, which is its depth.
+                chain, which is its depth. A sequence has each row's own: a row that was selected several times draws
+                several nodes, each as it would have been drawn alone.
         """
 
     @abstractmethod
@@ -130,10 +131,11 @@ class KeyedNoise(Noise):
             device=device,
         )
 
-    def draft(self, laws: Tensor, depth: int, node: int | None = None) -> Tensor:
+    def draft(self, laws: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
         if self.all_greedy:
             return laws.max(-1).indices
-        places = [[depth if node is None else node]] * len(laws)
+        nodes = node if isinstance(node, Sequence) else [depth if node is None else node] * len(laws)
+        places = [[each] for each in nodes]
         if not self.any_coupled:
             return self._drawn(laws, places, Purpose.DRAFT)
         raced = self._race(laws, torch.full((len(laws),), depth))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from secondguess.drafters.base import Supplies
+from secondguess.drafters.optimal_tree import OptimalTree, measure_costs
 from secondguess.drafters.shadow import ShadowDrafter
 from secondguess.drafters.trees import TreeOptions
 from secondguess.errors import BadInputError
@@ -19,4 +20,11 @@ class ModelDrafter(ShadowDrafter):
         options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
         runtime = supplies.load_draft_model(name.argument)
         shown = f"{name.kind}:{name.argument}{options}"
+        if options.is_optimal:
+            if supplies.target is None:
+                raise BadInputError(
+                    f"expected a loaded target to plan the trees of {name} for, got none; give the tree, as in tree=2x2x1"
+                )
+            costs = measure_costs(supplies.target, runtime, options.nodes)
+            return cls(runtime, shown, supplies.target_vocab_size, OptimalTree(options.nodes, costs))
         return cls(runtime, shown, supplies.target_vocab_size, options.shape)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.trees import TreeShape, grow_trees
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
+from secondguess.runtime.base import Hidden
 from secondguess.sampling import drafter_laws
 
 
@@ -43,6 +44,7 @@ class SteppingDrafter(Drafter):
         self.vocab_size = vocab_size
         self.device = device
         self.shape = shape
+        self._forms: Sequence[Sequence[int]] = ()
 
     @abstractmethod
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
@@ -74,6 +76,11 @@ class SteppingDrafter(Drafter):
         if self.shape is None:
             return self._draw_chains(rows, limits, budgets, noise)
         return self._draw_trees(rows, self.shape, limits, budgets, noise)
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+        if self.shape is not None and self._forms:
+            self.shape.learn(self._forms, verdict.path_lists())
+        self._forms = ()
 
     def _draw_chains(self, rows: Sequence[Row], limits: list[int], budgets: Budgets, noise: Noise) -> Draft:
         active = [index for index, limit in enumerate(limits) if limit > 0]
@@ -120,6 +127,7 @@ class SteppingDrafter(Drafter):
 
         go_on = budgets.go_on if budgets.reads_laws else None
         draft = grow_trees(rows, shape, limits, noise, level_logits, go_on)
+        self._forms = draft.shapes
         if noise.all_greedy:
             return draft
         if draft.probs is None:

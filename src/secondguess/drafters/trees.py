@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -33,6 +33,8 @@ Ranks = tuple[int, ...]
 MOST_CHILDREN = 16
 MOST_NODES = 128
 """A larger tree is a mistake: a pass over so many nodes costs several passes."""
+MOST_PLANNED = 32
+"""A larger optimal tree takes longer to plan than it could win."""
 
 
 @dataclass
@@ -44,12 +46,14 @@ class Node:
         parent: index in the row's tree; -1 for a child of pending.
         ranks: where in the tree it is.
         log_chance: logarithm of the drafter's probability of the path that ends here.
+        law: number of the law that it was drawn from, among all of its batch.
     """
 
     token: int
     parent: int
     ranks: Ranks
     log_chance: float
+    law: int = -1
 
     @property
     def depth(self) -> int:
@@ -84,6 +88,14 @@ class TreeShape(ABC):
     def keep(self, nodes: Sequence[Node]) -> list[int]:
         """Of a whole tree whose nodes may be dropped, those that stay, parents before children."""
         return list(range(len(nodes)))
+
+    def learn(self, forms: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> None:
+        """See what became of a round's trees, for later rounds.
+
+        Args:
+            forms: per row, the parents of its nodes; nothing for rows that got no tree.
+            paths: per row, the accepted nodes.
+        """
 
 
 @dataclass(frozen=True)
@@ -181,8 +193,8 @@ class TreeOptions:
     """Options of a drafter that can draw trees.
 
     Args:
-        tree: nothing for chains; children per node, level by level, as in `3x2x1`; or `dynamic`.
-        nodes: of a dynamic tree.
+        tree: nothing for chains; children per node, level by level, as in `3x2x1`; `dynamic` or `optimal`.
+        nodes: of a dynamic tree; of an optimal one, at most.
         width: of a dynamic tree, children per node at most.
         depth: of a dynamic tree.
     """
@@ -196,16 +208,34 @@ class TreeOptions:
         require_between("nodes of a dynamic tree", self.nodes, 1, MOST_NODES)
         require_between("width of a dynamic tree", self.width, 1, MOST_CHILDREN)
         require_between("depth of a dynamic tree", self.depth, 1, MAX_DRAFT_LENGTH)
-        if self.tree and self.tree != "dynamic":
+        if self.tree not in ("", "dynamic", "optimal"):
             self._widths()
-        if self.tree != "dynamic" and (self.nodes, self.width, self.depth) != (12, 3, 5):
+        is_default = (self.nodes, self.width, self.depth) == (12, 3, 5)
+        if self.tree == "optimal":
+            require_between("nodes of an optimal tree", self.nodes, 1, MOST_PLANNED)
+            is_default = (self.width, self.depth) == (3, 5)
+        if self.tree != "dynamic" and not is_default:
             raise BadInputError(
-                f"expected nodes, width and depth beside tree=dynamic, got tree={self.tree or 'nothing'}"
+                "expected nodes, width and depth beside tree=dynamic, or nodes beside tree=optimal, "
+                f"got tree={self.tree or 'nothing'}"
             )
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the tree is to be planned from what passes cost, which options do not know."""
+        return self.tree == "optimal"
 
     @cached_property
     def shape(self) -> TreeShape | None:
-        """What is asked for; None for chains."""
+        """What is asked for; None for chains.
+
+        Raises:
+            BadInputError: an optimal tree, from a drafter that cannot plan one.
+        """
+        if self.is_optimal:
+            raise BadInputError(
+                "expected a tree such as 3x2x1 or dynamic, got optimal, which only the drafter model:PATH can plan"
+            )
         if self.tree == "dynamic":
             return DynamicTree(self.nodes, self.width, self.depth)
         return StaticTree.of_widths(self._widths()) if self.tree else None
@@ -214,7 +244,7 @@ class TreeOptions:
         parts = self.tree.split("x")
         if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) > MAX_DRAFT_LENGTH:
             raise BadInputError(
-                f"expected a tree such as 3x2x1 (children per node, level by level) or dynamic, got {self.tree!r}"
+                f"expected a tree such as 3x2x1 (children per node, level by level), dynamic or optimal, got {self.tree!r}"
             )
         return [int(part) for part in parts]
 
@@ -222,12 +252,33 @@ class TreeOptions:
         """As written behind a drafter's name."""
         if self.tree == "dynamic":
             return f",tree=dynamic,nodes={self.nodes},width={self.width},depth={self.depth}"
+        if self.is_optimal:
+            return f",tree=optimal,nodes={self.nodes}"
         return f",tree={self.tree}" if self.tree else ""
 
 
 LevelLogits = Callable[[list[int], Draft], Tensor]
 """Given which rows go on and all that was drawn: logits `[row, node + 1, vocab]` behind pending and the nodes (of the active rows
 and the last level; anything elsewhere)."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A node (or pending) that is about to get children.
+
+    Args:
+        row: of the batch.
+        index: in the row's tree; -1 for pending.
+        node: itself.
+        num_children: how many.
+        first_child: index in the row's tree.
+    """
+
+    row: int
+    index: int
+    node: Node
+    num_children: int
+    first_child: int
 
 
 class Grove:
@@ -247,85 +298,121 @@ class Grove:
         self.noise = noise
         self.nodes: list[list[Node]] = [[] for _ in rows]
         self.frontiers: list[list[int]] = [[-1] if limit else [] for limit in self.limits]
-        self.laws: list[list[Tensor]] = [[] for _ in rows]
         coupled, greedy = noise.coupled.tolist(), noise.greedy.tolist()
         self.free = [each or noise.all_greedy for each in coupled]
         self._greedy = greedy
-        self._num_drawn = 0
+        self._laws: list[Tensor] = []
+        self._num_laws = 0
 
     def draft(self, with_laws: bool) -> Draft:
         """What was drawn, as it stands."""
         device = self.noise.device
         width = max(map(len, self.nodes), default=0)
-        tokens = torch.zeros(len(self.rows), width, dtype=torch.long)
-        parents = torch.full((len(self.rows), width), -1)
-        for index, nodes in enumerate(self.nodes):
-            if nodes:
-                tokens[index, : len(nodes)] = torch.tensor([node.token for node in nodes])
-                parents[index, : len(nodes)] = torch.tensor([node.parent for node in nodes])
-        lengths = torch.tensor([len(nodes) for nodes in self.nodes], dtype=torch.long)
-        probs = self._padded_laws(width) if with_laws and width else None
-        return Draft(tokens.to(device), parents.to(device), lengths.to(device), probs)
 
-    def _padded_laws(self, width: int) -> Tensor:
-        like = next(laws[0] for laws in self.laws if laws)
-        padding = torch.zeros_like(like)
-        return torch.stack([torch.stack([*laws, *([padding] * (width - len(laws)))]) for laws in self.laws])
+        def padded(what: Callable[[Node], int], padding: int) -> Tensor:
+            values = [[*map(what, nodes), *([padding] * (width - len(nodes)))] for nodes in self.nodes]
+            return torch.tensor(values, dtype=torch.long, device=device).reshape(len(values), width)
 
-    def grow(self, active: Sequence[int], logits: Tensor, depth: int) -> Tensor:
-        """Draw a level; the rows' laws behind their likeliest parents come back, `[row, vocab]`, for whoever decides on more."""
-        laws = target_laws(logits, self.rows, self.draft(with_laws=False))
-        telling = laws[:, 0].clone()
+        lengths = torch.tensor([len(nodes) for nodes in self.nodes], dtype=torch.long, device=device)
+        probs = None
+        if with_laws and width:
+            # Padding has a law too, of no meaning.
+            probs = torch.cat(self._laws)[padded(lambda node: node.law, 0)]
+        return Draft(padded(lambda node: node.token, 0), padded(lambda node: node.parent, -1), lengths, probs)
+
+    def grow(self, active: Sequence[int], logits: Tensor, tree: Draft, depth: int) -> Tensor:
+        """Draw a level behind `tree`, which is all that was drawn; `[row, vocab]` come back, for whoever decides on more: the
+        logits behind the rows' likeliest parents."""
+        laws = target_laws(logits, self.rows, tree)
+        telling = logits[:, 0].clone()
         for row in active:
-            frontier = self.frontiers[row]
-            parents = [self.nodes[row][index] if index >= 0 else ROOT for index in frontier]
-            queries = [index + 1 for index in frontier]
-            best = max(range(len(parents)), key=lambda place: parents[place].log_chance)
-            telling[row] = laws[row, queries[best]]
-            # At temperature 0 a law names one token; which come next is what the logits say.
-            ranking = logits[row].softmax(-1) if self._greedy[row] else laws[row]
-            chances = partial(_largest, ranking[queries])
-            counts = self.shape.num_children(parents, chances, self.free[row])
+            best = max(self.frontiers[row], key=lambda index: self._node(row, index).log_chance)
+            telling[row] = logits[row, best + 1]
+        parents = self._parents(active, laws, logits)
+        for row in active:
             self.frontiers[row] = []
-            for parent, place, query, count in zip(parents, frontier, queries, counts, strict=True):
-                if count:
-                    self._draw_children(row, parent, place, laws[row, query], ranking[query], count, depth)
+        # At temperature 0 a law names one token; which come next is what the logits say.
+        self._bear([parent for parent in parents if not self._greedy[parent.row]], laws, None, depth)
+        self._bear([parent for parent in parents if self._greedy[parent.row]], laws, logits, depth)
         return telling
 
-    def _draw_children(
-        self, row: int, parent: Node, place: int, law: Tensor, ranking: Tensor, count: int, depth: int
-    ) -> None:
-        tokens = (
-            self._ranked(law, ranking, count) if self._greedy[row] else self._sampled(row, law, count, depth)
-        )
-        chances = ranking[tokens].clamp_min(1e-30).log().tolist()
-        for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
-            self.frontiers[row].append(len(self.nodes[row]))
-            self.nodes[row].append(Node(token, place, (*parent.ranks, rank), parent.log_chance + chance))
-            self.laws[row].append(law)
+    def _node(self, row: int, index: int) -> Node:
+        return self.nodes[row][index] if index >= 0 else ROOT
 
-    def _ranked(self, law: Tensor, ranking: Tensor, count: int) -> list[int]:
-        """The law's own token, then the likeliest others; in company of rows that sample only the first, whose law is one-hot."""
-        if not self.noise.all_greedy:
-            return [int(law.argmax())]
-        scores = ranking + law
-        return scores.topk(min(count, len(scores))).indices.tolist()
+    def _parents(self, active: Sequence[int], laws: Tensor, logits: Tensor) -> list[Parent]:
+        """The nodes that get children, and which these will be."""
+        found = []
+        for row in active:
+            frontier = self.frontiers[row]
+            queries = [index + 1 for index in frontier]
+            nodes = [self._node(row, index) for index in frontier]
+            greedy = self._greedy[row]
+            of_frontier = logits[row, queries].softmax(-1) if greedy else laws[row, queries]
+            counts = self.shape.num_children(nodes, _Likeliest(of_frontier), self.free[row])
+            if greedy and not self.noise.all_greedy:
+                # In company of rows that sample there is only the law's own token.
+                counts = [min(count, 1) for count in counts]
+            elif max(counts) > 1:
+                counts = list(map(min, counts, (of_frontier > 0).sum(-1).tolist()))
+            first = len(self.nodes[row])
+            for index, node, count in zip(frontier, nodes, counts, strict=True):
+                if count:
+                    found.append(Parent(row, index, node, count, first))
+                    first += count
+        return found
 
-    def _sampled(self, row: int, law: Tensor, count: int, depth: int) -> list[int]:
-        """Children drawn one after another, each from what the law leaves without its elder siblings."""
-        noise = self.noise.select(torch.tensor([row])) if len(self.rows) > 1 else self.noise
-        left = law[None]
-        tokens: list[int] = []
-        first = len(self.nodes[row])
-        for rank in range(count):
+    def _bear(self, parents: Sequence[Parent], laws: Tensor, logits: Tensor | None, depth: int) -> None:
+        """Draw the children of all these parents; where logits are given, those that they rank highest."""
+        if not parents:
+            return
+        where = _at([parent.row for parent in parents], [parent.index + 1 for parent in parents], laws.device)
+        own = laws[where]
+        if logits is None:
+            ranking, tokens = own, self._sampled(parents, own, depth)
+        else:
+            ranking = logits[where].softmax(-1)
+            most = max(parent.num_children for parent in parents)
+            tokens = (ranking + own).topk(most).indices
+        chances = ranking.gather(1, tokens).clamp_min(1e-30).log().tolist()
+        for number, (parent, children, logs) in enumerate(
+            zip(parents, tokens.tolist(), chances, strict=True)
+        ):
+            row, above = parent.row, parent.node
+            for rank in range(parent.num_children):
+                self.frontiers[row].append(parent.first_child + rank)
+                log_chance = above.log_chance + logs[rank]
+                law = self._num_laws + number
+                self.nodes[row].append(
+                    Node(children[rank], parent.index, (*above.ranks, rank), log_chance, law)
+                )
+        self._laws.append(own)
+        self._num_laws += len(parents)
+
+    def _sampled(self, parents: Sequence[Parent], laws: Tensor, depth: int) -> Tensor:
+        """`[parent, rank]`, children drawn one after another, each from what its law leaves without its elder siblings.
+
+        All that are of one rank are drawn at once; 0 stands for those that a parent does not get.
+        """
+        most = max(parent.num_children for parent in parents)
+        drawn = torch.zeros(len(parents), most, dtype=torch.long, device=laws.device)
+        left = laws
+        for rank in range(most):
+            members = [number for number, parent in enumerate(parents) if parent.num_children > rank]
             if rank:
-                left = left.scatter(1, torch.tensor([[tokens[-1]]], device=left.device), 0.0)
-                total = left.sum(-1, keepdim=True)
-                if not float(total) > 0:
-                    break
-                left = left / total
-            tokens.append(int(noise.draft(left, depth, first + rank)))
-        return tokens
+                left = left.scatter(1, drawn[:, rank - 1 : rank], 0.0)
+            chosen = left if len(members) == len(parents) else left[members]
+            if rank:
+                chosen = chosen / chosen.sum(-1, keepdim=True)
+            noise = self._noise_of([parents[number].row for number in members])
+            tokens = noise.draft(chosen, depth, [parents[number].first_child + rank for number in members])
+            if len(members) == len(parents):
+                drawn[:, rank] = tokens
+            else:
+                drawn[members, rank] = tokens
+        return drawn
+
+    def _noise_of(self, rows: list[int]) -> Noise:
+        return self.noise if rows == [0] and len(self.rows) == 1 else self.noise.select(torch.tensor(rows))
 
     def prune(self) -> None:
         """Drop what need not stay, where anything may be dropped."""
@@ -334,16 +421,26 @@ class Grove:
                 kept = self.shape.keep(self.nodes[row])
                 place = {old: new for new, old in enumerate(kept)} | {-1: -1}
                 nodes = [self.nodes[row][old] for old in kept]
-                self.nodes[row] = [
-                    Node(node.token, place[node.parent], node.ranks, node.log_chance) for node in nodes
-                ]
-                self.laws[row] = [self.laws[row][old] for old in kept]
+                self.nodes[row] = [replace(node, parent=place[node.parent]) for node in nodes]
 
 
-def _largest(laws: Tensor, index: int) -> list[float]:
-    """The largest probabilities of one of `laws` `[node, vocab]`, falling."""
-    values: list[float] = laws[index].topk(min(MOST_CHILDREN, laws.shape[-1])).values.tolist()
-    return values
+class _Likeliest:
+    """The largest probabilities of some laws `[node, vocab]`, falling, worked out when the first is asked for."""
+
+    def __init__(self, laws: Tensor) -> None:
+        self._laws = laws
+
+    def __call__(self, index: int) -> list[float]:
+        return self._values[index]
+
+    @cached_property
+    def _values(self) -> list[list[float]]:
+        values: list[list[float]] = self._laws.topk(min(MOST_CHILDREN, self._laws.shape[-1])).values.tolist()
+        return values
+
+
+def _at(rows: list[int], queries: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.tensor(rows, device=device), torch.tensor(queries, device=device)
 
 
 def grow_trees(
@@ -366,16 +463,17 @@ def grow_trees(
     active = [index for index, limit in enumerate(grove.limits) if limit]
     depth = 0
     while active:
-        logits = level_logits(active, grove.draft(with_laws=False))
+        tree = grove.draft(with_laws=False)
+        logits = level_logits(active, tree)
         try:
-            telling = grove.grow(active, logits, depth)
+            telling = grove.grow(active, logits, tree, depth)
         except BadInputError:
             # A narrower vocabulary may hold nothing that a row's settings allow: nothing to guess then.
             break
         depth += 1
         active = [index for index in active if depth < grove.limits[index] and grove.frontiers[index]]
         if active and go_on is not None:
-            answers = go_on(telling, depth - 1)
+            answers = go_on(telling.softmax(-1), depth - 1)
             active = [index for index in active if answers[index]]
     grove.prune()
     return grove.draft(with_laws=not noise.all_greedy)

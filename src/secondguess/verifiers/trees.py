@@ -236,19 +236,21 @@ class Level:
         them apart, and p stays; so it does where nothing was drawn.
         """
         count = len(rank.nodes)
-        before = self._left[:, :count]
+        before = self._left if self._left.shape[1] == count else self._left[:, :count]
         totals = 1.0 if self._totals is None else self._totals[:, :count]
         remaining = self._sheet.remaining[:, rank.node_index]
         probs = None if self._draft.probs is None else _pick(self._draft.probs, rank.nodes)
         # Both sides times what was left, so that q is read as it stands.
-        left = excess(weights * remaining / totals, before, probs, _pick(self._draft.tokens, rank.nodes))
+        tokens = self._draft.tokens if probs is not None else _pick(self._draft.tokens, rank.nodes)
+        left = excess(weights * remaining / totals, before, probs, tokens)
         masses, laws = left.masses, left.laws
         changes = (masses > 0) & (remaining > 0)
         if changes.all():
             self._totals = masses
             found: Numbers = masses / remaining
         else:
-            laws = torch.where(torch.from_numpy(changes).to(laws.device)[..., None], laws, before)
+            chosen = torch.from_numpy(changes).to(laws.device)[..., None]
+            laws = torch.where(chosen, laws, before) if changes.any() else before
             self._totals = numpy.where(changes, masses, totals)
             found = numpy.where(remaining > 0, masses / numpy.where(remaining > 0, remaining, 1.0), weights)
         self._left = laws

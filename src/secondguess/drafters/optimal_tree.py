@@ -1,0 +1,245 @@
+"""The tree that is worth most per second, planned from measured acceptance and measured times (Sequoia, arXiv 2402.12374).
+
+Let a_b be the chance that the b-th child of an accepted node is the one that is accepted too, and F(m, l) the tokens to be
+expected below an accepted node when m nodes on at most l levels hang from it:
+
+    F(m, l) = G(m, l, 1),    G(m, l, b) = max over y of  a_b (1 + F(y - 1, l - 1)) + G(m - y, l, b + 1)
+
+y nodes go to the b-th child and what hangs from it, the rest to its younger siblings. Planned are the m nodes on l levels
+with the largest (1 + F(m, l)) / (v(m + 1) + l t): v(k) is a target pass over k queries and t a level of drafting, both in
+passes over one.
+
+The chances are learnt from rounds that are over, and the tree stays as it is in between: what is drawn never depends on a
+token of its own round.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from secondguess.core import Draft, Row
+from secondguess.drafters.trees import Node, Ranks, StaticTree, TreeShape
+from secondguess.errors import BadInputError
+from secondguess.runtime.base import Runtime
+from secondguess.sampling import SamplingParams
+
+MOST_LEVELS, MOST_RANKS = 8, 8
+"""Bounds of a plan: levels, and children of a node."""
+FIRST_SHARES = tuple(0.6 if rank == 0 else 0.15 / rank for rank in range(MOST_RANKS))
+"""Chances by rank that are believed in the beginning."""
+STRENGTH, MEMORY = 8.0, 500.0
+"""How many observations those are worth, and how many are remembered."""
+FIRST_RENEWAL, RENEWAL = 8, 64
+"""Rounds after which a tree is planned anew: the first time, and then at most."""
+NUM_WARM_UPS, NUM_TIMED = 2, 5
+CONTEXT = 64
+"""Tokens of the scratch row that passes are timed behind."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What passes take, in passes of the target over one query.
+
+    Args:
+        passes: numbers of queries, rising from 1, with what a pass over so many takes.
+        level: what a level of drafting takes.
+    """
+
+    passes: tuple[tuple[int, float], ...]
+    level: float
+
+    def __post_init__(self) -> None:
+        counts = [count for count, _ in self.passes]
+        if len(counts) < 2 or counts[0] != 1 or counts != sorted(set(counts)):
+            raise BadInputError(
+                f"expected costs of two or more rising numbers of queries from 1 on, got {counts}"
+            )
+        if not all(0 < seconds < math.inf for _, seconds in self.passes) or not 0 <= self.level < math.inf:
+            raise BadInputError(f"expected positive costs, got {self.passes} and {self.level} a level")
+
+    def of_pass(self, num_queries: int) -> float:
+        """v(k): straight lines between what was measured, and beyond it."""
+        if len(self.passes) == 1:
+            return self.passes[0][1]
+        place = bisect_right(self.passes, num_queries, key=_num_queries)
+        (low, at_low), (high, at_high) = self.passes[min(place, len(self.passes) - 1) - 1 :][:2]
+        return at_low + (at_high - at_low) * (num_queries - low) / (high - low)
+
+
+def _num_queries(measured: tuple[int, float]) -> int:
+    return measured[0]
+
+
+class RankAcceptance:
+    """How often the first, the second, ... child of an accepted node was the one that was accepted."""
+
+    def __init__(self) -> None:
+        self._accepted = [STRENGTH * share for share in FIRST_SHARES]
+        self._reached = [STRENGTH] * MOST_RANKS
+
+    @property
+    def shares(self) -> list[float]:
+        """a_b by rank."""
+        return [accepted / reached for accepted, reached in zip(self._accepted, self._reached, strict=True)]
+
+    def learn(self, parents: Sequence[int], path: Sequence[int]) -> None:
+        """See which nodes of a tree were accepted."""
+        for parent, chosen in zip([-1, *path], [*path, -1], strict=True):
+            children = [node for node, above in enumerate(parents) if above == parent]
+            for rank, child in enumerate(children[:MOST_RANKS]):
+                decay = 1 - 1 / MEMORY
+                self._reached[rank] = self._reached[rank] * decay + 1
+                self._accepted[rank] = self._accepted[rank] * decay + (child == chosen)
+
+
+class Tables:
+    """The best trees of up to so many nodes and levels, for given chances by rank."""
+
+    def __init__(self, shares: Sequence[float], most_nodes: int, most_levels: int) -> None:
+        self._tokens = [[0.0] * (most_nodes + 1)]
+        self._splits: list[list[list[int]]] = [[]]
+        for _ in range(most_levels):
+            self._add_level(shares, most_nodes)
+
+    def tokens(self, num_nodes: int, num_levels: int) -> float:
+        """F(m, l)."""
+        return self._tokens[num_levels][num_nodes]
+
+    def paths(self, num_nodes: int, num_levels: int, above: Ranks = ()) -> list[Ranks]:
+        """The nodes of the best tree."""
+        found: list[Ranks] = []
+        rank, left = 0, num_nodes
+        while left and num_levels and rank < len(self._splits[num_levels]):
+            share = self._splits[num_levels][rank][left]
+            if not share:
+                break
+            node = (*above, rank)
+            found += [node, *self.paths(share - 1, num_levels - 1, node)]
+            rank, left = rank + 1, left - share
+        return found
+
+    def _add_level(self, shares: Sequence[float], most_nodes: int) -> None:
+        below = self._tokens[-1]
+        younger = [0.0] * (most_nodes + 1)
+        splits = []
+        for share in reversed(shares):
+            best, split = [0.0] * (most_nodes + 1), [0] * (most_nodes + 1)
+            for num_nodes in range(1, most_nodes + 1):
+                for own in range(1, num_nodes + 1):
+                    tokens = share * (1 + below[own - 1]) + younger[num_nodes - own]
+                    if tokens > best[num_nodes]:
+                        best[num_nodes], split[num_nodes] = tokens, own
+            younger = best
+            splits.append(split)
+        self._tokens.append(younger)
+        self._splits.append(splits[::-1])
+
+
+def plan_tree(shares: Sequence[float], costs: Costs, most_nodes: int) -> StaticTree:
+    """The tree with most tokens per second; a single node where not even that beats plain decoding."""
+    most_levels = min(MOST_LEVELS, most_nodes)
+    tables = Tables(shares, most_nodes, most_levels)
+    best = 1.0
+    paths: list[Ranks] = [(0,)]
+    for num_levels in range(1, most_levels + 1):
+        for num_nodes in range(num_levels, most_nodes + 1):
+            seconds = costs.of_pass(num_nodes + 1) + num_levels * costs.level
+            rate = (1 + tables.tokens(num_nodes, num_levels)) / seconds
+            if rate > best:
+                best, paths = rate, tables.paths(num_nodes, num_levels)
+    return StaticTree(frozenset(paths))
+
+
+class OptimalTree(TreeShape):
+    """Planned anew from time to time. One plan serves all rows, and is made for one at a time.
+
+    Args:
+        most_nodes: of a tree.
+        costs: of passes.
+    """
+
+    def __init__(self, most_nodes: int, costs: Costs) -> None:
+        self.acceptance = RankAcceptance()
+        self._most_nodes = most_nodes
+        self._costs = costs
+        self._num_rounds = 0
+        self._renewal = FIRST_RENEWAL
+        self._plan()
+
+    def _plan(self) -> None:
+        self.tree = plan_tree(self.acceptance.shares, self._costs, self._most_nodes)
+        self.depth = self.tree.depth
+
+    def num_children(
+        self, frontier: Sequence[Node], chances: Callable[[int], list[float]], free: bool
+    ) -> list[int]:
+        return self.tree.num_children(frontier, chances, free)
+
+    def learn(self, forms: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> None:
+        for parents, path in zip(forms, paths, strict=True):
+            if parents:
+                self.acceptance.learn(parents, path)
+        self._num_rounds += 1
+        if self._num_rounds >= self._renewal:
+            self._num_rounds, self._renewal = 0, min(2 * self._renewal, RENEWAL)
+            self._plan()
+
+
+def measure_costs(
+    target: Runtime, draft_model: Runtime, most_nodes: int, clock: Callable[[], float] = time.perf_counter
+) -> Costs:
+    """Time passes of both models behind a scratch row, which is gone afterwards.
+
+    Raises:
+        BadInputError: passes that cannot be timed.
+    """
+    counts = sorted({1, 2, 3, 5, *range(9, most_nodes + 1, 8), most_nodes + 1})
+    try:
+        seconds = _time_passes(target, counts, clock)
+        # A level forwards the tree so far; half of the largest one is a fair guess.
+        (level,) = _time_passes(draft_model, [most_nodes // 2 + 1], clock)
+    except (RuntimeError, ValueError) as error:
+        raise _not_timed(str(error)) from error
+    if not all(each > 0 for each in seconds):
+        raise _not_timed("a pass took no time by the clock")
+    one = seconds[0]
+    passes = tuple((count, each / one) for count, each in zip(counts, seconds, strict=True))
+    return Costs(passes, level / one)
+
+
+def _not_timed(reason: str) -> BadInputError:
+    return BadInputError(
+        f"expected passes that can be timed to plan tree=optimal from, got: {reason}; give the tree, as in tree=2x2x1"
+    )
+
+
+def _time_passes(runtime: Runtime, counts: Sequence[int], clock: Callable[[], float]) -> list[float]:
+    """Median seconds of a pass over each number of queries."""
+    num_tokens = min(CONTEXT, runtime.context_length - max(counts))
+    if num_tokens < 1:
+        raise _not_timed(
+            f"a context of {runtime.context_length} positions, which {max(counts)} queries overfill"
+        )
+    row = Row([0] * num_tokens, SamplingParams())
+    runtime.begin([row])
+    try:
+        return [_time_pass(runtime, row, count, clock) for count in counts]
+    finally:
+        runtime.end(row)
+
+
+def _time_pass(runtime: Runtime, row: Row, num_queries: int, clock: Callable[[], float]) -> float:
+    draft = Draft.chains([[0] * (num_queries - 1)], device=runtime.device)
+    seconds = []
+    for _ in range(NUM_WARM_UPS + NUM_TIMED):
+        start = clock()
+        # Copied to the host, so that a device is waited for.
+        runtime.score([row], draft).logits[0, -1, 0].item()
+        seconds.append(clock() - start)
+        runtime.rewind([row], [len(row.tokens) - 1])
+    return statistics.median(seconds[NUM_WARM_UPS:])

@@ -1,0 +1,138 @@
+"""Optimal trees: planned as by hand, learnt from rounds that are over, priced by passes that were timed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from law_cases import PAIRS, ROUNDING, after_prompt, law_error, play
+from plan_cases import SHARES, all_trees, most_by_hand, most_planned, worth
+from secondguess.core import Draft, Row
+from secondguess.drafters import make_drafter
+from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.optimal_tree import (
+    FIRST_RENEWAL,
+    FIRST_SHARES,
+    Costs,
+    OptimalTree,
+    RankAcceptance,
+    Tables,
+    measure_costs,
+    plan_tree,
+)
+from secondguess.errors import BadInputError
+from secondguess.runtime.base import Scores
+from secondguess.testing import TableModel, random_law
+
+FLAT = Costs(((1, 1.0), (33, 1.0)), level=0.05)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_levels"),
+    [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2), (4, 2), (5, 2), (3, 3), (4, 3), (5, 3)],
+)
+def test_the_best_tree_is_that_of_all_trees(num_nodes: int, num_levels: int) -> None:
+    assert most_planned(num_nodes, num_levels) == pytest.approx(most_by_hand(num_nodes, num_levels))
+    planned = frozenset(Tables(SHARES, num_nodes, num_levels).paths(num_nodes, num_levels))
+    assert planned in all_trees(num_nodes, num_levels)
+    assert worth(planned) == pytest.approx(most_by_hand(num_nodes, num_levels))
+
+
+def test_trees_are_wide_where_every_child_may_be_the_one_and_nodes_are_free() -> None:
+    tree = plan_tree([0.3, 0.28, 0.26], FLAT, most_nodes=12)
+    assert {(0,), (1,), (2,)} <= tree.paths
+    assert len(tree.paths) == 12
+
+
+def test_trees_are_chains_where_nodes_are_dear() -> None:
+    dear = Costs(((1, 1.0), (9, 2.2)), level=0.02)
+    tree = plan_tree([0.8, 0.08, 0.02], dear, most_nodes=12)
+    assert tree.depth > 2
+    assert tree.paths == {(0,) * depth for depth in range(1, tree.depth + 1)}
+
+
+def test_a_single_node_is_planned_where_nothing_pays() -> None:
+    assert plan_tree(SHARES, Costs(((1, 1.0), (2, 3.0)), level=0.5), 12).paths == {(0,)}
+
+
+def test_costs_lie_on_lines_and_are_checked() -> None:
+    costs = Costs(((1, 1.0), (3, 2.0), (7, 4.0)), level=0.1)
+    assert [costs.of_pass(count) for count in (1, 2, 3, 5, 7, 9)] == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    for passes, level in (
+        (((2, 1.0),), 0.1),
+        (((1, 0.0),), 0.1),
+        (((1, 1.0), (1, 2.0)), 0.1),
+        (((1, 1.0),), -1.0),
+    ):
+        with pytest.raises(BadInputError):
+            Costs(passes, level)
+
+
+def test_chances_by_rank_are_those_of_the_rounds() -> None:
+    """A root with three children, of which the second has two: 30 % first, 50 % second, and below it always the second."""
+    acceptance, dice, parents = RankAcceptance(), random.Random(1), [-1, -1, -1, 1, 1]
+    for _ in range(3000):
+        fate = dice.random()
+        acceptance.learn(parents, [0] if fate < 0.3 else [1, 4] if fate < 0.8 else [])
+    # The first rank was tried 1.5 times a round, 0.3 times with success; the second 1.5 and 1 times; the third once in vain.
+    assert acceptance.shares[:3] == pytest.approx([0.2, 2 / 3, 0.0], abs=0.05)
+    assert acceptance.shares[3:] == list(FIRST_SHARES[3:])
+
+
+def test_the_plan_changes_only_after_rounds_that_are_over() -> None:
+    shape = OptimalTree(6, Costs(((1, 1.0), (7, 1.6)), level=0.05))
+    first = shape.tree
+    for _ in range(FIRST_RENEWAL - 1):
+        shape.learn([[-1, -1, -1]], [[]])
+        assert shape.tree is first
+    shape.learn([[-1, -1, -1], []], [[], [0]])  # a row that somebody else drafted for is no news
+    assert shape.tree is not first
+    assert shape.acceptance.shares[0] < FIRST_SHARES[0]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedModel(TableModel):
+    def __init__(self, clock: Clock, per_query: float, context_length: int = 1000) -> None:
+        super().__init__(4, random_law(4, 1), context_length)
+        self.clock, self.per_query = clock, per_query
+
+    def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
+        self.clock.now += 1.0 + self.per_query * draft.num_nodes
+        return super().score(rows, draft)
+
+
+def test_costs_are_measured_behind_a_scratch_row_that_is_gone_afterwards() -> None:
+    clock = Clock()
+    target, draft_model = TimedModel(clock, 0.5), TimedModel(clock, 0.0)
+    costs = measure_costs(target, draft_model, most_nodes=12, clock=clock)
+    assert [costs.of_pass(count) for count in (1, 2, 7, 13)] == pytest.approx([1.0, 1.5, 4.0, 7.0])
+    assert costs.level == pytest.approx(1.0)
+    assert target.num_live_rows == draft_model.num_live_rows == 0
+
+
+def test_what_cannot_be_measured_is_said() -> None:
+    with pytest.raises(BadInputError, match="a context of 8 positions"):
+        measure_costs(TimedModel(Clock(), 0.1, context_length=8), TableModel(4, random_law(4, 1)), 12)
+    target = TableModel(4, random_law(4, 1))
+    with pytest.raises(BadInputError, match="no time by the clock"):
+        measure_costs(target, target, 12, clock=itertools.repeat(1.0).__next__)
+    with pytest.raises(BadInputError, match="expected a loaded target to plan the trees"):
+        make_drafter("model:x,tree=optimal", target_vocab_size=4, load_draft_model=lambda _: target)
+
+
+def test_planned_trees_are_lossless_and_their_rounds_are_learnt_from() -> None:
+    pair = PAIRS["ternary"]
+    shape = OptimalTree(3, FLAT)
+    drafter = ModelDrafter(TableModel(3, pair.drafter), "model:table,tree=optimal", 3, shape)
+    branches = play(pair, drafter, "auto", "fixed:2")
+    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+    assert shape.acceptance.shares != list(FIRST_SHARES)
