@@ -106,6 +106,11 @@ class HeadJob:
             raise BadInputError(
                 "expected --data FILE to learn as it stands, got none; give a file or leave out --as-is"
             )
+        if not self.as_is and self.answers.max_tokens >= self.answers.length:
+            raise BadInputError(
+                f"expected --max-tokens below --length, which holds the prompt too, got {self.answers.max_tokens} and "
+                f"{self.answers.length}"
+            )
         if self.whole and self.kind != "early-exit":
             raise BadInputError(
                 f"expected --whole for early-exit alone, got it for {self.kind}; leave it out"
@@ -195,7 +200,7 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
     texts = Texts.split(_texts(job, llm, documents, run / "texts", show))
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
     learner, standing = _learn(job, llm, texts, run, show)
-    job.recipe.save(learner, job.out)
+    job.recipe.save(learner, job.out, public_name(job.model))
     if job.recipe.keeps_tokenizer:
         llm.target.tokenizer.save_pretrained(job.out)
     path, num_words = llm.target.path, llm.target.runtime.vocab_size

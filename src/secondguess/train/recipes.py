@@ -88,8 +88,8 @@ class Recipe(ABC):
         """What early stopping watches on held-out text: the acceptance length."""
         return acceptance_length(accepted)
 
-    def save(self, learner: Learner, folder: Path) -> None:
-        """Write `config.json` and `model.safetensors` in the format of the kind."""
+    def save(self, learner: Learner, folder: Path, target: str) -> None:
+        """Write `config.json` and `model.safetensors` in the format of the kind; some formats name the target."""
         saves: Any = learner
         saves.save(folder)
 
@@ -182,9 +182,10 @@ class WholeModelRecipe(Recipe):
         require_between("the scale of the exits", self.exit_scale, 0, 10)
 
     def fresh(self, target: TargetFacts) -> Learner:
+        from secondguess.train.export import saved_dtype
         from secondguess.train.layer_skip import WholeModel, read_trainable
 
-        return WholeModel(read_trainable(target.path), self.layer_dropout)
+        return WholeModel(read_trainable(target.path), self.layer_dropout, saved_dtype(target.config))
 
     def weights(self, num_depths: int) -> list[float]:
         from secondguess.train.layer_skip import exit_weights
@@ -221,6 +222,10 @@ class MedusaRecipe(Recipe):
     def weights(self, num_depths: int) -> list[float]:
         return _falling(self.decay, num_depths)
 
+    def save(self, learner: Learner, folder: Path, target: str) -> None:
+        saves: Any = learner
+        saves.save(folder, target)
+
 
 @dataclass(frozen=True)
 class EagleRecipe(Recipe):
@@ -253,6 +258,9 @@ class EagleRecipe(Recipe):
 
     def weights(self, num_depths: int) -> list[float]:
         return _falling(self.decay, num_depths)
+
+    def save(self, learner: Learner, folder: Path, target: str) -> None:
+        _head("eagle_files:save_eagle")(learner, folder, target)
 
 
 @dataclass(frozen=True)
