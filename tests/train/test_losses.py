@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from secondguess.errors import BadInputError
-from secondguess.train.losses import forward_divergence, hybrid_overlap_loss, log_overlap_loss, overlap
+from secondguess.train.losses import (
+    OBJECTIVES,
+    forward_divergence,
+    hybrid_overlap_loss,
+    log_overlap_loss,
+    objective,
+    overlap,
+)
 
 TARGET = [0.5, 0.3, 0.15, 0.05]
 DRAFT = [0.25, 0.25, 0.4, 0.1]
@@ -52,3 +59,49 @@ def test_equal_laws_lose_nothing() -> None:
 def test_two_vocabularies_are_refused() -> None:
     with pytest.raises(BadInputError, match="share one vocabulary"):
         overlap(torch.zeros(1, 4), torch.zeros(1, 5))
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_an_objective_judges_every_place_by_itself(name: str) -> None:
+    torch.manual_seed(0)
+    target, draft = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
+    losses = objective(name)(target, draft)
+    assert losses.shape == (2, 3)
+    alone = objective(name)(target[1, 2], draft[1, 2])
+    torch.testing.assert_close(losses[1, 2], alone)
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_every_objective_leads_to_the_targets_guess(name: str) -> None:
+    torch.manual_seed(0)
+    target = 3 * torch.randn(4, 7)
+    draft = torch.zeros(4, 7, requires_grad=True)
+    optimizer = torch.optim.Adam([draft], lr=0.1)
+    before = overlap(target, draft).mean().item()
+    for _ in range(200):
+        optimizer.zero_grad()
+        objective(name)(target, draft).sum().backward()
+        optimizer.step()
+    assert torch.equal(draft.argmax(-1), target.argmax(-1))
+    if name != "ce":  # cross-entropy wants the top token alone
+        assert overlap(target, draft).mean() > max(0.97, before)
+
+
+def test_the_objectives_by_hand() -> None:
+    target = torch.tensor([0.7, 0.2, 0.1]).log()
+    draft = torch.tensor([0.2, 0.5, 0.3]).log()
+    alpha = 0.2 + 0.2 + 0.1
+    divergence = 0.7 * math.log(0.7 / 0.2) + 0.2 * math.log(0.2 / 0.5) + 0.1 * math.log(0.1 / 0.3)
+    share = math.exp(-3 * alpha)
+    expected = {
+        "tv": 1 - alpha,
+        "kl": divergence,
+        "ce": -math.log(0.2),
+        "lk": share * divergence + (1 - share) * (1 - alpha),
+    }
+    assert {name: float(objective(name)(target, draft)) for name in OBJECTIVES} == pytest.approx(expected)
+
+
+def test_an_unknown_objective_is_refused() -> None:
+    with pytest.raises(BadInputError, match="among lk, kl, tv, ce"):
+        objective("mse")

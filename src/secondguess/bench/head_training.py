@@ -37,6 +37,7 @@ from secondguess.names import require_between
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import find_checkpoint, pick_device, read_config
 from secondguess.train.capture import Capture, LiveCapture, StoredCapture, ends_for_learning
+from secondguess.train.export import saved_dtype
 from secondguess.train.files import write_atomically
 from secondguess.train.head_card import write_card
 from secondguess.train.head_trainer import (
@@ -105,6 +106,11 @@ class HeadJob:
         if self.as_is and not self.data:
             raise BadInputError(
                 "expected --data FILE to learn as it stands, got none; give a file or leave out --as-is"
+            )
+        if not self.as_is and self.answers.max_tokens >= self.answers.length:
+            raise BadInputError(
+                f"expected --max-tokens below --length, which holds the prompt too, got {self.answers.max_tokens} and "
+                f"{self.answers.length}"
             )
         if self.whole and self.kind != "early-exit":
             raise BadInputError(
@@ -197,7 +203,7 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
     learner, standing = _learn(job, llm, texts, run, show)
     # As the target's own weights are stored: no guess is worth more bytes than what judges it.
-    learner.to(_stored_dtype(read_config(llm.target.path)))
+    learner.to(saved_dtype(read_config(llm.target.path).to_dict()))
     job.recipe.save(learner, job.out, public_name(job.model))
     if job.recipe.keeps_tokenizer:
         llm.target.tokenizer.save_pretrained(job.out)
@@ -208,11 +214,6 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
     provenance = _provenance(job, Path(path), texts, standing, figures, num_words)
     write_card(job.out, provenance, _usage(job))
     return provenance
-
-
-def _stored_dtype(config: Any) -> torch.dtype:
-    """That of a checkpoint, by its configuration; float32 where it names none."""
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
 def _documents(job: HeadJob) -> list[Document]:

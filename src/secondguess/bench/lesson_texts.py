@@ -77,7 +77,7 @@ class AnswerSettings:
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)
         require_between("the length of the texts", self.length, 8, 1_000_000)
-        require_between("the tokens of an answer", self.max_tokens, 1, self.length - 1)
+        require_between("the tokens of an answer", self.max_tokens, 1, 1_000_000)
         require_between("the answers at a time", self.batch_size, 1, 4096)
 
 

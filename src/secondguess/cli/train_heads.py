@@ -13,6 +13,7 @@ from typer import Context, Option, Typer
 
 from secondguess.cli import options
 from secondguess.cli.interruption import Interruption
+from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
     from secondguess.train.head_trainer import Progress as Step
@@ -21,6 +22,7 @@ DATA, TRAINING = "What it learns from", "How it learns"
 SECONDS_PER_LINE = 10.0
 """Between plain lines, where there is no terminal for a bar."""
 SHOWN_DEPTHS = 5
+OF_ANSWERS = ("max_tokens", "temperature", "answer_batch")
 
 SUMMARIES = {
     "draft": "Train a small draft model for any target.",
@@ -179,9 +181,19 @@ def _command(kind: str) -> Callable[..., int]:
         device: options.Device = "auto",
         whole: Annotated[bool, whole_option] = False,
     ) -> int:
+        _refuse_unread(context)
         return _train(kind, context.params)
 
     return train_kind
+
+
+def _refuse_unread(context: Context) -> None:
+    """Texts that are learnt as they stand have no answers."""
+    names = [name for name in OF_ANSWERS if options.is_given(context, name)]
+    if context.params["as_is"] and names:
+        raise BadInputError(
+            f"expected nothing about answers with --as-is, got --{names[0].replace('_', '-')}; leave one of them out"
+        )
 
 
 def _train(kind: str, given: dict[str, Any]) -> int:

@@ -73,6 +73,7 @@ class DsparkDrafter(SteppingDrafter):
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         """Of all that was scored, what was committed: pending and the path behind it."""
+        super().observe(rows, verdict, hidden)
         for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
             queries = [0, *(node + 1 for node in path)]
             self._heard[row].append(

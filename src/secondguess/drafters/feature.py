@@ -41,6 +41,7 @@ class FeatureDrafter(ShadowDrafter):
             self._heard[row] = [of_row] if of_row else []
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+        super().observe(rows, verdict, hidden)
         for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
             queries = [0, *(node + 1 for node in path)]
             self._heard[row].append({layer: states[index, queries] for layer, states in hidden.items()})

@@ -54,6 +54,7 @@ class MedusaDrafter(SteppingDrafter):
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         """The token before the new pending one is the last of the path, or else the old pending one."""
+        super().observe(rows, verdict, hidden)
         for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
             # A view would hold on to the states of the whole round.
             self._states[row] = hidden[LAST][index, path[-1] + 1 if path else 0].clone()

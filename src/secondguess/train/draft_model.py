@@ -16,6 +16,7 @@ from secondguess.errors import BadInputError
 from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_where, overlap
 from secondguess.runtime.base import Ends
 from secondguess.runtime.quiet import quiet
+from secondguess.train.export import save_model, saved_dtype
 
 with quiet():
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -30,13 +31,15 @@ class DraftModel(Learner):
 
     Args:
         model: a `LlamaForCausalLM` over the target's vocabulary.
+        dtype: to be saved in.
     """
 
     hidden_layers = ()
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
+        self.dtype = dtype
 
     @classmethod
     def fresh(
@@ -45,7 +48,7 @@ class DraftModel(Learner):
         """A model of random layers between the target's embeddings, drawn from torch's generator.
 
         Args:
-            target: the target's configuration, for the ids of its special tokens and its context.
+            target: the target's configuration, for the ids of its special tokens, its context and its dtype.
             vocab_size: of the target's logits.
             ends: of the target.
             num_layers: of the draft model.
@@ -75,7 +78,7 @@ class DraftModel(Learner):
             model.get_input_embeddings().weight.copy_(
                 embeddings_of_width(ends.embed(torch.arange(vocab_size)), width)
             )
-        return cls(model)
+        return cls(model, saved_dtype(target))
 
     def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
         states = self.model.model(input_ids=lesson.tokens, use_cache=False).last_hidden_state
@@ -90,8 +93,7 @@ class DraftModel(Learner):
 
     def save(self, folder: Path) -> None:
         """Write it in Transformers format, without a tokenizer."""
-        with quiet():
-            self.model.save_pretrained(folder)
+        save_model(self.model, folder, self.dtype)
 
 
 def embeddings_of_width(embeddings: Tensor, width: int) -> Tensor:

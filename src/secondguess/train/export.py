@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from secondguess.errors import CheckpointError
+from secondguess.runtime.loading import DTYPES
+from secondguess.runtime.quiet import quiet
 from secondguess.train.model import Decoder, ModelShape
 from secondguess.train.tokenizer import as_transformers, end_token_id
+
+with quiet():
+    from transformers.utils import logging as transformers_logging
 
 
 def llama_config(shape: ModelShape, end_token: int) -> Any:
@@ -45,22 +52,52 @@ def export_model(
     decoder: Decoder, tokenizer: Tokenizer, directory: Path, *, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write configuration, weights and tokenizer; each file appears whole or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
     end_token = end_token_id(tokenizer)
     weights = {name: weight.detach().to(dtype).contiguous() for name, weight in decoder.state_dict().items()}
-    with tempfile.TemporaryDirectory(dir=directory) as temporary:
-        fresh = Path(temporary)
+    with whole_files(directory) as fresh:
         config = llama_config(decoder.shape, end_token)
         config.dtype = str(dtype).removeprefix("torch.")
         config.save_pretrained(fresh)
         save_file(weights, fresh / "model.safetensors", metadata={"format": "pt"})
         as_transformers(tokenizer, decoder.shape.max_positions).save_pretrained(fresh)
         _name_tokenizer_class(fresh / "tokenizer_config.json")
+
+
+@contextmanager
+def whole_files(directory: Path) -> Iterator[Path]:
+    """A folder to write into, whose files then move to `directory`, each whole; none of them when writing fails."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        fresh = Path(temporary)
+        yield fresh
         for path in sorted(fresh.iterdir()):
             shutil.copyfile(
                 path, f"{path}.whole"
             )  # a fresh file takes the usual permissions, a temporary one is private
             os.replace(f"{path}.whole", directory / path.name)
+
+
+def saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of a checkpoint with this configuration; float32 where it names none."""
+    name = str(config.get("dtype") or "float32").removeprefix("torch.")
+    return DTYPES.get(name, torch.float32)
+
+
+def save_model(model: Any, directory: Path, dtype: torch.dtype) -> None:
+    """Write a Transformers model, converted in place, without its tokenizer; each file appears whole or not at all."""
+    with whole_files(directory) as fresh, without_bars():
+        model.to(dtype).save_pretrained(fresh)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Transformers reads and writes models without a word."""
+    transformers_logging.disable_progress_bar()
+    try:
+        with quiet():
+            yield
+    finally:
+        transformers_logging.enable_progress_bar()
 
 
 def _name_tokenizer_class(path: Path) -> None:

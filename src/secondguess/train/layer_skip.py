@@ -20,6 +20,10 @@ from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_w
 from secondguess.runtime.base import Ends
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.transformers import last_norm
+from secondguess.train.export import save_model, without_bars
+
+with quiet():
+    from transformers import AutoModelForCausalLM
 
 
 class WholeModel(Learner):
@@ -28,13 +32,15 @@ class WholeModel(Learner):
     Args:
         model: a Transformers causal language model with a list of decoder layers, in float32.
         layer_dropout: chance that the last layer is skipped for a text; the first never is.
+        dtype: to be saved in.
     """
 
     hidden_layers = ()
 
-    def __init__(self, model: Any, layer_dropout: float) -> None:
+    def __init__(self, model: Any, layer_dropout: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
+        self.dtype = dtype
         self._norm = (last_norm(model),)  # in a tuple: it is part of the model already
         self._exits: list[Tensor] = []
         layers = decoder_layers(model)
@@ -65,8 +71,7 @@ class WholeModel(Learner):
 
     def save(self, folder: Path) -> None:
         """Write the new checkpoint in Transformers format, without a tokenizer."""
-        with quiet():
-            self.model.save_pretrained(folder)
+        save_model(self.model, folder, self.dtype)
 
     def _logits(self, states: Tensor, counts: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(self._norm[0](states[:, :-1][counts]))
@@ -125,7 +130,5 @@ def decoder_layers(model: Any) -> Sequence[nn.Module]:
 
 def read_trainable(folder: Path) -> Any:
     """A second copy of a model, in float32, whose weights may change."""
-    with quiet():
-        from transformers import AutoModelForCausalLM
-
+    with without_bars():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)

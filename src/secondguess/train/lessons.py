@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy
 import torch
@@ -70,9 +71,9 @@ def read_texts(path: Path) -> list[TaughtText]:
         CheckpointError: something else lies there.
     """
     try:
-        with numpy.load(path) as arrays:
+        with path.open("rb") as stream, numpy.load(stream) as arrays:
             tokens, counts, lengths = (arrays[name].tolist() for name in ("tokens", "counts", "lengths"))
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise CheckpointError(
             f"expected stored texts in {path}, got: {error}; delete the file to write it anew"
         ) from error

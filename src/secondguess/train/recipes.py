@@ -189,9 +189,10 @@ class WholeModelRecipe(Recipe):
         require_between("the scale of the exits", self.exit_scale, 0, 10)
 
     def fresh(self, target: TargetFacts) -> Learner:
+        from secondguess.train.export import saved_dtype
         from secondguess.train.layer_skip import WholeModel, read_trainable
 
-        return WholeModel(read_trainable(target.path), self.layer_dropout)
+        return WholeModel(read_trainable(target.path), self.layer_dropout, saved_dtype(target.config))
 
     def weights(self, num_depths: int) -> list[float]:
         from secondguess.train.layer_skip import exit_weights
@@ -227,6 +228,10 @@ class MedusaRecipe(Recipe):
 
     def weights(self, num_depths: int) -> list[float]:
         return _falling(self.decay, num_depths)
+
+    def save(self, learner: Learner, folder: Path, target: str) -> None:
+        saves: Any = learner
+        saves.save(folder, target)
 
 
 @dataclass(frozen=True)
@@ -330,6 +335,10 @@ class DSparkRecipe(Recipe):
 
     def weights(self, num_depths: int) -> list[float]:
         return [exp(-depth / self.gamma) for depth in range(num_depths)]
+
+    def save(self, learner: Learner, folder: Path, target: str) -> None:
+        saves: Any = learner
+        saves.save(folder, target)
 
 
 def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:

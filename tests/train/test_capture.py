@@ -1,0 +1,108 @@
+"""The target's states: the module's own, whichever way they are read; and never more disk than was allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from secondguess.errors import BadInputError
+from secondguess.runtime.loading import load_runtime
+from secondguess.train.capture import GIGABYTE, LiveCapture, StoredCapture, ends_for_learning
+from secondguess.train.lessons import Batch, TaughtText
+
+TEXTS = [
+    TaughtText([(7 * number + 3 * place) % 300 for place in range(5 + number)], [True] * (5 + number))
+    for number in range(40)
+]
+BATCH = Batch.of([(index, TEXTS[index]) for index in (3, 0)])
+
+
+@pytest.fixture(scope="module")
+def target(tiny_checkpoint: Path):
+    return load_runtime(tiny_checkpoint, dtype="float32")
+
+
+@pytest.mark.parametrize("runtime", ["fused", "transformers"])
+def test_states_are_those_that_the_module_shows(tiny_checkpoint: Path, runtime: str) -> None:
+    loaded = load_runtime(tiny_checkpoint, dtype="float32", runtime=runtime)
+    lesson = LiveCapture(loaded.runtime, (0, 1)).lesson(BATCH)
+    module = load_runtime(tiny_checkpoint, dtype="float32", runtime="transformers")
+    assert loaded.runtime.num_live_rows == 0
+    for row, index in enumerate(BATCH.indices):
+        tokens = torch.tensor([TEXTS[index].tokens])
+        shown = LiveCapture(module.runtime, (0, 1)).states([TEXTS[index].tokens])[0]
+        read = module.runtime.read(tokens).hidden
+        for layer in (0, 1, -1):
+            expected = read[layer][0]
+            torch.testing.assert_close(lesson.hidden[layer][row, : len(expected)], expected)
+            torch.testing.assert_close(shown[layer], expected)
+            assert not lesson.hidden[layer][row, len(expected) :].any()
+
+
+def test_the_last_states_say_the_targets_law(target) -> None:
+    lesson = LiveCapture(target.runtime, ()).lesson(BATCH)
+    logits = ends_for_learning(target.runtime).unembed(lesson.hidden[-1])
+    expected = target.runtime.read(BATCH.tokens[:1]).logits
+    torch.testing.assert_close(logits[:1], expected)
+
+
+def test_gradients_reach_the_head_and_not_the_target(tiny_checkpoint: Path) -> None:
+    loaded = load_runtime(tiny_checkpoint, dtype="float32", runtime="transformers")
+    ends = ends_for_learning(loaded.runtime)
+    states = torch.ones(2, ends.width, requires_grad=True)
+    ends.unembed(ends.normalise(states)).sum().backward()
+    assert states.grad is not None
+    assert all(weight.grad is None for weight in loaded.runtime.model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_states_on_disk_are_the_live_ones_rounded(target, tmp_path: Path, dtype: torch.dtype) -> None:
+    lines: list[str] = []
+    stored = StoredCapture(tmp_path, TEXTS, (1,), target.runtime, dtype)
+    stored.fill(1.0, lines.append)
+    live = LiveCapture(target.runtime, (1,)).lesson(BATCH)
+    read = stored.lesson(BATCH)
+    for layer in (1, -1):
+        assert torch.equal(read.hidden[layer], live.hidden[layer].to(dtype).float())
+    on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.npy"))
+    assert stored.num_bytes <= on_disk < stored.num_bytes + 1000
+    assert "of the 1 allowed" in lines[0]
+
+
+def test_a_capture_that_was_cut_off_goes_on(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    states = LiveCapture.states
+
+    def counting(self, texts):
+        if read:
+            raise KeyboardInterrupt
+        read.append(len(texts))
+        return states(self, texts)
+
+    monkeypatch.setattr(LiveCapture, "states", counting)
+    with pytest.raises(KeyboardInterrupt):
+        StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16).fill(1.0, str)
+    monkeypatch.setattr(
+        LiveCapture, "states", lambda self, texts: read.append(len(texts)) or states(self, texts)
+    )
+    again = StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16)
+    again.fill(1.0, str)
+    assert read == [32, 8]
+    live = LiveCapture(target.runtime, ()).lesson(BATCH)
+    assert torch.equal(again.lesson(BATCH).hidden[-1], live.hidden[-1].half().float())
+
+
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(target, tmp_path: Path) -> None:
+    stored = StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16)
+    with pytest.raises(BadInputError, match=r"--capture-gb of at least .* got"):
+        stored.fill(0.9 * stored.num_bytes / GIGABYTE, str)
+    assert not list((tmp_path / "states").glob("*.npy"))
+
+
+def test_states_that_float16_cannot_hold_are_refused(target, tmp_path: Path, monkeypatch) -> None:
+    huge = [{-1: torch.full((len(text.tokens), 32), 1e6)} for text in TEXTS]
+    monkeypatch.setattr(LiveCapture, "states", lambda self, texts: huge[: len(texts)])
+    with pytest.raises(BadInputError, match="bfloat16"):
+        StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16).fill(1.0, str)

@@ -1,0 +1,77 @@
+"""A draft model for any target: it starts near the target's embeddings and counts only what the target wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from secondguess.errors import BadInputError
+from secondguess.runtime.loading import load_runtime
+from secondguess.train.capture import LiveCapture, ends_for_learning
+from secondguess.train.draft_model import DraftModel, embeddings_of_width
+from secondguess.train.lessons import Batch, TaughtText
+from secondguess.train.losses import objective
+
+BATCH = Batch.of(
+    [
+        (0, TaughtText([5, 6, 7, 8], [False, False, True, True])),
+        (1, TaughtText([9, 3], [False, True])),
+    ]
+)
+CONFIG = {"max_position_embeddings": 256, "eos_token_id": 0, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_checkpoint: Path):
+    return load_runtime(tiny_checkpoint, dtype="float32").runtime
+
+
+def test_inner_products_survive_another_width() -> None:
+    torch.manual_seed(0)
+    # Rank 4 fits into 6 columns whole, and into 4.
+    table = torch.randn(20, 4) @ torch.randn(4, 10)
+    wanted = table @ table.T
+    for width in (4, 6, 12):
+        found = embeddings_of_width(table, width)
+        assert found.shape == (20, width)
+        assert found.norm(dim=1).mean() == pytest.approx(1.0)
+        products = found @ found.T
+        torch.testing.assert_close(products / products[0, 0], wanted / wanted[0, 0], rtol=1e-3, atol=1e-3)
+
+
+def test_it_learns_the_targets_law_where_the_text_counts(target) -> None:
+    torch.manual_seed(0)
+    ends = ends_for_learning(target)
+    model = DraftModel.fresh(CONFIG, 300, ends, num_layers=1, width=64)
+    lesson = LiveCapture(target, ()).lesson(BATCH)
+    marks = model.learn(lesson, ends, objective("kl"))
+    target_logits = ends.unembed(lesson.hidden[-1])
+    draft_logits = model.model(lesson.tokens).logits
+    # The places before the tokens that count: 1 and 2 of the first text, 0 of the second.
+    each = objective("kl")(target_logits, draft_logits)
+    torch.testing.assert_close(marks.losses[0], (each[0, 1] + each[0, 2] + each[1, 0]) / 3)
+    assert 0 < marks.accepted[0] < 1
+    assert not marks.accepted[0].requires_grad
+
+
+def test_what_comes_behind_a_place_does_not_tell_it_anything(target) -> None:
+    ends = ends_for_learning(target)
+    model = DraftModel.fresh(CONFIG, 300, ends, num_layers=2, width=64)
+    first, second = (model.model(torch.tensor([[5, 6, last]])).logits for last in (7, 8))
+    torch.testing.assert_close(first[:, :2], second[:, :2])
+
+
+def test_the_same_seed_makes_the_same_model(target) -> None:
+    ends = ends_for_learning(target)
+    made = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        made.append(DraftModel.fresh(CONFIG, 300, ends, num_layers=1, width=0).state_dict())
+    assert all(torch.equal(weight, made[1][name]) for name, weight in made[0].items())
+
+
+def test_a_width_that_heads_do_not_divide_is_refused(target) -> None:
+    with pytest.raises(BadInputError, match="multiple of 64"):
+        DraftModel.fresh(CONFIG, 300, ends_for_learning(target), num_layers=1, width=100)

@@ -1,0 +1,251 @@
+"""Whatever learns: it continues exactly where it was killed, stops when nothing gets better, and keeps its best weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_where, overlap
+from secondguess.runtime.base import Ends
+from secondguess.runtime.loading import load_runtime
+from secondguess.train.capture import LiveCapture, ends_for_learning
+from secondguess.train.head_trainer import (
+    Aim,
+    HeadTrainer,
+    Progress,
+    TrainSettings,
+    acceptance_length,
+    nothing,
+)
+from secondguess.train.lessons import TaughtText, Texts
+from secondguess.train.losses import objective
+from secondguess.train.schedule import Budget
+
+SETTINGS = TrainSettings(
+    Budget(steps=12),
+    learning_rate=0.01,
+    warmup_steps=2,
+    batch_size=2,
+    evaluate_steps=4,
+    checkpoint_seconds=1e9,
+)
+TEXTS = Texts.split(
+    [TaughtText([(5 * number + 11 * place) % 300 for place in range(9)], [True] * 9) for number in range(20)]
+)
+
+
+class TwoAhead(Learner):
+    """Guesses the next token and the one behind it, each with one matrix; drops some of what it reads."""
+
+    hidden_layers = (1,)
+
+    def __init__(self, ends: Ends) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(ends.width, ends.width) for _ in range(2))
+        self.dropout = nn.Dropout(0.2)
+
+    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+        losses, accepted = [], []
+        for depth, mapped in enumerate(self.maps):
+            end = lesson.tokens.shape[1] - 1 - depth
+            states = self.dropout(lesson.hidden[1][:, :end])
+            draft = ends.unembed(ends.normalise(mapped(states)))
+            target = ends.unembed(lesson.hidden[-1][:, depth : depth + end])
+            counts = lesson.counts[:, depth + 1 :]
+            losses.append(mean_where(objective(target, draft), counts))
+            accepted.append(mean_where(overlap(target, draft), counts))
+        return Marks(losses, accepted)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_checkpoint: Path):
+    return load_runtime(tiny_checkpoint, dtype="float32").runtime
+
+
+@pytest.fixture
+def make(target) -> Callable[..., HeadTrainer]:
+    def trainer(
+        folder: Path,
+        settings: TrainSettings = SETTINGS,
+        score: Callable[[Sequence[float]], float] = acceptance_length,
+        progress: Callable[[Progress], None] = lambda progress: None,
+        pause: Callable[[], None] = nothing,
+        weights: Callable[[int], Sequence[float]] = lambda num_depths: [1.0] * num_depths,
+    ) -> HeadTrainer:
+        ends = ends_for_learning(target)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            learner = TwoAhead(ends)
+        capture = LiveCapture(target, learner.hidden_layers)
+        aim = Aim(objective("kl"), weights, score)
+        return HeadTrainer(
+            learner, ends, TEXTS, capture, capture, aim, settings, folder, progress=progress, pause=pause
+        )
+
+    return trainer
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def interrupt_after(steps: int) -> Callable[[], None]:
+    calls = iter(range(1, steps + 1))
+
+    def pause() -> None:
+        if next(calls) == steps:
+            raise KeyboardInterrupt
+
+    return pause
+
+
+def test_it_learns_and_says_how_it_goes(make, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    standing = make(tmp_path, replace(SETTINGS, budget=Budget(steps=60)), progress=told.append).run()
+    assert [progress.step for progress in told] == list(range(1, 61))
+    assert told[-1].loss < 0.7 * told[0].loss
+    assert told[-1].share == 1.0
+    assert told[-1].seconds_left == 0.0
+    assert all(len(progress.accepted) == 2 for progress in told)
+    held_out = [line for line in lines(tmp_path) if "held_out_accepted" in line]
+    assert [line["step"] for line in held_out] == list(range(4, 61, 4))
+    assert standing.best_accepted == max(
+        (line["held_out_accepted"] for line in held_out), key=acceptance_length
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 4, 7])
+def test_an_interrupted_run_ends_as_the_unbroken_one(make, tmp_path: Path, steps: int) -> None:
+    whole = make(tmp_path / "whole")
+    whole.run()
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "cut", pause=interrupt_after(steps)).run()
+    # A killed run may have written lines that no checkpoint knows.
+    with (tmp_path / "cut" / "log.jsonl").open("ab") as log:
+        log.write(b'{"step": 99, "loss": 0.0}\n{"half a')
+    again = make(tmp_path / "cut")
+    assert again.standing.step == steps
+    again.run()
+    logs = [(tmp_path / name / "log.jsonl").read_bytes() for name in ("whole", "cut")]
+    assert logs[0] == logs[1]
+    for name, weight in whole.learner.state_dict().items():
+        assert torch.equal(weight, again.learner.state_dict()[name])
+
+
+def test_a_finished_run_has_nothing_left_to_do(make, tmp_path: Path) -> None:
+    make(tmp_path).run()
+    before = (tmp_path / "log.jsonl").read_bytes()
+    make(tmp_path, progress=pytest.fail).run()
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
+def test_what_gets_no_better_ends_early_and_the_best_weights_are_kept(make, tmp_path: Path) -> None:
+    scores = iter([1.0, 3.0, 2.0, 2.5, 9.0])
+    kept: list[dict[str, torch.Tensor]] = []
+    known: dict[tuple[float, ...], float] = {}
+
+    def score(accepted: Sequence[float]) -> float:
+        if tuple(accepted) not in known:
+            known[tuple(accepted)] = next(scores)
+            kept.append({name: each.clone() for name, each in trainer.learner.state_dict().items()})
+        return known[tuple(accepted)]
+
+    settings = replace(SETTINGS, budget=Budget(steps=1000), patience=2)
+    trainer = make(tmp_path, settings, score=score)
+    standing = trainer.run()
+    assert (standing.step, standing.best_step) == (16, 8)
+    state = trainer.learner.state_dict()
+    assert all(torch.equal(weight, state[name]) for name, weight in kept[1].items())
+    assert not all(torch.equal(weight, state[name]) for name, weight in kept[3].items())
+
+
+def test_losses_are_weighted_by_depth(make, tmp_path: Path) -> None:
+    first = make(tmp_path / "first", weights=lambda num_depths: [1.0, 0.0])
+    before = {name: each.clone() for name, each in first.learner.state_dict().items()}
+    first.run()
+    changed = {
+        name for name, each in first.learner.state_dict().items() if not torch.equal(each, before[name])
+    }
+    assert changed == {"maps.0.weight", "maps.0.bias"}
+
+
+def test_the_rate_rises_and_falls(make, tmp_path: Path) -> None:
+    rates: list[float] = []
+    trainer = make(tmp_path, progress=lambda progress: rates.append(trainer.optimizer.param_groups[0]["lr"]))
+    trainer.run()
+    assert rates[0] == pytest.approx(max(rates), rel=0.02)
+    assert rates[-1] == pytest.approx(0.0, abs=1e-9)
+    assert rates[0] > 0.009
+    assert all(first > second for first, second in pairwise(rates))
+
+
+def test_a_loss_that_is_no_number_leaves_the_last_checkpoint(make, tmp_path: Path) -> None:
+    trainer = make(tmp_path, weights=lambda num_depths: [float("nan")] * num_depths)
+    with pytest.raises(CheckpointError, match="finite loss"):
+        trainer.run()
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_the_checkpoint_of_something_else_is_refused(make, tmp_path: Path) -> None:
+    torch.save({"learner": {}}, tmp_path / "checkpoint.pt")
+    with pytest.raises(CheckpointError, match="another --out"):
+        make(tmp_path)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(BadInputError, match="learning rate"):
+        replace(SETTINGS, learning_rate=-1.0)
+    with pytest.raises(BadInputError, match="positive"):
+        Budget(steps=0)
+
+
+RUN = "import sys; from secondguess.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_a_killed_process_goes_on_as_if_nothing_had_happened(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("def quicksort(items):\n    return items\n" * 60)
+
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        options = "--as-is --length 32 --steps 200 --checkpoint-steps 20 --evaluate-steps 50 --patience 0"
+        changes = "--set num_layers=1 --set width=64 --set batch_size=2"
+        paths = ["--out", str(out), "--model", str(tiny_checkpoint), "--data", str(texts)]
+        arguments = ["train", "draft", *paths, *options.split(), *changes.split()]
+        return subprocess.Popen(
+            [sys.executable, "-c", RUN, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    killed = start(tmp_path / "killed")
+    checkpoint = tmp_path / "killed" / "run" / "checkpoint.pt"
+    while killed.poll() is None and not checkpoint.is_file():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    killed.kill()
+    words = killed.communicate()[0].decode()
+    assert killed.returncode == -signal.SIGKILL, words
+    step = torch.load(checkpoint, weights_only=True)["standing"]["step"]
+    assert 0 < step < 200
+    for name in ("killed", "whole"):
+        run = start(tmp_path / name)
+        words = run.communicate(timeout=200)[0].decode()
+        assert run.returncode == 0, words
+    logs = [(tmp_path / name / "run" / "log.jsonl").read_bytes() for name in ("killed", "whole")]
+    assert logs[0] == logs[1]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "whole")]
+    assert weights[0] == weights[1]

@@ -1,0 +1,78 @@
+"""Texts on disk and the order in which they are read."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from pathlib import Path
+
+import pytest
+
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.train.lessons import (
+    Batch,
+    SeededBatches,
+    TaughtText,
+    Texts,
+    read_texts,
+    training_batches,
+    windows,
+    write_texts,
+)
+
+TEXTS = [TaughtText([5, 6, 7], [False, False, True]), TaughtText([8, 9], [False, True])]
+
+
+def test_texts_come_back_as_they_were_stored(tmp_path: Path) -> None:
+    write_texts(tmp_path / "deep" / "texts.npz", TEXTS)
+    assert read_texts(tmp_path / "deep" / "texts.npz") == TEXTS
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "texts.npz").write_bytes(b"PK\x03\x04 half a file")
+    with pytest.raises(CheckpointError, match=r"texts\.npz"):
+        read_texts(tmp_path / "texts.npz")
+
+
+def test_long_texts_are_cut_and_what_teaches_nothing_is_left_out() -> None:
+    counts = [True, True, False, False, False, True, False]
+    pieces = [piece.tokens for piece in windows(list(range(7)), counts, 2)]
+    # 2,3 has nothing to guess; 4,5 has; a piece's first token has nothing before it.
+    assert pieces == [[0, 1], [4, 5]]
+
+
+def test_padding_and_first_tokens_do_not_count() -> None:
+    batch = Batch.of([(0, TEXTS[0]), (1, TaughtText([8, 9], [True, True]))])
+    assert batch.tokens.tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert batch.counts.tolist() == [[False, False, True], [False, True, False]]
+    assert batch.num_counted == 2
+
+
+def test_every_text_once_per_epoch_in_another_order_each() -> None:
+    drawn = list(chain.from_iterable(islice(SeededBatches(12, 4, seed=3), 6)))
+    assert sorted(drawn[:12]) == sorted(drawn[12:]) == list(range(12))
+    assert drawn[:12] != drawn[12:]
+    assert drawn != list(chain.from_iterable(islice(SeededBatches(12, 4, seed=4), 6)))
+
+
+def test_batches_from_a_later_step_are_those_of_the_whole_run() -> None:
+    texts = [TaughtText([number, number], [False, True]) for number in range(10)]
+    whole = [batch.indices for batch in islice(training_batches(texts, 3, seed=1), 9)]
+    later = [batch.indices for batch in islice(training_batches(texts, 3, seed=1, first_step=4), 5)]
+    assert whole[4:] == later
+
+
+@pytest.mark.parametrize(("num_texts", "num_held_out"), [(2, 1), (10, 1), (100, 10), (10_000, 64)])
+def test_some_texts_are_held_out(num_texts: int, num_held_out: int) -> None:
+    texts = Texts.split([TaughtText([number, 1], [False, True]) for number in range(num_texts)])
+    assert abs(len(texts.held_out) - num_held_out) <= 1
+    assert len(texts.training) + len(texts.held_out) == num_texts
+    assert not {text.tokens[0] for text in texts.training} & {text.tokens[0] for text in texts.held_out}
+
+
+def test_one_text_is_not_enough() -> None:
+    with pytest.raises(BadInputError, match="at least 2 texts"):
+        Texts.split(TEXTS[:1])
+
+
+def test_tokens_to_guess_are_counted() -> None:
+    assert Texts(TEXTS, TEXTS).token_counts(10).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 0, 1]

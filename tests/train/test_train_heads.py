@@ -1,0 +1,163 @@
+"""`secondguess train KIND`, from the command line to a drafter that drafts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import write_llama
+from secondguess.api import load
+from secondguess.errors import BadInputError
+from secondguess.heads.files import read_provenance
+from secondguess.runtime.fingerprint import hash_weights
+from secondguess.train.recipes import RECIPES, make_recipe
+
+OPTIONS = [
+    "--max-tokens",
+    "8",
+    "--length",
+    "40",
+    "--steps",
+    "12",
+    "--evaluate-steps",
+    "6",
+    "--set",
+    "batch_size=4",
+]
+SMALL = ["--set", "num_layers=1", "--set", "width=64"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n\n".join(f"def function_{number}(items):" for number in range(20)))
+    return path
+
+
+def test_a_draft_model_is_trained_described_and_drafts(
+    secondguess_command, tiny_checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "draft"
+    arguments = ["train", "draft", "--out", out, "--model", tiny_checkpoint, "--data", prompts, *OPTIONS]
+    done = secondguess_command(*arguments, *SMALL, "--capture-gb", 0.1)
+    assert done.code == 0, done.err
+    assert "speedup" in done.out
+    assert "GB of the 0.1 allowed" in done.err
+    provenance = read_provenance(out)
+    assert provenance is not None
+    assert provenance.fingerprint == hash_weights(tiny_checkpoint)
+    assert provenance.training["recipe"]["width"] == 64
+    assert provenance.figures["predicted_nodes"] == 7
+    accepted = provenance.figures["held_out_acceptance"][0]
+    assert provenance.figures["predicted_acceptance_length"] == pytest.approx(
+        sum(accepted**power for power in range(8)), abs=0.01
+    )
+    card = (out / "README.md").read_text()
+    assert provenance.fingerprint in card
+    assert str(tmp_path) not in card
+    llm = load(str(tiny_checkpoint), f"model:{out}", controller="fixed:3", dtype="float32")
+    plain = load(str(tiny_checkpoint), "none", dtype="float32")
+    output = llm.generate("def f(items):", max_tokens=20)
+    assert output.text == plain.generate("def f(items):", max_tokens=20).text
+    assert output.stats.num_drafted > 0
+
+    again = secondguess_command(*arguments, *SMALL, "--loss", "kl")
+    assert again.code == 2
+    assert "another loss" in again.err
+    longer = [each if each != "12" else "14" for each in map(str, arguments)]
+    assert secondguess_command(*longer, *SMALL).code == 0
+    log = (out / "run" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in log if "loss" in json.loads(line)] == list(range(1, 15))
+
+
+def test_training_brings_a_draft_model_nearer(
+    secondguess_command, tiny_checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    reached = []
+    for steps in (1, 80):
+        out = tmp_path / str(steps)
+        options = ["--steps", steps, "--set", "learning_rate=0.01", "--set", "warmup_steps=5"]
+        command = ["train", "draft", "--out", out, "--model", tiny_checkpoint, "--data", prompts]
+        assert secondguess_command(*command, *OPTIONS, *options, *SMALL).code == 0
+        provenance = read_provenance(out)
+        assert provenance is not None
+        reached.append(provenance.figures["held_out_acceptance"][0])
+    assert reached[1] > reached[0] + 0.05
+
+
+def test_a_whole_model_becomes_better_at_leaving_early_and_stays_close_to_itself(
+    secondguess_command, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "whole"
+    target = write_llama(tmp_path / "target", seed=0, num_hidden_layers=4)
+    options = ["--whole", "--steps", 60, "--set", "learning_rate=3e-3", "--set", "warmup_steps=5"]
+    done = secondguess_command(
+        "train", "early-exit", "--out", out, "--model", target, "--data", prompts, *OPTIONS, *options
+    )
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in (out / "run" / "log.jsonl").read_text().splitlines()]
+    accepted = [line["held_out_accepted"] for line in lines if "held_out_accepted" in line]
+    assert len(accepted[0]) == 4
+    assert accepted[-1][2] > accepted[0][2] + 0.05
+    before = load(str(target), "none", dtype="float32")
+    after = load(str(out), "none", dtype="float32")
+    assert hash_weights(out) != hash_weights(target)
+    tokens = torch.tensor([before.target.encode("def function_3(items):")])
+    laws = [llm.target.runtime.read(tokens).logits.softmax(-1) for llm in (before, after)]
+    assert torch.minimum(*laws).sum(-1).mean() > 0.6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--loss", "mse"], "loss among"),
+        (["--set", "widht=3"], "option 'widht'"),
+        (["--set", "width"], "NAME=VALUE"),
+        (["--set", "width=wide"], "whole number"),
+        (["--set", "learning_rate=-1"], "learning rate"),
+        (["--steps", "0"], "positive"),
+        (["--as-is"], "--max-tokens"),
+        (["--length", "8", "--max-tokens", "8"], "--max-tokens below --length"),
+        (["--data", "nowhere.txt"], "none at nowhere.txt"),
+        (["--whole"], "early-exit alone"),
+        (["--capture-gb", "1e-9"], "--capture-gb of at least"),
+        (["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(
+    secondguess_command,
+    tiny_checkpoint: Path,
+    prompts: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    complaint: str,
+) -> None:
+    done = secondguess_command(
+        "train", "draft", "--out", tmp_path / "out", "--model", tiny_checkpoint, "--data", prompts,
+        *OPTIONS, *arguments,
+    )  # fmt: skip
+    assert done.code == 2
+    assert complaint in done.err
+    assert done.err.splitlines()[-1].startswith("secondguess: error:")
+
+
+def test_every_kind_has_a_command_and_a_recipe_with_weights(secondguess_command) -> None:
+    for kind in RECIPES:
+        assert secondguess_command("train", kind, "--help").code == 0
+        weights = make_recipe(kind).weights(4)
+        assert len(weights) == 4
+        assert weights == sorted(weights, reverse=True)
+        assert weights[0] == 1.0
+
+
+def test_weights_are_those_of_the_papers() -> None:
+    assert make_recipe("medusa").weights(3) == pytest.approx([1, 0.8, 0.64])
+    assert make_recipe("dspark", ["gamma=2"]).weights(2) == pytest.approx([1, 0.6065], abs=1e-4)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(BadInputError, match="draft, early-exit, medusa"):
+        make_recipe("lookahead")
