@@ -17,11 +17,11 @@ from secondguess.runtime.transformers import TransformersRuntime
 from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, fresh_head, lesson_of, target_model
 
 SETTINGS: dict[str, dict[str, object]] = {
-    "plain": {},
+    "plain": {"norm_before_residual": False},
     "normed-residual": {"norm_before_residual": True},
-    "gpt-oss": {"norm_before_fc": True},
-    "3.1": {"fc_norm": True, "norm_output": True},
-    "deep": {"num_layers": 2},
+    "gpt-oss": {"norm_before_residual": False, "norm_before_fc": True},
+    "3.1": {"norm_before_residual": False, "fc_norm": True, "norm_output": True},
+    "deep": {"norm_before_residual": False, "num_layers": 2},
 }
 every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 

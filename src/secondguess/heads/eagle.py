@@ -159,6 +159,8 @@ class EagleHead(UnrolledHead):
             vocab_size=len(counts),
             draft_vocab_size=draft_vocab_size,
             hidden_layers=default_layers(num_layers_of_target),
+            # The target's raw states are large and of all sizes; normed, the first layer learns faster.
+            norm_before_residual=True,
             num_steps=num_steps,
         )
         words = frequent_words(counts, draft_vocab_size)
