@@ -18,7 +18,10 @@ from secondguess.bench.lesson_texts import (
 )
 from secondguess.errors import BadInputError
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 CHAT = {
     "messages": [
         {"role": "user", "content": "sort items"},

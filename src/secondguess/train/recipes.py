@@ -280,12 +280,15 @@ class MtpRecipe(Recipe):
 
     def fresh(self, target: TargetFacts) -> Learner:
         learner: Learner = _head("mtp:MtpHead").fresh(
-            target.ends, target.vocab_size, target.seed, num_steps=self.num_steps
+            target.ends, target.vocab_size, target.num_layers, target.seed, num_steps=self.num_steps
         )
         return learner
 
     def weights(self, num_depths: int) -> list[float]:
         return _falling(self.decay, num_depths)
+
+    def save(self, learner: Learner, folder: Path, target: str) -> None:
+        _head("mtp_files:save_mtp")(learner, folder)
 
 
 @dataclass(frozen=True)
@@ -294,26 +297,54 @@ class DSparkRecipe(Recipe):
 
     Args:
         block_size: tokens guessed at once.
+        num_layers: of the drafter.
+        num_read: layers of the target that it reads, evenly spread.
         gamma: how slowly the weights `exp(-k / gamma)` fall with the depth k.
     """
 
     learning_rate: float = 5e-4
-    block_size: int = 8
+    block_size: int = 7
+    num_layers: int = 2
+    num_read: int = 5
     gamma: float = 4.0
 
     kind = "dspark"
 
     def __post_init__(self) -> None:
         require_between("gamma", self.gamma, 0.1, 1000)
+        require_between("the number of layers to read", self.num_read, 1, 1000)
 
     def fresh(self, target: TargetFacts) -> Learner:
-        learner: Learner = _head("dspark:DSparkHead").fresh(
-            target.ends, target.num_layers, block_size=self.block_size, seed=target.seed
+        learner: Learner = _head("dspark:DsparkHead").fresh(
+            target.ends,
+            spread_layers(target.num_layers, self.num_read),
+            block_size=self.block_size,
+            num_layers=self.num_layers,
+            seed=target.seed,
+            # Padding has an embedding that no text uses.
+            mask_token=target.config.get("pad_token_id") or 0,
+            device=target.device,
         )
         return learner
 
     def weights(self, num_depths: int) -> list[float]:
         return [exp(-depth / self.gamma) for depth in range(num_depths)]
+
+    def save(self, learner: Learner, folder: Path, target: str) -> None:
+        saves: Any = learner
+        saves.save(folder, target)
+
+
+def spread_layers(num_layers: int, most: int) -> tuple[int, ...]:
+    """At most so many layers of a target, evenly from the second to the third from the end, where there are as many.
+
+    >>> spread_layers(16, 5), spread_layers(2, 5)
+    ((2, 5, 8, 11, 14), (1, 2))
+    """
+    first, last = (2, num_layers - 2) if num_layers >= most + 3 else (1, num_layers)
+    count = min(most, last - first + 1)
+    steps = [index / max(1, count - 1) for index in range(count)]
+    return tuple(round(first + (last - first) * step) for step in steps)
 
 
 RECIPES: dict[str, type[Recipe]] = {
