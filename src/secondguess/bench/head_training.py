@@ -282,7 +282,7 @@ def _captures(
         return live, live
     dtype = torch.bfloat16 if runtime.ends().dtype == torch.bfloat16 else torch.float16
     stored = StoredCapture(folder, texts.training, layers, runtime, dtype)
-    stored.fill(job.capture_gb, show.line)
+    stored.fill(job.capture_gb, show.line, show.pause)
     return stored, live
 
 
