@@ -209,8 +209,7 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
         llm.target.tokenizer.save_pretrained(job.out)
     path, num_words = llm.target.path, llm.target.runtime.vocab_size
     del learner, llm
-    show.line("measuring the speed")
-    figures = _figures(job, standing) | _speed(job, texts)
+    figures = _figures(job, standing) | _speed(job, texts, show)
     provenance = _provenance(job, Path(path), texts, standing, figures, num_words)
     write_card(job.out, provenance, _usage(job))
     return provenance
@@ -287,7 +286,7 @@ def _captures(
         return live, live
     dtype = torch.bfloat16 if runtime.ends().dtype == torch.bfloat16 else torch.float16
     stored = StoredCapture(folder, texts.training, layers, runtime, dtype)
-    stored.fill(job.capture_gb, show.line)
+    stored.fill(job.capture_gb, show.line, show.pause)
     return stored, live
 
 
@@ -310,9 +309,12 @@ def _drafter_name(job: HeadJob) -> str | None:
     return f"{kind}:{job.out}" if kind in DRAFTERS and not job.whole else None
 
 
-def _speed(job: HeadJob, texts: Texts) -> dict[str, Any]:
+def _speed(job: HeadJob, texts: Texts, show: Show) -> dict[str, Any]:
     name = _drafter_name(job)
-    return measure_speed(job.model, name, texts.held_out, job.dtype, job.device) if name else {}
+    if name is None:
+        return {}
+    show.line("measuring the speed")
+    return measure_speed(job.model, name, texts.held_out, job.dtype, job.device)
 
 
 def _usage(job: HeadJob) -> str:

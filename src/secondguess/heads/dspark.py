@@ -78,7 +78,6 @@ class DsparkHead(Learner):
             self.register_buffer("d2t", torch.zeros(shape.num_words, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
         self._ends = ends
-        self._draws = torch.Generator().manual_seed(0)
 
     @classmethod
     def fresh(
@@ -121,7 +120,6 @@ class DsparkHead(Learner):
             confidence_reads_markov=markov_rank > 0,
         )
         head = cls(shape, ends)
-        head._draws.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         for name, weight in head.named_parameters():
             if weight.dim() > 1:
@@ -288,7 +286,8 @@ class DsparkHead(Learner):
         """
         fits = torch.zeros_like(counts)
         fits[:, 1:-1] = counts[:, 2:]
-        generator = self._draws if self.training else torch.Generator().manual_seed(0)
+        # In training torch's own generator, which the trainer seeds by the step: a resumed run draws the same.
+        generator = None if self.training else torch.Generator().manual_seed(0)
         lots = torch.rand(counts.shape, generator=generator).to(counts.device)
         lots = torch.where(fits, lots, -1.0)
         most = min(NUM_ANCHORS, max(int(fits.sum(1).max()), 1))

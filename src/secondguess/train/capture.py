@@ -101,8 +101,13 @@ class StoredCapture:
         itemsize: int = self.dtype.itemsize
         return self._starts[-1] * self.target.ends().width * itemsize * len(self.layers)
 
-    def fill(self, gigabytes: float, report: Report) -> None:
+    def fill(self, gigabytes: float, report: Report, pause: Callable[[], None] = lambda: None) -> None:
         """Read all texts once, from wherever an earlier call was cut off.
+
+        Args:
+            gigabytes: that it may take.
+            report: told what it takes.
+            pause: called where nothing is lost; may raise.
 
         Raises:
             BadInputError: more than so many gigabytes, or than the disk has left.
@@ -133,6 +138,7 @@ class StoredCapture:
             done = part.stop
             with write_atomically(self.folder / "captured.json") as stream:
                 stream.write(json.dumps({"num_texts": done}).encode())
+            pause()
         self._open("r")
 
     def lesson(self, batch: Batch) -> Lesson:

@@ -321,6 +321,7 @@ class DSparkRecipe(Recipe):
 
     def __post_init__(self) -> None:
         require_between("gamma", self.gamma, 0.1, 1000)
+        require_between("the number of states to fuse", self.num_states, 1, 1000)
 
     def fresh(self, target: TargetFacts) -> Learner:
         learner: Learner = _head("dspark:DsparkHead").fresh(
@@ -330,6 +331,9 @@ class DSparkRecipe(Recipe):
             markov_rank=self.markov_rank,
             num_layers=self.num_layers,
             seed=target.seed,
+            # Padding has an embedding that no text uses.
+            mask_token=target.config.get("pad_token_id") or 0,
+            device=target.device,
         )
         return learner
 
@@ -341,15 +345,16 @@ class DSparkRecipe(Recipe):
         saves.save(folder, target)
 
 
-def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
-    """Evenly spread outputs of layers, the last one before the norm left out: -1 says that one.
+def spread_layers(num_layers: int, most: int) -> tuple[int, ...]:
+    """At most so many layers of a target, evenly from the second to the third from the end, where there are as many.
 
-    >>> spread_layers(16, 4)
-    (1, 6, 10, 15)
+    >>> spread_layers(16, 5), spread_layers(2, 5)
+    ((2, 5, 8, 11, 14), (1, 2))
     """
-    last = max(num_layers - 1, 1)
-    steps = max(count - 1, 1)
-    return tuple(sorted({1 + (last - 1) * step // steps for step in range(count)}))
+    first, last = (2, num_layers - 2) if num_layers >= most + 3 else (1, num_layers)
+    count = min(most, last - first + 1)
+    steps = [index / max(1, count - 1) for index in range(count)]
+    return tuple(round(first + (last - first) * step) for step in steps)
 
 
 RECIPES: dict[str, type[Recipe]] = {
