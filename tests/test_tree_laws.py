@@ -57,8 +57,8 @@ def tree_error(pair, verifier, widths, distinct, least_chance=0.0, num_rounds=1,
 
 
 TREES = [
-    *[(widths, pair) for widths in [(2,), (1, 2)] for pair in PAIRS],
-    *[((2, 1), pair) for pair in HARD_PAIRS],
+    *[((2,), pair) for pair in PAIRS],
+    *[(widths, pair) for widths in [(1, 2), (2, 1)] for pair in HARD_PAIRS],
     ((3,), "zeros"),
     ((2, 2), "binary"),
     ((1, 1, 2), "binary"),
@@ -94,7 +94,7 @@ def test_trees_are_worth_what_the_page_about_verifiers_says(pair, distinct, expe
     assert (gains.traversal, gains.recursive, gains.chain) == pytest.approx(expected, abs=6e-4)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", ["ternary", "zeros", "certain-target"])
 @DISTINCT
 def test_auto_judges_trees_by_traversal(pair, distinct):
     pair = PAIRS[pair]
@@ -106,7 +106,7 @@ def test_auto_judges_trees_by_traversal(pair, distinct):
 
 @pytest.mark.parametrize(
     ("widths", "pair"),
-    [*[((1, 2), pair) for pair in PAIRS], *[((2, 1), pair) for pair in ("binary", "ternary", "zeros")]],
+    [*[((1, 2), pair) for pair in HARD_PAIRS], *[((2, 1), pair) for pair in ("binary", "zeros")]],
 )
 @DISTINCT
 def test_a_tree_may_grow_where_it_is_likely_to_pay(widths, pair, distinct):
@@ -205,7 +205,7 @@ def test_a_second_round_of_growing_trees_does_too():
     assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", ["ternary", "zeros", "equal-at-times", "certain-drafter"])
 @pytest.mark.parametrize(("tree_rule", "chain_rule"), [("traversal", "block"), ("recursive", "rejection")])
 @pytest.mark.parametrize("drafter", ["sampled", "certain"])
 def test_on_chains_tree_rules_are_the_rules_for_chains(drafter, tree_rule, chain_rule, pair):

@@ -18,6 +18,7 @@ from secondguess.drafters.optimal_tree import (
     FIRST_SHARES,
     Costs,
     OptimalTree,
+    PassTimes,
     RankAcceptance,
     Tables,
     measure_costs,
@@ -27,7 +28,13 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.base import Scores
 from secondguess.testing import TableModel, random_law
 
-FLAT = Costs(((1, 1.0), (33, 1.0)), level=0.05)
+
+def costs_of(at_thirteen: float, draft: float = 0.05) -> Costs:
+    """A target whose passes rise from 1 to so much over 13 queries, and a draft model whose passes are all alike."""
+    return Costs(PassTimes(((1, 1.0), (13, at_thirteen))), PassTimes(((1, draft), (13, draft))))
+
+
+FLAT = costs_of(1.0)
 
 
 @pytest.mark.parametrize(
@@ -48,27 +55,29 @@ def test_trees_are_wide_where_every_child_may_be_the_one_and_nodes_are_free() ->
 
 
 def test_trees_are_chains_where_nodes_are_dear() -> None:
-    dear = Costs(((1, 1.0), (9, 2.2)), level=0.02)
-    tree = plan_tree([0.8, 0.08, 0.02], dear, most_nodes=12)
+    tree = plan_tree([0.8, 0.08, 0.02], costs_of(2.8, draft=0.02), most_nodes=12)
     assert tree.depth > 2
     assert tree.paths == {(0,) * depth for depth in range(1, tree.depth + 1)}
 
 
 def test_a_single_node_is_planned_where_nothing_pays() -> None:
-    assert plan_tree(SHARES, Costs(((1, 1.0), (2, 3.0)), level=0.5), 12).paths == {(0,)}
+    assert plan_tree(SHARES, costs_of(25.0, draft=0.5), 12).paths == {(0,)}
 
 
-def test_costs_lie_on_lines_and_are_checked() -> None:
-    costs = Costs(((1, 1.0), (3, 2.0), (7, 4.0)), level=0.1)
-    assert [costs.of_pass(count) for count in (1, 2, 3, 5, 7, 9)] == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
-    for passes, level in (
-        (((2, 1.0),), 0.1),
-        (((1, 0.0),), 0.1),
-        (((1, 1.0), (1, 2.0)), 0.1),
-        (((1, 1.0),), -1.0),
-    ):
+def test_passes_lie_on_lines_and_are_checked() -> None:
+    times = PassTimes(((1, 1.0), (3, 2.0), (7, 4.0)))
+    assert [times.at(count) for count in (1, 2, 3, 5, 7, 9)] == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    for measured in (((1, 1.0),), ((2, 1.0), (3, 1.0)), ((1, 0.0), (2, 1.0)), ((1, 1.0), (1, 2.0))):
         with pytest.raises(BadInputError):
-            Costs(passes, level)
+            PassTimes(measured)
+
+
+def test_a_level_costs_a_pass_over_all_that_was_drawn_above_it() -> None:
+    """A chain's levels are cheaper than a tree's."""
+    costs = Costs(PassTimes(((1, 10.0), (2, 10.0))), PassTimes(((1, 1.0), (11, 11.0))))
+    assert costs.of_tree([(0,)]) == 11
+    assert costs.of_tree([(0,), (0, 0), (0, 0, 0)]) == 10 + 1 + 2 + 3
+    assert costs.of_tree([(0,), (1,), (0, 0), (1, 0), (1, 0, 0)]) == 10 + 1 + 3 + 5
 
 
 def test_chances_by_rank_are_those_of_the_rounds() -> None:
@@ -83,7 +92,7 @@ def test_chances_by_rank_are_those_of_the_rounds() -> None:
 
 
 def test_the_plan_changes_only_after_rounds_that_are_over() -> None:
-    shape = OptimalTree(6, Costs(((1, 1.0), (7, 1.6)), level=0.05))
+    shape = OptimalTree(6, costs_of(2.2))
     first = shape.tree
     for _ in range(FIRST_RENEWAL - 1):
         shape.learn([[-1, -1, -1]], [[]])
@@ -112,10 +121,10 @@ class TimedModel(TableModel):
 
 def test_costs_are_measured_behind_a_scratch_row_that_is_gone_afterwards() -> None:
     clock = Clock()
-    target, draft_model = TimedModel(clock, 0.5), TimedModel(clock, 0.0)
+    target, draft_model = TimedModel(clock, 0.5), TimedModel(clock, 0.1)
     costs = measure_costs(target, draft_model, most_nodes=12, clock=clock)
-    assert [costs.of_pass(count) for count in (1, 2, 7, 13)] == pytest.approx([1.0, 1.5, 4.0, 7.0])
-    assert costs.level == pytest.approx(1.0)
+    assert [costs.target.at(count) for count in (1, 2, 7, 13)] == pytest.approx([1.0, 1.5, 4.0, 7.0])
+    assert [costs.draft_model.at(count) for count in (1, 7, 13)] == pytest.approx([1.0, 1.6, 2.2])
     assert target.num_live_rows == draft_model.num_live_rows == 0
 
 

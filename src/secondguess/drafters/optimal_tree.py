@@ -5,9 +5,9 @@ expected below an accepted node when m nodes on at most l levels hang from it:
 
     F(m, l) = G(m, l, 1),    G(m, l, b) = max over y of  a_b (1 + F(y - 1, l - 1)) + G(m - y, l, b + 1)
 
-y nodes go to the b-th child and what hangs from it, the rest to its younger siblings. Planned are the m nodes on l levels
-with the largest (1 + F(m, l)) / (v(m + 1) + l t): v(k) is a target pass over k queries and t a level of drafting, both in
-passes over one.
+y nodes go to the b-th child and what hangs from it, the rest to its younger siblings. Of these trees, one for each m and l, the
+one is planned that has most tokens, 1 + F(m, l), per second: a target pass over m + 1 queries, and for each level a pass of
+the draft model over all that was drawn above it.
 
 The chances are learnt from rounds that are over, and the tree stays as it is in between: what is drawn never depends on a
 token of its own round.
@@ -19,8 +19,10 @@ import math
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from secondguess.core import Draft, Row
 from secondguess.drafters.trees import Node, Ranks, StaticTree, TreeShape
@@ -42,33 +44,48 @@ CONTEXT = 64
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What passes take, in passes of the target over one query.
+class PassTimes:
+    """What passes of a model take.
 
     Args:
-        passes: numbers of queries, rising from 1, with what a pass over so many takes.
-        level: what a level of drafting takes.
+        measured: numbers of queries, rising from 1, with what a pass over so many takes.
     """
 
-    passes: tuple[tuple[int, float], ...]
-    level: float
+    measured: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        counts = [count for count, _ in self.passes]
+        counts = [count for count, _ in self.measured]
         if len(counts) < 2 or counts[0] != 1 or counts != sorted(set(counts)):
             raise BadInputError(
-                f"expected costs of two or more rising numbers of queries from 1 on, got {counts}"
+                f"expected passes over two or more rising numbers of queries from 1 on, got {counts}"
             )
-        if not all(0 < seconds < math.inf for _, seconds in self.passes) or not 0 <= self.level < math.inf:
-            raise BadInputError(f"expected positive costs, got {self.passes} and {self.level} a level")
+        if not all(0 < time < math.inf for _, time in self.measured):
+            raise BadInputError(f"expected passes that take time, got {self.measured}")
 
-    def of_pass(self, num_queries: int) -> float:
-        """v(k): straight lines between what was measured, and beyond it."""
-        if len(self.passes) == 1:
-            return self.passes[0][1]
-        place = bisect_right(self.passes, num_queries, key=_num_queries)
-        (low, at_low), (high, at_high) = self.passes[min(place, len(self.passes) - 1) - 1 :][:2]
+    def at(self, num_queries: int) -> float:
+        """On straight lines between what was measured, and beyond it."""
+        place = bisect_right(self.measured, num_queries, key=_num_queries)
+        (low, at_low), (high, at_high) = self.measured[min(place, len(self.measured) - 1) - 1 :][:2]
         return at_low + (at_high - at_low) * (num_queries - low) / (high - low)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a round takes, in any one unit of time: passes of the target and of the draft model."""
+
+    target: PassTimes
+    draft_model: PassTimes
+
+    @property
+    def plain(self) -> float:
+        """A round without a draft."""
+        return self.target.at(1)
+
+    def of_tree(self, paths: Collection[Ranks]) -> float:
+        """A round with this tree. A level is drawn from a pass over pending and all nodes above."""
+        counts = Counter(map(len, paths))
+        levels = accumulate(counts[depth] for depth in range(max(counts)))
+        return self.target.at(len(paths) + 1) + sum(self.draft_model.at(1 + above) for above in levels)
 
 
 def _num_queries(measured: tuple[int, float]) -> int:
@@ -144,15 +161,15 @@ def plan_tree(shares: Sequence[float], costs: Costs, most_nodes: int) -> StaticT
     """The tree with most tokens per second; a single node where not even that beats plain decoding."""
     most_levels = min(MOST_LEVELS, most_nodes)
     tables = Tables(shares, most_nodes, most_levels)
-    best = 1.0
-    paths: list[Ranks] = [(0,)]
+    best = 1 / costs.plain
+    chosen: list[Ranks] = [(0,)]
     for num_levels in range(1, most_levels + 1):
         for num_nodes in range(num_levels, most_nodes + 1):
-            seconds = costs.of_pass(num_nodes + 1) + num_levels * costs.level
-            rate = (1 + tables.tokens(num_nodes, num_levels)) / seconds
+            paths = tables.paths(num_nodes, num_levels)
+            rate = (1 + tables.tokens(num_nodes, num_levels)) / costs.of_tree(paths) if paths else 0.0
             if rate > best:
-                best, paths = rate, tables.paths(num_nodes, num_levels)
-    return StaticTree(frozenset(paths))
+                best, chosen = rate, paths
+    return StaticTree(frozenset(chosen))
 
 
 class OptimalTree(TreeShape):
@@ -198,18 +215,14 @@ def measure_costs(
     Raises:
         BadInputError: passes that cannot be timed.
     """
-    counts = sorted({1, 2, 3, 5, *range(9, most_nodes + 1, 8), most_nodes + 1})
+    counts = sorted({1, *(count for count in (2, 3, 5, 9, 17) if count <= most_nodes), most_nodes + 1})
     try:
-        seconds = _time_passes(target, counts, clock)
-        # A level forwards the tree so far; half of the largest one is a fair guess.
-        (level,) = _time_passes(draft_model, [most_nodes // 2 + 1], clock)
+        times = [_time_passes(model, counts, clock) for model in (target, draft_model)]
     except (RuntimeError, ValueError) as error:
         raise _not_timed(str(error)) from error
-    if not all(each > 0 for each in seconds):
+    if not all(seconds > 0 for passes in times for seconds in passes):
         raise _not_timed("a pass took no time by the clock")
-    one = seconds[0]
-    passes = tuple((count, each / one) for count, each in zip(counts, seconds, strict=True))
-    return Costs(passes, level / one)
+    return Costs(*(PassTimes(tuple(zip(counts, passes, strict=True))) for passes in times))
 
 
 def _not_timed(reason: str) -> BadInputError:
