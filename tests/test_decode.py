@@ -57,7 +57,7 @@ def test_a_draft_models_interrupted_prefill_leaves_nothing_behind(monkeypatch):
         make_controller("fixed:2"),
     )
 
-    def interrupt(states):
+    def interrupt(states, with_hidden=False):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
