@@ -505,3 +505,28 @@ def test_bad_options_of_export(secondguess_command, arguments, words):
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:
         assert word in done.err
+
+
+@pytest.mark.parametrize(
+    ("drafter", "method"), [("eagle", "eagle3"), ("mtp", "mtp"), ("medusa", "medusa"), ("dspark", "dspark")]
+)
+def test_trained_drafters_go_to_vllm(drafter, method):
+    words = shlex.split(exported("vllm", f"{drafter}:some/folder").text)
+    said = json.loads(words[words.index("--speculative-config") + 1])
+    assert said == {"method": method, "model": "some/folder", "num_speculative_tokens": LENGTH}
+
+
+def test_modules_of_the_target_itself_need_no_folder():
+    words = shlex.split(exported("vllm", "mtp").text)
+    assert json.loads(words[-1]) == {"method": "mtp", "num_speculative_tokens": LENGTH}
+    with pytest.raises(BadInputError, match="eagle:PATH"):
+        exported("vllm", "eagle")
+
+
+def test_an_eagle_goes_to_sglang():
+    words = shlex.split(exported("sglang", "eagle:some/folder").text)
+    at = words.index("--speculative-draft-model-path")
+    assert words[at - 1 : at + 2] == ["EAGLE3", "--speculative-draft-model-path", "some/folder"]
+    assert words[-1] == str(LENGTH + 1)
+    with pytest.raises(BadInputError, match="eagle:PATH"):
+        exported("sglang", "eagle")

@@ -22,6 +22,7 @@ class NamedDrafter:
         kind: `none`, `model`, `ngram`, ...
         draft_model: the model that it would load, if any.
         needs_target: whether it borrows from the target: only when that is loaded can the rest be checked.
+        trained: folder of what was trained for the target, where the name says one.
         options: values of all its options.
         given: those that the name gives, as they were written.
         parts: what takes turns where the name joins several drafters, each understood on its own; else nothing.
@@ -31,6 +32,7 @@ class NamedDrafter:
     kind: str
     draft_model: str | None = None
     needs_target: bool = False
+    trained: str | None = None
     options: Mapping[str, float] = field(default_factory=dict)
     given: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[NamedDrafter, ...] = ()
@@ -71,7 +73,9 @@ def _understand(name: Name) -> NamedDrafter:
     try:
         drafter = build_drafter(name, supplies)
     except _Borrows:
-        return NamedDrafter(str(name), name.kind, needs_target=True, given=name.options)
+        return NamedDrafter(
+            str(name), name.kind, needs_target=True, trained=name.argument, given=name.options
+        )
     except _Asked as asked:
         return NamedDrafter(str(name), name.kind, draft_model=str(asked), given=name.options)
     options = getattr(drafter, "options", None)

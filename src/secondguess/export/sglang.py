@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 
+from secondguess.errors import BadInputError
 from secondguess.export.base import Engine, Recommendation
 
 
@@ -24,6 +25,25 @@ def _standalone(recommendation: Recommendation) -> str:
             *("--speculative-draft-model-path", recommendation.drafter.draft_model),
             *("--speculative-num-steps", str(length)),
             # A chain. A tree needs more, and its overlap scheduler switched off.
+            *("--speculative-eagle-topk", "1"),
+            *("--speculative-num-draft-tokens", str(length + 1)),
+        ],
+    )
+
+
+def _eagle(recommendation: Recommendation) -> str:
+    drafter = recommendation.drafter
+    if drafter.trained is None:
+        raise BadInputError(
+            f"expected the folder of a trained drafter for SGLang, as in eagle:PATH, got {drafter.name}"
+        )
+    length = recommendation.draft_length
+    return _launch(
+        recommendation,
+        [
+            *("--speculative-algorithm", "EAGLE3"),
+            *("--speculative-draft-model-path", drafter.trained),
+            *("--speculative-num-steps", str(length)),
             *("--speculative-eagle-topk", "1"),
             *("--speculative-num-draft-tokens", str(length + 1)),
         ],
@@ -51,7 +71,7 @@ _LOOKED_UP = (
 
 SGLANG = Engine(
     title="SGLang",
-    writers={"none": _plain, "model": _standalone, "ngram": _ngram, "suffix": _ngram},
+    writers={"none": _plain, "model": _standalone, "ngram": _ngram, "suffix": _ngram, "eagle": _eagle},
     dtypes=("float32", "bfloat16", "float16"),
     int8="SGLang rounds no weights to 8 bits in our way; give it a checkpoint that is quantised",
     notes=(
@@ -60,6 +80,10 @@ SGLANG = Engine(
         "with speculation on, SGLang lowers --max-running-requests to 48 unless it is given",
     ),
     notes_on={
+        "eagle": (
+            "SGLang reads the authors' format (midlayer.*); what is trained here is in that of speculators: rename "
+            "layers.0. to midlayer. if your version refuses it",
+        ),
         "ngram": (_LOOKED_UP,),
         "suffix": ("SGLang has no suffix drafter: NGRAM is the nearest it has", _LOOKED_UP),
     },

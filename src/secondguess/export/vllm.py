@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
+from secondguess.errors import BadInputError
 from secondguess.export.base import Engine, Recommendation
 
 
@@ -36,6 +37,18 @@ def _suffix(recommendation: Recommendation) -> str:
     )
 
 
+def _trained(recommendation: Recommendation) -> str:
+    """EAGLE-3, DSpark and Medusa as folders; modules in the target's own checkpoint need none."""
+    drafter = recommendation.drafter
+    method = {"eagle": "eagle3"}.get(drafter.kind, drafter.kind)
+    folder = {} if drafter.trained is None else {"model": drafter.trained}
+    if not folder and drafter.kind != "mtp":
+        raise BadInputError(
+            f"expected the folder of a trained drafter for vLLM, as in {drafter.kind}:PATH, got {drafter.name}"
+        )
+    return _serve(recommendation, method=method, **folder)
+
+
 def _serve(recommendation: Recommendation, **speculation: object) -> str:
     command = ["vllm", "serve", recommendation.model]
     if recommendation.dtype is not None:
@@ -48,7 +61,16 @@ def _serve(recommendation: Recommendation, **speculation: object) -> str:
 
 VLLM = Engine(
     title="vLLM",
-    writers={"none": _plain, "model": _draft_model, "ngram": _ngram, "suffix": _suffix},
+    writers={
+        "none": _plain,
+        "model": _draft_model,
+        "ngram": _ngram,
+        "suffix": _suffix,
+        "eagle": _trained,
+        "mtp": _trained,
+        "medusa": _trained,
+        "dspark": _trained,
+    },
     options={"ngram": ("max", "min"), "suffix": ("factor", "threshold")},
     dtypes=("float32", "bfloat16", "float16"),
     int8="vLLM rounds no weights to 8 bits in our way; give it a checkpoint that is quantised",
@@ -60,6 +82,10 @@ VLLM = Engine(
         "fewer for large batches",
     ),
     notes_on={
+        "medusa": (
+            "vLLM's Medusa wants an output matrix in the file: add the target's as lm_head.weight to a folder trained here; "
+            "its drafts are chains of the likeliest tokens",
+        ),
         "model": (
             "vLLM's drafts are greedy at any temperature, which is lossless and accepts less; for sampled text add "
             '"draft_sample_method": "probabilistic" (it takes memory for the laws) and, for block verification, '
