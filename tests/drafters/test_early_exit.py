@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from secondguess.core import Draft, Row
 from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter, target_runtime_for
 from secondguess.drafters.early_exit import EarlyExitDrafter
+from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.trees import StaticTree, TreeShape
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.early_exit import EarlyExitHead
@@ -69,6 +71,44 @@ def test_there_is_no_second_cache() -> None:
     target = fused_target()
     drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2")
     assert [value for value in vars(drafter).values() if isinstance(value, Runtime)] == [target]
+
+
+def held_bytes() -> int:
+    """Bytes of all tensors alive, each storage once."""
+    gc.collect()
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), Tensor))
+    }
+    return sum(storages.values())
+
+
+def test_it_takes_no_more_memory_than_target_and_adapter() -> None:
+    """Measured in the middle of a text: over plain decoding of the same text it holds the adapter and one round's states."""
+    params = SamplingParams(max_tokens=40)
+    sizes = {}
+    for kind in ("plain", "early-exit"):
+        before = held_bytes()
+        target = fused_target()
+        head = EarlyExitHead.fresh(target.ends(), 2, 32, seed=1).double()
+        adapter = sum(weight.numel() * weight.itemsize for weight in head.parameters())
+        exits = EarlyExitDrafter(target, 2, head, "early-exit")
+        drafter = exits if kind == "early-exit" else NoDrafter()
+        controller = make_controller("fixed:3" if kind == "early-exit" else "fixed:0")
+        rounds = decode(
+            Team(target, drafter, make_verifier("auto"), controller),
+            [Row([3, 5, 7], params) for _ in range(4)],
+        )
+        for _ in range(5):
+            next(rounds)
+        sizes[kind] = held_bytes() - before - adapter  # both hold it, one of them idle
+        rounds.close()
+        del target, head, exits, drafter, rounds
+    cache = (
+        4 * 2 * 4 * 2 * 256 * 16 * 8
+    )  # layers, keys and values, slots, key heads, positions, head size, float64
+    assert sizes["plain"] > cache
+    assert sizes["early-exit"] - sizes["plain"] < 0.05 * cache
 
 
 def test_a_draft_that_changed_is_read_anew() -> None:

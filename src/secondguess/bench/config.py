@@ -22,7 +22,8 @@ class BenchConfig:
     Args:
         model: the target.
         drafters: names of the drafters to compare; None takes the target's default one, `ngram` and `suffix`; `all`
-            alone every one that there is for the target, as chain and as tree.
+            alone every one that there is for the target, as chain and as tree, without constant draft lengths, and under
+            `controllers` instead of their defaults where any are named.
         against: who runs beside ours: other libraries, of `PEERS`, and servers (`http://HOST:PORT,model=NAME`).
         prompts: one or several sources of prompts (`workloads.load_workload`); None takes HumanEval where it lies
             beside the checkout, else `builtin`.
@@ -104,8 +105,13 @@ class BenchConfig:
         return tuple(ServerAddress.parse(peer) for peer in self.against if is_address(peer))
 
     @property
+    def runs_all(self) -> bool:
+        """Whether every drafter was asked for at once."""
+        return self.drafters == (ALL,)
+
+    @property
     def drafters_to_run(self) -> tuple[str, ...]:
-        if self.drafters == (ALL,):
+        if self.runs_all:
             return all_drafters(self.model)
         if self.drafters is not None:
             return self.drafters

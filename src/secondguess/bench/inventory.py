@@ -12,7 +12,7 @@ from secondguess.errors import CheckpointError
 from secondguess.heads.files import read_provenance
 from secondguess.runtime.loading import find_checkpoint
 
-TREE = "tree=3x2x1x1"
+TREE = "tree=2x2x1"
 """The tree that every drafter with laws is compared as."""
 
 

@@ -28,8 +28,10 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
     systems: list[System] = [Speculator(models, "none")]
     for drafter in config.drafters_to_run:
         default = Speculator(models, drafter)
-        systems.append(default)
-        lengths = config.draft_lengths if default.draft_model is not None else ()
+        # Of every drafter there is one line, or one for each controller that was asked for.
+        if not (config.runs_all and config.controllers):
+            systems.append(default)
+        lengths = config.draft_lengths if default.draft_model is not None and not config.runs_all else ()
         named = [*(f"fixed:{length}" for length in lengths), *config.controllers]
         systems += _under_controllers(models, drafter, list(dict.fromkeys(named)))
     _check_controllers(config, systems)
