@@ -6,6 +6,8 @@ SecondGuessError                 everything this package raises on purpose
 │   └── UnsupportedModelError    a model we read but cannot speculate on, refused by name
 └── OutOfMemoryError             models and caches that do not fit, told before they are allocated
 
+StrangerWarning (UserWarning) is no error: a drafter that was trained for other weights.
+
 Every message says what was expected, what came and what to do about it; the command line prints it as one
 line and exits with code 2.
 """
@@ -29,3 +31,7 @@ class UnsupportedModelError(CheckpointError):
 
 class OutOfMemoryError(SecondGuessError):
     """Models and caches that would not fit; raised before anything large is allocated."""
+
+
+class StrangerWarning(UserWarning):
+    """A trained drafter is used with another target than it was trained for: right text, poor guesses."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.trees import StaticTree, TreeShape
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.early_exit import EarlyExitHead
+from secondguess.heads.files import Provenance
 from secondguess.heads.learning import Lesson
 from secondguess.names import parse_name
 from secondguess.runtime.base import Runtime
@@ -193,3 +196,19 @@ def test_an_adapter_learns() -> None:
         marks.append(mark)
     assert marks[-1].losses[0] < 0.7 * marks[0].losses[0]
     assert marks[-1].accepted[0] > marks[0].accepted[0]
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_adapter_of_another_target_is_used_with_a_warning(
+    tiny_checkpoint: Path, tmp_path: Path, secondguess_command: Callable[..., Any]
+) -> None:
+    EarlyExitHead(1, 32, 16).save(tmp_path)
+    Provenance("early-exit", "somebody", "0" * 64).write(tmp_path)
+    done = secondguess_command(
+        "generate", "abc", "--model", tiny_checkpoint, "--drafter", f"early-exit:{tmp_path}",
+        "--max-tokens", 4, "--dtype", "float32",
+    )  # fmt: skip
+    assert done.code == 0
+    warned = [line for line in done.err.splitlines() if "warning" in line]
+    assert len(warned) == 1
+    assert "trained for somebody with other weights" in warned[0]

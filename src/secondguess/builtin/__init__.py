@@ -1,5 +1,6 @@
-"""What is in the box: a target and its drafter, in Transformers format, made by ``secondguess train pair``, and a predictor of
-what the one accepts from the other, made by ``secondguess train acceptance``."""
+"""What is in the box: a target and its drafter, in Transformers format, made by ``secondguess train pair``, a predictor of
+what the one accepts from the other, made by ``secondguess train acceptance``, and heads for the target, a folder each, made by
+``secondguess train KIND``."""
 
 from __future__ import annotations
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from secondguess import __version__
 from secondguess.cli import bench, export, generate, inspect, train, tune, verify
-from secondguess.errors import SecondGuessError
+from secondguess.errors import SecondGuessError, StrangerWarning
 
 CHECK_FAILED, BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 130, 141
 CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -65,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     _print_whatever_the_encoding()
     try:
-        code = _run(sys.argv[1:] if arguments is None else arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _in_one_line(warnings.showwarning)
+            code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -84,6 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(f"error: out of memory: {words}; use a smaller model, dtype or batch", BAD_INPUT)
         bug = f"internal error: {type(error).__name__}: {error} (SECONDGUESS_TRACEBACK=1 shows where)"
         return _fail(bug, INTERNAL_ERROR)
+
+
+def _in_one_line(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """Our own warnings as a line of ours; the others as they are shown otherwise."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, StrangerWarning):
+            _fail(f"warning: {message}", 0)
+        else:
+            otherwise(message, category, *place, **more)
+
+    return show
 
 
 def _run(arguments: Sequence[str]) -> int:

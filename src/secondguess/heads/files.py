@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from secondguess.builtin import head_path
-from secondguess.errors import BadInputError, CheckpointError
+from secondguess.errors import BadInputError, CheckpointError, StrangerWarning
 from secondguess.names import Name
 from secondguess.runtime.fingerprint import hash_weights
 
@@ -106,6 +106,7 @@ def _warn_of_stranger(folder: Path, kind: str, target_name: str, target_path: st
         warnings.warn(
             f"the {kind} drafter in {folder} was trained for {provenance.target} with other weights than {target_name}'s: "
             "the text stays right, the guesses will be poor; train it anew",
+            StrangerWarning,
             stacklevel=2,
         )
 

@@ -1,0 +1,55 @@
+"""The heads in the box: each loads by its bare name, knows its target, drafts, and keeps the target's text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import secondguess
+from secondguess.builtin import builtin_paths, head_path
+from secondguess.heads.files import read_provenance
+from secondguess.runtime.fingerprint import hash_weights
+
+SHIPPED = ("early-exit", "medusa", "mtp", "eagle", "dspark")
+PROMPT = "def read_lines(path):"
+LARGEST_TOGETHER = 25_000_000
+"""Bytes of all drafters in the box."""
+
+every_kind = pytest.mark.parametrize("kind", SHIPPED)
+
+
+def folder_of(kind: str) -> Path:
+    folder = head_path(kind)
+    assert folder is not None, f"no {kind} in the box"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_text() -> str:
+    llm = secondguess.load("builtin", "none", dtype="float32")
+    return llm.generate(PROMPT, max_tokens=24).text
+
+
+@every_kind
+@pytest.mark.parametrize("tree", ["", ",tree=2x1"], ids=["chain", "tree"])
+def test_it_drafts_and_keeps_the_text(kind: str, tree: str, plain_text: str) -> None:
+    llm = secondguess.load("builtin", kind + tree, dtype="float32", controller="fixed:3")
+    out = llm.generate(PROMPT, max_tokens=24)
+    assert out.text == plain_text
+    assert out.stats.num_drafted > 0
+
+
+@every_kind
+def test_it_was_trained_for_the_target_in_the_box(kind: str) -> None:
+    provenance = read_provenance(folder_of(kind))
+    assert provenance is not None
+    assert provenance.fingerprint == hash_weights(builtin_paths().target)
+    assert provenance.training["minutes"] > 0
+    assert (folder_of(kind) / "README.md").stat().st_size > 500
+
+
+def test_together_they_are_small() -> None:
+    folders = [builtin_paths().drafter, *map(folder_of, SHIPPED)]
+    weights = [path.stat().st_size for folder in folders for path in folder.glob("*.safetensors")]
+    assert sum(weights) < LARGEST_TOGETHER
