@@ -118,7 +118,7 @@ def plainly(params: SamplingParams, **settings: object) -> list[list[int]]:
 @every_shape
 @pytest.mark.parametrize("make_target", [module_runtime, fused_runtime], ids=["module", "fused"])
 @pytest.mark.parametrize("together", [True, False], ids=["one-batch", "alone"])
-@pytest.mark.parametrize("verifier", ["auto", "greedy", "coupled", "traversal"])
+@pytest.mark.parametrize("verifier", ["auto", "traversal"])
 def test_greedy_text_is_the_targets(
     head: str, shape: str, verifier: str, together: bool, make_target: object
 ) -> None:
@@ -206,9 +206,10 @@ def test_what_it_remembers_is_the_truth(head: str, shape: str) -> None:
 
 @every_head
 @pytest.mark.parametrize(
-    ("widths", "num_rounds"), [((), 2), ((2,), 2), ((2, 1), 1)], ids=["chain", "siblings", "tree"]
+    ("widths", "num_rounds", "verifier"),
+    [((), 2, "auto"), ((2,), 2, "auto"), ((2, 1), 1, "recursive")],
+    ids=["chain", "siblings", "tree"],
 )
-@pytest.mark.parametrize("verifier", ["auto", "recursive"])
 def test_the_law_of_the_text_is_the_targets(
     head: str, widths: tuple[int, ...], num_rounds: int, verifier: str
 ) -> None:
