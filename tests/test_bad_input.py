@@ -206,7 +206,7 @@ def test_a_prompt_file_that_cannot_be_read(ask, tmp_path):
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--drafter", "oracle", ["drafter", "none, model, ngram, suffix", "oracle"]),
+        ("--drafter", "oracle", ["drafter", "none, model, ", "suffix", "oracle"]),
         ("--drafter", "none:x", ["none", ":x"]),
         ("--drafter", "model", ["model"]),
         ("--drafter", "ngram,size=3", ["size"]),

@@ -461,7 +461,8 @@ def test_inspect_describes_a_model_without_loading_it(secondguess_command, tiny_
     assert record["cache_bytes"] == 4 * 2 * 2 * 2 * 8 * 256
     assert record["supported"] is True
     assert record["drafters"][0] == "suffix"
-    assert set(record["drafters"]) == {"none", "model:PATH", "ngram", "suffix"}
+    assert {"none", "model:PATH", "ngram", "suffix", "eagle:PATH"} <= set(record["drafters"])
+    assert "eagle" not in record["drafters"]  # none is in the box for this target
 
 
 def test_inspect_tells_sliding_layers_from_full_ones(secondguess_command, tmp_path):

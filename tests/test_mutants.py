@@ -217,9 +217,11 @@ def learnt_laws(target, head, text, pending):
         return draft_logits.sum(-1)
 
     head.learn(Lesson(tokens, counts, hidden), target.ends(), remember)
-    # Medusa learns at every place, from the state before pending; DSpark at places that it draws, from pending itself.
-    places = head._anchors(counts)[0][0].tolist() if isinstance(head, DsparkHead) else range(1, len(text))
-    column = list(places).index(pending)
+    if isinstance(
+        head, MedusaHead
+    ):  # the places that count, one after the other: at each depth the next is meant
+        return [logits[depth].softmax(-1) for depth, logits in enumerate(said)]
+    column = head._anchors(counts)[0][0].tolist().index(pending)  # DSpark learns at places that it draws
     return [logits[0, column].softmax(-1) for logits in said]
 
 

@@ -89,7 +89,7 @@ class Stats:
 
 
 def _count_positions(counters: list[int], width: int, up_to: int | None = None) -> None:
-    counters.extend([0] * (width - len(counters)))
+    counters.extend([0] * (max(width, up_to or 0) - len(counters)))
     for position in range(width if up_to is None else up_to):
         counters[position] += 1
 

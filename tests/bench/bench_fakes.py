@@ -37,7 +37,7 @@ def stats_of(rounds: Sequence[tuple[int, int]], prefill: float = 0.0) -> Stats:
     row = Row([0], SamplingParams())
     stats = Stats()
     for drafted, accepted in rounds:
-        stats.count(drafted, Commit(row, [1] * (accepted + 1), accepted))
+        stats.count(drafted, drafted, Commit(row, [1] * (accepted + 1), accepted))
     stats.seconds["prefill"] = prefill
     stats.seconds["score"] = 1.0
     return stats

@@ -111,12 +111,16 @@ def inspect(
 
 
 def fitting_drafters(model: str) -> list[str]:
-    """Names for `--drafter`, the default one first; `model:PATH` stands for any model with the same tokenizer."""
+    """Names for `--drafter`, the default one first; PATH stands for a model with the same tokenizer, or what was trained."""
     from secondguess.api import default_drafter
-    from secondguess.drafters import DRAFTERS
+    from secondguess.builtin import head_path
+    from secondguess.drafters import DRAFTERS, drafter_class
 
-    names = ["model:PATH" if kind == "model" else kind for kind in DRAFTERS]
-    return list(dict.fromkeys([default_drafter(model), *names]))
+    def name(kind: str) -> str:
+        in_the_box = model == "builtin" and head_path(kind) is not None
+        return kind if in_the_box or getattr(drafter_class(kind), "certain", False) else f"{kind}:PATH"
+
+    return list(dict.fromkeys([default_drafter(model), *map(name, DRAFTERS)]))
 
 
 def _drafter_of(settings: dict[str, Any]) -> NamedDrafter:
