@@ -45,7 +45,9 @@ class AlternatingDrafter(Drafter):
         self.parts = list(parts)
         self.name = "+".join(part.name for part in self.parts)
         self.certain = all(part.certain for part in self.parts)
-        self.hidden_layers = tuple({layer: None for part in self.parts for layer in part.hidden_layers})
+        self.hidden_layers = tuple(
+            dict.fromkeys(layer for part in self.parts for layer in part.hidden_layers)
+        )
         self._vocab_size = vocab_size
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Supplies
 from secondguess.drafters.shadow import FAR_BEHIND
-from secondguess.drafters.stepping import SteppingDrafter
+from secondguess.drafters.stepping import SteppingDrafter, for_everybody
 from secondguess.drafters.trees import TreeOptions, TreeShape
 from secondguess.heads.context import FeatureContext
 from secondguess.heads.dspark import DsparkHead
@@ -138,11 +138,7 @@ class DsparkDrafter(SteppingDrafter):
         thoughts = self.head.think(anchors[:, None], positions[:, None], attend)[:, 0, : self._longest]
         base = self.head.base_logits(thoughts)
         base = base if base.dtype == torch.float64 else base.float()
-        if len(active) == len(rows):
-            return Block(thoughts, base)
-        everybody = Block(*(each.new_zeros(len(rows), *each.shape[1:]) for each in (thoughts, base)))
-        everybody.thoughts[active], everybody.base[active] = thoughts, base
-        return everybody
+        return Block(*(for_everybody(each, len(rows), active) for each in (thoughts, base)))
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         if self._block is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.drafters.shadow import FAR_BEHIND, Shadow, ShadowDrafter
+from secondguess.drafters.stepping import for_everybody
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.runtime import OWN, FeatureHead, HeadRuntime
 from secondguess.runtime.base import Hidden, Runtime, Scores
@@ -84,7 +85,7 @@ class FeatureDrafter(ShadowDrafter):
 
     def _score(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Scores:
         scores = super()._score(rows, active, tree)
-        self._thoughts = self._for_everybody(scores.hidden[OWN], len(rows), active)
+        self._thoughts = for_everybody(scores.hidden[OWN], len(rows), active)
         return scores
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:

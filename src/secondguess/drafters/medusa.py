@@ -14,7 +14,7 @@ from torch import Tensor
 
 from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Supplies
-from secondguess.drafters.stepping import SteppingDrafter
+from secondguess.drafters.stepping import SteppingDrafter, for_everybody
 from secondguess.drafters.trees import TreeOptions, TreeShape
 from secondguess.heads.medusa import LAST, MedusaHead
 from secondguess.names import Name, read_options
@@ -87,11 +87,7 @@ class MedusaDrafter(SteppingDrafter):
         """`[row, vocab]` for the nodes of one level; zeros for rows that are not drafted for."""
         said = self.head.logits(torch.stack([self._states[rows[index]] for index in active]), level)
         said = said if said.dtype == torch.float64 else said.float()
-        if len(active) == len(rows):
-            return said
-        everybody = said.new_zeros(len(rows), said.shape[-1])
-        everybody[active] = said
-        return everybody
+        return for_everybody(said, len(rows), active)
 
     def end(self, row: Row) -> None:
         self._states.pop(row, None)

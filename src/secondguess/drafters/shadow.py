@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, Prospect, Row
-from secondguess.drafters.stepping import SteppingDrafter, no_nodes
+from secondguess.drafters.stepping import SteppingDrafter, for_everybody, no_nodes
 from secondguess.drafters.trees import TreeShape
 from secondguess.runtime.base import Runtime, Scores
 
@@ -94,27 +94,20 @@ class ShadowDrafter(SteppingDrafter):
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         """One forward of the active rows; the others get zeros."""
         nothing = no_nodes(len(rows), self.device)
-        return self._for_everybody(self._score(rows, active, nothing).logits[:, 0], len(rows), active)
+        return for_everybody(self._score(rows, active, nothing).logits[:, 0], len(rows), active)
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         for index in active:
             self._shadows[rows[index]].row.tokens.append(tokens[index])
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
-        return self._for_everybody(self._score(rows, active, tree).logits, len(rows), active)
+        return for_everybody(self._score(rows, active, tree).logits, len(rows), active)
 
     def _score(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Scores:
         """One forward of the active rows and their trees."""
         shadows = [self._shadows[rows[index]].row for index in active]
         members = tree if len(active) == len(rows) else tree.select(torch.tensor(active, device=self.device))
         return self.runtime.score(shadows, members)
-
-    def _for_everybody(self, values: Tensor, num_rows: int, active: list[int]) -> Tensor:
-        if len(active) == num_rows:
-            return values
-        everybody = values.new_zeros(num_rows, *values.shape[1:])
-        everybody[active] = values
-        return everybody
 
     def end(self, row: Row) -> None:
         shadow = self._shadows.pop(row, None)

@@ -168,3 +168,12 @@ def empty_draft(num_rows: int, vocab_size: int, device: torch.device, certain: b
 def no_nodes(num_rows: int, device: torch.device) -> Draft:
     """The empty draft of a draft step, made once."""
     return Draft.empty(num_rows, device)
+
+
+def for_everybody(values: Tensor, num_rows: int, active: list[int]) -> Tensor:
+    """`[row, ...]` for a whole batch, from what there is of the active rows; zeros for the others."""
+    if len(active) == num_rows:
+        return values
+    everybody = values.new_zeros(num_rows, *values.shape[1:])
+    everybody[active] = values
+    return everybody
