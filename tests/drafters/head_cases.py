@@ -50,7 +50,6 @@ class PlainFeatureHead(FeatureHead):
         self.hidden_layers = (-1,)
         self.shape = LayerShape(ends.width, num_heads=2, num_kv_heads=1, head_size=16, mlp_size=32)
         self.num_layers = 1
-        self.feature_width = ends.width
         self.joined = nn.Linear(2 * ends.width, ends.width)
         self.layer = DecoderLayer(self.shape)
         self._ends = ends

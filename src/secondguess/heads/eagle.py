@@ -107,7 +107,7 @@ class EagleHead(UnrolledHead):
                 f"expected an EAGLE head for states of width {ends.width}, the target's, got one for {layer.width}"
             )
         self.eagle = shape
-        self.shape, self.num_layers, self.feature_width = layer, shape.num_layers, layer.width
+        self.shape, self.num_layers = layer, shape.num_layers
         self.hidden_layers, self.num_steps, self.vocab_size = (
             shape.hidden_layers,
             shape.num_steps,
@@ -245,7 +245,7 @@ class Eagle1Head(UnrolledHead):
             raise BadInputError(
                 f"expected an EAGLE head for states of width {ends.width}, the target's, got one for {layer.width}"
             )
-        self.shape, self.num_layers, self.feature_width = layer, 1, layer.width
+        self.shape, self.num_layers = layer, 1
         self.hidden_layers, self.num_steps, self.vocab_size = (-1,), num_steps, vocab_size
         self.fc = nn.Linear(2 * layer.width, layer.width, bias=has_bias)
         self.layers = nn.ModuleList([DecoderLayer(layer, has_input_norm=False)])

@@ -49,7 +49,7 @@ class MtpHead(UnrolledHead):
             raise BadInputError(
                 f"expected a module for states of width {ends.width}, the target's, got one for {width}"
             )
-        self.shape, self.num_layers, self.feature_width = layer, 1, width
+        self.shape, self.num_layers = layer, 1
         self.hidden_layers, self.num_steps, self.vocab_size = (-1,), num_steps, vocab_size
         self.num_layers_of_target, self.norm_output = num_layers_of_target, norm_output
         self.words = None

@@ -30,25 +30,23 @@ class FeatureHead(nn.Module):
         hidden_layers: of the target, which its features are made of.
         shape: of its decoder layers.
         num_layers: how many of them.
-        feature_width: of what `features` gives and `forward` takes.
     """
 
     hidden_layers: tuple[int, ...]
     shape: LayerShape
     num_layers: int
-    feature_width: int
 
     @abstractmethod
     def features(self, hidden: Hidden) -> Tensor:
-        """`[..., feature_width]` from the target's states `[..., width]` of `hidden_layers`."""
+        """`[..., feature]` from the target's states `[..., width]` of `hidden_layers`."""
 
     @abstractmethod
     def forward(self, embedded: Tensor, features: Tensor, turns: Turns, attend: Attend) -> Tensor:
-        """What the head thinks, `[row, position, feature_width]`: the features of what follows.
+        """What the head thinks, `[row, position, feature]`: the features of what follows.
 
         Args:
             embedded: `[row, position, width]`, embeddings of the tokens.
-            features: `[row, position, feature_width]`, what was thought before each token.
+            features: `[row, position, feature]`, what was thought before each token.
             turns: of the positions.
             attend: its attention, by layer.
         """

@@ -86,7 +86,7 @@ class UnrolledHead(FeatureHead, Learner):
         return everywhere
 
     def unroll(self, lesson: Lesson) -> list[Tensor]:
-        """What the head thinks, by depth: `[row, place, feature_width]`, one place fewer at each depth, while there are any.
+        """What the head thinks, by depth: `[row, place, feature]`, one place fewer at each depth, while there are any.
 
         The thought at depth t and place j has read the tokens up to j + 1 + t, those behind j + 1 beside its own thoughts, and
         guesses the one at j + 2 + t.
