@@ -5,38 +5,38 @@
 
 import platform
 import sys
+from glob import glob
 
 from setuptools import Extension, setup
 
 FOLDER = "src/secondguess/runtime/native"
 SUPPORTED = platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux"
-FEATURES = (
-    "avx512f",
-    "avx512bw",
-    "avx512vl",
-    "avx512dq",
-    "avx512bf16",
-    "avx512vnni",
-    "fma",
-    "amx-tile",
-    "amx-bf16",
-    "amx-int8",
-)
-
-kernels = Extension(
-    "secondguess.runtime.native._kernels",
-    sources=[f"{FOLDER}/decoder.cpp"],
-    depends=[f"{FOLDER}/{name}.h" for name in ("vectors", "product", "attention")],
-    language="c++",
-    extra_compile_args=[
-        "-std=c++17",
-        "-O3",
-        "-fopenmp",
-        "-Wno-maybe-uninitialized",
-        *(f"-m{each}" for each in FEATURES),
+INSTRUCTIONS = {
+    "avx512": [
+        *(f"avx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni")),
+        *("fma", "amx-tile", "amx-bf16", "amx-int8"),
     ],
-    extra_link_args=["-fopenmp"],
-    optional=True,
-)
+    "avx2": ["avx2", "fma"],
+}
+HEADERS = ("attention", "decoder", "product*", "vectors*")
 
-setup(ext_modules=[kernels] if SUPPORTED else [])
+kernels = [
+    Extension(
+        f"secondguess.runtime.native._{kind}",
+        sources=[f"{FOLDER}/{kind}.cpp"],
+        depends=[path for name in HEADERS for path in glob(f"{FOLDER}/{name}.h")],
+        language="c++",
+        extra_compile_args=[
+            "-std=c++17",
+            "-O3",
+            "-fopenmp",
+            "-Wno-maybe-uninitialized",
+            *(f"-m{each}" for each in instructions),
+        ],
+        extra_link_args=["-fopenmp"],
+        optional=True,
+    )
+    for kind, instructions in INSTRUCTIONS.items()
+]
+
+setup(ext_modules=kernels if SUPPORTED else [])

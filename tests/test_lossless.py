@@ -18,7 +18,7 @@ from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.library import library
+from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.packing import can_pack
 from secondguess.runtime.transformers import TransformersRuntime
@@ -79,7 +79,7 @@ def models(kind):
     if kind == "module":
         return {"itself": partial(TransformersRuntime, target), "draft": partial(TransformersRuntime, draft)}
     if kind == "native":
-        if library() is None:
+        if not units():
             pytest.skip("no kernels for this processor, or no compiler built them")
         made = {
             name: NativeDecoder(fuse(model.bfloat16(), packed=False), eight_bits)

@@ -52,7 +52,7 @@ from secondguess.runtime import tree
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.library import library
+from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
@@ -777,7 +777,7 @@ MUTANTS = [
             Mutant(kernels_look_beyond_the_cache, lambda: cached_law_holds("native")),
             Mutant(siblings_see_each_other, native_trees_are_chains),
         ]
-        if library() is not None
+        if units()
         else []
     ),
     Mutant(

@@ -18,7 +18,7 @@ from secondguess.core import Draft, Row
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.families import can_fuse
 from secondguess.runtime.loading import load_runtime
-from secondguess.runtime.native.library import library
+from secondguess.runtime.native.library import units
 from secondguess.sampling import SamplingParams
 
 VOCAB_SIZE = 300
@@ -79,7 +79,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 COVERED = [name for name, config in FAMILIES.items() if can_fuse(config(), torch.device("cpu"))]
-HAS_KERNELS = library() is not None
+HAS_KERNELS = bool(units())
 KINDS = ["transformers", "fused", *(["native"] if HAS_KERNELS else [])]
 CASES = [
     *((name, "transformers") for name in FAMILIES),

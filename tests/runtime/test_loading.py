@@ -13,13 +13,23 @@ import sys
 import pytest
 import torch
 import transformers
-from families import FAMILIES, LLAMA_LIKE, assert_near, plain_logits, plain_model, row_of, write_checkpoint
+from families import (
+    FAMILIES,
+    LLAMA_LIKE,
+    assert_near,
+    needs_kernels,
+    plain_logits,
+    plain_model,
+    row_of,
+    write_checkpoint,
+)
+from transformers import AutoConfig
 
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime import loading, memory
 from secondguess.runtime.loading import borrow_model, check_vocabularies, load_runtime, pick_dtype
-from secondguess.runtime.native.library import library, processor_can
+from secondguess.runtime.native.library import processor_has, units
 from secondguess.runtime.support import context_length_of
 
 TOKENS = [5, 6, 7, 8, 9]
@@ -51,9 +61,18 @@ def test_what_was_picked_is_stated(checkpoint):
 
 
 @pytest.mark.parametrize(("has_it", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_is_bfloat16_where_the_processor_has_it(monkeypatch, has_it, expected):
+def test_auto_is_bfloat16_where_the_processor_has_it(checkpoint, monkeypatch, has_it, expected):
     monkeypatch.setattr(loading, "_has_bfloat16", lambda _: has_it)
-    assert pick_dtype("auto", torch.device("cpu")) is expected
+    assert (
+        pick_dtype("auto", torch.device("cpu"), AutoConfig.from_pretrained(checkpoint), "fused") is expected
+    )
+
+
+@needs_kernels
+def test_auto_is_bfloat16_where_the_kernels_run_the_model(monkeypatch):
+    monkeypatch.setattr(loading, "_has_bfloat16", lambda _: False)
+    found = {name: pick_dtype("auto", torch.device("cpu"), FAMILIES[name]()) for name in ("llama", "gpt2")}
+    assert found == {"llama": torch.bfloat16, "gpt2": torch.float32}
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -253,8 +272,9 @@ def test_kernels_are_there_where_they_can_be():
     """A build that fails is only a warning of the installer, and without kernels their tests are skipped."""
     if platform.machine() != "x86_64" or sys.platform != "linux" or not shutil.which("c++"):
         pytest.skip("no kernels are built on this system")
-    if not processor_can():
+    expected = {kind for kind in ("avx512", "avx2") if processor_has(kind)}
+    if not expected:
         pytest.skip("this processor lacks what the kernels are compiled for")
-    assert library() is not None, (
+    assert expected <= {unit.name for unit in units()}, (
         "expected kernels beside library.py; run `pip install -v -e .` to see why not"
     )

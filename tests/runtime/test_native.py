@@ -32,8 +32,7 @@ from secondguess.runtime.native.weights import Arena, in_blocks, side_by_side
 pytestmark = needs_kernels
 
 TOKENS = torch.tensor([random_tokens(40, seed=6), random_tokens(40, seed=7)])
-WAYS = [False, *([True] if library.library() and library.has_amx() else [])]
-"""Without and with matrix tiles."""
+UNITS = [pytest.param(unit, id=unit.name) for unit in library.units()]
 
 
 @pytest.fixture(scope="module", params=COVERED)
@@ -54,31 +53,33 @@ def checkpoint(request, tmp_path_factory):
     return path
 
 
-def native_runtime(path, eight_bits=False, use_amx=None, **options):
+def native_runtime(path, eight_bits=False, unit=None, **options):
     decoder = fuse(loading._read_model(str(path), torch.bfloat16).eval(), packed=False)
-    return NativeRuntime(NativeDecoder(decoder, eight_bits, use_amx), **options)
+    return NativeRuntime(NativeDecoder(decoder, eight_bits, unit), **options)
 
 
 def error(logits, exact):
     return float((logits - exact).float().square().mean().sqrt())
 
 
-@pytest.mark.parametrize("use_amx", WAYS)
-def test_it_is_as_near_to_the_exact_law_as_the_module_in_bfloat16(checkpoint, use_amx):
+@pytest.mark.parametrize("unit", UNITS)
+def test_it_is_as_near_to_the_exact_law_as_the_module_in_bfloat16(checkpoint, unit):
     rounded = loading._read_model(str(checkpoint), torch.bfloat16).eval()
     exact = loading._read_model(str(checkpoint), torch.bfloat16).float().eval()
     with torch.inference_mode():
         truth = exact(TOKENS, use_cache=False).logits
         of_module = rounded(TOKENS, use_cache=False).logits
-    found = native_runtime(checkpoint, use_amx=use_amx).read(TOKENS).logits
+    found = native_runtime(checkpoint, unit=unit).read(TOKENS).logits
     assert found.dtype == torch.float32
     assert error(found, truth) < 1.2 * error(of_module, truth)
 
 
-@pytest.mark.skipif(len(WAYS) < 2, reason="this processor has no matrix tiles")
-def test_eight_bits_are_the_same_numbers_in_both_kinds_of_unit(checkpoint):
+@pytest.mark.skipif(
+    "amx" not in [unit.name for unit in library.units()], reason="this processor has no matrix tiles"
+)
+def test_eight_bits_are_the_same_numbers_in_tiles_and_vectors(checkpoint):
     """Sums of whole numbers are exact in either."""
-    tiles, vectors = (native_runtime(checkpoint, eight_bits=True, use_amx=each) for each in (True, False))
+    tiles, vectors = (native_runtime(checkpoint, eight_bits=True, unit=each) for each in library.units()[:2])
     assert torch.equal(tiles.read(TOKENS).logits, vectors.read(TOKENS).logits)
 
 
@@ -90,11 +91,11 @@ def test_eight_bits_are_off_by_a_rounding(checkpoint):
     assert error(exact, rounded) < 0.1 * float(exact.std())
 
 
-@pytest.mark.parametrize("use_amx", WAYS)
+@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("eight_bits", [False, True])
-def test_a_tokens_bits_depend_on_its_own_text_alone(checkpoint, eight_bits, use_amx):
+def test_a_tokens_bits_depend_on_its_own_text_alone(checkpoint, eight_bits, unit):
     """Not on the chunks of a prefill, the neighbours in a batch, the shape of a draft, nor the number of threads."""
-    runtime = native_runtime(checkpoint, eight_bits, use_amx)
+    runtime = native_runtime(checkpoint, eight_bits, unit)
     whole = runtime.read(TOKENS[:1]).logits[0]
     tokens = TOKENS[0].tolist()
     before = torch.get_num_threads()
@@ -200,11 +201,11 @@ def test_loading_takes_more_for_a_while_than_eight_bits_do(checkpoint):
     assert need.excess == need.loading - need.total
 
 
-@pytest.mark.parametrize("use_amx", WAYS)
+@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 70])
 @pytest.mark.parametrize("shape", [(96, 64), (33, 200), (300, 48)])
-def test_products(shape, num_rows, eight_bits, use_amx):
+def test_products(shape, num_rows, eight_bits, unit):
     """One product through a decoder without layers: the head alone, against float64."""
     vocab_size, width = shape
     config = FAMILIES["llama"]()
@@ -223,7 +224,7 @@ def test_products(shape, num_rows, eight_bits, use_amx):
     tokens = torch.arange(num_rows).remainder(vocab_size)[None]
     expected = (states @ model.lm_head.weight.double().T)[tokens[0]]
     decoder = fuse(model, packed=False)
-    found = NativeRuntime(NativeDecoder(decoder, eight_bits, use_amx)).read(tokens).logits[0].double()
+    found = NativeRuntime(NativeDecoder(decoder, eight_bits, unit)).read(tokens).logits[0].double()
     assert (found - expected).abs().max() < (0.02 if eight_bits else 0.006) * expected.abs().max()
 
 
@@ -283,7 +284,7 @@ def test_weights_are_held_once(checkpoint):
 
 
 def test_without_kernels_torch_computes(checkpoint, monkeypatch):
-    monkeypatch.setattr(library, "library", lambda: None)
+    monkeypatch.setattr(library, "units", lambda: ())
     assert load_runtime(checkpoint, dtype="bfloat16", device="cpu").kind == "fused"
     with pytest.raises(UnsupportedModelError, match="native runtime covers"):
         load_runtime(checkpoint, dtype="bfloat16", device="cpu", runtime="native")
@@ -305,7 +306,7 @@ def test_kernels_of_other_sources_are_not_called(monkeypatch):
         _fields_ = [("weight", library.Weight), ("more", ctypes.c_int64)]
 
     monkeypatch.setattr(library, "Weight", Larger)
-    assert library.library.__wrapped__() is None
+    assert library.units.__wrapped__() == ()
 
 
 def test_no_room_between_the_layers_is_named(checkpoint, monkeypatch):

@@ -101,7 +101,7 @@ def describe_model(
     check_supported(model)
     text = config.get_text_config()
     context = context_length_of(text)
-    number = pick_dtype(dtype, place)
+    number = pick_dtype(dtype, place, config)
     check_quantization(quantize, by_kernels=obstacle_to_kernels(config, number, place) is None)
     need = memory_need(
         name,

@@ -124,9 +124,9 @@ def load_runtime(
         OutOfMemoryError: weights and cache would not fit; nothing was allocated.
     """
     place = pick_device(device)
-    number = pick_dtype(dtype, place)
     path = find_checkpoint(str(name_or_path))
     config = read_config(path)
+    number = pick_dtype(dtype, place, config, runtime)
     check_quantization(
         quantize, by_kernels=runtime != "transformers" and can_run_native(config, number, place)
     )
@@ -220,8 +220,8 @@ def memory_need(
     """What `load_runtime` with these arguments would take, so that several models can be checked together."""
     path = find_checkpoint(str(name_or_path))
     place = pick_device(device)
-    number = pick_dtype(dtype, place)
     config = read_config(path)
+    number = pick_dtype(dtype, place, config)
     check_loadable(config, path)
     return _need(name_or_path, path, config, number, place, quantize, num_cached_tokens, drafts)
 
@@ -288,10 +288,11 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the processor multiplies it in hardware, else float32."""
+def pick_dtype(dtype: str, device: torch.device, config: Any, runtime: str = "auto") -> torch.dtype:
+    """`auto` is bfloat16 where the processor multiplies it in hardware or our kernels run the model, else float32."""
     if dtype == "auto":
-        return torch.bfloat16 if _has_bfloat16(device) else torch.float32
+        by_kernels = runtime in ("auto", "native") and can_run_native(config, torch.bfloat16, device)
+        return torch.bfloat16 if by_kernels or _has_bfloat16(device) else torch.float32
     if dtype not in DTYPES:
         raise BadInputError(f"expected dtype auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]

@@ -30,8 +30,8 @@ def obstacle_to_kernels(config: Any, dtype: torch.dtype, device: torch.device) -
         return obstacle
     if dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if library.library() is None:
-        return "the kernels were not built (no C++ compiler?), or this processor has no AVX-512 with bfloat16 products"
+    if not library.units():
+        return "the kernels were not built (no C++ compiler?), or this processor has no AVX2"
     text = config.get_text_config()
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if head_size % 2 or head_size > LARGEST_HEAD:
@@ -51,10 +51,13 @@ class NativeDecoder:
     Args:
         decoder: unpacked, in bfloat16; its layers are emptied on the way.
         eight_bits: whether linear layers are rounded to 8 bits a number, and what they read to 8 bits a number and row.
-        use_amx: whether matrix tiles do the products; None where the processor has them.
+        unit: what does the products; the fastest of `library.units()` unless another is named.
     """
 
-    def __init__(self, decoder: FusedDecoder, eight_bits: bool = False, use_amx: bool | None = None) -> None:
+    def __init__(
+        self, decoder: FusedDecoder, eight_bits: bool = False, unit: library.Unit | None = None
+    ) -> None:
+        self.unit = unit or library.units()[0]
         self.config = decoder.config
         self.eight_bits = eight_bits
         self.rotaries = list(decoder.rotaries.values())
@@ -84,7 +87,7 @@ class NativeDecoder:
             head_size=heads.size,
             activation=ACTIVATIONS[activation],
             num_embedded=self.embedding.shape[0],
-            amx=library.has_amx() if use_amx is None else use_amx,
+            amx=self.unit.has_tiles,
             scaling=heads.scaling,
             embedding_scale=1.0 if scale is None else float(scale),
             embedding=self.embedding.data_ptr(),
@@ -97,12 +100,10 @@ class NativeDecoder:
 
         The time that this takes is the least that a forward can.
         """
-        kernels = library.library()
-        assert kernels is not None
         held = [blocks.tensors[-1] for blocks in self._kept if isinstance(blocks, Blocks)]
         sizes = [tensor.numel() for tensor in held]
         addresses = (c_void_p * len(held))(*(tensor.data_ptr() for tensor in held))
-        kernels.secondguess_read(addresses, (c_int64 * len(held))(*sizes), len(held), num_threads)
+        self.unit.kernels.secondguess_read(addresses, (c_int64 * len(held))(*sizes), len(held), num_threads)
         return sum(sizes)
 
     def _layer(self, layer: Layer, rotary_kinds: list[str | None]) -> library.Layer:

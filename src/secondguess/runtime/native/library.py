@@ -1,7 +1,7 @@
-"""The compiled kernels of `decoder.cpp`, and the structures that they read.
+"""The compiled kernels of `decoder.h`, and the structures that they read.
 
-They are built when the package is installed, where there is a C++ compiler for x86; elsewhere, or on a processor that lacks
-what they need, `library` says so and the fused runtime computes with torch instead.
+They are built when the package is installed, where there is a C++ compiler for x86, for each kind of processor; `units` says
+which of them this one can run. Where it is none the fused runtime computes with torch instead.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sysconfig
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -87,11 +88,59 @@ class Forward(Structure):
     ]
 
 
+INSTRUCTIONS = {
+    "amx": ("amx_tile", "amx_bf16", "amx_int8"),
+    "avx512": tuple(f"avx512_{part}" for part in ("f", "bw", "vl", "dq", "vnni", "bf16")),
+    "avx2": ("avx2", "fma3"),
+}
+"""What a processor must have, in torch's words, by kind of kernels; matrix tiles come on top of AVX-512. The fastest first."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the processor that multiplies, with the kernels compiled for it.
+
+    Args:
+        name: `amx`, `avx512` or `avx2`.
+        kernels: the functions of `decoder.h`.
+    """
+
+    name: str
+    kernels: ctypes.CDLL
+
+    @property
+    def has_tiles(self) -> bool:
+        return self.name == "amx"
+
+
 @lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
-    """The kernels, ready to be called; None where they were not built or this processor cannot run them."""
-    built = Path(__file__).parent / f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not built.exists() or not processor_can():
+def units() -> tuple[Unit, ...]:
+    """What the kernels can use here, the fastest first; nothing where they were not built or the processor is another."""
+    found = []
+    if processor_has("avx512") and (kernels := _open("avx512")):
+        if _has_tiles():
+            found.append(Unit("amx", kernels))
+        found.append(Unit("avx512", kernels))
+    if processor_has("avx2") and (kernels := _open("avx2")):
+        found.append(Unit("avx2", kernels))
+    return tuple(found)
+
+
+def processor_has(kind: str) -> bool:
+    """Whether this processor has what the kernels of a kind are compiled for."""
+    found = torch.cpu.get_capabilities()
+    return all(found.get(each) for each in INSTRUCTIONS[kind])
+
+
+def _has_tiles() -> bool:
+    """Whether there are matrix tiles and the system lets this process use them."""
+    return processor_has("amx") and bool(torch.cpu._init_amx())
+
+
+def _open(kind: str) -> ctypes.CDLL | None:
+    """The kernels of a kind, ready to be called; None where they were not built, or from other sources."""
+    built = Path(__file__).parent / f"_{kind}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not built.exists():
         return None
     try:
         # torch has been imported, so that both use one pool of threads.
@@ -104,19 +153,5 @@ def library() -> ctypes.CDLL | None:
     kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
     sizes = (c_int64 * 5)()
     kernels.secondguess_sizes(sizes)
-    expected = [ctypes.sizeof(kind) for kind in (Weight, Norm, Layer, Decoder, Forward)]
-    return kernels if list(sizes) == expected else None  # built from another version of the sources
-
-
-def processor_can() -> bool:
-    """Whether this processor has what the kernels are compiled for."""
-    found = torch.cpu.get_capabilities()
-    return all(found.get(f"avx512_{part}") for part in ("f", "bw", "vl", "dq", "vnni", "bf16"))
-
-
-@lru_cache(maxsize=1)
-def has_amx() -> bool:
-    """Whether the processor has matrix tiles and the system lets this process use them."""
-    found = torch.cpu.get_capabilities()
-    tiles = all(found.get(f"amx_{part}") for part in ("tile", "bf16", "int8"))
-    return tiles and bool(torch.cpu._init_amx())
+    expected = [ctypes.sizeof(each) for each in (Weight, Norm, Layer, Decoder, Forward)]
+    return kernels if list(sizes) == expected else None

@@ -69,12 +69,10 @@ class NativeRuntime(CachedRuntime):
             hidden_layers=hidden_layers,
             prefill_chunk=prefill_chunk,
         )
-        kernels = library.library()
-        assert kernels is not None, "a native decoder was made where there are no kernels"
         self.decoder = decoder
         self._key_block = 1
         self._prefills_together = True
-        self._kernels = kernels
+        self._kernels = kernels = decoder.unit.kernels
         self._workspace = c_void_p(kernels.secondguess_workspace())
         if not self._workspace:
             raise OutOfMemoryError("expected memory for a model's workspace, got none")

@@ -1,7 +1,9 @@
 // One forward of a dense decoder in one parallel region: between two products nothing returns to Python, and threads meet five
-// times a layer. Compiled for processors with AVX-512 and its bfloat16 products; AMX is used where the caller says it is there.
+// times a layer. Compiled once for each kind of processor (see `vectors.h`).
 //
 // Numbers are rounded to bfloat16 where the modules of Transformers round, so that a probe can compare the two.
+
+#pragma once
 
 #include <omp.h>
 
@@ -45,20 +47,18 @@ struct Forward {
 
 static int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 
-static __m512 activate(__m512 x, int64_t activation) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    if (activation == SILU) return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
-    const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
+static Floats activate(Floats x, int64_t activation) {
+    const Floats one = all(1.0f);
+    if (activation == SILU) return x / (one + exponential(zeros() - x));
+    const Floats half = x * all(0.5f);
     if (activation == GELU_TANH) {
-        const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-        const __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
-        const __m512 tanh = hyperbolic_tangent(_mm512_mul_ps(inner, _mm512_set1_ps(0.7978845608f)));
-        return _mm512_mul_ps(half, _mm512_add_ps(one, tanh));
+        const Floats inner = add_product(x, x * x * x, all(0.044715f));
+        return half * (one + hyperbolic_tangent(inner * all(0.7978845608f)));
     }
     alignas(64) float each[16];
-    _mm512_store_ps(each, x);
+    store(each, x);
     for (float& number : each) number = std::erf(number * 0.70710678f);
-    return _mm512_mul_ps(half, _mm512_add_ps(one, _mm512_load_ps(each)));
+    return half * (one + load(each));
 }
 
 // Rows of numbers with room for whole tiles; what is padding stays zero.
@@ -136,7 +136,10 @@ struct Worker {
 
     template <class Finish>
     void product(const Values& values, const Weight& weight, Finish finish) const {
-        multiply(values, weight, decoder.amx, thread, num_threads, finish);
+#ifdef __AMX_TILE__
+        if (decoder.amx) return multiply<MatrixUnit>(values, weight, thread, num_threads, finish);
+#endif
+        multiply<VectorUnit>(values, weight, thread, num_threads, finish);
     }
 
     // The states, normalised, as what a product by `weight` reads.
@@ -162,7 +165,7 @@ struct Worker {
     }
 
     void write(Rows& to, const Values& values, const Weight& weight) const {
-        product(values, weight, [&](int64_t row, int64_t block, __m512 low, __m512 high) {
+        product(values, weight, [&](int64_t row, int64_t block, Floats low, Floats high) {
             bf16* at = to.row(row) + block * BLOCK;
             store(at, low, lanes(to.stride - block * BLOCK));
             store(at + TILE, high, lanes(to.stride - block * BLOCK - TILE));
@@ -172,11 +175,11 @@ struct Worker {
     // The product, normalised where the family does that, added to the states.
     void add(const Values& values, const Weight& weight, const Norm& norm) const {
         if (!norm.weight) {
-            product(values, weight, [&](int64_t row, int64_t block, __m512 low, __m512 high) {
+            product(values, weight, [&](int64_t row, int64_t block, Floats low, Floats high) {
                 bf16* at = space.states.row(row) + block * BLOCK;
-                const __mmask16 first = lanes(decoder.width - block * BLOCK), second = lanes(decoder.width - block * BLOCK - TILE);
-                store(at, _mm512_add_ps(load(at, first), rounded(low)), first);
-                store(at + TILE, _mm512_add_ps(load(at + TILE, second), rounded(high)), second);
+                const Lanes first = lanes(decoder.width - block * BLOCK), second = lanes(decoder.width - block * BLOCK - TILE);
+                store(at, load(at, first) + rounded(low), first);
+                store(at + TILE, load(at + TILE, second) + rounded(high), second);
             });
             wait();
             return;
@@ -187,8 +190,8 @@ struct Worker {
             bf16 *added = space.added.row(row), *at = space.states.row(row);
             normalise(added, decoder.width, norm, added);
             for (int64_t i = 0; i < decoder.width; i += 16) {
-                const __mmask16 mask = lanes(decoder.width - i);
-                store(at + i, _mm512_add_ps(load(at + i, mask), load(added + i, mask)), mask);
+                const Lanes part = lanes(decoder.width - i);
+                store(at + i, load(at + i, part) + load(added + i, part), part);
             }
         }
         wait();
@@ -290,21 +293,21 @@ struct Worker {
         add(read_shared(space.mixed, layer.output), layer.output, layer.attention_output_norm);
         // A block holds 16 gates and the 16 numbers that they open or close.
         product(read_states(layer.mlp_norm, layer.gate_up), layer.gate_up,
-                [&](int64_t row, int64_t block, __m512 gate, __m512 up) {
-                    const __m512 opened = rounded(activate(rounded(gate), decoder.activation));
-                    store(space.gated.row(row) + block * TILE, _mm512_mul_ps(opened, rounded(up)));
+                [&](int64_t row, int64_t block, Floats gate, Floats up) {
+                    const Floats opened = rounded(activate(rounded(gate), decoder.activation));
+                    store(space.gated.row(row) + block * TILE, opened * rounded(up));
                 });
         wait();
         add(read_shared(space.gated, layer.down), layer.down, layer.mlp_output_norm);
     }
 
     void embed() const {
-        const __m512 scale = _mm512_set1_ps(decoder.embedding_scale);
+        const Floats scale = all(decoder.embedding_scale);
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
             const bf16* from = decoder.embedding + forward.tokens[row] * decoder.width;
             for (int64_t i = 0; i < decoder.width; i += 16) {
-                const __mmask16 mask = lanes(decoder.width - i);
-                store(space.states.row(row) + i, _mm512_mul_ps(load(from + i, mask), scale), mask);
+                const Lanes part = lanes(decoder.width - i);
+                store(space.states.row(row) + i, load(from + i, part) * scale, part);
             }
         }
         wait();
@@ -333,10 +336,10 @@ struct Worker {
         }
         if (!alone) wait();
         const int64_t vocab = decoder.head.num_outputs;
-        product(rows.values(num_said), decoder.head, [&](int64_t said, int64_t block, __m512 low, __m512 high) {
+        product(rows.values(num_said), decoder.head, [&](int64_t said, int64_t block, Floats low, Floats high) {
             float* at = forward.logits + said * vocab + block * BLOCK;
-            _mm512_mask_storeu_ps(at, lanes(vocab - block * BLOCK), rounded(low));
-            _mm512_mask_storeu_ps(at + TILE, lanes(vocab - block * BLOCK - TILE), rounded(high));
+            store(at, rounded(low), lanes(vocab - block * BLOCK));
+            store(at + TILE, rounded(high), lanes(vocab - block * BLOCK - TILE));
         });
     }
 
@@ -348,7 +351,9 @@ struct Worker {
         }
         show(decoder.num_layers);
         if (forward.num_logits) say();
+#ifdef __AMX_TILE__
         if (decoder.amx) _tile_release();
+#endif
     }
 };
 
@@ -367,20 +372,20 @@ void secondguess_free(void* workspace) { delete (Workspace*)workspace; }
 // Read memory from front to back, each thread its share of every piece, and do nothing with it: what a forward cannot beat.
 // Returns a number that depends on all of it.
 int64_t secondguess_read(const char* const* pieces, const int64_t* sizes, int64_t num_pieces, int64_t num_threads) {
-    int64_t found = 0;
+    uint64_t found = 0;
 #pragma omp parallel num_threads((int)num_threads) reduction(+ : found)
     {
-        __m512i sums[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+        constexpr int AT_ONCE = 32;  // as many sums, so that none waits for itself
+        uint64_t sums[AT_ONCE] = {};
         for (int64_t piece = 0; piece < num_pieces; piece++) {
-            const int64_t share = sizes[piece] / omp_get_num_threads() / 256 * 256;
-            const char* data = pieces[piece] + share * omp_get_thread_num();
-            for (int64_t i = 0; i < share; i += 256)
-                for (int part = 0; part < 4; part++)
-                    sums[part] = _mm512_add_epi64(sums[part], _mm512_loadu_si512(data + i + part * 64));
+            const int64_t share = sizes[piece] / omp_get_num_threads() / sizeof sums * sizeof sums;
+            const uint64_t* data = (const uint64_t*)(pieces[piece] + share * omp_get_thread_num());
+            for (int64_t i = 0; i < share / (int64_t)sizeof(uint64_t); i += AT_ONCE)
+                for (int part = 0; part < AT_ONCE; part++) sums[part] += data[i + part];
         }
-        for (const __m512i& sum : sums) found += _mm512_reduce_add_epi64(sum);
+        for (const uint64_t sum : sums) found += sum;
     }
-    return found;
+    return (int64_t)found;
 }
 
 // Returns 0; 1 when there was no memory for what lies between the layers; 2 when a token has no embedding.

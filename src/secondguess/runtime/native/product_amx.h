@@ -1,0 +1,77 @@
+// Sums of products by AMX: up to 32 rows with one block at once.
+#pragma once
+
+struct TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t num_rows[16] = {};
+};
+
+// `NUMBERS` of the rows' numbers meet 64 bytes of each output's inputs in a step.
+template <int NUMBERS, class Number, class Multiply>
+inline void tile_sums(const Number* rows, int64_t stride, bool two, const char* block, int64_t num_steps, void* sums,
+                      Multiply multiply) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t step = 0; step < num_steps; step++) {
+        const char* tile = block + step * 2 * TILE_BYTES;
+        ask_for(tile + AHEAD);
+        _tile_loadd(4, rows + step * NUMBERS, stride * sizeof(Number));
+        _tile_loadd(6, tile, 64);
+        _tile_loadd(7, tile + TILE_BYTES, 64);
+        if (two) _tile_loadd(5, rows + TILE * stride + step * NUMBERS, stride * sizeof(Number));
+        multiply();
+    }
+    char* to = (char*)sums;
+    _tile_stored(0, to, BLOCK * 4);
+    _tile_stored(1, to + TILE * 4, BLOCK * 4);
+    if (two) {
+        _tile_stored(2, to + TILE * BLOCK * 4, BLOCK * 4);
+        _tile_stored(3, to + (TILE * BLOCK + TILE) * 4, BLOCK * 4);
+    }
+}
+
+struct MatrixUnit {
+    static constexpr int ROWS = 2 * TILE;
+    static constexpr int32_t SHIFT = 0;
+
+    // Tiles 0 to 3 hold sums (rows by outputs), 4 and 5 rows, 6 and 7 weights.
+    explicit MatrixUnit(int64_t num_rows) {
+        TileShapes shapes;
+        for (int i = 0; i < 8; i++) {
+            shapes.row_bytes[i] = 64;
+            shapes.num_rows[i] = i < 6 ? std::min<int64_t>(num_rows, TILE) : TILE;
+        }
+        // GCC does not know that tiles are loaded from memory: what was written before must be there.
+        asm volatile("" : : "r"(&shapes) : "memory");
+        _tile_loadconfig(&shapes);
+    }
+
+    static void add_up(int count, const bf16* rows, int64_t stride, const char* block, int64_t num_steps, float* sums) {
+        const bool two = count > TILE;
+        tile_sums<32>(rows, stride, two, block, num_steps, sums, [two] {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (two) {
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        });
+    }
+
+    static void add_up(int count, const int8_t* rows, int64_t stride, const char* block, int64_t num_steps, int32_t* sums) {
+        const bool two = count > TILE;
+        tile_sums<64>(rows, stride, two, block, num_steps, sums, [two] {
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+            if (two) {
+                _tile_dpbssd(2, 5, 6);
+                _tile_dpbssd(3, 5, 7);
+            }
+        });
+    }
+};

@@ -1,0 +1,72 @@
+// Sums of products by the vector units of AVX-512: up to 8 rows with one block at once.
+#pragma once
+
+template <int COUNT>
+inline void vector_sums(const bf16* rows, int64_t stride, const char* block, int64_t num_steps, float* sums) {
+    __m512 low[COUNT], high[COUNT];
+    for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_ps();
+    for (int64_t step = 0; step < num_steps; step++) {
+        const char* tile = block + step * 2 * TILE_BYTES;
+        ask_for(tile + AHEAD);
+        for (int pair = 0; pair < 16; pair++) {
+            const __m512bh first = (__m512bh)_mm512_loadu_si512(tile + pair * 64);
+            const __m512bh second = (__m512bh)_mm512_loadu_si512(tile + TILE_BYTES + pair * 64);
+            for (int row = 0; row < COUNT; row++) {
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(four_bytes(rows + row * stride + step * 32 + pair * 2));
+                low[row] = _mm512_dpbf16_ps(low[row], both, first);
+                high[row] = _mm512_dpbf16_ps(high[row], both, second);
+            }
+        }
+    }
+    for (int row = 0; row < COUNT; row++) {
+        _mm512_storeu_ps(sums + row * BLOCK, low[row]);
+        _mm512_storeu_ps(sums + row * BLOCK + TILE, high[row]);
+    }
+}
+
+// These units multiply unsigned by signed: values are shifted, the caller takes that out again.
+template <int COUNT>
+inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, int64_t num_steps, int32_t* sums) {
+    __m512i low[COUNT], high[COUNT];
+    for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_si512();
+    const __m512i shift = _mm512_set1_epi32((int)0x80808080);
+    for (int64_t step = 0; step < num_steps; step++) {
+        const char* tile = block + step * 2 * TILE_BYTES;
+        ask_for(tile + AHEAD);
+        for (int four = 0; four < 16; four++) {
+            const __m512i first = _mm512_loadu_si512(tile + four * 64);
+            const __m512i second = _mm512_loadu_si512(tile + TILE_BYTES + four * 64);
+            for (int row = 0; row < COUNT; row++) {
+                const int all_four = four_bytes(rows + row * stride + step * 64 + four * 4);
+                const __m512i shifted = _mm512_xor_si512(_mm512_set1_epi32(all_four), shift);
+                low[row] = _mm512_dpbusd_epi32(low[row], shifted, first);
+                high[row] = _mm512_dpbusd_epi32(high[row], shifted, second);
+            }
+        }
+    }
+    for (int row = 0; row < COUNT; row++) {
+        _mm512_storeu_si512(sums + row * BLOCK, low[row]);
+        _mm512_storeu_si512(sums + row * BLOCK + TILE, high[row]);
+    }
+}
+
+struct VectorUnit {
+    static constexpr int ROWS = 8;
+    static constexpr int32_t SHIFT = 128;
+
+    explicit VectorUnit(int64_t) {}
+
+    template <class Number, class Sum>
+    static void add_up(int count, const Number* rows, int64_t stride, const char* block, int64_t num_steps, Sum* sums) {
+        switch (count) {
+            case 1: return vector_sums<1>(rows, stride, block, num_steps, sums);
+            case 2: return vector_sums<2>(rows, stride, block, num_steps, sums);
+            case 3: return vector_sums<3>(rows, stride, block, num_steps, sums);
+            case 4: return vector_sums<4>(rows, stride, block, num_steps, sums);
+            case 5: return vector_sums<5>(rows, stride, block, num_steps, sums);
+            case 6: return vector_sums<6>(rows, stride, block, num_steps, sums);
+            case 7: return vector_sums<7>(rows, stride, block, num_steps, sums);
+            default: return vector_sums<8>(rows, stride, block, num_steps, sums);
+        }
+    }
+};

@@ -1,0 +1,175 @@
+// The words of `vectors.h` for AVX2: a vector of 16 is two registers of 8.
+#pragma once
+
+struct Floats {
+    __m256 low, high;
+};
+struct Halves {
+    __m256i both;  // 16 numbers in bfloat16
+};
+
+// What part of a vector lies within the first `count` numbers.
+struct Lanes {
+    long count;  // from 0 to 16
+    bool full() const { return count == 16; }
+};
+inline Lanes lanes(long count) { return {count >= 16 ? 16 : count <= 0 ? 0 : count}; }
+
+inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+
+inline Floats all(float number) { return {_mm256_set1_ps(number), _mm256_set1_ps(number)}; }
+
+inline __m256 widen(__m128i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)); }
+inline Floats widen(Halves halves) {
+    return {widen(_mm256_castsi256_si128(halves.both)), widen(_mm256_extracti128_si256(halves.both, 1))};
+}
+
+// The nearest bfloat16, the even one of two; what is no number stays none. In the lower half of each lane.
+inline __m256i narrow(__m256 numbers) {
+    const __m256i bits = _mm256_castps_si256(numbers);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i near = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i none = _mm256_castps_si256(_mm256_cmp_ps(numbers, numbers, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(near, quiet, none), 16);
+}
+inline Halves narrow(Floats numbers) {
+    // packing works within each half of a register, hence the order at the end
+    return {_mm256_permute4x64_epi64(_mm256_packus_epi32(narrow(numbers.low), narrow(numbers.high)), 0xD8)};
+}
+
+inline Floats load(const bf16* from) { return widen(Halves{_mm256_loadu_si256((const __m256i*)from)}); }
+inline Floats load(const bf16* from, Lanes part) {
+    if (part.full()) return load(from);
+    bf16 some[16] = {};
+    std::memcpy(some, from, part.count * sizeof(bf16));
+    return load(some);
+}
+inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+inline Floats load(const float* from, Lanes part) {
+    if (part.full()) return load(from);
+    float some[16] = {};
+    std::memcpy(some, from, part.count * sizeof(float));
+    return load(some);
+}
+inline void store(bf16* to, Floats numbers) { _mm256_storeu_si256((__m256i*)to, narrow(numbers).both); }
+inline void store(bf16* to, Floats numbers, Lanes part) {
+    if (part.full()) return store(to, numbers);
+    bf16 some[16];
+    store(some, numbers);
+    std::memcpy(to, some, part.count * sizeof(bf16));
+}
+inline void store(float* to, Floats numbers) {
+    _mm256_storeu_ps(to, numbers.low);
+    _mm256_storeu_ps(to + 8, numbers.high);
+}
+inline void store(float* to, Floats numbers, Lanes part) {
+    if (part.full()) return store(to, numbers);
+    float some[16];
+    store(some, numbers);
+    std::memcpy(to, some, part.count * sizeof(float));
+}
+
+// sum + a * b, and sum - a * b, rounded once.
+inline Floats add_product(Floats sum, Floats a, Floats b) {
+    return {_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)};
+}
+inline Floats subtract_product(Floats sum, Floats a, Floats b) {
+    return {_mm256_fnmadd_ps(a.low, b.low, sum.low), _mm256_fnmadd_ps(a.high, b.high, sum.high)};
+}
+
+inline Floats largest(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline Floats smallest(Floats a, Floats b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+inline Floats absolute(Floats x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
+}
+inline Floats nearest_whole(Floats x) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.low, mode), _mm256_round_ps(x.high, mode)};
+}
+// For powers that float32 can hold as normal numbers.
+inline __m256 power_of_two(__m256 whole) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+inline Floats times_power_of_two(Floats x, Floats whole) {
+    return x * Floats{power_of_two(whole.low), power_of_two(whole.high)};
+}
+inline Floats keep(Lanes part, Floats numbers, Floats otherwise) {
+    if (part.full()) return numbers;
+    const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i low = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)part.count), places);
+    const __m256i high = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)part.count - 8), places);
+    return {_mm256_blendv_ps(otherwise.low, numbers.low, _mm256_castsi256_ps(low)),
+            _mm256_blendv_ps(otherwise.high, numbers.high, _mm256_castsi256_ps(high))};
+}
+
+inline float sum_of(Floats x) {
+    const __m256 eight = _mm256_add_ps(x.low, x.high);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float largest_of(Floats x) {
+    const __m256 eight = _mm256_max_ps(x.low, x.high);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+// `whole` numbers, less `times` as much of `other`, exactly.
+inline Floats load_difference(const int32_t* whole, const int32_t* other, int32_t times) {
+    const auto eight = [&](int start) {
+        const __m256i less = _mm256_mullo_epi32(_mm256_loadu_si256((const __m256i*)(other + start)), _mm256_set1_epi32(times));
+        return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_loadu_si256((const __m256i*)(whole + start)), less));
+    };
+    return {eight(0), eight(8)};
+}
+
+// The nearest whole numbers in 8 bits.
+inline void store_small(int8_t* to, Floats numbers) {
+    const __m256i halves = _mm256_packs_epi32(_mm256_cvtps_epi32(numbers.low), _mm256_cvtps_epi32(numbers.high));
+    const __m256i sorted = _mm256_permute4x64_epi64(halves, 0xD8);
+    _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(sorted), _mm256_extracti128_si256(sorted, 1)));
+}
+
+// Of 8 pairs of bfloat16, the first and the second numbers.
+inline __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+inline __m256 second_of(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xFFFF0000)));
+}
+
+// `sum` and the products of 32 numbers, two to a lane; of the first `count` of them.
+inline Floats add_products(Floats sum, const bf16* a, const bf16* b) {
+    for (int half = 0; half < 32; half += 16) {
+        const __m256i x = _mm256_loadu_si256((const __m256i*)(a + half)), y = _mm256_loadu_si256((const __m256i*)(b + half));
+        sum.low = _mm256_fmadd_ps(first_of(x), first_of(y), sum.low);
+        sum.high = _mm256_fmadd_ps(second_of(x), second_of(y), sum.high);
+    }
+    return sum;
+}
+inline Floats add_products(Floats sum, const bf16* a, const bf16* b, long count) {
+    if (count >= 32) return add_products(sum, a, b);
+    bf16 some[2][32] = {};
+    std::memcpy(some[0], a, count * sizeof(bf16));
+    std::memcpy(some[1], b, count * sizeof(bf16));
+    return add_products(sum, some[0], some[1]);
+}
+
+// Lane i is the sum of the 16 lanes of `parts[i]`, always added in the same order.
+inline Floats sum_each(const Floats parts[16]) {
+    const auto eight = [&](const Floats* from) {
+        __m256 fours[4];
+        for (int i = 0; i < 4; i++)
+            fours[i] = _mm256_hadd_ps(_mm256_add_ps(from[2 * i].low, from[2 * i].high),
+                                      _mm256_add_ps(from[2 * i + 1].low, from[2 * i + 1].high));
+        const __m256 first = _mm256_hadd_ps(fours[0], fours[1]), second = _mm256_hadd_ps(fours[2], fours[3]);
+        // each half of a register has added its own four lanes of every part
+        return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
+    };
+    return {eight(parts), eight(parts + 8)};
+}
