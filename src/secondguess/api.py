@@ -18,7 +18,7 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Commit, Row, TokenLogprob
 from secondguess.decode import Team, decode
-from secondguess.drafters import draft_model_paths, make_drafter, target_runtime_for
+from secondguess.drafters import draft_model_paths, make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
@@ -267,8 +267,6 @@ def load(
         for path in draft_models_named
     ]
     check_memory(needs, pick_device(device))
-    if runtime == "auto":
-        runtime = target_runtime_for(name)
     target = load_runtime(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
     draft_models: list[LoadedModel] = []
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
 from secondguess.decode import Team, decode
-from secondguess.drafters import make_drafter, target_runtime_for
+from secondguess.drafters import make_drafter
 from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.trees import StaticTree, TreeShape
@@ -138,13 +138,8 @@ def test_only_some_of_the_layers_can_be_run_ahead() -> None:
 
 def test_modules_are_refused_by_name() -> None:
     target = TransformersRuntime(tiny_target(num_layers=4))
-    with pytest.raises(UnsupportedModelError, match="runtime fused"):
+    with pytest.raises(UnsupportedModelError, match="runtime native or fused"):
         play(target)
-
-
-def test_the_target_is_loaded_for_it() -> None:
-    assert target_runtime_for("suffix+early-exit:3") == "fused"
-    assert target_runtime_for("suffix+model:some/dir") == "auto"
 
 
 def test_an_adapter_comes_back_from_disk(tmp_path: Path) -> None:

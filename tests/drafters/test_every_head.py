@@ -23,6 +23,9 @@ from secondguess.enumeration import enumerate_rounds, exact_law, largest_differe
 from secondguess.noise import KeyedNoise
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.native import library
+from secondguess.runtime.native.decoder import NativeDecoder
+from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
@@ -36,6 +39,9 @@ SHAPES: dict[str, TreeShape | None] = {
 }
 TARGET = tiny_target(VOCAB_SIZE)
 
+needs_kernels = pytest.mark.skipif(
+    not library.units(), reason="no kernels for this processor, or none were built"
+)
 every_head = pytest.mark.parametrize("head", HEADS)
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
@@ -71,6 +77,12 @@ def fused(model: LlamaForCausalLM) -> Runtime:
     decoder = fuse(model, packed=False)
     assert decoder is not None
     return FusedRuntime(decoder)
+
+
+def native_runtime() -> Runtime:
+    decoder = fuse(tiny_target(VOCAB_SIZE).bfloat16(), packed=False)
+    assert decoder is not None
+    return NativeRuntime(NativeDecoder(decoder))
 
 
 def run(
@@ -123,7 +135,7 @@ def test_greedy_text_is_the_targets(
     head: str, shape: str, verifier: str, together: bool, make_target: object
 ) -> None:
     if head in NEEDS_FUSED and make_target is module_runtime:
-        pytest.skip("it runs the target's layers one by one, which only the fused runtime can")
+        pytest.skip("it runs some of the target's layers, which modules cannot")
     params = SamplingParams(max_tokens=16)
     batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
     found = [
@@ -132,6 +144,16 @@ def test_greedy_text_is_the_targets(
         for text in run(drafts_with(head, shape), params, verifier, prompts=batch, make_target=make_target)
     ]
     assert found == plainly(params)
+
+
+@needs_kernels
+@every_head
+@every_shape
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_over_the_kernels_the_text_is_theirs(head: str, shape: str, temperature: float) -> None:
+    params = SamplingParams(max_tokens=16, temperature=temperature, seed=4)
+    found = run(drafts_with(head, shape), params, controller=Whimsical(), make_target=native_runtime)
+    assert found == plainly(params, make_target=native_runtime)
 
 
 @every_head

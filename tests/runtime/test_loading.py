@@ -62,7 +62,7 @@ def test_what_was_picked_is_stated(checkpoint):
 
 @pytest.mark.parametrize(("has_it", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_is_bfloat16_where_the_processor_has_it(checkpoint, monkeypatch, has_it, expected):
-    monkeypatch.setattr(loading, "_has_bfloat16", lambda _: has_it)
+    monkeypatch.setattr(loading, "has_bfloat16", lambda _: has_it)
     assert (
         pick_dtype("auto", torch.device("cpu"), AutoConfig.from_pretrained(checkpoint), "fused") is expected
     )
@@ -70,7 +70,7 @@ def test_auto_is_bfloat16_where_the_processor_has_it(checkpoint, monkeypatch, ha
 
 @needs_kernels
 def test_auto_is_bfloat16_where_the_kernels_run_the_model(monkeypatch):
-    monkeypatch.setattr(loading, "_has_bfloat16", lambda _: False)
+    monkeypatch.setattr(loading, "has_bfloat16", lambda _: False)
     found = {name: pick_dtype("auto", torch.device("cpu"), FAMILIES[name]()) for name in ("llama", "gpt2")}
     assert found == {"llama": torch.bfloat16, "gpt2": torch.float32}
 

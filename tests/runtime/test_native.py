@@ -283,6 +283,102 @@ def test_weights_are_held_once(checkpoint):
     assert all(reference() is None for reference in released)
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_layers_may_run_one_part_after_the_other(checkpoint, unit):
+    """A draft is read ahead as it grows, and scored from there: in the bits of one forward, for rows of any length."""
+    whole, parts = (native_runtime(checkpoint, unit=unit, hidden_layers=(0, 2, -1)) for _ in range(2))
+    for drafts in GROWING:
+        rows = {
+            runtime: [row_of(TOKENS[0].tolist()[:20]), row_of(TOKENS[1].tolist()[:13])]
+            for runtime in (whole, parts)
+        }
+        for runtime, those in rows.items():
+            runtime.begin(those)
+            if runtime is parts:
+                for draft in drafts:
+                    # in another order than their slots'
+                    parts.read_ahead(those[::-1], draft.select(torch.tensor([1, 0])), 1)
+        expected, found = (runtime.score(those, drafts[-1]) for runtime, those in rows.items())
+        assert torch.equal(found.logits, expected.logits)
+        for layer in whole.hidden_layers:
+            assert torch.equal(found.hidden[layer], expected.hidden[layer])
+        for runtime, those in rows.items():
+            for row in those:
+                runtime.end(row)
+
+
+GROWING = [
+    [
+        Draft.chains([[], []]),
+        Draft.chains([[5], [6]]),
+        Draft.chains([[5, 7], [6]]),
+        Draft.chains([[5, 7], [6]]),
+    ],
+    [
+        Draft.chains([[], []]),
+        trees(([5, 6], [-1, -1]), ([7, 8], [-1, -1])),
+        trees(([5, 6, 9, 4], [-1, -1, 0, 1]), ([7, 8, 3], [-1, -1, 1])),
+    ],
+]
+"""Chains and trees, as drafters show them more and more of."""
+
+
+def test_what_was_read_ahead_is_not_read_again(checkpoint):
+    runtime = native_runtime(checkpoint)
+    calls = []
+    run = runtime._kernels.secondguess_run
+
+    class Counting:
+        secondguess_free = runtime._kernels.secondguess_free
+
+        @staticmethod
+        def secondguess_run(decoder, forward, workspace):
+            calls.append((forward.num_tokens, forward.first_layer, forward.last_layer))
+            return run(decoder, forward, workspace)
+
+    row = row_of(TOKENS[0].tolist()[:20])
+    runtime.begin([row])
+    runtime._kernels = Counting
+    for draft in GROWING[0][:3]:
+        runtime.read_ahead([row], draft.select(torch.tensor([0])), 1)
+    runtime.score([row], GROWING[0][2].select(torch.tensor([0])))
+    assert calls == [(1, 0, 1), (1, 0, 1), (1, 0, 1), (3, 1, runtime.num_layers)]
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_it_lends_its_ends(checkpoint, eight_bits):
+    runtime = native_runtime(checkpoint, eight_bits, hidden_layers=(0, -1))
+    read, ends = runtime.read(TOKENS), runtime.ends()
+    assert torch.equal(ends.embed(TOKENS), read.hidden[0])
+    assert torch.equal(ends.unembed(read.hidden[-1]), read.logits)
+    assert ends.unembed(read.hidden[-1][:, :0]).shape == (2, 0, runtime.vocab_size)
+
+
+def test_its_head_teaches_where_it_is_the_embeddings(tmp_path):
+    config = FAMILIES["llama"]()
+    config.tie_word_embeddings = True
+    ends = native_runtime(write_checkpoint(config, tmp_path)).ends()
+    states = torch.randn(3, ends.width, dtype=ends.dtype)
+    logits = ends.unembed(states.requires_grad_())
+    logits.sum().backward()
+    assert states.grad.abs().sum() > 0
+    error = (logits.detach().float() - ends.unembed(states.detach())).abs().max()
+    assert error < 0.02 * logits.detach().abs().max()
+
+
+def test_layers_can_be_left_out(checkpoint):
+    runtime = native_runtime(checkpoint)
+    fewer = runtime.without_layers([0])
+    decoder = fuse(loading._read_model(str(checkpoint), torch.bfloat16).eval(), packed=False)
+    expected = NativeRuntime(NativeDecoder(decoder.without([0])))
+    assert fewer.num_layers == runtime.num_layers - 1
+    assert torch.equal(fewer.read(TOKENS).logits, expected.read(TOKENS).logits)
+    assert not torch.equal(fewer.read(TOKENS).logits, runtime.read(TOKENS).logits)
+    for wrong in ([runtime.num_layers], list(range(runtime.num_layers))):
+        with pytest.raises(BadInputError, match="to be left out"):
+            runtime.without_layers(wrong)
+
+
 def test_without_kernels_torch_computes(checkpoint, monkeypatch):
     monkeypatch.setattr(library, "units", lambda: ())
     assert load_runtime(checkpoint, dtype="bfloat16", device="cpu").kind == "fused"

@@ -20,7 +20,7 @@ from secondguess.bench.summary import add_up
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Team, decode
-from secondguess.drafters import make_drafter, target_runtime_for
+from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import LoadedModel, check_vocabularies, load_runtime
@@ -122,24 +122,9 @@ class Models:
 
     def __init__(self, model: str, dtype: str, device: str, quantize: str | None = None) -> None:
         self.target: LoadedModel = load_runtime(model, dtype=dtype, device=device, quantize=quantize)
-        self._quantize = quantize
-        self._targets = {"auto": self.target, self.target.kind: self.target}
         self._dtype = dtype
         self._device = device
         self._draft_models: dict[str, LoadedModel] = {}
-
-    def target_for(self, drafter: str) -> LoadedModel:
-        """The target in the runtime that a drafter works with."""
-        kind = target_runtime_for(drafter)
-        if kind not in self._targets:
-            self._targets[kind] = load_runtime(
-                self.target.name,
-                dtype=self._dtype,
-                device=self._device,
-                quantize=self._quantize,
-                runtime=kind,
-            )
-        return self._targets[kind]
 
     def draft_model(self, name: str) -> LoadedModel:
         if name not in self._draft_models:
@@ -166,7 +151,7 @@ class Speculator(System):
     batches = True
 
     def __init__(self, models: Models, drafter: str, controller: str | None = None) -> None:
-        self._target = models.target_for(drafter)
+        self._target = models.target
 
         def load_draft_model(name: str) -> Runtime:
             self.draft_model = name

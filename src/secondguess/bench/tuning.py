@@ -42,7 +42,7 @@ from secondguess.bench.tune_findings import Budget, Findings, Verified
 from secondguess.bench.workloads import Workload, load_workload
 from secondguess.controllers import make_controller
 from secondguess.core import Prospect, Row
-from secondguess.drafters import drafter_class, make_drafter, parse_drafter_name
+from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.runtime.base import Runtime
@@ -409,7 +409,7 @@ class Tuner:
             load_draft_model=lambda path: self._models.draft_model(path).runtime,
             target=self._models.target,
         )
-        if made.hidden_layers or drafter_class(parse_drafter_name(name)[0].kind).target_runtime != "auto":
+        if made.hidden_layers or made.runs_target:
             # Acceptance is recorded on texts that are known, which the target does not read then.
             raise BadInputError(
                 f"expected drafters that guess from the text alone for tune, got {name}, which borrows from the target; "

@@ -104,9 +104,3 @@ def drafter_class(kind: str) -> type[Drafter]:
     module, _, class_name = DRAFTERS[kind].partition(":")
     found: type[Drafter] = getattr(import_module(module), class_name)
     return found
-
-
-def target_runtime_for(text: str) -> str:
-    """The runtime that a target has to be loaded with for the drafter of this name; `auto` where any will do."""
-    wanted = {drafter_class(name.kind).target_runtime for name in parse_drafter_name(text)} - {"auto"}
-    return min(wanted, default="auto")

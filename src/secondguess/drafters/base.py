@@ -62,14 +62,14 @@ class Drafter(ABC):
         certain: True when drafts never carry a law (`Draft.probs` is None): look-ups and argmax heads.
         default_controller: name of the controller that suits it when the user names none.
         hidden_layers: of the target, whose states `begin` and `observe` are to be given.
-        target_runtime: the runtime that the target has to be loaded with, where one is left to choose.
+        runs_target: whether it guesses with the target's own layers.
     """
 
     name: str
     certain: bool
     default_controller: str = "cost"
     hidden_layers: Sequence[int] = ()
-    target_runtime: str = "auto"
+    runs_target: bool = False
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> Drafter:

@@ -33,7 +33,7 @@ class EarlyExitDrafter(SteppingDrafter):
         name, shape: as in `SteppingDrafter`.
     """
 
-    target_runtime = "fused"
+    runs_target = True
 
     def __init__(
         self,

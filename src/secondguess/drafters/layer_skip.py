@@ -18,7 +18,7 @@ from secondguess.names import Name, read_options
 class LayerSkipDrafter(ShadowDrafter):
     """Drafts with some of the target's own layers."""
 
-    target_runtime = "fused"
+    runs_target = True
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> LayerSkipDrafter:

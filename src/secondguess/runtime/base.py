@@ -105,7 +105,7 @@ class Runtime(ABC):
             UnsupportedModelError: a runtime whose layers cannot be run apart.
         """
         raise UnsupportedModelError(
-            f"expected a target whose layers run one by one, got a {type(self).__name__}; load it with runtime fused"
+            f"expected a target whose layers run one by one, got a {type(self).__name__}; load it with runtime native or fused"
         )
 
     def without_layers(self, skipped: Sequence[int]) -> Runtime:
@@ -116,7 +116,7 @@ class Runtime(ABC):
             UnsupportedModelError: a runtime whose layers cannot be run apart.
         """
         raise UnsupportedModelError(
-            f"expected a target whose layers run one by one, got a {type(self).__name__}; load it with runtime fused"
+            f"expected a target whose layers run one by one, got a {type(self).__name__}; load it with runtime native or fused"
         )
 
     @abstractmethod

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.core import Draft, Row
-from secondguess.errors import BadInputError
 from secondguess.runtime.attention import Step, attend_as_several
-from secondguess.runtime.base import Ends, Scores
-from secondguess.runtime.cached import KEY_BLOCK, CachedRow, CachedRuntime, Output, queries_of
+from secondguess.runtime.base import Ends
+from secondguess.runtime.cached import KEY_BLOCK, Output
 from secondguess.runtime.families import ACTIVATIONS, FAMILIES, Family, attention_inputs, mlp_inputs
+from secondguess.runtime.layered import LayeredRuntime, layers_without
 from secondguess.runtime.packing import Product
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import context_length_of
@@ -298,13 +297,8 @@ class FusedDecoder:
         Raises:
             BadInputError: no such layer, or none left.
         """
-        kept = [layer for index, layer in enumerate(self.layers) if index not in set(skipped)]
-        if not kept or not all(0 <= index < len(self.layers) for index in skipped):
-            raise BadInputError(
-                f"expected some of the layers 0 to {len(self.layers) - 1} to be left out, got {list(skipped)}"
-            )
         fewer = copy.copy(self)
-        fewer.layers = kept
+        fewer.layers = [self.layers[index] for index in layers_without(skipped, len(self.layers))]
         return fewer
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -323,38 +317,7 @@ class FusedDecoder:
         return self.layers[0].heads.group
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """What the first layers have made of a round's queries before the rest runs.
-
-    Args:
-        rows: in the order of their slots.
-        lengths: cached tokens of each, which tell one round from the next.
-        draft: the nodes that were read.
-        states: `[row, query, width]` behind the first `num_layers` layers.
-    """
-
-    rows: list[Row]
-    lengths: list[int]
-    draft: Draft
-    states: Tensor
-    num_layers: int
-
-    def agrees_with(self, states: Sequence[CachedRow], draft: Draft) -> bool:
-        """Whether these queries begin a draft: the same rows as far as before, and every node that was read where it was."""
-        num_read = self.states.shape[1] - 1
-        if [state.row for state in states] != self.rows or [state.length for state in states] != self.lengths:
-            return False
-        if num_read > draft.num_nodes:
-            return False
-        real = draft.mask[:, :num_read]
-        same = (draft.tokens[:, :num_read] == self.draft.tokens[:, :num_read]) & (
-            draft.parents[:, :num_read] == self.draft.parents[:, :num_read]
-        )
-        return bool((same | ~real).all())
-
-
-class FusedRuntime(CachedRuntime):
+class FusedRuntime(LayeredRuntime):
     """Speculation over a fused decoder.
 
     Args:
@@ -374,7 +337,6 @@ class FusedRuntime(CachedRuntime):
             prefill_chunk=prefill_chunk,
         )
         self.decoder = decoder
-        self._ahead: Ahead | None = None
         self._shown, self._hidden = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype)
         group = decoder.num_heads_per_key
         self._added_stairs = Stairs(self.device, self._shown, self._hidden, repeats=group)
@@ -408,74 +370,14 @@ class FusedRuntime(CachedRuntime):
     def without_layers(self, skipped: Sequence[int]) -> FusedRuntime:
         return FusedRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
-    def read_ahead(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
-        slots = torch.tensor([self._states[row].slot for row in rows])
-        order = slots.argsort()
-        members = [self._states[rows[index]] for index in order.tolist()]
-        draft = draft.select(order.to(self.device))
-        if any(len(state.row.tokens) - state.length != 1 for state in members):
-            raise BadInputError(
-                "expected rows of which all but the last token is cached, got others; score them first"
-            )
-        ahead = self._ahead
-        known = ahead.states if ahead is not None and ahead.agrees_with(members, draft) else None
-        num_known = 0 if known is None else known.shape[1]
-        with torch.inference_mode():
-            tokens, step, starts = self._round(members, draft)
-            fresh = self._read(members, tokens, step, starts, num_known, num_layers)
-            states = fresh if known is None else torch.cat((known, fresh), 1)
-        lengths = [state.length for state in members]
-        self._ahead = Ahead([state.row for state in members], lengths, draft, states, num_layers)
-        return states[order.argsort()]
+    def run_first(self, tokens: Tensor, step: Step, num_known: int, num_layers: int) -> Tensor:
+        return self._through(self.decoder.embed(tokens), step.behind(num_known), range(num_layers))[-1]
 
-    def _round(self, members: Sequence[CachedRow], draft: Draft) -> tuple[Tensor, Step, list[int]]:
-        """Tokens of a round's queries, the step over all of them, and where they begin in the cache."""
-        starts = [state.length for state in members]
-        queries = queries_of(members, [1] * len(members), draft)
-        num_keys = -(-(max(starts) + draft.num_nodes + 1) // self._key_block) * self._key_block
-        return queries.tokens, self._step(starts, queries, num_keys), starts
-
-    def _read(
-        self,
-        members: Sequence[CachedRow],
-        tokens: Tensor,
-        step: Step,
-        starts: Sequence[int],
-        num_known: int,
-        num_layers: int,
-    ) -> Tensor:
-        """States behind the first layers of the queries that come after those known."""
-        width = tokens.shape[1] - num_known
-        if width == 0:
-            return tokens.new_empty(
-                (len(members), 0, self.decoder.embedding.shape[1]), dtype=self.decoder.embedding.dtype
-            )
-        self._place(members, [start + num_known for start in starts], width, step.num_keys)
-        embedded = self.decoder.embed(tokens[:, num_known:])
-        return self._through(embedded, step.behind(num_known), range(num_layers))[-1]
-
-    def _score(self, states: Sequence[CachedRow], draft: Draft) -> Scores:
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or not ahead.agrees_with(states, draft):
-            return super()._score(states, draft)
-        if any(0 < layer < ahead.num_layers for layer in self.hidden_layers):
-            return super()._score(states, draft)  # somebody else wants states that were not kept
-        with torch.inference_mode():
-            tokens, step, starts = self._round(states, draft)
-            num_known = ahead.states.shape[1]
-            fresh = self._read(states, tokens, step, starts, num_known, ahead.num_layers)
-            joined = torch.cat((ahead.states, fresh), 1)
-            self._place(states, starts, tokens.shape[1], step.num_keys)
-            deep = range(ahead.num_layers, len(self.decoder.layers))
-            levels = self._through(joined, step, deep)
-            # Nobody wants a level that is missing here but the embeddings.
-            levels = [self.decoder.embed(tokens)] + [joined] * (ahead.num_layers - 1) + levels
-            output = self._output(levels, tokens.shape[1], bool(self.hidden_layers))
-        for state in states:
-            state.length = len(state.row.tokens)
-            state.num_nodes = draft.num_nodes
-        logits = output.logits if output.logits.dtype == torch.float64 else output.logits.float()
-        return Scores(logits, output.hidden)
+    def run_rest(self, tokens: Tensor, states: Tensor, step: Step, num_layers: int) -> Output:
+        levels = self._through(states, step, range(num_layers, len(self.decoder.layers)))
+        # Nobody wants a level that is missing here but the embeddings.
+        levels = [self.decoder.embed(tokens)] + [states] * (num_layers - 1) + levels
+        return self._output(levels, tokens.shape[1], bool(self.hidden_layers))
 
     def _view(self, step: Step, window: int | None) -> View:
         """The mask of one kind of layer, folded and in the model's dtype, made once for all of them."""

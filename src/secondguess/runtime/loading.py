@@ -20,7 +20,7 @@ from secondguess.runtime.native.decoder import can_run_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import can_pack, pack_linears
 from secondguess.runtime.quiet import quiet
-from secondguess.runtime.support import check_class, check_config
+from secondguess.runtime.support import check_class, check_config, has_bfloat16
 from secondguess.runtime.transformers import TransformersRuntime
 
 with quiet():
@@ -292,17 +292,10 @@ def pick_dtype(dtype: str, device: torch.device, config: Any, runtime: str = "au
     """`auto` is bfloat16 where the processor multiplies it in hardware or our kernels run the model, else float32."""
     if dtype == "auto":
         by_kernels = runtime in ("auto", "native") and can_run_native(config, torch.bfloat16, device)
-        return torch.bfloat16 if by_kernels or _has_bfloat16(device) else torch.float32
+        return torch.bfloat16 if by_kernels or has_bfloat16(device) else torch.float32
     if dtype not in DTYPES:
         raise BadInputError(f"expected dtype auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
-
-
-def _has_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # torch has no public question for this in the versions we support
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def check_quantization(quantize: str | None, by_kernels: bool = False) -> None:

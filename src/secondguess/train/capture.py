@@ -137,7 +137,7 @@ class StoredCapture:
                 of_layer.flush()
             done = part.stop
             with write_atomically(self.folder / "captured.json") as stream:
-                stream.write(json.dumps({"num_texts": done}).encode())
+                stream.write(json.dumps({"num_texts": done, "layers": list(self.layers)}).encode())
             pause()
         self._open("r")
 
@@ -146,8 +146,10 @@ class StoredCapture:
         return padded_lesson(batch, hidden, self.target.device)
 
     def _num_done(self) -> int:
+        """Texts whose states are on disk; none where those are of other layers, as another version of a head wants them."""
         mark = self.folder / "captured.json"
-        return int(json.loads(mark.read_text())["num_texts"]) if mark.is_file() else 0
+        found = json.loads(mark.read_text()) if mark.is_file() else {}
+        return int(found["num_texts"]) if found.get("layers") == list(self.layers) else 0
 
     def _open(self, mode: str) -> None:
         shape = (self._starts[-1], self.target.ends().width)

@@ -32,12 +32,15 @@ struct Decoder {
     Weight head;
 };
 
+// Layers `first_layer` to `last_layer - 1`, over the tokens that come after `num_known` ones of each row which these layers have
+// seen already. An index counts the known ones too.
 struct Forward {
-    int64_t num_rows, num_tokens, num_logits, capacity, context_length, num_threads;
+    int64_t num_rows, num_tokens, num_known, num_logits, first_layer, last_layer, capacity, context_length, num_threads;
     const int64_t* tokens;       // [row][token]
-    const int64_t* starts;       // [row], cached positions before the first token
+    const bf16* states;          // [row][token][width], what enters the first layer; null for the tokens' embeddings
+    const int64_t* starts;       // [row], cached positions before index 0
     const int64_t* slots;        // [row]
-    const uint8_t* closure;      // [row][token][token], which tokens are a token's ancestors or itself; null for chains
+    const uint8_t* closure;      // [row][index][index], which are an index's ancestors or itself; null for chains
     const bf16* const* turns;    // tables of the rotary embeddings, [position][2 * head_size]
     bf16* const* keys;           // per layer [slot][head][capacity][size]
     bf16* const* values;
@@ -123,6 +126,7 @@ struct Worker {
     Workspace& space;
     const int thread, num_threads;
     const int64_t num_rows = forward.num_rows * forward.num_tokens;  // all tokens of all rows
+    const int64_t num_indices = forward.num_known + forward.num_tokens;
     const bool alone = num_rows <= TILE;  // whether each thread normalises for itself
 
     void wait() const {
@@ -197,26 +201,28 @@ struct Worker {
         wait();
     }
 
-    // The text position of a token: its ancestors stand between the cached ones and itself.
-    int64_t position(int64_t row, int64_t token) const {
-        int64_t depth = token;
-        if (forward.closure) {
-            const uint8_t* line = forward.closure + (row * forward.num_tokens + token) * forward.num_tokens;
+    const uint8_t* ancestors(int64_t row, int64_t index) const {
+        return forward.closure ? forward.closure + (row * num_indices + index) * num_indices : nullptr;
+    }
+
+    // The text position of an index: its ancestors stand between the cached ones and itself.
+    int64_t position(int64_t row, int64_t index) const {
+        int64_t depth = index;
+        if (const uint8_t* line = ancestors(row, index)) {
             depth = -1;
-            for (int64_t other = 0; other < forward.num_tokens; other++) depth += line[other];
+            for (int64_t other = 0; other < num_indices; other++) depth += line[other];
         }
         return forward.starts[row] + depth;
     }
 
-    // The cache positions that a token sees, in order; returns how many.
-    int64_t list_visible(int64_t row, int64_t token, int64_t window, int32_t* positions) const {
-        const int64_t start = forward.starts[row], own = position(row, token);
+    // The cache positions that an index sees, in order; returns how many.
+    int64_t list_visible(int64_t row, int64_t index, int64_t window, int32_t* positions) const {
+        const int64_t start = forward.starts[row], own = position(row, index);
         const int64_t oldest = window ? std::max<int64_t>(0, own - window + 1) : 0;
         int64_t count = 0;
         for (int64_t key = oldest; key < start; key++) positions[count++] = key;
-        const uint8_t* line =
-            forward.closure ? forward.closure + (row * forward.num_tokens + token) * forward.num_tokens : nullptr;
-        for (int64_t other = 0; other <= token; other++)
+        const uint8_t* line = ancestors(row, index);
+        for (int64_t other = 0; other <= index; other++)
             if ((!line || line[other]) && (oldest <= start || position(row, other) >= oldest))
                 positions[count++] = start + other;
         return count;
@@ -232,9 +238,9 @@ struct Worker {
         return {forward.keys[index] + offset, forward.values[index] + offset};
     }
 
-    void turn(const Layer& layer, bf16* from, const Norm& norm, int64_t row, int64_t token, bf16* to) const {
+    void turn(const Layer& layer, bf16* from, const Norm& norm, int64_t row, int64_t index, bf16* to) const {
         if (norm.weight) normalise(from, decoder.head_size, norm, from);
-        const int64_t at = std::min(position(row, token), forward.context_length - 1);
+        const int64_t at = std::min(position(row, index), forward.context_length - 1);
         rotate(from, decoder.head_size, forward.turns[layer.rotary] + at * 2 * decoder.head_size, to);
     }
 
@@ -244,8 +250,8 @@ struct Worker {
         const Block at = block_of(index, row, head);
         for (int64_t token = 0; token < forward.num_tokens; token++) {
             bf16* joint = space.joint.row(row * forward.num_tokens + token);
-            const int64_t place = (forward.starts[row] + token) * size;
-            turn(layer, joint + (decoder.num_queries + head) * size, layer.key_norm, row, token, at.keys + place);
+            const int64_t index_of_token = forward.num_known + token, place = (forward.starts[row] + index_of_token) * size;
+            turn(layer, joint + (decoder.num_queries + head) * size, layer.key_norm, row, index_of_token, at.keys + place);
             std::memcpy(at.values + place, joint + (decoder.num_queries + decoder.num_keys + head) * size, size * sizeof(bf16));
         }
     }
@@ -257,10 +263,11 @@ struct Worker {
         bf16 turned[LARGEST_HEAD];
         int32_t* positions = space.positions[thread].data();
         for (int64_t token = first; token < last; token++) {
-            const int64_t count = list_visible(row, token, layer.window, positions);
+            const int64_t index_of_token = forward.num_known + token;
+            const int64_t count = list_visible(row, index_of_token, layer.window, positions);
             const int64_t line = row * forward.num_tokens + token;
             for (int64_t query = head * group; query < (head + 1) * group; query++) {
-                turn(layer, space.joint.row(line) + query * size, layer.query_norm, row, token, turned);
+                turn(layer, space.joint.row(line) + query * size, layer.query_norm, row, index_of_token, turned);
                 attend(turned, at.keys, at.values, size, positions, count, decoder.scaling, space.scores[thread].data(),
                        space.mixed.row(line) + query * size);
             }
@@ -301,6 +308,13 @@ struct Worker {
         add(read_shared(space.gated, layer.down), layer.down, layer.mlp_output_norm);
     }
 
+    // Go on from states that an earlier forward handed out.
+    void take() const {
+        for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++)
+            std::memcpy(space.states.row(row), forward.states + row * decoder.width, decoder.width * sizeof(bf16));
+        wait();
+    }
+
     void embed() const {
         const Floats scale = all(decoder.embedding_scale);
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
@@ -331,7 +345,10 @@ struct Worker {
         const int64_t last = alone ? num_said : (thread + 1) * num_said / num_threads;
         for (int64_t said = first; said < last; said++) {
             const int64_t row = said / forward.num_logits * forward.num_tokens + skipped + said % forward.num_logits;
-            normalise(space.states.row(row), decoder.width, decoder.norm, rows.row(said));
+            if (decoder.norm.weight)
+                normalise(space.states.row(row), decoder.width, decoder.norm, rows.row(said));
+            else
+                std::memcpy(rows.row(said), space.states.row(row), decoder.width * sizeof(bf16));
             if (decoder.head.scale) rows.shrink_row(said);
         }
         if (!alone) wait();
@@ -344,12 +361,15 @@ struct Worker {
     }
 
     void run() const {
-        embed();
-        for (int64_t index = 0; index < decoder.num_layers; index++) {
+        if (forward.states)
+            take();
+        else
+            embed();
+        for (int64_t index = forward.first_layer; index < forward.last_layer; index++) {
             show(index);
             run_layer(decoder.layers[index], index);
         }
-        show(decoder.num_layers);
+        show(forward.last_layer);
         if (forward.num_logits) say();
 #ifdef __AMX_TILE__
         if (decoder.amx) _tile_release();
@@ -391,17 +411,37 @@ int64_t secondguess_read(const char* const* pieces, const int64_t* sizes, int64_
 // Returns 0; 1 when there was no memory for what lies between the layers; 2 when a token has no embedding.
 int secondguess_run(const Decoder* decoder, const Forward* forward, void* workspace) {
     Workspace& space = *(Workspace*)workspace;
-    for (int64_t i = 0; i < forward->num_rows * forward->num_tokens; i++)
+    for (int64_t i = 0; !forward->states && i < forward->num_rows * forward->num_tokens; i++)
         if (forward->tokens[i] < 0 || forward->tokens[i] >= decoder->num_embedded) return 2;
     int64_t longest = 0;
     for (int64_t row = 0; row < forward->num_rows; row++) longest = std::max(longest, forward->starts[row]);
     try {
-        space.reserve(*decoder, forward->num_rows * forward->num_tokens, forward->num_threads, longest + forward->num_tokens);
+        space.reserve(*decoder, forward->num_rows * forward->num_tokens, forward->num_threads,
+                      longest + forward->num_known + forward->num_tokens);
     } catch (const std::exception&) {
         return 1;
     }
 #pragma omp parallel num_threads((int)forward->num_threads)
     Worker{*decoder, *forward, space, omp_get_thread_num(), omp_get_num_threads()}.run();
     return 0;
+}
+
+// The logits [row][vocabulary] of states that are normalised already. Returns 0, or 1 when there was no memory.
+int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_rows, float* logits, int64_t num_threads,
+                        void* workspace) {
+    Decoder head = *decoder;
+    head.norm.weight = nullptr;
+    Forward forward{};
+    forward.num_rows = num_rows, forward.num_tokens = forward.num_logits = 1, forward.num_threads = num_threads;
+    forward.first_layer = forward.last_layer = decoder->num_layers;
+    forward.states = states, forward.logits = logits;
+    try {
+        const std::vector<int64_t> starts(num_rows, 0);
+        const std::vector<bf16*> hidden(decoder->num_layers + 1, nullptr);
+        forward.starts = starts.data(), forward.hidden = hidden.data();
+        return secondguess_run(&head, &forward, workspace);
+    } catch (const std::exception&) {
+        return 1;
+    }
 }
 }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from secondguess.runtime.base import Ends
 from secondguess.runtime.families import Norm, OffsetNorm, obstacle_to_fusing
 from secondguess.runtime.fused import FusedDecoder, Layer
+from secondguess.runtime.layered import layers_without
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, Blocks, in_blocks, side_by_side
 from secondguess.runtime.packing import Product
@@ -39,12 +42,6 @@ def obstacle_to_kernels(config: Any, dtype: torch.dtype, device: torch.device) -
     return None
 
 
-def _ends(decoder: FusedDecoder) -> Ends | None:
-    """What drafters may borrow; None where the head is a weight of its own, of which only the kernels' form is kept."""
-    ends = decoder.ends()
-    return ends if decoder.head.weight.data_ptr() == decoder.embedding.data_ptr() else None
-
-
 class NativeDecoder:
     """The weights of a fused decoder in the form that the kernels read.
 
@@ -63,7 +60,11 @@ class NativeDecoder:
         self.rotaries = list(decoder.rotaries.values())
         self.num_layers = len(decoder.layers)
         self.embedding = decoder.embedding
-        self.ends = _ends(decoder)
+        self.embedding_scale = decoder.embedding_scale
+        self.norm = decoder.norm
+        # A head of its own is kept in the kernels' form alone; the embeddings are there anyway.
+        tied = decoder.head.weight.data_ptr() == decoder.embedding.data_ptr()
+        self.tied_head = decoder.head if tied else None
         heads = decoder.layers[0].heads
         self.num_key_heads, self.head_size = heads.num_keys, heads.size
         self._arena = Arena()
@@ -94,6 +95,27 @@ class NativeDecoder:
             norm=self._norm(decoder.norm),
             head=self.head.weight,
         )
+
+    def without(self, skipped: Sequence[int]) -> NativeDecoder:
+        """The same weights but for some layers, counted from 0.
+
+        Raises:
+            BadInputError: no such layer, or none left.
+        """
+        kept = layers_without(skipped, self.num_layers)
+        fewer = copy.copy(self)
+        fewer.num_layers = len(kept)
+        fewer.described = library.Decoder.from_buffer_copy(self.described)
+        fewer.described.layers = (library.Layer * len(kept))(
+            *(self.described.layers[index] for index in kept)
+        )
+        fewer.described.num_layers = len(kept)
+        return fewer
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """States `[..., width]` as they enter the first layer."""
+        states = functional.embedding(tokens, self.embedding)
+        return states if self.embedding_scale is None else states * self.embedding_scale
 
     def read_weights(self, num_threads: int) -> int:
         """Read all that a forward over one token reads of the weights, and nothing else; returns how many bytes.

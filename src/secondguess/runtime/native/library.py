@@ -72,11 +72,15 @@ class Forward(Structure):
     _fields_ = [
         ("num_rows", c_int64),
         ("num_tokens", c_int64),
+        ("num_known", c_int64),
         ("num_logits", c_int64),
+        ("first_layer", c_int64),
+        ("last_layer", c_int64),
         ("capacity", c_int64),
         ("context_length", c_int64),
         ("num_threads", c_int64),
         ("tokens", c_void_p),
+        ("states", c_void_p),
         ("starts", c_void_p),
         ("slots", c_void_p),
         ("closure", c_void_p),
@@ -150,6 +154,9 @@ def _open(kind: str) -> ctypes.CDLL | None:
     kernels.secondguess_workspace.restype = c_void_p
     kernels.secondguess_free.argtypes = [c_void_p]
     kernels.secondguess_run.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p]
+    kernels.secondguess_unembed.argtypes = [
+        *(POINTER(Decoder), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+    ]
     kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
     sizes = (c_int64 * 5)()
     kernels.secondguess_sizes(sizes)

@@ -9,16 +9,18 @@ from ctypes import c_int64, c_void_p
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from secondguess.errors import BadInputError, OutOfMemoryError, UnsupportedModelError
+from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.attention import Step
 from secondguess.runtime.base import Ends
 from secondguess.runtime.cache import KeyValueCache
-from secondguess.runtime.cached import CachedRuntime, Output, Queries
+from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
+from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.support import context_length_of
+from secondguess.runtime.support import context_length_of, has_bfloat16
 
 NO_MEMORY, UNKNOWN_TOKEN = 1, 2
 MOST_ROWS = 1024
@@ -46,7 +48,7 @@ def to_native(decoder: FusedDecoder, eight_bits: bool = False) -> NativeDecoder 
     return native if error <= PROBE_TOLERANCE[eight_bits] else None
 
 
-class NativeRuntime(CachedRuntime):
+class NativeRuntime(LayeredRuntime):
     """Speculation over the kernels.
 
     A row's bits depend on that row alone: on no neighbour, no padding, no length of a chunk and no shape of a draft.
@@ -89,14 +91,39 @@ class NativeRuntime(CachedRuntime):
             values=ctypes.addressof(self._values),
         )
         self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
+        # What is made of states is made by torch, which is slow in bfloat16 on many processors.
+        self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
+        self._learning_head: Tensor | None = None
 
     def ends(self) -> Ends:
-        if self.decoder.ends is None:
-            raise UnsupportedModelError(
-                "expected a target that lends its head, got one whose head is held in the kernels' form alone; "
-                "load it with runtime fused, or use a drafter with a head of its own"
-            )
-        return self.decoder.ends
+        decoder, dtype = self.decoder, self._dtype_of_states
+
+        def embed(tokens: Tensor) -> Tensor:
+            return decoder.embed(tokens).to(dtype)
+
+        def normalise(states: Tensor) -> Tensor:
+            return decoder.norm(states.to(torch.bfloat16)).to(dtype)
+
+        return Ends(decoder.embedding.shape[1], dtype, embed, normalise, self._unembed)
+
+    def _unembed(self, states: Tensor) -> Tensor:
+        """The head, by the kernels; where a gradient is wanted, by torch, if it is the embeddings."""
+        head = self.decoder.tied_head
+        if states.requires_grad and head is not None:
+            if self._learning_head is None:
+                self._learning_head = head.weight.to(self._dtype_of_states)
+            bias = None if head.bias is None else head.bias.to(states.dtype)
+            return functional.linear(states, self._learning_head, bias)
+        flat = states.to(torch.bfloat16).contiguous()
+        num_rows = flat.numel() // flat.shape[-1]
+        logits = torch.empty(*states.shape[:-1], self.vocab_size)
+        arguments = (flat.data_ptr(), num_rows, logits.data_ptr(), torch.get_num_threads(), self._workspace)
+        if num_rows and self._kernels.secondguess_unembed(self.decoder.described, *arguments):
+            raise OutOfMemoryError(f"expected memory for the logits of {num_rows} states, got none")
+        return logits
+
+    def without_layers(self, skipped: Sequence[int]) -> NativeRuntime:
+        return NativeRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
     def release(self) -> None:
         super().release()
@@ -117,24 +144,59 @@ class NativeRuntime(CachedRuntime):
             self._reached = reached
 
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
+        wanted = self.hidden_layers if with_hidden else ()
+        return self._call(tokens, step, range(self.num_layers), num_logits, wanted)
+
+    def run_first(self, tokens: Tensor, step: Step, num_known: int, num_layers: int) -> Tensor:
+        output = self._call(tokens, step, range(num_layers), 0, (num_layers,), num_known=num_known)
+        return output.hidden[num_layers]
+
+    def run_rest(self, tokens: Tensor, states: Tensor, step: Step, num_layers: int) -> Output:
+        wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
+        layers = range(num_layers, self.num_layers)
+        output = self._call(tokens, step, layers, tokens.shape[1], wanted, states=states.to(torch.bfloat16))
+        of_tokens = {layer: self.ends().embed(tokens) for layer in self.hidden_layers if layer not in wanted}
+        return Output(output.logits, output.hidden | of_tokens)
+
+    def _call(
+        self,
+        tokens: Tensor,
+        step: Step,
+        layers: range,
+        num_logits: int,
+        wanted: Sequence[int],
+        num_known: int = 0,
+        states: Tensor | None = None,
+    ) -> Output:
+        """One call of the kernels, over some layers.
+
+        Args:
+            tokens: `[row, token]`, behind `num_known` others of the same step.
+            layers: one after the other.
+            wanted: hidden states, of the embeddings or of what comes behind these layers.
+            states: what enters the first of the layers; None for the embeddings.
+        """
         rows, width = tokens.shape
         tokens = tokens.contiguous()
         self._reach_cache()
         for index, rotary in enumerate(self.decoder.rotaries):
             self._turns[index] = rotary.table(step.num_keys).data_ptr()
-        levels, states = self._levels_for(rows, width) if with_hidden else (self._no_levels, {})
+        levels, shown = self._levels_for(rows, width, wanted) if wanted else (self._no_levels, {})
         logits = torch.empty(rows, num_logits, self.vocab_size)
         slots = self.cache.placement.slots
         if slots is None:
             slots = self._in_order if rows <= MOST_ROWS else torch.arange(rows)
         starts = (c_int64 * rows)(*step.starts)
         closure = None if step.closure is None else step.closure.contiguous()
+        states = None if states is None else states.contiguous()
         forward = self._forward
         forward.num_rows, forward.num_tokens, forward.num_logits = rows, width, num_logits
+        forward.num_known, forward.first_layer, forward.last_layer = num_known, layers.start, layers.stop
         forward.capacity, forward.num_threads = self.cache.capacity, torch.get_num_threads()
         forward.tokens, forward.slots, forward.logits = tokens.data_ptr(), slots.data_ptr(), logits.data_ptr()
         forward.starts, forward.hidden = ctypes.addressof(starts), ctypes.addressof(levels)
         forward.closure = None if closure is None else closure.data_ptr()
+        forward.states = None if states is None else states.data_ptr()
         failure = self._kernels.secondguess_run(self.decoder.described, forward, self._workspace)
         if failure == NO_MEMORY:
             raise OutOfMemoryError(
@@ -146,14 +208,16 @@ class NativeRuntime(CachedRuntime):
                 f"or {int(tokens.min())}; is it the tokenizer of another model?"
             )
         return Output(
-            logits, {layer: states[self._level(layer)] for layer in self.hidden_layers} if states else {}
+            logits, {layer: shown[self._level(layer)].to(self._dtype_of_states) for layer in wanted}
         )
 
-    def _levels_for(self, rows: int, width: int) -> tuple[ctypes.Array[c_void_p], dict[int, Tensor]]:
-        """Where the kernels put the states that `hidden_layers` asks for, as addresses by level and as tensors."""
+    def _levels_for(
+        self, rows: int, width: int, wanted: Sequence[int]
+    ) -> tuple[ctypes.Array[c_void_p], dict[int, Tensor]]:
+        """Where the kernels put the states of these layers, as addresses by level and as tensors."""
         levels = (c_void_p * (self.decoder.num_layers + 1))()
         states = {}
-        for layer in self.hidden_layers:
+        for layer in wanted:
             level = self._level(layer)
             if level not in states:
                 states[level] = torch.empty(
