@@ -26,17 +26,6 @@ inline int four_bytes(const void* from) {
     return bytes;
 }
 
-// A unit adds up the products of a few rows, ROWS at most, with one block: into `sums[row][output]`, in float32 for bfloat16, as
-// whole numbers for 8 bits. These are too large by SHIFT times the sum of the output's weights.
-#ifdef __AVX512BF16__
-#include "product_avx512.h"
-#else
-#include "product_avx2.h"
-#endif
-#ifdef __AMX_TILE__
-#include "product_amx.h"
-#endif
-
 struct Weight {
     const char* data;       // blocks
     const float* scale;     // per output, for 8 bits; null for bfloat16
@@ -59,6 +48,17 @@ struct Values {
     int64_t num_rows;
 };
 
+// A unit adds up the products of some rows of its values, ROWS at most, with one block: into `sums[row][output]`, in float32 for
+// bfloat16, as whole numbers for 8 bits. These are too large by SHIFT times the sum of the output's weights.
+#ifdef __AVX512BF16__
+#include "product_avx512.h"
+#else
+#include "product_avx2.h"
+#endif
+#ifdef __AMX_TILE__
+#include "product_amx.h"
+#endif
+
 // One thread's share of a product. `finish(row, block, low, high)` gets the 16 + 16 sums of each row and block, with
 // scales and bias applied.
 template <class Unit, class Finish>
@@ -67,16 +67,15 @@ inline void multiply(const Values& values, const Weight& weight, int thread, int
     const int64_t first = thread * num_blocks / num_threads, last = (thread + 1) * num_blocks / num_threads;
     alignas(64) float sums[Unit::ROWS * BLOCK];
     alignas(64) int32_t whole_sums[Unit::ROWS * BLOCK];
-    const Unit unit(values.num_rows);
+    const Unit unit(values, weight.scale != nullptr);
     for (int64_t block = first; block < last; block++) {
         const char* data = weight.data + block * num_steps * 2 * TILE_BYTES;
         for (int64_t start = 0; start < values.num_rows; start += Unit::ROWS) {
             const int count = std::min<int64_t>(Unit::ROWS, values.num_rows - start);
-            const int64_t offset = start * values.stride;
             if (weight.scale)
-                unit.add_up(count, values.small + offset, values.stride, data, num_steps, whole_sums);
+                unit.add_up(start, count, data, num_steps, whole_sums);
             else
-                unit.add_up(count, values.numbers + offset, values.stride, data, num_steps, sums);
+                unit.add_up(start, count, data, num_steps, sums);
             for (int i = 0; i < count; i++) {
                 Floats found[2];
                 for (int half = 0; half < 2; half++) {

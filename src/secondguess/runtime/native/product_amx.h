@@ -39,21 +39,23 @@ struct MatrixUnit {
     static constexpr int ROWS = 2 * TILE;
     static constexpr int32_t SHIFT = 0;
 
+    const Values& values;
+
     // Tiles 0 to 3 hold sums (rows by outputs), 4 and 5 rows, 6 and 7 weights.
-    explicit MatrixUnit(int64_t num_rows) {
+    MatrixUnit(const Values& values, bool) : values(values) {
         TileShapes shapes;
         for (int i = 0; i < 8; i++) {
             shapes.row_bytes[i] = 64;
-            shapes.num_rows[i] = i < 6 ? std::min<int64_t>(num_rows, TILE) : TILE;
+            shapes.num_rows[i] = i < 6 ? std::min<int64_t>(values.num_rows, TILE) : TILE;
         }
         // GCC does not know that tiles are loaded from memory: what was written before must be there.
         asm volatile("" : : "r"(&shapes) : "memory");
         _tile_loadconfig(&shapes);
     }
 
-    static void add_up(int count, const bf16* rows, int64_t stride, const char* block, int64_t num_steps, float* sums) {
+    void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
         const bool two = count > TILE;
-        tile_sums<32>(rows, stride, two, block, num_steps, sums, [two] {
+        tile_sums<32>(values.numbers + start * values.stride, values.stride, two, block, num_steps, sums, [two] {
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             if (two) {
@@ -63,9 +65,9 @@ struct MatrixUnit {
         });
     }
 
-    static void add_up(int count, const int8_t* rows, int64_t stride, const char* block, int64_t num_steps, int32_t* sums) {
+    void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
         const bool two = count > TILE;
-        tile_sums<64>(rows, stride, two, block, num_steps, sums, [two] {
+        tile_sums<64>(values.small + start * values.stride, values.stride, two, block, num_steps, sums, [two] {
             _tile_dpbssd(0, 4, 6);
             _tile_dpbssd(1, 4, 7);
             if (two) {

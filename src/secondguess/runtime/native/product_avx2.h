@@ -1,36 +1,37 @@
-// Sums of products by the vector units of AVX2: one row with both tiles of a block at once, or two rows with one. That is what
-// sixteen registers hold, and enough sums in flight that none waits for itself.
+// Sums of products by the vector units of AVX2: one row with both tiles of a block at once, or a few rows with one after the
+// other, as many as sixteen registers hold.
 #pragma once
 
-// bfloat16 is the upper half of float32. First and second numbers of the pairs are added up apart and put together at the end.
+#include <vector>
+
+// The first and the second number of a pair are added to the same sum, one after the other. Values come in float32.
 template <int COUNT, int TILES>
-inline void vector_sums(const bf16* rows, int64_t stride, const char* first_tile, int64_t num_steps, float* sums) {
-    __m256 first[COUNT][2 * TILES], second[COUNT][2 * TILES];
+inline void vector_sums(const float* rows, int64_t stride, const char* first_tile, int64_t num_steps, float* sums) {
+    __m256 found[COUNT][2 * TILES];
     for (int row = 0; row < COUNT; row++)
-        for (int part = 0; part < 2 * TILES; part++) first[row][part] = second[row][part] = _mm256_setzero_ps();
+        for (int part = 0; part < 2 * TILES; part++) found[row][part] = _mm256_setzero_ps();
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = first_tile + step * 2 * TILE_BYTES;
         ask_for(tile + AHEAD);
         for (int pair = 0; pair < 16; pair++) {
-            __m256 weights[2][2 * TILES];
-            for (int part = 0; part < 2 * TILES; part++) {
-                const char* at = tile + part / 2 * TILE_BYTES + pair * 64 + part % 2 * 32;
-                const __m256i pairs = _mm256_loadu_si256((const __m256i*)at);
-                weights[0][part] = first_of(pairs), weights[1][part] = second_of(pairs);
+            __m256i pairs[2 * TILES];
+            for (int part = 0; part < 2 * TILES; part++)
+                pairs[part] = _mm256_loadu_si256((const __m256i*)(tile + part / 2 * TILE_BYTES + pair * 64 + part % 2 * 32));
+            const float* values = rows + step * 32 + pair * 2;
+            for (int row = 0; row < COUNT; row++) {
+                const __m256 value = _mm256_broadcast_ss(values + row * stride);
+                for (int part = 0; part < 2 * TILES; part++)
+                    found[row][part] = _mm256_fmadd_ps(value, first_of(pairs[part]), found[row][part]);
             }
             for (int row = 0; row < COUNT; row++) {
-                const __m256i both = _mm256_set1_epi32(four_bytes(rows + row * stride + step * 32 + pair * 2));
-                const __m256 values[2] = {first_of(both), second_of(both)};
-                for (int part = 0; part < 2 * TILES; part++) {
-                    first[row][part] = _mm256_fmadd_ps(values[0], weights[0][part], first[row][part]);
-                    second[row][part] = _mm256_fmadd_ps(values[1], weights[1][part], second[row][part]);
-                }
+                const __m256 value = _mm256_broadcast_ss(values + row * stride + 1);
+                for (int part = 0; part < 2 * TILES; part++)
+                    found[row][part] = _mm256_fmadd_ps(value, second_of(pairs[part]), found[row][part]);
             }
         }
     }
     for (int row = 0; row < COUNT; row++)
-        for (int part = 0; part < 2 * TILES; part++)
-            _mm256_storeu_ps(sums + row * BLOCK + part * 8, _mm256_add_ps(first[row][part], second[row][part]));
+        for (int part = 0; part < 2 * TILES; part++) _mm256_storeu_ps(sums + row * BLOCK + part * 8, found[row][part]);
 }
 
 // The units multiply unsigned by signed, two at a time into 16 bits: sizes of weights by values with the weights' signs. Neither
@@ -63,15 +64,39 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* first_ti
 }
 
 struct VectorUnit {
-    static constexpr int ROWS = 2;
+    static constexpr int ROWS = 4;
     static constexpr int32_t SHIFT = 0;
 
-    explicit VectorUnit(int64_t) {}
+    const Values& values;
+    const float* wide = nullptr;  // the values in float32, made once for all blocks
+
+    VectorUnit(const Values& values, bool eight_bits) : values(values) {
+        if (eight_bits) return;
+        thread_local std::vector<float> room;
+        const int64_t size = values.num_rows * values.stride;
+        if ((int64_t)room.size() < size) room.resize(size);
+        for (int64_t i = 0; i < size; i += 16) store(room.data() + i, load(values.numbers + i));
+        wide = room.data();
+    }
+
+    void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
+        add_up(wide + start * values.stride, values.stride, count, block, num_steps, sums);
+    }
+    void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
+        add_up(values.small + start * values.stride, values.stride, count, block, num_steps, sums);
+    }
 
     template <class Number, class Sum>
-    static void add_up(int count, const Number* rows, int64_t stride, const char* block, int64_t num_steps, Sum* sums) {
+    static void add_up(const Number* rows, int64_t stride, int count, const char* block, int64_t num_steps, Sum* sums) {
         if (count == 1) return vector_sums<1, 2>(rows, stride, block, num_steps, sums);
-        vector_sums<2, 1>(rows, stride, block, num_steps, sums);
-        vector_sums<2, 1>(rows, stride, block + TILE_BYTES, num_steps, sums + TILE);
+        for (int tile = 0; tile < 2; tile++) {
+            const char* data = block + tile * TILE_BYTES;
+            Sum* to = sums + tile * TILE;
+            switch (count) {
+                case 2: vector_sums<2, 1>(rows, stride, data, num_steps, to); break;
+                case 3: vector_sums<3, 1>(rows, stride, data, num_steps, to); break;
+                default: vector_sums<4, 1>(rows, stride, data, num_steps, to);
+            }
+        }
     }
 };

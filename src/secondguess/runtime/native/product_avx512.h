@@ -54,10 +54,19 @@ struct VectorUnit {
     static constexpr int ROWS = 8;
     static constexpr int32_t SHIFT = 128;
 
-    explicit VectorUnit(int64_t) {}
+    const Values& values;
+
+    VectorUnit(const Values& values, bool) : values(values) {}
+
+    void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
+        add_up(values.numbers + start * values.stride, values.stride, count, block, num_steps, sums);
+    }
+    void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
+        add_up(values.small + start * values.stride, values.stride, count, block, num_steps, sums);
+    }
 
     template <class Number, class Sum>
-    static void add_up(int count, const Number* rows, int64_t stride, const char* block, int64_t num_steps, Sum* sums) {
+    static void add_up(const Number* rows, int64_t stride, int count, const char* block, int64_t num_steps, Sum* sums) {
         switch (count) {
             case 1: return vector_sums<1>(rows, stride, block, num_steps, sums);
             case 2: return vector_sums<2>(rows, stride, block, num_steps, sums);
