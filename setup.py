@@ -30,6 +30,8 @@ kernels = [
             "-std=c++17",
             "-O3",
             "-fopenmp",
+            # GCC 12 means its own intrinsics
+            "-Wno-uninitialized",
             "-Wno-maybe-uninitialized",
             *(f"-m{each}" for each in instructions),
         ],

@@ -41,6 +41,7 @@ STATS = [
     "drafted_per_position",
     "tokens_per_second",
     "seconds",
+    "drafting_seconds",
 ]
 TEAM = [
     "model",

@@ -86,6 +86,16 @@ def test_seconds_of_a_round_go_to_its_phases_and_the_rest_to_other(clock):
     assert ledger.of(rows[1]).seconds == dict.fromkeys(PHASES, 0.0) | {"draft": 6, "score": 8, "other": 1}
 
 
+def test_drafting_is_timed_in_rounds_that_draft(clock):
+    """A head listens in every round; what that takes is no draft step."""
+    ledger, rows = Ledger(clock), rows_of(2, max_tokens=9)
+    for seconds, drafts in ((5, [[7], []]), (3, [[], []]), (2, [[], [7]])):
+        with ledger.round(rows), ledger.phase("draft"):
+            clock.advance(seconds)
+        ledger.record(rows, Draft.chains(drafts), [row.commit([], 8) for row in rows])
+    assert [ledger.of(row).drafting_seconds for row in rows] == [5, 2]
+
+
 def test_the_time_of_the_round_under_way_counts_from_its_start(clock):
     ledger, rows = Ledger(clock), rows_of(1)
     for _ in range(2):
@@ -131,6 +141,7 @@ def test_public_names():
         "drafted_per_position",
         "tokens_per_second",
         "seconds",
+        "drafting_seconds",
     ]
     stats = Stats(2, 5, 4, 3, seconds={"score": 2.0})
     assert str(stats) == "2.5 tokens/s, acceptance 75%, 2.50 tokens per target pass"

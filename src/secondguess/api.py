@@ -261,7 +261,7 @@ def load(
     chosen_verifier = make_verifier(verifier)
     if controller is not None:
         make_controller(controller)
-    needs = [memory_need(model, dtype=dtype, device=device, quantize=quantize)]
+    needs = [memory_need(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)]
     needs += [
         memory_need(path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
         for path in draft_models_named

@@ -31,6 +31,7 @@ class Stats:
             be accepted.
         accepted_per_position: how many of them had one accepted there. Over the former, the acceptance by position.
         seconds: wall-clock seconds, per phase, of the rounds a row took part in; rows of a batch share them.
+        drafting_seconds: of the phase `draft`, in rounds that did draft for the row. In the others a head only listens.
     """
 
     num_rounds: int = 0
@@ -40,6 +41,7 @@ class Stats:
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    drafting_seconds: float = 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -79,6 +81,7 @@ class Stats:
             "drafted_per_position": self.drafted_per_position,
             "tokens_per_second": self.tokens_per_second,
             "seconds": self.seconds,
+            "drafting_seconds": self.drafting_seconds,
         }
 
     def __str__(self) -> str:
@@ -153,4 +156,7 @@ class Ledger:
         """Count one round of every row."""
         sizes = zip(draft.lengths.tolist(), draft.depths.tolist(), strict=True)
         for row, (num_drafted, depth), commit in zip(rows, sizes, commits, strict=True):
-            self.of(row).count(num_drafted, depth, commit)
+            stats = self.of(row)
+            stats.count(num_drafted, depth, commit)
+            if num_drafted:
+                stats.drafting_seconds += self._phase_seconds["draft"]

@@ -40,10 +40,12 @@ def fused_target(num_layers: int = 4) -> FusedRuntime:
     return FusedRuntime(decoder)
 
 
-def play(target: Runtime, shape: TreeShape | None = None, temperature: float = 0.0) -> int:
+def play(
+    target: Runtime, shape: TreeShape | None = None, temperature: float = 0.0, controller: str = "fixed:3"
+) -> int:
     """Decode, and say how many nodes were drafted."""
     drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2", shape)
-    team = Team(target, drafter, make_verifier("auto"), make_controller("fixed:3"))
+    team = Team(target, drafter, make_verifier("auto"), make_controller(controller))
     params = SamplingParams(max_tokens=12, temperature=temperature)
     rows = [Row(list(prompt), params, seed=3) for prompt in PROMPTS]
     for _ in decode(team, rows):
@@ -172,6 +174,26 @@ class _Loaded:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+
+
+def test_a_lesson_in_which_nothing_counts_teaches_nothing() -> None:
+    """Short answers, of which chance leaves out every place."""
+    target = fused_target()
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    target.request_hidden([2, -1])
+    lesson = Lesson(tokens, torch.zeros_like(tokens, dtype=torch.bool), target.read(tokens).hidden)
+    head = EarlyExitHead.fresh(target.ends(), exit_layer=2, mlp_size=8, seed=0).double()
+    head.learn(lesson, target.ends(), forward_divergence).losses[0].backward()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in head.parameters())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_any_controller_hears_it_in_bfloat16(temperature: float) -> None:
+    decoder = fuse(tiny_target(num_layers=4).bfloat16(), packed=False)
+    assert decoder is not None
+    for controller in ("cost", "confidence", "entropy"):
+        target = FusedRuntime(decoder)
+        assert play(target, StaticTree.of_widths([2, 1]), temperature, controller) >= 0
 
 
 def test_an_adapter_learns() -> None:

@@ -319,8 +319,14 @@ GROWING = [
         trees(([5, 6], [-1, -1]), ([7, 8], [-1, -1])),
         trees(([5, 6, 9, 4], [-1, -1, 0, 1]), ([7, 8, 3], [-1, -1, 1])),
     ],
+    [
+        Draft.chains([[], []]),
+        trees(([5, 6], [-1, -1]), ([], [])),
+        trees(([5, 6, 9], [-1, -1, 0]), ([0], [-1])),
+    ],
 ]
-"""Chains and trees, as drafters show them more and more of."""
+"""Chains and trees, as drafters show them more and more of; at last a row that somebody else drafted for, with the token that
+padding is made of."""
 
 
 def test_what_was_read_ahead_is_not_read_again(checkpoint):
@@ -403,6 +409,34 @@ def test_kernels_of_other_sources_are_not_called(monkeypatch):
 
     monkeypatch.setattr(library, "Weight", Larger)
     assert library.units.__wrapped__() == ()
+
+
+def test_kernels_that_lack_a_function_are_not_called(monkeypatch):
+    """As those that were built from older sources do."""
+
+    class Older:
+        @staticmethod
+        def secondguess_sizes(sizes):
+            kinds = (library.Weight, library.Norm, library.Layer, library.Decoder, library.Forward)
+            sizes[:] = [ctypes.sizeof(kind) for kind in kinds]
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Older)
+    assert library.units.__wrapped__() == ()
+
+
+def test_where_the_kernels_are_given_up_auto_is_as_without_them(checkpoint, monkeypatch):
+    monkeypatch.setattr(loading, "has_bfloat16", lambda _: False)
+    assert load_runtime(checkpoint, device="cpu").dtype == "bfloat16"
+    monkeypatch.setattr(loading, "to_native", lambda *_: None)
+    found = load_runtime(checkpoint, device="cpu")
+    assert (found.kind, found.dtype) == ("fused", "float32")
+
+
+def test_memory_is_that_of_the_runtime_asked_for(checkpoint, monkeypatch):
+    monkeypatch.setattr(loading, "has_bfloat16", lambda _: False)
+    needs = {kind: memory_need(checkpoint, device="cpu", runtime=kind) for kind in ("auto", "fused")}
+    assert needs["fused"].cache == 2 * needs["auto"].cache
+    assert needs["fused"].weights > needs["auto"].weights
 
 
 def test_no_room_between_the_layers_is_named(checkpoint, monkeypatch):

@@ -94,6 +94,15 @@ def test_a_capture_that_was_cut_off_goes_on(target, tmp_path: Path, monkeypatch:
     assert torch.equal(again.lesson(BATCH).hidden[-1], live.hidden[-1].half().float())
 
 
+def test_states_of_other_layers_or_in_other_numbers_are_read_anew(target, tmp_path: Path) -> None:
+    for layers, dtype in (((), torch.float16), ((1,), torch.float16), ((1,), torch.bfloat16)):
+        stored = StoredCapture(tmp_path, TEXTS, layers, target.runtime, dtype)
+        stored.fill(1.0, str)
+        live = LiveCapture(target.runtime, layers).lesson(BATCH)
+        for layer in (*layers, -1):
+            assert torch.equal(stored.lesson(BATCH).hidden[layer], live.hidden[layer].to(dtype).float())
+
+
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(target, tmp_path: Path) -> None:
     stored = StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16)
     with pytest.raises(BadInputError, match=r"--capture-gb of at least .* got"):

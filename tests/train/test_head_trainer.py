@@ -145,6 +145,19 @@ def test_an_interrupted_run_ends_as_the_unbroken_one(make, tmp_path: Path, steps
         assert torch.equal(weight, again.learner.state_dict()[name])
 
 
+def test_looking_at_held_out_text_keeps_no_gradients(make, tmp_path: Path, monkeypatch) -> None:
+    """They would take the memory of many training steps."""
+    learn, kept = TwoAhead.learn, []
+
+    def watched(self: TwoAhead, *arguments: object) -> Marks:
+        kept.append((self.training, torch.is_grad_enabled()))
+        return learn(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TwoAhead, "learn", watched)
+    make(tmp_path).run()
+    assert set(kept) == {(True, True), (False, False)}
+
+
 def test_a_finished_run_has_nothing_left_to_do(make, tmp_path: Path) -> None:
     make(tmp_path).run()
     before = (tmp_path / "log.jsonl").read_bytes()

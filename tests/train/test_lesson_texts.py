@@ -152,7 +152,7 @@ def test_a_chat_goes_through_the_template(llm) -> None:
     document = Document("", "", messages=tuple(CHAT["messages"]))
     asked = "<user>sort items\n<assistant>return items\n<user>again\n<assistant>"
     assert prompt_ids(llm.target, document) == llm.target.encode(asked)
-    text = texts_as_they_stand(llm.target, [document, document], 512)[0]
+    text = texts_as_they_stand(llm.target, [document, document], 64)[0]
     counted = [token for token, counts in zip(text.tokens, text.counts, strict=True) if counts]
     assert llm.target.tokenizer.decode(counted) == "return items\nno\n"
 
@@ -164,9 +164,11 @@ def test_a_chat_without_a_template_is_plain_text(llm) -> None:
 
 def test_as_it_stands_only_the_answer_behind_a_prompt_counts(llm) -> None:
     documents = [Document("def f(items):", "", answer="\n    return items"), Document("print(items)", "")]
-    first, second = texts_as_they_stand(llm.target, documents, 512)
+    first, second = texts_as_they_stand(llm.target, documents, 64)
     counted = [token for token, counts in zip(first.tokens, first.counts, strict=True) if counts]
     assert llm.target.tokenizer.decode(counted).strip() == "return items"
     assert all(second.counts)
     with pytest.raises(BadInputError, match="more data"):
-        texts_as_they_stand(llm.target, documents[:1], 512)
+        texts_as_they_stand(llm.target, documents[:1], 64)
+    with pytest.raises(BadInputError, match="below the target's context"):
+        texts_as_they_stand(llm.target, documents, llm.target.runtime.context_length)

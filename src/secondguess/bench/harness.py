@@ -123,7 +123,7 @@ def _costs_of(system: Speculator, probe: CostProbe, measured: Measurement) -> Co
     told = [run.stats for runs in measured.finished_runs()[system.name].values() for run in runs]
     total = add_up(stats for stats in told if stats is not None)
     num_levels = sum(total.drafted_per_position)
-    return replace(costs, draft_step=total.seconds["draft"] / num_levels) if num_levels else costs
+    return replace(costs, draft_step=total.drafting_seconds / num_levels) if num_levels else costs
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from secondguess.api import LLM, load
+from secondguess.bench.summary import add_up
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
 from secondguess.train.lessons import TaughtText
@@ -27,16 +28,20 @@ def measure_speed(
     Returns:
         `cost_ratio` of one drafted node to one plain target pass, `acceptance_length`, both `tokens_per_second`, and `speedup`.
     """
-    llm = load(model, drafter, dtype=dtype, device=device)
+    # Two of the target: one that shows its states to a drafter is not quite plain.
+    with_drafter = load(model, drafter, dtype=dtype, device=device)
+    without = load(model, "none", dtype=dtype, device=device)
     prompts = [prompt_of(text) for text in texts[:NUM_PROMPTS]]
-    _play(llm, prompts[:1], None)
-    plain, drafted = Stats(), Stats()
+    runs: dict[LLM, list[Stats]] = {without: [], with_drafter: []}
+    for llm in runs:
+        _play(llm, prompts[:1])
     for turn in range(NUM_TURNS):
         # ABBA: what slows the machine down for a while slows both.
-        for is_plain in (True, False) if turn % 2 == 0 else (False, True):
-            _add(plain if is_plain else drafted, _play(llm, prompts, 0 if is_plain else None))
+        for llm in runs if turn % 2 == 0 else reversed(runs):
+            runs[llm] += _play(llm, prompts)
+    plain, drafted = (add_up(stats) for stats in runs.values())
     passes = plain.seconds["score"] / max(1, plain.num_rounds)
-    steps = drafted.seconds["draft"] / max(1, drafted.num_drafted)
+    steps = drafted.drafting_seconds / max(1, drafted.num_drafted)
     return {
         "cost_ratio": round(steps / passes, 4) if drafted.num_drafted else None,
         "acceptance_length": round(drafted.acceptance_length, 3),
@@ -52,18 +57,10 @@ def prompt_of(text: TaughtText) -> list[int]:
     return text.tokens[: max(1, min(first or SHORTEST_PROMPT, len(text.tokens) - 1))]
 
 
-def _play(llm: LLM, prompts: Sequence[list[int]], draft_length: int | None) -> Stats:
-    total = Stats()
+def _play(llm: LLM, prompts: Sequence[list[int]]) -> list[Stats]:
+    found = []
     for prompt in prompts:
         room = llm.target.runtime.context_length - len(prompt)
-        params = SamplingParams(max_tokens=min(NUM_TOKENS, room), temperature=0.0, draft_length=draft_length)
-        _add(total, llm.generate_batch([prompt], [params])[0].stats)
-    return total
-
-
-def _add(total: Stats, stats: Stats) -> None:
-    total.num_rounds += stats.num_rounds
-    total.num_tokens += stats.num_tokens
-    total.num_drafted += stats.num_drafted
-    for name, seconds in stats.seconds.items():
-        total.seconds[name] += seconds
+        params = SamplingParams(max_tokens=min(NUM_TOKENS, room), temperature=0.0)
+        found.append(llm.generate_batch([prompt], [params])[0].stats)
+    return found

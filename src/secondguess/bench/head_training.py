@@ -263,7 +263,7 @@ def _learn(job: HeadJob, llm: LLM, texts: Texts, run: Path, show: Show) -> tuple
         ends=ends,
         num_layers=runtime.num_layers,
         vocab_size=runtime.vocab_size,
-        token_counts=texts.token_counts(runtime.vocab_size),
+        token_counts=texts.token_counts(runtime.vocab_size).to(runtime.device),
         device=runtime.device,
         seed=job.seed,
     )
@@ -284,7 +284,7 @@ def _captures(
     live = LiveCapture(runtime, layers)
     if not job.capture_gb:
         return live, live
-    dtype = torch.bfloat16 if runtime.ends().dtype == torch.bfloat16 else torch.float16
+    dtype = torch.bfloat16 if llm.target.dtype == "bfloat16" else torch.float16
     stored = StoredCapture(folder, texts.training, layers, runtime, dtype)
     stored.fill(job.capture_gb, show.line, show.pause)
     return stored, live

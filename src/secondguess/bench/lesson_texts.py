@@ -150,8 +150,9 @@ def texts_as_they_stand(target: LoadedModel, documents: Sequence[Document], leng
     In chats what the assistant says counts; behind a prompt its answer; everything else counts whole.
 
     Raises:
-        BadInputError: too little text to learn from.
+        BadInputError: too little text to learn from, or windows longer than the target's context.
     """
+    _require_room(target, length)
     found = [window for each in documents for window in windows(*_taught(target, each), length)]
     if len(found) < 2:
         raise BadInputError(
@@ -159,6 +160,12 @@ def texts_as_they_stand(target: LoadedModel, documents: Sequence[Document], leng
             "give more data or a smaller --length"
         )
     return found
+
+
+def _require_room(target: LoadedModel, length: int) -> None:
+    context = target.runtime.context_length
+    if length >= context:
+        raise BadInputError(f"expected --length below the target's context of {context} tokens, got {length}")
 
 
 def _taught(target: LoadedModel, document: Document) -> tuple[list[int], list[bool]]:
@@ -230,11 +237,7 @@ def write_answers(
     Raises:
         BadInputError: texts longer than the target's context.
     """
-    context = llm.target.runtime.context_length
-    if settings.length >= context:
-        raise BadInputError(
-            f"expected --length below the target's context of {context} tokens, got {settings.length}"
-        )
+    _require_room(llm.target, settings.length)
     per_file = settings.batch_size * BATCHES_PER_FILE
     texts: list[TaughtText] = []
     for start in range(0, len(documents), per_file):

@@ -86,6 +86,7 @@ def add_up(many: Iterable[Stats]) -> Stats:
         _add_positions(total.accepted_per_position, stats.accepted_per_position)
         for phase, seconds in stats.seconds.items():
             total.seconds[phase] += seconds
+        total.drafting_seconds += stats.drafting_seconds
     return total
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from secondguess.core import Budgets, Draft, Row
@@ -75,14 +76,18 @@ class EarlyExitDrafter(SteppingDrafter):
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         states = self._read(rows, Draft.chains(self._chains, device=self.device))
-        return self._unembed(self._finish(states[:, -1]))
+        return self._say(states[:, -1])
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         for index in active:
             self._chains[index].append(tokens[index])
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
-        return self._unembed(self._finish(self._read(rows, tree)))
+        return self._say(self._read(rows, tree))
+
+    def _say(self, states: Tensor) -> Tensor:
+        logits = self._unembed(self._finish(states))
+        return logits if logits.dtype == torch.float64 else logits.float()
 
     def _read(self, rows: Sequence[Row], draft: Draft) -> Tensor:
         # All rows, also those that are not drafted for: the target needs these layers of their pending tokens too.

@@ -196,7 +196,7 @@ class TreeOptions:
         tree: nothing for chains; children per node, level by level, as in `3x2x1`; `dynamic` or `optimal`.
         nodes: of a dynamic tree; of an optimal one, at most.
         width: of a dynamic tree, children per node at most.
-        depth: of a dynamic tree.
+        depth: of a dynamic tree, levels at most; no more than it has nodes.
     """
 
     tree: str = ""
@@ -237,7 +237,7 @@ class TreeOptions:
                 "expected a tree such as 3x2x1 or dynamic, got optimal, which only the drafter model:PATH can plan"
             )
         if self.tree == "dynamic":
-            return DynamicTree(self.nodes, self.width, self.depth)
+            return DynamicTree(self.nodes, self.width, min(self.depth, self.nodes))
         return StaticTree.of_widths(self._widths()) if self.tree else None
 
     def _widths(self) -> list[int]:

@@ -64,7 +64,7 @@ def load_eagle(
         layer_config = config["transformer_layer_config"] if kind else config
         _check_vocabulary(folder, layer_config, vocab_size)
         if kind or "draft_vocab_size" in config or "layers.0.hidden_norm.weight" in tensors:
-            _leave_out_the_targets(tensors, ends, device)
+            _leave_out_the_targets(tensors, ends, vocab_size, device)
             head: EagleHead | Eagle1Head = _third(folder, config, layer_config, tensors, ends, num_layers)
         else:
             # The target's own, published beside the layer.
@@ -118,12 +118,14 @@ def _third(
     return EagleHead(shape, ends, words, has_embeddings="embed_tokens.weight" in tensors)
 
 
-def _leave_out_the_targets(tensors: dict[str, Tensor], ends: Ends, device: torch.device) -> None:
+def _leave_out_the_targets(
+    tensors: dict[str, Tensor], ends: Ends, vocab_size: int, device: torch.device
+) -> None:
     """Embeddings that were only copied are borrowed instead: they are the largest part of a head."""
     own = tensors.get("embed_tokens.weight")
-    if own is not None and own.dim() == 2 and own.shape[1] == ends.width:
+    if own is not None and tuple(own.shape) == (vocab_size, ends.width):
         with torch.no_grad():
-            of_target = ends.embed(torch.arange(len(own), device=device)).cpu()
+            of_target = ends.embed(torch.arange(vocab_size, device=device)).cpu()
         if torch.equal(of_target.to(own.dtype), own):
             del tensors["embed_tokens.weight"]
 

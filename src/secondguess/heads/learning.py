@@ -90,7 +90,8 @@ def grade(
         words: `[word]`, which of the target's tokens these are; None for all. The loss is about these alone.
     """
     if not counts.any():
-        nothing = thoughts.sum() * 0.0
+        # Said of any one place, so that there is a gradient, of zeros: thoughts may be the target's own states.
+        nothing = say(thoughts[:1, :1]).sum() * 0.0
         return nothing, nothing.detach()
     said = say(thoughts[counts])
     with torch.no_grad():

@@ -40,11 +40,11 @@ class Ahead:
             return False
         if num_read > draft.num_nodes:
             return False
-        real = draft.mask[:, :num_read]
-        same = (draft.tokens[:, :num_read] == self.draft.tokens[:, :num_read]) & (
-            draft.parents[:, :num_read] == self.draft.parents[:, :num_read]
-        )
-        return bool((same | ~real).all())
+        # What was padding when it was read has neither the place nor the ancestors of a node with the same token.
+        same = self.draft.mask[:, :num_read].clone()
+        for now, then in ((draft.tokens, self.draft.tokens), (draft.parents, self.draft.parents)):
+            same &= now[:, :num_read] == then[:, :num_read]
+        return bool((same | ~draft.mask[:, :num_read]).all())
 
 
 def layers_without(skipped: Sequence[int], num_layers: int) -> list[int]:
@@ -97,7 +97,8 @@ class LayeredRuntime(CachedRuntime):
                 "expected rows of which all but the last token is cached, got others; score them first"
             )
         ahead = self._ahead
-        known = ahead.states if ahead is not None and ahead.agrees_with(members, draft) else None
+        goes_on = ahead is not None and ahead.num_layers == num_layers and ahead.agrees_with(members, draft)
+        known = ahead.states if ahead is not None and goes_on else None
         with torch.inference_mode():
             states = self._go_on(members, draft, known, num_layers)[2]
         lengths = [state.length for state in members]

@@ -131,7 +131,7 @@ def load_runtime(
         quantize, by_kernels=runtime != "transformers" and can_run_native(config, number, place)
     )
     check_loadable(config, path)
-    need = _need(name_or_path, path, config, number, place, quantize, num_cached_tokens, drafts)
+    need = _need(name_or_path, path, config, number, place, quantize, num_cached_tokens, drafts, runtime)
     check_memory([need], place)
     tokenizer = read_tokenizer(path)
     model = _read_model(path, number).to(place)
@@ -144,6 +144,24 @@ def load_runtime(
         hidden_layers=hidden_layers,
         drafts=drafts,
     )
+    if (
+        dtype == "auto"
+        and _kind_of(made) != "native"
+        and number == torch.bfloat16
+        and not has_bfloat16(place)
+    ):
+        # The kernels were what made bfloat16 fast here, and a probe found that they say something else.
+        del made, model
+        return load_runtime(
+            name_or_path,
+            dtype="float32",
+            device=device,
+            quantize=quantize,
+            runtime=runtime,
+            hidden_layers=hidden_layers,
+            num_cached_tokens=num_cached_tokens,
+            drafts=drafts,
+        )
     return LoadedModel(
         made,
         _kind_of(made),
@@ -216,14 +234,15 @@ def memory_need(
     quantize: str | None = None,
     num_cached_tokens: int = 4096,
     drafts: bool = False,
+    runtime: str = "auto",
 ) -> MemoryNeed:
     """What `load_runtime` with these arguments would take, so that several models can be checked together."""
     path = find_checkpoint(str(name_or_path))
     place = pick_device(device)
     config = read_config(path)
-    number = pick_dtype(dtype, place, config)
+    number = pick_dtype(dtype, place, config, runtime)
     check_loadable(config, path)
-    return _need(name_or_path, path, config, number, place, quantize, num_cached_tokens, drafts)
+    return _need(name_or_path, path, config, number, place, quantize, num_cached_tokens, drafts, runtime)
 
 
 @contextmanager
@@ -440,12 +459,13 @@ def _need(
     quantize: str | None,
     num_cached_tokens: int,
     drafts: bool,
+    runtime: str,
 ) -> MemoryNeed:
     num_parameters = count_parameters(Path(path))
     if num_parameters is None:
         # Weights in the older pickle format; they are rarely wider than two bytes a number.
         num_parameters = sum(file.stat().st_size for file in Path(path).glob("*.bin")) // 2
-    by_kernels = can_run_native(config, dtype, place)
+    by_kernels = runtime in ("auto", "native") and can_run_native(config, dtype, place)
     return estimate_memory(
         str(name),
         config,

@@ -137,7 +137,7 @@ class StoredCapture:
                 of_layer.flush()
             done = part.stop
             with write_atomically(self.folder / "captured.json") as stream:
-                stream.write(json.dumps({"num_texts": done, "layers": list(self.layers)}).encode())
+                stream.write(json.dumps(self._what() | {"num_texts": done}).encode())
             pause()
         self._open("r")
 
@@ -146,10 +146,15 @@ class StoredCapture:
         return padded_lesson(batch, hidden, self.target.device)
 
     def _num_done(self) -> int:
-        """Texts whose states are on disk; none where those are of other layers, as another version of a head wants them."""
+        """Texts whose states are on disk; none where those are of other layers, as another version of a head wants
+        them, or in other numbers, as another machine writes them."""
         mark = self.folder / "captured.json"
         found = json.loads(mark.read_text()) if mark.is_file() else {}
-        return int(found["num_texts"]) if found.get("layers") == list(self.layers) else 0
+        return int(found["num_texts"]) if found.items() >= self._what().items() else 0
+
+    def _what(self) -> dict[str, object]:
+        """What the files hold."""
+        return {"layers": list(self.layers), "dtype": str(self.dtype)}
 
     def _open(self, mode: str) -> None:
         shape = (self._starts[-1], self.target.ends().width)

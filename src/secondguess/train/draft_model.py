@@ -43,7 +43,13 @@ class DraftModel(Learner):
 
     @classmethod
     def fresh(
-        cls, target: Mapping[str, Any], vocab_size: int, ends: Ends, num_layers: int, width: int
+        cls,
+        target: Mapping[str, Any],
+        vocab_size: int,
+        ends: Ends,
+        num_layers: int,
+        width: int,
+        device: torch.device | None = None,
     ) -> DraftModel:
         """A model of random layers between the target's embeddings, drawn from torch's generator.
 
@@ -53,6 +59,7 @@ class DraftModel(Learner):
             ends: of the target.
             num_layers: of the draft model.
             width: of it, a multiple of 64; 0 for the target's, cut to 512.
+            device: of the target.
 
         Raises:
             BadInputError: a width that heads of size 64 do not divide.
@@ -76,7 +83,7 @@ class DraftModel(Learner):
         model = LlamaForCausalLM(config)
         with torch.no_grad():
             model.get_input_embeddings().weight.copy_(
-                embeddings_of_width(ends.embed(torch.arange(vocab_size)), width)
+                embeddings_of_width(ends.embed(torch.arange(vocab_size, device=device)).cpu(), width)
             )
         return cls(model, saved_dtype(target))
 

@@ -1,8 +1,9 @@
 """The training loop of everything that learns to guess for one frozen target.
 
 The target is read, the head guesses at every place, AdamW follows the losses of the depths, weighted by the recipe. The rate
-warms up and falls along a cosine. What a step does is a function of the seed, the step and the weights, so that a run that was
-killed and resumed from its checkpoint writes the log of the unbroken one, bit by bit (float32, one machine).
+warms up and falls along a cosine. With a budget of steps, what a step does is a function of the seed, the step and the weights:
+a run that was killed and resumed from its checkpoint writes the log of the unbroken one, bit by bit (float32, one machine). With
+a budget of minutes the rate follows the clock.
 """
 
 from __future__ import annotations
@@ -340,7 +341,6 @@ def _write_line(log: BinaryIO, content: dict[str, object]) -> None:
     log.write(json.dumps(content).encode() + b"\n")
 
 
-@torch.no_grad()
 def _thinned(lesson: Lesson, share: float) -> Lesson:
     """The same lesson with fewer places that count."""
     if share == 1:
@@ -349,6 +349,7 @@ def _thinned(lesson: Lesson, share: float) -> Lesson:
     return replace(lesson, counts=lesson.counts & (lots < share))
 
 
+@torch.no_grad()
 def held_out_acceptance(
     learner: Learner,
     ends: Ends,

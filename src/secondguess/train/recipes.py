@@ -132,7 +132,7 @@ class DraftRecipe(Recipe):
         with torch.random.fork_rng():
             torch.manual_seed(target.seed)
             return DraftModel.fresh(
-                target.config, target.vocab_size, target.ends, self.num_layers, self.width
+                target.config, target.vocab_size, target.ends, self.num_layers, self.width, target.device
             )
 
     def weights(self, num_depths: int) -> list[float]:

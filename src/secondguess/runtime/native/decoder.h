@@ -67,6 +67,7 @@ static Floats activate(Floats x, int64_t activation) {
 // Rows of numbers with room for whole tiles; what is padding stays zero.
 struct Rows {
     std::vector<bf16> numbers;
+    std::vector<float> wide;
     std::vector<int8_t> small;
     std::vector<float> scale;
     int64_t stride = 0;
@@ -77,12 +78,23 @@ struct Rows {
         // Reused buffers keep old numbers: in rows beyond the last nobody looks, in columns beyond the last weights are zero
         // and must not meet a NaN.
         numbers.assign(rows * stride, 0);
+        if (VectorUnit::WIDE) wide.assign(rows * stride, 0);
         small.assign(rows * stride, 0);
         scale.assign(rows, 0);
     }
     bf16* row(int64_t index) { return numbers.data() + index * stride; }
-    void shrink_row(int64_t index) { scale[index] = shrink(row(index), stride, small.data() + index * stride); }
-    Values values(int64_t num_rows) const { return {numbers.data(), small.data(), scale.data(), stride, num_rows}; }
+
+    // Whether a row has to be made ready for products by `weight` once its numbers are known.
+    static bool needs_form(const Weight& weight) { return weight.scale || VectorUnit::WIDE; }
+    void form(int64_t index, const Weight& weight) {
+        if (weight.scale)
+            scale[index] = shrink(row(index), stride, small.data() + index * stride);
+        else if (VectorUnit::WIDE)
+            for (int64_t i = index * stride; i < (index + 1) * stride; i += 16) store(wide.data() + i, load(numbers.data() + i));
+    }
+    Values values(int64_t num_rows) const {
+        return {numbers.data(), wide.data(), small.data(), scale.data(), stride, num_rows};
+    }
 };
 
 // Memory of the forwards of one decoder. Everything that more than one thread reads is shared; a few normalised rows are
@@ -151,7 +163,7 @@ struct Worker {
         Rows& to = own();
         for (int64_t row = first_row(); row < last_row(); row++) {
             normalise(space.states.row(row), decoder.width, norm, to.row(row));
-            if (weight.scale) to.shrink_row(row);
+            to.form(row, weight);
         }
         if (!alone) wait();
         return to.values(num_rows);
@@ -159,10 +171,10 @@ struct Worker {
 
     // Rows that all threads wrote, as what a product by `weight` reads.
     Values read_shared(Rows& rows, const Weight& weight) const {
-        if (weight.scale) {
-            // whole rows are needed for their scale: one thread each, and everybody waits
+        if (Rows::needs_form(weight)) {
+            // whole rows are needed: one thread each, and everybody waits
             for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++)
-                rows.shrink_row(row);
+                rows.form(row, weight);
             wait();
         }
         return rows.values(num_rows);
@@ -349,7 +361,7 @@ struct Worker {
                 normalise(space.states.row(row), decoder.width, decoder.norm, rows.row(said));
             else
                 std::memcpy(rows.row(said), space.states.row(row), decoder.width * sizeof(bf16));
-            if (decoder.head.scale) rows.shrink_row(said);
+            rows.form(said, decoder.head);
         }
         if (!alone) wait();
         const int64_t vocab = decoder.head.num_outputs;

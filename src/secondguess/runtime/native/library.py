@@ -151,14 +151,17 @@ def _open(kind: str) -> ctypes.CDLL | None:
         kernels = ctypes.CDLL(str(built))
     except OSError:
         return None  # built elsewhere, for libraries that are not here
-    kernels.secondguess_workspace.restype = c_void_p
-    kernels.secondguess_free.argtypes = [c_void_p]
-    kernels.secondguess_run.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p]
-    kernels.secondguess_unembed.argtypes = [
-        *(POINTER(Decoder), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
-    ]
-    kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
-    sizes = (c_int64 * 5)()
-    kernels.secondguess_sizes(sizes)
     expected = [ctypes.sizeof(each) for each in (Weight, Norm, Layer, Decoder, Forward)]
+    sizes = (c_int64 * len(expected))()
+    try:
+        kernels.secondguess_sizes(sizes)
+        kernels.secondguess_workspace.restype = c_void_p
+        kernels.secondguess_free.argtypes = [c_void_p]
+        kernels.secondguess_run.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p]
+        kernels.secondguess_unembed.argtypes = [
+            *(POINTER(Decoder), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+        ]
+        kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
+    except AttributeError:
+        return None
     return kernels if list(sizes) == expected else None

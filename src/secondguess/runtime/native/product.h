@@ -38,10 +38,11 @@ struct Weight {
     int64_t num_steps() const { return scale ? num_inputs / 64 : num_inputs / 32; }
 };
 
-// What a product reads: rows in bfloat16, and for 8-bit weights the same in 8 bits with a scale per row. There is room
-// for a multiple of 32 rows.
+// What a product reads: rows in bfloat16, for units that want them also in float32, and for 8-bit weights in 8 bits with a scale
+// per row. There is room for a multiple of 32 rows.
 struct Values {
     const bf16* numbers;
+    const float* wide;
     const int8_t* small;
     const float* scale;
     int64_t stride;  // numbers per row
@@ -49,7 +50,8 @@ struct Values {
 };
 
 // A unit adds up the products of some rows of its values, ROWS at most, with one block: into `sums[row][output]`, in float32 for
-// bfloat16, as whole numbers for 8 bits. These are too large by SHIFT times the sum of the output's weights.
+// bfloat16, as whole numbers for 8 bits. These are too large by SHIFT times the sum of the output's weights. WIDE says whether it
+// reads float32 in place of bfloat16.
 #ifdef __AVX512BF16__
 #include "product_avx512.h"
 #else
@@ -67,7 +69,7 @@ inline void multiply(const Values& values, const Weight& weight, int thread, int
     const int64_t first = thread * num_blocks / num_threads, last = (thread + 1) * num_blocks / num_threads;
     alignas(64) float sums[Unit::ROWS * BLOCK];
     alignas(64) int32_t whole_sums[Unit::ROWS * BLOCK];
-    const Unit unit(values, weight.scale != nullptr);
+    const Unit unit(values);
     for (int64_t block = first; block < last; block++) {
         const char* data = weight.data + block * num_steps * 2 * TILE_BYTES;
         for (int64_t start = 0; start < values.num_rows; start += Unit::ROWS) {

@@ -42,7 +42,7 @@ struct MatrixUnit {
     const Values& values;
 
     // Tiles 0 to 3 hold sums (rows by outputs), 4 and 5 rows, 6 and 7 weights.
-    MatrixUnit(const Values& values, bool) : values(values) {
+    explicit MatrixUnit(const Values& values) : values(values) {
         TileShapes shapes;
         for (int i = 0; i < 8; i++) {
             shapes.row_bytes[i] = 64;

@@ -2,8 +2,6 @@
 // other, as many as sixteen registers hold.
 #pragma once
 
-#include <vector>
-
 // The first and the second number of a pair are added to the same sum, one after the other. Values come in float32.
 template <int COUNT, int TILES>
 inline void vector_sums(const float* rows, int64_t stride, const char* first_tile, int64_t num_steps, float* sums) {
@@ -66,21 +64,14 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* first_ti
 struct VectorUnit {
     static constexpr int ROWS = 4;
     static constexpr int32_t SHIFT = 0;
+    static constexpr bool WIDE = true;
 
     const Values& values;
-    const float* wide = nullptr;  // the values in float32, made once for all blocks
 
-    VectorUnit(const Values& values, bool eight_bits) : values(values) {
-        if (eight_bits) return;
-        thread_local std::vector<float> room;
-        const int64_t size = values.num_rows * values.stride;
-        if ((int64_t)room.size() < size) room.resize(size);
-        for (int64_t i = 0; i < size; i += 16) store(room.data() + i, load(values.numbers + i));
-        wide = room.data();
-    }
+    explicit VectorUnit(const Values& values) : values(values) {}
 
     void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
-        add_up(wide + start * values.stride, values.stride, count, block, num_steps, sums);
+        add_up(values.wide + start * values.stride, values.stride, count, block, num_steps, sums);
     }
     void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
         add_up(values.small + start * values.stride, values.stride, count, block, num_steps, sums);

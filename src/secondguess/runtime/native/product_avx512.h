@@ -53,10 +53,11 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
 struct VectorUnit {
     static constexpr int ROWS = 8;
     static constexpr int32_t SHIFT = 128;
+    static constexpr bool WIDE = false;
 
     const Values& values;
 
-    VectorUnit(const Values& values, bool) : values(values) {}
+    explicit VectorUnit(const Values& values) : values(values) {}
 
     void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
         add_up(values.numbers + start * values.stride, values.stride, count, block, num_steps, sums);
