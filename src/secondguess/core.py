@@ -165,10 +165,16 @@ class Draft:
     distinct: bool = True
 
     @classmethod
-    def empty(cls, num_rows: int, device: torch.device | str = "cpu") -> Draft:
-        """No guess for any row: the round becomes plain decoding."""
+    def empty(cls, num_rows: int, device: torch.device | str = "cpu", law_width: int | None = None) -> Draft:
+        """No guess for any row: the round becomes plain decoding.
+
+        Args:
+            law_width: tokens in the laws of a drafter that has some; None for certain drafts. Which of the two a draft is
+                decides what rule judges it, and a row's text must not depend on whether another row had room to draft.
+        """
         nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
-        return cls(nothing, nothing, torch.zeros(num_rows, dtype=torch.long, device=device))
+        laws = None if law_width is None else torch.empty(num_rows, 0, law_width, device=device)
+        return cls(nothing, nothing, torch.zeros(num_rows, dtype=torch.long, device=device), laws)
 
     @classmethod
     def chains(

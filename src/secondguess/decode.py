@@ -84,11 +84,12 @@ def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
     with ledger.round(rows):
         noise = team.noise(rows)
         budgets = _budgets(team, rows)
+        draft = team.drafter.decline(len(rows), noise, team.target.vocab_size)
         if budgets.longest:
             with ledger.phase("prefill"):
                 _prepare(team.drafter, rows, budgets)
-        with ledger.phase("draft"):
-            draft = team.drafter.propose(rows, budgets, noise)
+            with ledger.phase("draft"):
+                draft = team.drafter.propose(rows, budgets, noise)
         with ledger.phase("score"):
             scores = team.target.score(rows, draft)
         with ledger.phase("judge"):

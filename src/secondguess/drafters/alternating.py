@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import one_hot
@@ -59,7 +60,7 @@ class AlternatingDrafter(Drafter):
         """Those of all parts; a part without a guess comes last."""
         of_parts = [part.prospects(rows) for part in self.parts]
         numbered = [
-            [replace(choice, part=number) for number, choices in enumerate(of_row) for choice in choices]
+            [_of_part(choice, number) for number, choices in enumerate(of_row) for choice in choices]
             for of_row in zip(*of_parts, strict=True)
         ]
         return [sorted(choices, key=_has_nothing) for choices in numbered]
@@ -135,6 +136,12 @@ class AlternatingDrafter(Drafter):
         if draft.probs is not None:
             return draft
         return replace(draft, probs=one_hot(draft.tokens, self._vocab_size).float())
+
+
+@lru_cache(maxsize=4096)
+def _of_part(choice: Prospect, number: int) -> Prospect:
+    # Asked in every round, and mostly about the same few prospects.
+    return replace(choice, part=number)
 
 
 def _has_nothing(prospect: Prospect) -> bool:

@@ -103,6 +103,11 @@ class Drafter(ABC):
         A draft model reads here what it has not read yet. Its time counts as prefill.
         """
 
+    def decline(self, num_rows: int, noise: Noise, law_width: int) -> Draft:
+        """The draft of a round in which nothing is asked of it; its laws, where it has some, are of `law_width` tokens."""
+        certain = self.certain or noise.all_greedy
+        return Draft.empty(num_rows, noise.device, None if certain else law_width)
+
     @abstractmethod
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         """Guess at most `budgets.lengths[i]` levels for row i: of a chain, nodes.

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Supplies
+from secondguess.drafters.hearing import Heard
 from secondguess.drafters.shadow import FAR_BEHIND
 from secondguess.drafters.stepping import SteppingDrafter, for_everybody
 from secondguess.drafters.trees import TreeOptions, TreeShape
@@ -52,7 +53,7 @@ class DsparkDrafter(SteppingDrafter):
         self.hidden_layers = head.hidden_layers
         self.head = head.eval().requires_grad_(False)
         self._context = FeatureContext(target.device)
-        self._heard: dict[Row, list[Hidden]] = {}
+        self._heard = Heard(head.hidden_layers)
         self._longest = 0
         self._block: Block | None = None
         self._previous: list[list[int]] = []
@@ -67,18 +68,12 @@ class DsparkDrafter(SteppingDrafter):
         return cls(head, target, f"{name.kind}{argument}{options}", options.shape)
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
-        layers = self.head.hidden_layers
         for row, of_row in zip(rows, hidden, strict=True):
-            self._heard[row] = [{layer: of_row[layer] for layer in layers}] if of_row else []
+            self._heard.begin(row, of_row)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
-        """Of all that was scored, what was committed: pending and the path behind it."""
         super().observe(rows, verdict, hidden)
-        for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
-            queries = [0, *(node + 1 for node in path)]
-            self._heard[row].append(
-                {layer: hidden[layer][index, queries] for layer in self.head.hidden_layers}
-            )
+        self._heard.observe(rows, verdict, hidden)
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
         return [(Prospect(longest=self.room(row), unread=self._coarsely_unread(row)),) for row in rows]
@@ -92,7 +87,7 @@ class DsparkDrafter(SteppingDrafter):
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         """Turn what was heard since the last draft into keys and values."""
-        behind = [row for row in rows if self.room(row) > 0 and self._heard[row]]
+        behind = [row for row in rows if self.room(row) > 0 and self._heard.has(row)]
         far = [row for row in behind if self._unread(row) > FAR_BEHIND]
         near = [row for row in behind if self._unread(row) <= FAR_BEHIND]
         # Beside a long prompt, rows with a few new tokens would be mostly padding.
@@ -102,18 +97,13 @@ class DsparkDrafter(SteppingDrafter):
 
     def _read(self, rows: Sequence[Row]) -> None:
         layers = self.head.hidden_layers
-        heard = [
-            {layer: torch.cat([piece[layer] for piece in self._heard[row]]) for layer in layers}
-            for row in rows
-        ]
+        heard = [self._heard.take(row) for row in rows]
         counts = [len(states[layers[0]]) for states in heard]
         together = {layer: pad_sequence([states[layer] for states in heard], True) for layer in layers}
         starts = torch.tensor([self._context.length(row) for row in rows], device=self.device)
         positions = starts[:, None] + torch.arange(max(counts), device=self.device)
         keys_values = self.head.context(self.head.features(together), positions)
         self._context.append(rows, counts, keys_values)
-        for row in rows:
-            self._heard[row] = []
 
     def _unread(self, row: Row) -> int:
         return len(row.tokens) - 1 - self._context.length(row)
@@ -169,5 +159,5 @@ class DsparkDrafter(SteppingDrafter):
         return self.head.over_vocabulary(self.head.follow(base, previous))
 
     def end(self, row: Row) -> None:
-        self._heard.pop(row, None)
+        self._heard.end(row)
         self._context.end(row)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
+from secondguess.drafters.hearing import Heard
 from secondguess.drafters.shadow import FAR_BEHIND, Shadow, ShadowDrafter
 from secondguess.drafters.stepping import for_everybody
 from secondguess.drafters.trees import TreeShape
@@ -34,18 +35,16 @@ class FeatureDrafter(ShadowDrafter):
         runtime = HeadRuntime(head, target.vocab_size, target.context_length, target.device)
         super().__init__(runtime, name, target.vocab_size, shape)
         self.hidden_layers = head.hidden_layers
-        self._heard: dict[Row, list[Hidden]] = {}
+        self._heard = Heard(head.hidden_layers)
         self._thoughts = torch.empty(0)
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
-            self._heard[row] = [of_row] if of_row else []
+            self._heard.begin(row, of_row)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         super().observe(rows, verdict, hidden)
-        for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
-            queries = [0, *(node + 1 for node in path)]
-            self._heard[row].append({layer: states[index, queries] for layer, states in hidden.items()})
+        self._heard.observe(rows, verdict, hidden)
 
     def room(self, row: Row) -> int:
         """None behind a single token: there is no feature yet to read it beside."""
@@ -76,11 +75,8 @@ class FeatureDrafter(ShadowDrafter):
         shadow.row.tokens[:] = tokens[1:]
 
     def _feed(self, row: Row, shadow: Shadow) -> None:
-        pieces = self._heard[row]
-        layers = self.runtime.head.hidden_layers
-        heard = {layer: torch.cat([piece[layer] for piece in pieces]) for layer in layers}
-        self.runtime.feed(shadow.row, shadow.num_agreed, self.runtime.head.features(heard))
-        self._heard[row] = []
+        features = self.runtime.head.features(self._heard.take(row))
+        self.runtime.feed(shadow.row, shadow.num_agreed, features)
         shadow.num_agreed = len(shadow.row.tokens)
 
     def _score(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Scores:
@@ -104,4 +100,4 @@ class FeatureDrafter(ShadowDrafter):
 
     def end(self, row: Row) -> None:
         super().end(row)
-        self._heard.pop(row, None)
+        self._heard.end(row)

@@ -71,7 +71,7 @@ class SteppingDrafter(Drafter):
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         if not budgets.longest:
-            return empty_draft(len(rows), self.vocab_size, self.device, noise.all_greedy)
+            return Draft.empty(len(rows), self.device, None if noise.all_greedy else self.vocab_size)
         limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
         if self.shape is None:
             return self._draw_chains(rows, limits, budgets, noise)
@@ -154,16 +154,6 @@ def _beside(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def empty_draft(num_rows: int, vocab_size: int, device: torch.device, certain: bool) -> Draft:
-    """A round's empty draft.
-
-    It has laws like any other, for no nodes: whether a draft is certain decides which rule judges it, and a
-    row's text must not depend on whether another row of its batch had room to draft.
-    """
-    empty = Draft.empty(num_rows, device)
-    return empty if certain else replace(empty, probs=torch.empty(num_rows, 0, vocab_size, device=device))
-
-
 @lru_cache(maxsize=64)
 def no_nodes(num_rows: int, device: torch.device) -> Draft:
     """The empty draft of a draft step, made once."""
