@@ -269,3 +269,17 @@ def test_no_global_generator_is_touched():
     for purpose in PURPOSES:
         draws_of(noise_of(num_rows=4), purpose, 1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_race_has_the_same_numbers_on_the_host_and_on_a_device():
+    """A text may not depend on where its noise was made."""
+    hashes = torch.randint(-(2**63), 2**63 - 1, (3, 2), generator=torch.Generator().manual_seed(0))
+    on_device = noise_module._uniform_per_token_on_device(hashes, 777)
+    on_host = torch.from_numpy(noise_module._uniform_per_token(hashes.numpy(), 777))
+    assert torch.equal(on_host, on_device)
+    assert on_host.min() > 0
+    assert on_host.max() < 1
+    noise, laws = noise_of(40), torch.rand(40, 3, 50, dtype=torch.float64) + 0.1
+    places = torch.arange(3).repeat(40, 1)
+    expected = -noise._device_uniforms(laws, places).log() / laws
+    assert torch.equal(noise.arrivals(laws, places), expected)
