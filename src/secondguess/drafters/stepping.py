@@ -154,7 +154,6 @@ def _beside(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-@lru_cache(maxsize=64)
 def no_nodes(num_rows: int, device: torch.device) -> Draft:
     """The empty draft of a draft step, made once."""
     return Draft.empty(num_rows, device)
