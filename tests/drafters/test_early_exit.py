@@ -131,6 +131,29 @@ def test_a_draft_that_changed_is_read_anew() -> None:
     torch.testing.assert_close(logits[0], logits[1])
 
 
+def test_an_interrupted_round_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are decoded again look as they did, but the cache has been written anew: what was read before is gone."""
+    params = SamplingParams(max_tokens=12)
+    texts = []
+    for interrupted in (False, True):
+        target = fused_target()
+        rows = [Row(list(prompt), params) for prompt in ([9, 2], [3, 5, 7, 5, 7, 2, 8, 8, 4])]
+        drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2")
+        team = Team(target, drafter, make_verifier("auto"), make_controller("fixed:3"))
+        if interrupted:
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(drafter, "_finish", interrupt)
+                next(decode(team, rows))
+        for _ in decode(team, rows):
+            pass
+        texts.append([row.output for row in rows])
+    assert texts[0] == texts[1]
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_only_some_of_the_layers_can_be_run_ahead() -> None:
     target = fused_target()
     for num_layers in (0, 4):

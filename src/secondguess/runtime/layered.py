@@ -12,7 +12,7 @@ from torch import Tensor
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
 from secondguess.runtime.attention import Step
-from secondguess.runtime.base import Scores
+from secondguess.runtime.base import Hidden, Scores
 from secondguess.runtime.cached import CachedRow, CachedRuntime, Output, queries_of
 
 
@@ -83,9 +83,23 @@ class LayeredRuntime(CachedRuntime):
         Hidden states are wanted of the embeddings and of what comes behind these layers only.
         """
 
+    # A round that was interrupted leaves behind what it read, and rows, lengths and draft may look the same again in a
+    # cache that has been written anew since.
     def release(self) -> None:
-        super().release()
         self._ahead = None
+        super().release()
+
+    def begin(self, rows: Sequence[Row]) -> list[Hidden]:
+        self._ahead = None
+        return super().begin(rows)
+
+    def end(self, row: Row) -> None:
+        self._ahead = None
+        super().end(row)
+
+    def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        self._ahead = None
+        super().rewind(rows, lengths)
 
     def read_ahead(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
         slots = torch.tensor([self._states[row].slot for row in rows])
