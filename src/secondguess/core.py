@@ -172,9 +172,7 @@ class Draft:
             law_width: tokens in the laws of a drafter that has some; None for certain drafts. Which of the two a draft is
                 decides what rule judges it, and a row's text must not depend on whether another row had room to draft.
         """
-        nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
-        laws = None if law_width is None else torch.empty(num_rows, 0, law_width, device=device)
-        return cls(nothing, nothing, torch.zeros(num_rows, dtype=torch.long, device=device), laws)
+        return _empty_draft(num_rows, torch.device(device), law_width)
 
     @classmethod
     def chains(
@@ -247,6 +245,14 @@ class Draft:
         """The drafts of some rows, in the order given (`[n]` int64 indices)."""
         probs = None if self.probs is None else self.probs[rows]
         return Draft(self.tokens[rows], self.parents[rows], self.lengths[rows], probs, self.distinct)
+
+
+@lru_cache(maxsize=256)
+def _empty_draft(num_rows: int, device: torch.device, law_width: int | None) -> Draft:
+    """Most rounds of a drafter that rests have the same one."""
+    nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
+    laws = None if law_width is None else torch.empty(num_rows, 0, law_width, device=device)
+    return Draft(nothing, nothing, torch.zeros(num_rows, dtype=torch.long, device=device), laws)
 
 
 @lru_cache(maxsize=256)

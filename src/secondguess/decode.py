@@ -84,12 +84,7 @@ def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
     with ledger.round(rows):
         noise = team.noise(rows)
         budgets = _budgets(team, rows)
-        draft = team.drafter.decline(len(rows), noise, team.target.vocab_size)
-        if budgets.longest:
-            with ledger.phase("prefill"):
-                _prepare(team.drafter, rows, budgets)
-            with ledger.phase("draft"):
-                draft = team.drafter.propose(rows, budgets, noise)
+        draft = _draft(team, rows, budgets, noise)
         with ledger.phase("score"):
             scores = team.target.score(rows, draft)
         with ledger.phase("judge"):
@@ -136,10 +131,15 @@ def _go_on(
     return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
 
 
-def _prepare(drafter: Drafter, rows: Sequence[Row], budgets: Budgets) -> None:
-    """Let the drafter read what it needs for the rows that it is to draft for."""
+def _draft(team: Team, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+    """What is guessed; of a drafter that is to guess for nobody nothing is asked."""
+    if not budgets.longest:
+        return team.drafter.decline(len(rows), noise, team.target.vocab_size)
     members = [index for index, length in enumerate(budgets.lengths) if length > 0]
-    drafter.prepare([rows[index] for index in members], [budgets.parts[index] for index in members])
+    with team.ledger.phase("prefill"):
+        team.drafter.prepare([rows[index] for index in members], [budgets.parts[index] for index in members])
+    with team.ledger.phase("draft"):
+        return team.drafter.propose(rows, budgets, noise)
 
 
 def _commit(

@@ -238,6 +238,12 @@ def test_rows_of_a_batch_write_what_they_write_alone(models, tiny_draft_checkpoi
         assert sum(batch.stats.seconds.values()) <= batch.seconds
 
 
+def test_rows_that_draft_together_share_the_time_of_drafting(models, tiny_draft_checkpoint):
+    system = Speculator(models, f"model:{tiny_draft_checkpoint}", "fixed:2")
+    stats = system.generate_batch([PROMPT, PROMPT[::-1], PROMPT[:3]], 9, 0.0, seed=0).stats
+    assert 0 < stats.drafting_seconds <= stats.seconds["draft"]
+
+
 def test_rows_of_one_prompt_are_sampled_apart(models):
     first, second = Speculator(models, "none").generate_batch([PROMPT, PROMPT], 12, 1.0, seed=0).texts
     assert first != second

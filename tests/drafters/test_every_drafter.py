@@ -9,6 +9,7 @@ import torch
 from drafter_cases import ADAPTIVE, CONTROLLERS, DRAFTERS, GREEDY, PROMPTS, greedy_text, never_asked, run
 
 from secondguess.core import Budgets, Row, Verdict
+from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.noise import KeyedNoise
 from secondguess.sampling import SamplingParams
 
@@ -112,6 +113,23 @@ def test_a_look_up_reads_each_committed_token_once(drafter: str, seed: int) -> N
 def test_the_same_drafter_serves_many_runs(drafter: str) -> None:
     made = DRAFTERS[drafter]()
     assert run(made).outputs == run(made).outputs
+
+
+@pytest.mark.parametrize("drafter", ["suffix or model", "look-ups in turn"])
+def test_a_part_that_guesses_for_nobody_is_not_asked(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    either = DRAFTERS[drafter]()
+    assert isinstance(either, AlternatingDrafter)
+    budgets_of_parts: list[list[int]] = []
+    for part in either.parts:
+
+        def watched(rows, budgets, noise, propose=part.propose):  # type: ignore[no-untyped-def]
+            budgets_of_parts.append(budgets.lengths)
+            return propose(rows, budgets, noise)
+
+        monkeypatch.setattr(part, "propose", watched)
+    run(either, params=SamplingParams(max_tokens=14, temperature=1.0))
+    assert len(budgets_of_parts) > 4
+    assert all(any(lengths) for lengths in budgets_of_parts)
 
 
 @every_drafter

@@ -56,8 +56,12 @@ class Whimsical(Controller):
 
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
         self._round += 1
+        everybody_rests = self._round % 3 == 0
         return [
-            Plan(choices[0].part, min(choices[0].longest, (self._round * 7 + index) % 5))
+            Plan(
+                choices[0].part,
+                0 if everybody_rests else min(choices[0].longest, (self._round * 7 + index) % 5),
+            )
             for index, choices in enumerate(prospects)
         ]
 
@@ -199,26 +203,26 @@ def test_it_stops_where_the_context_ends(head: str, shape: str) -> None:
 @every_head
 @every_shape
 def test_what_it_remembers_is_the_truth(head: str, shape: str) -> None:
-    """After any rounds it guesses as a drafter would that is told the whole text at once."""
+    """After any rounds it guesses as a drafter would that is told the whole texts at once."""
     params = SamplingParams(max_tokens=60, temperature=1.0)
     target = target_for(head)()
     drafter = HEADS[head](target, SHAPES[shape])
-    row = Row(list(PROMPTS[0]), params, seed=5)
+    rows = [Row(list(prompt), params, seed=5) for prompt in (PROMPTS[0], PROMPTS[3])]
     team = Team(target, drafter, make_verifier("auto"), Whimsical())
-    rounds = decode(team, [row])
-    for _ in range(4):
+    rounds = decode(team, rows)
+    for _ in range(6):
         next(rounds)
     fresh_target = target_for(head)()
     fresh = HEADS[head](fresh_target, SHAPES[shape])
-    fresh_row = Row(list(row.tokens), params, seed=5)
+    fresh_rows = [Row(list(row.tokens), params, seed=5) for row in rows]
     fresh_target.request_hidden(fresh.hidden_layers)
-    fresh.begin([fresh_row], fresh_target.begin([fresh_row]))
+    fresh.begin(fresh_rows, fresh_target.begin(fresh_rows))
     drafts = []
-    for who, whose in ((drafter, row), (fresh, fresh_row)):
+    for who, whose in ((drafter, rows), (fresh, fresh_rows)):
         with torch.inference_mode():
-            who.prepare([whose], [0])
-            budgets = Budgets([3], lambda laws, depth: [True], reads_laws=False)
-            drafts.append(who.propose([whose], budgets, KeyedNoise.of_rows([whose])))
+            who.prepare(whose, [0, 0])
+            budgets = Budgets([3, 3], lambda laws, depth: [True, True], reads_laws=False)
+            drafts.append(who.propose(whose, budgets, KeyedNoise.of_rows(whose)))
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
     assert drafts[0].probs is not None
     assert drafts[1].probs is not None

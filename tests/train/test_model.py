@@ -110,6 +110,18 @@ def test_generation_with_a_cache_chooses_what_the_whole_sequence_chooses() -> No
         RowGenerator(Decoder(replace(SHAPES[0], max_positions=16)), 1, 17)
 
 
+@pytest.mark.parametrize(("has_unit", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_products_are_in_bfloat16_where_the_processor_has_it(
+    has_unit: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secondguess.train.model.has_bfloat16", lambda device: has_unit)
+    decoder = Decoder(ModelShape(1, 32, 2, 1, 64, 300))
+    decoder.initialise(0)
+    assert decoder(torch.zeros(1, 3, dtype=torch.long)).dtype == expected
+    assert RowGenerator(decoder, 1, 4).dtype == expected
+    assert decoder(torch.zeros(1, 3, dtype=torch.long), torch.float64).dtype == torch.float64
+
+
 def test_shapes_that_cannot_be_are_refused() -> None:
     with pytest.raises(BadInputError, match="multiple of num_kv_heads"):
         ModelShape(1, 64, 4, 3, 64, 300)

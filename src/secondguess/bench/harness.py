@@ -116,13 +116,18 @@ def make_report(
 
 
 def _costs_of(system: Speculator, probe: CostProbe, measured: Measurement) -> Costs:
-    """A draft model's step was timed alone; a head's is what drafting took per level, its reading of the text included."""
+    """A draft model's step was timed alone; a head's is what drafting took per level, its reading of the text included.
+
+    Of the smallest batches: passes are timed over one row. Rows of a batch share a level's time.
+    """
     costs = probe.costs(system.draft_model)
     if system.draft_model is not None or not system.drafts_with_laws:
         return costs
-    told = [run.stats for runs in measured.finished_runs()[system.name].values() for run in runs]
+    by_setting = measured.finished_runs()[system.name]
+    size = min(setting.batch_size for setting in by_setting)
+    told = [run.stats for setting, runs in by_setting.items() if setting.batch_size == size for run in runs]
     total = add_up(stats for stats in told if stats is not None)
-    num_levels = sum(total.drafted_per_position)
+    num_levels = sum(total.drafted_per_position) / size
     return replace(costs, draft_step=total.drafting_seconds / num_levels) if num_levels else costs
 
 

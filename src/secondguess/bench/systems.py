@@ -216,9 +216,10 @@ class Speculator(System):
 
 
 def together(rows: Sequence[Stats]) -> Stats:
-    """The counters of a batch's rows; its seconds are those of the row that was there longest, since rows share them."""
+    """The counters of a batch's rows; its seconds are those of the row that has most of them, since rows share them."""
     total = add_up(rows)
     total.seconds = dict(max(rows, key=lambda stats: sum(stats.seconds.values())).seconds)
+    total.drafting_seconds = max(stats.drafting_seconds for stats in rows)
     return total
 
 

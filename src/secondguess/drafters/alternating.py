@@ -72,9 +72,7 @@ class AlternatingDrafter(Drafter):
                 part.prepare(members, [0] * len(members))
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        drafts = [
-            part.propose(rows, self._share(budgets, number), noise) for number, part in enumerate(self.parts)
-        ]
+        drafts = [self._draft_of(number, rows, budgets, noise) for number in range(len(self.parts))]
         certain = self.certain or noise.all_greedy
         if not any(draft.num_nodes for draft in drafts):
             return replace(drafts[0], probs=None) if certain else self._with_laws(drafts[0])
@@ -111,13 +109,16 @@ class AlternatingDrafter(Drafter):
             )
         return answers.pop() if answers else True
 
-    def _share(self, budgets: Budgets, number: int) -> Budgets:
-        """The budgets of the rows that this part guesses for; the others get none."""
+    def _draft_of(self, number: int, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        """One part's draft, of the rows that it guesses for; a part that guesses for none of them is not asked."""
         lengths = [
             length if part == number else 0
             for length, part in zip(budgets.lengths, budgets.parts, strict=True)
         ]
-        return replace(budgets, lengths=lengths, parts=())
+        part = self.parts[number]
+        if not any(lengths):
+            return part.decline(len(rows), noise, self._vocab_size)
+        return part.propose(rows, replace(budgets, lengths=lengths, parts=()), noise)
 
     def _widened(self, draft: Draft, num_nodes: int, certain: bool) -> Draft:
         missing = num_nodes - draft.num_nodes

@@ -104,13 +104,16 @@ class Drafter(ABC):
         """
 
     def decline(self, num_rows: int, noise: Noise, law_width: int) -> Draft:
-        """The draft of a round in which nothing is asked of it; its laws, where it has some, are of `law_width` tokens."""
+        """The draft of a round in which nobody is to be drafted for; its laws, where it has some, are of `law_width` tokens.
+
+        Laws or none decides what rule judges the round, so this has to agree with `propose`.
+        """
         certain = self.certain or noise.all_greedy
         return Draft.empty(num_rows, noise.device, None if certain else law_width)
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        """Guess at most `budgets.lengths[i]` levels for row i: of a chain, nodes.
+        """Guess at most `budgets.lengths[i]` levels for row i: of a chain, nodes. Called where some row has a budget.
 
         A sampled node is drawn with `noise.draft` from the law that is reported in `Draft.probs`, after the
         row's own sampling settings; after each level `budgets.go_on` decides, from its law, whether to go on.

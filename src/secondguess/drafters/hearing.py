@@ -30,9 +30,10 @@ class Heard:
         """Of the states `[row, node + 1, width]` of a round, those of pending and of the path behind it."""
         states = {layer: hidden[layer] for layer in self.layers}
         if next(iter(states.values())).shape[1] == 1:
-            # Nothing was drafted, so nothing is held by a view that nobody will want.
+            # Nothing was drafted: all of it is wanted, but a view would hold its neighbours beyond their rows' ends.
             for row, *of_row in zip(rows, *(of_layer.unbind() for of_layer in states.values()), strict=True):
-                self._pieces[row].append(dict(zip(self.layers, of_row, strict=True)))
+                own = of_row if len(rows) == 1 else [each.clone() for each in of_row]
+                self._pieces[row].append(dict(zip(self.layers, own, strict=True)))
             return
         for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
             queries = [0, *(node + 1 for node in path)]

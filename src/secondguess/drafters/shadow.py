@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, Prospect, Row
-from secondguess.drafters.stepping import SteppingDrafter, for_everybody, no_nodes
+from secondguess.drafters.stepping import SteppingDrafter, for_everybody
 from secondguess.drafters.trees import TreeShape
 from secondguess.runtime.base import Runtime, Scores
 
@@ -93,7 +93,7 @@ class ShadowDrafter(SteppingDrafter):
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         """One forward of the active rows; the others get zeros."""
-        nothing = no_nodes(len(rows), self.device)
+        nothing = Draft.empty(len(rows), self.device)
         return for_everybody(self._score(rows, active, nothing).logits[:, 0], len(rows), active)
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:

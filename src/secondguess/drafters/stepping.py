@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -70,8 +69,6 @@ class SteppingDrafter(Drafter):
         return MAX_DRAFT_LENGTH
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        if not budgets.longest:
-            return Draft.empty(len(rows), self.device, None if noise.all_greedy else self.vocab_size)
         limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
         if self.shape is None:
             return self._draw_chains(rows, limits, budgets, noise)
@@ -150,13 +147,7 @@ class SteppingDrafter(Drafter):
 
 def _beside(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
     """`[row, i]` from i tensors `[row]`."""
-    return torch.stack(drawn, 1) if drawn else no_nodes(num_rows, device).tokens
-
-
-@lru_cache(maxsize=64)
-def no_nodes(num_rows: int, device: torch.device) -> Draft:
-    """The empty draft of a draft step, made once."""
-    return Draft.empty(num_rows, device)
+    return torch.stack(drawn, 1) if drawn else Draft.empty(num_rows, device).tokens
 
 
 def for_everybody(values: Tensor, num_rows: int, active: list[int]) -> Tensor:

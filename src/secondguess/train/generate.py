@@ -11,15 +11,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.errors import BadInputError
-from secondguess.train.model import Decoder, rotary_tables, rotate
+from secondguess.train.model import Decoder, fast_dtype, rotary_tables, rotate
 
 
 class RowGenerator:
     """The keys and values of a batch of rows of equal length, and the weights in the dtype of the products."""
 
     def __init__(
-        self, decoder: Decoder, rows: int, most_positions: int, dtype: torch.dtype = torch.bfloat16
+        self, decoder: Decoder, rows: int, most_positions: int, dtype: torch.dtype | None = None
     ) -> None:
+        dtype = dtype or fast_dtype()
         shape = decoder.shape
         if most_positions > shape.max_positions:
             raise BadInputError(

@@ -17,6 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import BadInputError
+from secondguess.runtime.support import has_bfloat16
+
+
+def fast_dtype() -> torch.dtype:
+    """What products are computed in: bfloat16 where the processor multiplies it in hardware, else float32."""
+    return torch.bfloat16 if has_bfloat16(torch.device("cpu")) else torch.float32
 
 
 @dataclass(frozen=True)
@@ -203,9 +209,9 @@ class Decoder(nn.Module):
         self.shape = shape
         self.model = Backbone(shape)
 
-    def hidden(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Final hidden states [row, position, hidden] of ``tokens`` [row, position]."""
-        shape = self.shape
+    def hidden(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Final hidden states [row, position, hidden] of ``tokens`` [row, position], in ``dtype`` or the fast one."""
+        shape, dtype = self.shape, dtype or fast_dtype()
         cos, sin = rotary_tables(shape, tokens.shape[1], dtype)
         mask = torch.full((tokens.shape[1], tokens.shape[1]), -1e30).triu(1)
         states = functional.embedding(tokens, self.model.embed_tokens.weight).to(dtype)
@@ -214,9 +220,10 @@ class Decoder(nn.Module):
         normed: Tensor = self.model.norm(states)
         return normed
 
-    def forward(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Logits [row, position, vocab] in ``dtype``."""
-        return functional.linear(self.hidden(tokens, dtype), self.model.embed_tokens.weight.to(dtype))
+    def forward(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Logits [row, position, vocab] in ``dtype``, or the fast one."""
+        states = self.hidden(tokens, dtype)
+        return functional.linear(states, self.model.embed_tokens.weight.to(states.dtype))
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

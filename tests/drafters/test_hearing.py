@@ -1,0 +1,59 @@
+"""What a head keeps of the target's states until it asks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from secondguess.core import Row, Verdict
+from secondguess.drafters.hearing import Heard
+from secondguess.sampling import SamplingParams
+
+WIDTH = 3
+
+
+def heard_by(num_rows: int) -> tuple[Heard, list[Row]]:
+    rows = [Row([1, 2], SamplingParams()) for _ in range(num_rows)]
+    heard = Heard([4])
+    for row in rows:
+        heard.begin(row, {4: torch.zeros(1, WIDTH)})
+    return heard, rows
+
+
+def verdict_of(paths: list[list[int]]) -> Verdict:
+    width = max(map(len, paths))
+    padded = [path + [-1] * (width - len(path)) for path in paths]
+    return Verdict(
+        torch.tensor(padded, dtype=torch.long).reshape(len(paths), width),
+        torch.tensor([len(path) for path in paths]),
+        torch.zeros(len(paths), dtype=torch.long),
+    )
+
+
+def states_of(num_rows: int, num_queries: int) -> Tensor:
+    return torch.arange(num_rows * num_queries * WIDTH, dtype=torch.float32).reshape(
+        num_rows, num_queries, WIDTH
+    )
+
+
+def test_each_row_gets_its_own_states_of_pending_and_of_the_path() -> None:
+    heard, rows = heard_by(2)
+    plain, drafted = states_of(2, 1), states_of(2, 4)
+    heard.observe(rows, verdict_of([[], []]), {4: plain})
+    heard.observe(rows, verdict_of([[1, 2], []]), {4: drafted})
+    first, second = (heard.take(row)[4] for row in rows)
+    torch.testing.assert_close(first[1:], torch.cat((plain[0], drafted[0, [0, 2, 3]])))
+    torch.testing.assert_close(second[1:], torch.cat((plain[1], drafted[1, [0]])))
+    assert not heard.has(rows[0])
+
+
+def test_a_row_does_not_hold_the_states_of_its_neighbours() -> None:
+    """They may end long before it, and it may never be drafted for."""
+    heard, rows = heard_by(8)
+    heard.observe(rows, verdict_of([[]] * 8), {4: states_of(8, 1)})
+    for row in rows[1:]:
+        heard.end(row)
+    held = [
+        states.untyped_storage().nbytes() for piece in heard._pieces[rows[0]] for states in piece.values()
+    ]
+    assert held == [WIDTH * 4, WIDTH * 4]
