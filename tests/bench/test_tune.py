@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from secondguess.api import load, make_row
-from secondguess.bench import tune_charts, tuning
+from secondguess.bench import charts, tuning
 from secondguess.bench.planner import PLAIN, Choice, Speed
 from secondguess.bench.recital import recite, write_texts
 from secondguess.bench.round_costs import PartCosts, Stage, fit_line, in_turns, make_cells, part_costs
@@ -315,7 +315,7 @@ def test_charts_are_images(findings):
 
 
 def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune_charts, "can_draw", lambda: False)
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
     place = tmp_path / "tuned.toml"
     done = secondguess_command(
         *("tune", "builtin", "--prompts", "builtin", "--drafter", "model:builtin-draft", "--device", "cpu"),
@@ -333,6 +333,22 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
     followed = secondguess_command("generate", "x", "--config", place, "--max-tokens", "2", "--json")
     assert followed.code == 0, followed.err
     assert followed.records[0]["drafter"] == written["load"]["drafter"]
+
+
+def test_a_tuning_that_cannot_be_saved_any_more_has_been_shown(
+    secondguess_command, tmp_path, monkeypatch, findings
+):
+    place = tmp_path / "tuned.toml"
+
+    def tuned_while_the_folder_became_unwritable(*_):
+        place.mkdir()
+        return findings
+
+    monkeypatch.setattr(tuning, "run_tune", tuned_while_the_folder_became_unwritable)
+    done = secondguess_command("tune", "builtin", "--prompts", "builtin", "--config-out", place)
+    assert done.code == 2
+    assert "One at a time: " in done.out
+    assert done.err.startswith("secondguess: error: ")
 
 
 def test_an_interruption_says_where_and_writes_nothing(
@@ -379,6 +395,7 @@ def test_an_interruption_says_where_and_writes_nothing(
         (["--temperature", "-1"], "expected temperature to be from 0"),
         (["--dtype", "int3"], "expected dtype"),
         (["--output", "a-file"], "expected a folder for --output, got the file a-file"),
+        (["--output", "a-file/x"], "expected a folder for --output that can be written to, got a-file/x"),
         (["--config-out", "a-folder"], "expected a file for --config-out, got the folder a-folder"),
         (["--config-out", "nowhere/c.toml"], "in a folder that exists"),
         (["--prompts", "empty.jsonl"], "empty"),

@@ -94,4 +94,4 @@ def test_an_answer_as_long_as_the_text_is_refused_before_anything_is_written(sea
 def test_a_folder_that_cannot_be_written_is_told_before_the_target_writes(searching, tmp_path):
     done = searching("--out", tmp_path / "prompts.jsonl" / "skip")
     assert done.code == 2
-    assert "expected a folder that can be written to for --out" in done.err
+    assert "expected a folder for --out that can be written to" in done.err

@@ -37,7 +37,7 @@ from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import pick_device, read_config
 from secondguess.train.capture import Capture, LiveCapture, StoredCapture, ends_for_learning
 from secondguess.train.export import saved_dtype
-from secondguess.train.files import refuse_file
+from secondguess.train.files import require_folder
 from secondguess.train.head_card import write_card
 from secondguess.train.head_trainer import (
     Aim,
@@ -100,7 +100,7 @@ class HeadJob:
     checkpoint_steps: int = 0
 
     def __post_init__(self) -> None:
-        refuse_file(self.out, "--out")
+        require_folder(self.out, "--out")
         if self.as_is and not self.data:
             raise BadInputError(
                 "expected --data FILE to learn as it stands, got none; give a file or leave out --as-is"

@@ -13,7 +13,7 @@ from secondguess.bench.lesson_texts import AnswerSettings
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import find_checkpoint
-from secondguess.train.files import require_folder, write_atomically
+from secondguess.train.files import write_atomically
 
 
 def identity_of_texts(
@@ -37,12 +37,12 @@ def claim(run: Path, identity: Mapping[str, Any]) -> None:
         identity: what decides its results, as JSON has it.
 
     Raises:
-        BadInputError: the folder holds another run, or cannot be written to.
+        BadInputError: the folder holds another run.
         CheckpointError: what it holds cannot be read.
     """
     path = run / "run.json"
-    require_folder(run, "--out")
     if not path.is_file():
+        run.mkdir(parents=True, exist_ok=True)
         with write_atomically(path) as stream:
             stream.write(json.dumps(identity, indent=2).encode())
         return

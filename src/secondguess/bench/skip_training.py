@@ -22,7 +22,7 @@ from secondguess.heads.files import Provenance
 from secondguess.names import require_between
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.fused import FusedRuntime
-from secondguess.train.files import refuse_file
+from secondguess.train.files import require_folder
 from secondguess.train.skip_search import Candidate, SkipSearch, one_length, save_layers
 
 SEARCHED_TOKENS = 128
@@ -49,7 +49,7 @@ class SkipJob:
     answers: AnswerSettings = field(default_factory=AnswerSettings)
 
     def __post_init__(self) -> None:
-        refuse_file(self.out, "--out")
+        require_folder(self.out, "--out")
         self.answers.require_room_for_prompts()
         require_between("--num-prompts", self.num_prompts, 1, 10_000)
 

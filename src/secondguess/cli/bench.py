@@ -108,10 +108,9 @@ def bench(
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return 0
-    if output.exists() and not output.is_dir():
-        raise BadInputError(f"expected a folder for --output, got the file {output}")
 
     from secondguess.bench import BenchConfig, run_bench
+    from secondguess.train.files import require_folder
 
     given = {
         "drafters": drafter,
@@ -134,10 +133,12 @@ def bench(
         name=name,
         **{field: tuple(values) for field, values in given.items() if values},  # type: ignore[arg-type]
     )
+    require_folder(output, "--output")
     with progress_bar("loading") as progress:
         report = run_bench(config, progress)
+    # Shown before it is saved: a disk that is full by now costs the files and not the numbers.
+    print(report.to_json() if json else report.to_markdown(), end="", flush=True)
     saved = report.save(output)
-    print(report.to_json() if json else report.to_markdown(), end="")
     *others, last = map(str, saved)
     aside(f"saved {', '.join(others)} and {last}")
     if not any(path.suffix == ".png" for path in saved):

@@ -26,28 +26,23 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def refuse_file(folder: Path, option: str) -> None:
-    """Refuse what is there and no folder, without making one.
-
-    Raises:
-        BadInputError: naming it.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise BadInputError(f"expected a folder for {option}, got the file {folder}")
-
-
 def require_folder(folder: Path, option: str) -> None:
-    """Make the folder, if there is none, and see that it can be written to: before work that ends in it.
+    """See that files can be written into a folder, which may not be there yet, before work that ends in it. Makes nothing.
+
+    Args:
+        option: who named it.
 
     Raises:
-        BadInputError: it cannot be made or written to.
+        BadInputError: it is a file, or lies where nothing can be written.
     """
-    refuse_file(folder, option)
+    if folder.is_file():
+        raise BadInputError(f"expected a folder for {option}, got the file {folder}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
+        # What is missing will be made in the nearest folder that is there.
+        nearest = next((each for each in (folder, *folder.parents) if each.exists()), Path())
+        with TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         raise BadInputError(
-            f"expected a folder that can be written to for {option}, got {folder}: {error.strerror}; name another"
+            f"expected a folder for {option} that can be written to, got {folder}: {error.strerror}; name another"
         ) from error
