@@ -9,8 +9,7 @@ verify     the best of them, really run (`trial.py`)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -34,6 +33,7 @@ from secondguess.bench.planner import (
 from secondguess.bench.recital import make_trace, recite, write_texts
 from secondguess.bench.round_costs import Stage
 from secondguess.bench.systems import Models
+from secondguess.bench.threads import threads
 from secondguess.bench.traces import Guess, record
 from secondguess.bench.trial import Trial
 from secondguess.bench.tune_config import TuneConfig
@@ -450,14 +450,3 @@ def _text_length(text: Sequence[int], end_tokens: frozenset[int], most: int) -> 
     """Tokens up to and including the one that ends the text."""
     ends = (place for place, token in enumerate(text[:most], start=1) if token in end_tokens)
     return next(ends, most)
-
-
-@contextmanager
-def threads(num_threads: int) -> Iterator[None]:
-    """Run with so many torch threads, and give back the former number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -90,9 +90,14 @@ def bench(
             rich_help_panel=options.TEAM,
         ),
     ] = None,
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "cpu",
-    threads: Annotated[int, Option(help="CPU threads, for everybody.", rich_help_panel=options.TEAM)] = 2,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: Annotated[
+        int | None,
+        Option(
+            help="CPU threads, for everybody.", show_default="PyTorch's own", rich_help_panel=options.TEAM
+        ),
+    ] = None,
     output: Annotated[
         Path,
         Option(help="Folder for the report as JSON, Markdown and charts.", rich_help_panel=options.OUTPUT),
