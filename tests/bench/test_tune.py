@@ -379,7 +379,8 @@ def test_an_interruption_says_where_and_writes_nothing(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--drafter", "medusa"], "medusa"),
+        (["--drafter", "medusa"], "medusa, which borrows from the target"),
+        (["--drafter", "guess"], "expected a drafter among"),
         (["--drafter", "none"], "plain decoding is always measured"),
         (["--drafter", "suffix", "--drafter", "suffix"], "expected different drafters"),
         (["--drafter", "model:nowhere"], "nowhere"),
@@ -414,6 +415,15 @@ def test_bad_input_is_one_line(secondguess_command, tiny_checkpoint, tmp_path, m
     assert message in done.err
     assert len(done.err.splitlines()) == 1
     assert not (tmp_path / "secondguess.toml").exists()
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    ["early-exit:1", "layer-skip:x", "medusa", "mtp", "eagle:x", "dspark", "suffix+eagle"],
+)
+def test_a_drafter_that_borrows_from_the_target_is_refused_before_anything_is_loaded(drafter):
+    with pytest.raises(BadInputError, match=r"text alone for tune, got .*bench --drafters all"):
+        TuneConfig("nowhere/at/all", ("suffix", drafter))
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(secondguess_command, tiny_checkpoint):

@@ -403,19 +403,12 @@ class Tuner:
         }
 
     def _make_drafter(self, name: str) -> Drafter:
-        made = make_drafter(
+        return make_drafter(
             name,
             target_vocab_size=self._models.target.runtime.vocab_size,
             load_draft_model=lambda path: self._models.draft_model(path).runtime,
             target=self._models.target,
         )
-        if made.hidden_layers or made.runs_target:
-            # Acceptance is recorded on texts that are known, which the target does not read then.
-            raise BadInputError(
-                f"expected drafters that guess from the text alone for tune, got {name}, which borrows from the target; "
-                "compare it with `secondguess bench --drafters all`"
-            )
-        return made
 
     def _rows(self, indices: Sequence[int], max_tokens: int, ends: bool = False) -> list[Row]:
         return [

@@ -85,7 +85,8 @@ def bench(
         Option(
             "--drafter",
             "--drafters",
-            help="A drafter to compare, or all for every one that there is for the target; repeatable.",
+            help=f"A drafter to compare: {options.DRAFTER_NAMES}; or all for every one that there is for the target; "
+            "repeatable.",
             show_default="the target's own, ngram and suffix",
             rich_help_panel=options.TEAM,
         ),

@@ -27,7 +27,8 @@ def tune(
     drafter: Annotated[
         list[str] | None,
         Option(
-            help="A drafter to weigh; repeatable.",
+            help=f"A drafter to weigh: {options.FROM_THE_TEXT_ALONE}, or several joined by + (what borrows from the "
+            "target is refused); repeatable.",
             show_default="the target's own, suffix, ngram, and suffix+model:PATH",
             rich_help_panel=options.TEAM,
         ),

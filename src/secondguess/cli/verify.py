@@ -32,7 +32,7 @@ def verify(
     drafter: Annotated[
         str | None,
         Option(
-            help="none, model:PATH, ngram, suffix, early-exit, medusa, eagle, ... (docs/drafters.md), with ,key=value options.",
+            help=f"{options.DRAFTER_NAMES}; each with ,key=value options; several joined by + take turns.",
             show_default="a perturbed copy of the random model; as in generate for another",
             rich_help_panel=options.TEAM,
         ),
