@@ -243,6 +243,18 @@ def test_the_recommendation_says_what_to_expect(findings):
     assert loaded.tuned.speedup == {1: 2.3, 2: 1.1}
 
 
+def test_a_choice_that_was_not_run_at_the_smallest_size_has_its_predicted_figures_there(findings):
+    choice = Choice("suffix", "fixed:5")
+    predicted = {PLAIN: Speed((100,), (1.0,)), choice: Speed((100,), (0.5,), 0.6, 5.0)}
+    foretold = replace(
+        findings, predictions={size: findings.predictions[size] | predicted for size in (1, 2)}
+    )
+    report = decided(foretold, {1: {PLAIN: 100}, 2: {PLAIN: 100, choice: 230}})
+    assert report.chosen == choice
+    assert report.configuration().tuned.acceptance_rate == 0.6
+    assert report.to_text()
+
+
 def test_plain_decoding_is_recommended_in_words_where_nothing_pays(findings):
     choice = Choice("suffix", "fixed:5")
     report = decided(findings, {1: {PLAIN: 100, choice: 101}, 2: {PLAIN: 100, choice: 50}})
