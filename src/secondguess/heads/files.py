@@ -145,13 +145,13 @@ def understanding(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def read_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, from safetensors, or else from pickles of tensors (`*.pt`, `*.bin`; nothing else is unpickled).
 
     Raises:
         CheckpointError: none there, or unreadable ones.
     """
-    files = sorted(folder.glob(pattern))
+    files = sorted(folder.glob("*.safetensors"))
     pickles = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
     try:
         tensors: dict[str, Tensor] = {}
