@@ -8,11 +8,11 @@ from typing import Annotated
 from typer import Argument, Context, Option, Typer
 
 from secondguess.cli import options
+from secondguess.cli.exit_codes import INTERRUPTED
 from secondguess.cli.output import aside, progress_bar
 from secondguess.errors import BadInputError
 
 WORKLOAD = "What is measured"
-INTERRUPTED = 130
 
 app = Typer()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Context, Option
 
 from secondguess.cli import options
+from secondguess.cli.exit_codes import CHECK_FAILED
 from secondguess.cli.output import print_json, progress_bar
 from secondguess.errors import BadInputError
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from secondguess.sampling import SamplingParams
 
 TEST = "How hard to look"
-CHECK_FAILED = 1
 
 
 def verify(
