@@ -30,6 +30,7 @@ class SpokenLaws(DraftLaws):
     """Laws that are nothing but a confidence: what a law's summary costs is the drafter's size, not the controller's doing."""
 
     def __init__(self, confidences: Sequence[float]) -> None:
+        self.foretold = None
         self.__dict__["confidences"] = confidences
 
 

@@ -5,7 +5,7 @@ import secondguess
 prompt = "def fibonacci(n):"
 texts = {}
 for drafter in ("none", "model:builtin-draft", "ngram", "suffix"):
-    # float32: in bfloat16 a forward over several tokens may round a near-tie the other way
+    # float32 holds everywhere; bfloat16 does on a CPU, while on a GPU a near-tie may fall the other way
     llm = secondguess.load(drafter=drafter, dtype="float32")
     output = llm.generate(prompt, max_tokens=60, temperature=1.0, seed=7)
     texts[drafter] = output.text

@@ -541,6 +541,50 @@ def test_bench_passes_its_options_on_and_saves_the_report(secondguess_command, t
     ]  # fmt: skip
 
 
+def test_bench_tries_its_folder_before_it_measures(secondguess_command, tmp_path, monkeypatch):
+    monkeypatch.setattr("secondguess.bench.run_bench", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "folder"):
+        done = secondguess_command("bench", "--output", output)
+        assert (done.code, done.out) == (2, "")
+        assert "expected a folder for --output" in done.err
+        assert len(done.err.splitlines()) == 1
+
+
+def test_a_benchmark_that_cannot_be_saved_any_more_has_been_shown(secondguess_command, tmp_path, monkeypatch):
+    class Unsaved:
+        def save(self, folder):
+            raise OSError("no space left")
+
+        def to_markdown(self):
+            return "# table\n"
+
+    monkeypatch.setattr("secondguess.bench.run_bench", lambda *_: Unsaved())
+    done = secondguess_command("bench", "--output", tmp_path)
+    assert (done.code, done.out) == (2, "# table\n")
+    assert "no space left" in done.err
+
+
+def test_training_tries_its_folder_before_it_begins(secondguess_command, tmp_path, monkeypatch):
+    monkeypatch.setattr("secondguess.train.pair.train_pair", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("secondguess.bench.acceptance.train_acceptance", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("secondguess.bench.head_training.train_head", lambda *_: pytest.fail("trained"))
+    (tmp_path / "file").write_text("")
+    inside = tmp_path / "file" / "folder"
+    for arguments in (("pair", "--directory", inside), ("eagle", "--out", inside)):
+        done = secondguess_command("train", *arguments)
+        assert done.code == 2
+        assert f"expected a folder for {arguments[1]} that can be written to" in done.err
+
+    def refuse(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("secondguess.train.files.TemporaryFile", refuse)
+    done = secondguess_command("train", "acceptance", "--out", tmp_path / "predictor.json")
+    assert done.code == 2
+    assert "expected a folder for --out that can be written to" in done.err
+
+
 def test_bench_compares_stored_reports(secondguess_command):
     results = Path(__file__).parents[1] / "benchmarks" / "results" / "2026-11-21-builtin-pair.json"
     page = secondguess_command("bench", "compare", results, results)

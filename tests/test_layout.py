@@ -31,9 +31,9 @@ LAYERS = [
         "train",
     ),
     ("decode", "testing", "configuration", "pairing"),
-    ("engine", "api", "certify", "enumeration"),
+    ("api", "certify", "enumeration"),
     ("drop_in", "export"),
-    ("server", "bench"),
+    ("bench",),
     ("cli",),
 ]
 # Inside the second layer: contracts speak of noise and sampling, what is in the box is found by those who read it, a

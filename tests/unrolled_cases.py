@@ -17,7 +17,7 @@ from secondguess.drafters.stepping import SteppingDrafter
 from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.learning import Lesson
 from secondguess.heads.mtp import MtpHead
-from secondguess.heads.unrolled import UnrolledHead
+from secondguess.heads.unrolled import UnrolledHead, initialise, shape_of_width
 from secondguess.runtime.base import Ends, Hidden
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
@@ -65,7 +65,9 @@ def make_eagle3(ends: Ends) -> UnrolledHead:
 
 
 def make_eagle1(ends: Ends) -> UnrolledHead:
-    return Eagle1Head.fresh(ends, VOCAB_SIZE, seed=1)
+    head = Eagle1Head(shape_of_width(ends.width), ends, VOCAB_SIZE)
+    initialise(head, 1)
+    return head
 
 
 def make_mtp(ends: Ends) -> UnrolledHead:

@@ -21,6 +21,7 @@ from secondguess.decode import Team, decode
 from secondguess.drafters import draft_model_paths, make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
+from secondguess.pairing import require_model_to_quantize
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import (
     LoadedModel,
@@ -283,11 +284,7 @@ def load(
         target=target,
     )
     chosen_controller = choose_controller(controller, made)
-    if drafter_quantize is not None and not draft_models:
-        raise BadInputError(
-            f"expected a drafter with a model for drafter_quantize={drafter_quantize!r}, got {made.name}; "
-            "leave it out"
-        )
+    require_model_to_quantize(drafter_quantize, made.name, bool(draft_models))
     cache_bytes = sum(need.cache // need.num_cached_tokens for need in needs)
     return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes)
 

@@ -356,9 +356,9 @@ class Budgets:
         go_on: given the drafter's laws `[row, vocab]` of the nodes just drawn (of a tree's level, the law
             behind its likeliest parent), before sampling settings, and the depth of those nodes, says per row whether
             to draw another level *after* them. It is never shown the drawn tokens: that is the non-anticipation rule
-            (algorithms page, 3.0). Rows that drew no node at this depth have a line too; it means nothing. A
-            drafter that was trained to foretell how likely each node is accepted may hand these chances in, as third
-            argument.
+            (docs/controllers.md, "Why a controller may not see the tokens"). Rows that drew no node at this depth have
+            a line too; it means nothing. A drafter that was trained to foretell how likely each node is accepted may
+            hand these chances in, as third argument.
         reads_laws: False when `go_on` always says yes, so that nobody makes a law just to ask it.
         parts: per row, which part of a drafter made of several is to guess; empty for the first everywhere.
     """

@@ -2,8 +2,8 @@
 
 Between rounds the target has cached every committed token of a row except the last, its `pending` token, which
 opens the next forward. So prefill samples nothing, the first output token is judged like any other, and plain
-decoding is a round whose draft is empty. There is no other loop: `generate`, `stream`, the command line, the server and
-the benchmarks all run this one.
+decoding is a round whose draft is empty. There is no other loop: `generate`, `stream`, the command line and the
+benchmarks all run this one.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import NoReturn
 from secondguess.drafters import build_drafter, parse_drafter_name
 from secondguess.drafters.alternating import check_parts
 from secondguess.drafters.base import Supplies
+from secondguess.errors import BadInputError
 from secondguess.names import Name
 
 
@@ -60,6 +61,18 @@ def understand_drafter(name: str) -> NamedDrafter:
     needs_target = any(part.needs_target for part in parts)
     kinds = "+".join(part.kind for part in parts)
     return NamedDrafter(name, kinds, draft_model, needs_target, parts=parts)
+
+
+def require_model_to_quantize(drafter_quantize: str | None, drafter: str, has_model: bool) -> None:
+    """Refuse 8 bits for a draft model where the drafter has none.
+
+    Raises:
+        BadInputError: naming the drafter.
+    """
+    if drafter_quantize is not None and not has_model:
+        raise BadInputError(
+            f"expected a drafter with a model for drafter_quantize={drafter_quantize!r}, got {drafter}; leave it out"
+        )
 
 
 def _understand(name: Name) -> NamedDrafter:

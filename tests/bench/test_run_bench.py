@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from secondguess.api import load
 from secondguess.bench import BenchConfig, run_bench
 from secondguess.bench.harness import make_systems
 from secondguess.bench.peers import StockModel, TransformersAssisted, TransformersPlain, transformers_systems
@@ -102,6 +103,17 @@ def test_the_number_of_threads_is_given_back(report):
     with pytest.raises(CheckpointError):
         run_bench(BenchConfig(model="no/such/model", prompts="builtin", num_threads=before + 1))
     assert torch.get_num_threads() == before
+
+
+def test_what_nobody_chose_is_what_other_commands_take_and_is_on_record(tiny_checkpoint):
+    config = BenchConfig(
+        model=str(tiny_checkpoint), prompts="builtin", num_prompts=1, num_tokens=2, drafters=()
+    )
+    assert (config.dtype, config.device, config.num_threads) == ("auto", "auto", None)
+    about = run_bench(config).provenance
+    target = load(str(tiny_checkpoint), "none").target
+    assert (about.dtype, about.device) == (target.dtype, target.device)
+    assert about.num_threads == torch.get_num_threads()
 
 
 def test_prompts_that_do_not_fit_are_refused(tiny_checkpoint):

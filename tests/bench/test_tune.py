@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from secondguess.api import load, make_row
-from secondguess.bench import tune_charts, tuning
+from secondguess.bench import charts, tuning
 from secondguess.bench.planner import PLAIN, Choice, Speed
 from secondguess.bench.recital import recite, write_texts
 from secondguess.bench.round_costs import PartCosts, Stage, fit_line, in_turns, make_cells, part_costs
@@ -243,6 +243,18 @@ def test_the_recommendation_says_what_to_expect(findings):
     assert loaded.tuned.speedup == {1: 2.3, 2: 1.1}
 
 
+def test_a_choice_that_was_not_run_at_the_smallest_size_has_its_predicted_figures_there(findings):
+    choice = Choice("suffix", "fixed:5")
+    predicted = {PLAIN: Speed((100,), (1.0,)), choice: Speed((100,), (0.5,), 0.6, 5.0)}
+    foretold = replace(
+        findings, predictions={size: findings.predictions[size] | predicted for size in (1, 2)}
+    )
+    report = decided(foretold, {1: {PLAIN: 100}, 2: {PLAIN: 100, choice: 230}})
+    assert report.chosen == choice
+    assert report.configuration().tuned.acceptance_rate == 0.6
+    assert report.to_text()
+
+
 def test_plain_decoding_is_recommended_in_words_where_nothing_pays(findings):
     choice = Choice("suffix", "fixed:5")
     report = decided(findings, {1: {PLAIN: 100, choice: 101}, 2: {PLAIN: 100, choice: 50}})
@@ -315,7 +327,7 @@ def test_charts_are_images(findings):
 
 
 def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune_charts, "can_draw", lambda: False)
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
     place = tmp_path / "tuned.toml"
     done = secondguess_command(
         *("tune", "builtin", "--prompts", "builtin", "--drafter", "model:builtin-draft", "--device", "cpu"),
@@ -333,6 +345,22 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
     followed = secondguess_command("generate", "x", "--config", place, "--max-tokens", "2", "--json")
     assert followed.code == 0, followed.err
     assert followed.records[0]["drafter"] == written["load"]["drafter"]
+
+
+def test_a_tuning_that_cannot_be_saved_any_more_has_been_shown(
+    secondguess_command, tmp_path, monkeypatch, findings
+):
+    place = tmp_path / "tuned.toml"
+
+    def tuned_while_the_folder_became_unwritable(*_):
+        place.mkdir()
+        return findings
+
+    monkeypatch.setattr(tuning, "run_tune", tuned_while_the_folder_became_unwritable)
+    done = secondguess_command("tune", "builtin", "--prompts", "builtin", "--config-out", place)
+    assert done.code == 2
+    assert "One at a time: " in done.out
+    assert done.err.startswith("secondguess: error: ")
 
 
 def test_an_interruption_says_where_and_writes_nothing(
@@ -363,7 +391,8 @@ def test_an_interruption_says_where_and_writes_nothing(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--drafter", "medusa"], "medusa"),
+        (["--drafter", "medusa"], "medusa, which borrows from the target"),
+        (["--drafter", "guess"], "expected a drafter among"),
         (["--drafter", "none"], "plain decoding is always measured"),
         (["--drafter", "suffix", "--drafter", "suffix"], "expected different drafters"),
         (["--drafter", "model:nowhere"], "nowhere"),
@@ -379,6 +408,7 @@ def test_an_interruption_says_where_and_writes_nothing(
         (["--temperature", "-1"], "expected temperature to be from 0"),
         (["--dtype", "int3"], "expected dtype"),
         (["--output", "a-file"], "expected a folder for --output, got the file a-file"),
+        (["--output", "a-file/x"], "expected a folder for --output that can be written to, got a-file/x"),
         (["--config-out", "a-folder"], "expected a file for --config-out, got the folder a-folder"),
         (["--config-out", "nowhere/c.toml"], "in a folder that exists"),
         (["--prompts", "empty.jsonl"], "empty"),
@@ -397,6 +427,15 @@ def test_bad_input_is_one_line(secondguess_command, tiny_checkpoint, tmp_path, m
     assert message in done.err
     assert len(done.err.splitlines()) == 1
     assert not (tmp_path / "secondguess.toml").exists()
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    ["early-exit:1", "layer-skip:x", "medusa", "mtp", "eagle:x", "dspark", "suffix+eagle"],
+)
+def test_a_drafter_that_borrows_from_the_target_is_refused_before_anything_is_loaded(drafter):
+    with pytest.raises(BadInputError, match=r"text alone for tune, got .*bench --drafters all"):
+        TuneConfig("nowhere/at/all", ("suffix", drafter))
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(secondguess_command, tiny_checkpoint):

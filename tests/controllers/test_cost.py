@@ -38,6 +38,7 @@ class FlatLaws(DraftLaws):
     """Laws that say nothing but a confidence."""
 
     def __init__(self, confidences: Sequence[float]) -> None:
+        self.foretold = None
         self.__dict__["confidences"] = list(confidences)
 
 

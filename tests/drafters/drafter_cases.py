@@ -76,7 +76,7 @@ ADAPTIVE = ("cost", "entropy")
 """Controllers that learn from the other rows of a batch, and so may draft otherwise in company."""
 
 
-def never_asked(laws: torch.Tensor, depth: int) -> list[bool]:
+def never_asked(laws: torch.Tensor, depth: int, foretold: object = None) -> list[bool]:
     """For `Budgets.go_on`, where nobody may ask."""
     raise AssertionError("go_on was asked by a certain drafter, or although the controller reads no laws")
 

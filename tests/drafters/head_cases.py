@@ -22,6 +22,7 @@ from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
 from secondguess.heads.medusa import MedusaHead, MedusaShape
 from secondguess.heads.mtp import MtpHead
 from secondguess.heads.runtime import FeatureHead
+from secondguess.heads.unrolled import initialise, shape_of_width
 from secondguess.runtime.base import Ends, Hidden, Runtime
 
 
@@ -101,7 +102,8 @@ def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     ends = target.ends()
-    head = Eagle1Head.fresh(ends, target.vocab_size, seed=3)
+    head = Eagle1Head(shape_of_width(ends.width), ends, target.vocab_size)
+    initialise(head, 3)
     return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+import typer
+
+from secondguess.cli import app, options
 from secondguess.controllers import make_controller
 from secondguess.drafters import (
     DRAFTERS,
@@ -15,6 +19,7 @@ from secondguess.drafters import (
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.names import Name
+from secondguess.pairing import understand_drafter
 from secondguess.runtime.base import Runtime
 from secondguess.testing import TableModel, random_law
 
@@ -118,3 +123,23 @@ def test_draft_models_are_found_wherever_they_stand() -> None:
 def test_parts_that_do_not_mix_are_refused(text: str, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         make(text)
+
+
+def kinds_in(words: str) -> set[str]:
+    return {re.split(r"[:\[]", name)[0] for name in re.split(", | or ", words)}
+
+
+def test_the_help_names_every_drafter() -> None:
+    assert kinds_in(options.DRAFTER_NAMES) == set(DRAFTERS)
+    borrowing = {
+        kind for kind in DRAFTERS if understand_drafter(f"{kind}:x" if kind == "model" else kind).needs_target
+    }
+    assert kinds_in(options.FROM_THE_TEXT_ALONE) == set(DRAFTERS) - borrowing - {"none"}
+
+
+@pytest.mark.parametrize("command", ["generate", "verify", "inspect", "export", "bench", "tune"])
+def test_commands_take_their_words_about_drafters_from_one_place(command: str) -> None:
+    group = typer.main.get_command(app)
+    (option,) = [each for each in group.commands[command].params if each.name == "drafter"]
+    words = options.FROM_THE_TEXT_ALONE if command == "tune" else options.DRAFTER_NAMES
+    assert words in option.help

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,20 @@ def test_broken_adapters_are_refused(tmp_path: Path) -> None:
         EarlyExitHead.load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="got llama"):
+        EarlyExitHead.load(tmp_path)
+    for broken, message in (
+        ({"exit_layer": None}, "exit_layer of None"),
+        ({"exit_layer": 0}, "whole number from 1 on"),
+        ({"rms_norm_eps": "small"}, "could not convert"),
+    ):
+        EarlyExitHead(1, 8, 4).save(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | broken))
+        with pytest.raises(CheckpointError, match=message):
+            EarlyExitHead.load(tmp_path)
+    del config["intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="expected the field 'intermediate_size' in"):
         EarlyExitHead.load(tmp_path)
     EarlyExitHead(1, 8, 4).save(tmp_path)
     target = fused_target()

@@ -30,7 +30,7 @@ from secondguess.testing import Law, TableModel, random_law
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0)
 
 
-def always(laws: Tensor, depth: int) -> list[bool]:
+def always(laws: Tensor, depth: int, foretold: object = None) -> list[bool]:
     return [True] * laws.shape[0]
 
 
@@ -103,7 +103,7 @@ def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
 def test_laws_are_asked_about_only_where_a_further_node_is_possible() -> None:
     asked: list[int] = []
 
-    def go_on(laws: Tensor, depth: int) -> list[bool]:
+    def go_on(laws: Tensor, depth: int, foretold: object = None) -> list[bool]:
         asked.append(depth)
         return always(laws, depth)
 
@@ -118,7 +118,7 @@ def test_laws_are_asked_about_only_where_a_further_node_is_possible() -> None:
 def test_go_on_is_shown_the_models_own_law(temperature: float) -> None:
     shown: list[Tensor] = []
 
-    def go_on(laws: Tensor, depth: int) -> list[bool]:
+    def go_on(laws: Tensor, depth: int, foretold: object = None) -> list[bool]:
         shown.append(laws)
         return always(laws, depth)
 
@@ -135,7 +135,7 @@ def test_a_row_stops_drafting_after_the_node_that_says_so() -> None:
     rows = [Row(list(prompt), SAMPLED, seed=1) for prompt in PROMPTS]
     drafter.begin(rows)
     stops = torch.tensor([0, 2, 1, 9])
-    draft = propose(drafter, rows, Budgets([4, 4, 4, 4], lambda laws, depth: depth < stops))
+    draft = propose(drafter, rows, Budgets([4, 4, 4, 4], lambda laws, depth, foretold: depth < stops))
     assert draft.lengths.tolist() == [1, 3, 2, 4]
 
 

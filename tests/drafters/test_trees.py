@@ -69,7 +69,7 @@ def test_controllers_are_told_laws_before_sampling_settings(temperature: float) 
     """After them a law is one-hot at temperature 0, and a controller would think the drafter certain of everything."""
     told: list[float] = []
 
-    def go_on(laws: torch.Tensor, depth: int) -> list[bool]:
+    def go_on(laws: torch.Tensor, depth: int, foretold: object = None) -> list[bool]:
         told.append(float(laws[0].max()))
         return [True]
 

@@ -621,16 +621,16 @@ def test_what_is_foretold_is_the_papers_and_of_the_tokens_before(make, tmp_path:
 def test_without_a_confidence_head_the_law_is_all_there_is(tmp_path: Path) -> None:
     folder, _ = dflash(tmp_path / "head")
     drafter = named(f"dspark:{folder}")
-    asked: list[int] = []
+    asked: list[tuple[int, object]] = []
 
-    def go_on(laws: Tensor, depth: int) -> list[bool]:
-        asked.append(depth)
+    def go_on(laws: Tensor, depth: int, foretold: object) -> list[bool]:
+        asked.append((depth, foretold))
         return [True]
 
     row = ready(drafter, TARGET, TEXT)
     with torch.inference_mode():
         drafter.propose([row], Budgets([2], go_on), KeyedNoise.of_rows([row]))
-    assert asked == [0]
+    assert asked == [(0, None)]
 
 
 def test_stopping_by_confidence_keeps_the_law_of_the_text() -> None:

@@ -266,7 +266,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit(raw3(at), eagle_aux_hidden_state_layer_ids=[2, 16, 29]),
         r"states 0 to 4 of the target, got \[2, 16, 29\]",
     ),
-    "no sizes": (lambda at: edit(raw3(at), intermediate_size=None), "expected intermediate_size in"),
+    "no sizes": (
+        lambda at: edit(raw3(at), intermediate_size=None),
+        "expected the field 'intermediate_size' in",
+    ),
     "sizes in words": (lambda at: edit(raw3(at), intermediate_size="large"), "config.json"),
     "both norms": (lambda at: edit(speculators3(at), norm_before_fc=True, fc_norm=True), "got both"),
     "no layer config": (

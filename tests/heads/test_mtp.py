@@ -267,8 +267,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another width": (lambda at: edit(deepseek(at), hidden_size=64), "width 32"),
     "another vocabulary": (lambda at: edit(deepseek(at), vocab_size=32), "got one for 32 and 4"),
     "another depth": (lambda at: edit(qwen(at), num_hidden_layers=5), "got one for 31 and 5"),
-    "no sizes": (lambda at: edit(deepseek(at), intermediate_size=None), "expected intermediate_size in"),
-    "no depth": (lambda at: edit(deepseek(at), num_hidden_layers=None), "expected num_hidden_layers in"),
+    "no sizes": (
+        lambda at: edit(deepseek(at), intermediate_size=None),
+        "expected the field 'intermediate_size' in",
+    ),
+    "no depth": (
+        lambda at: edit(deepseek(at), num_hidden_layers=None),
+        "expected the field 'num_hidden_layers' in",
+    ),
     "no json": (lambda at: (deepseek(at) / "config.json").write_text("[1]"), "JSON object"),
     "broken": (lambda at: (deepseek(at) / "x.safetensors").write_text("{"), "readable weights"),
 }

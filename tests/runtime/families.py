@@ -126,7 +126,8 @@ class Uncached:
 
     def __init__(self, directory: Path) -> None:
         layers = range(json.loads((directory / "config.json").read_text())["num_hidden_layers"] + 1)
-        self._runtime = runtime_of(directory, "native", hidden_layers=layers)
+        self._runtime = runtime_of(directory, "native")
+        self._runtime.request_hidden(layers)
 
     def __call__(self, tokens: Tensor, **_: object) -> Any:
         found = self._runtime.read(tokens)

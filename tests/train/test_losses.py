@@ -12,7 +12,6 @@ from secondguess.train.losses import (
     OBJECTIVES,
     forward_divergence,
     hybrid_overlap_loss,
-    log_overlap_loss,
     objective,
     overlap,
 )
@@ -39,7 +38,8 @@ def test_hybrid_loss_weighs_divergence_and_overlap_by_the_overlap() -> None:
     weight = math.exp(-3 * OVERLAP)
     expected = weight * DIVERGENCE + (1 - weight) * (1 - OVERLAP)
     assert hybrid_overlap_loss(_logits(TARGET), _logits(DRAFT)).item() == pytest.approx(expected)
-    assert log_overlap_loss(_logits(TARGET), _logits(DRAFT)).item() == pytest.approx(-math.log(OVERLAP))
+    per_position = OBJECTIVES["lk"](_logits(TARGET), _logits(DRAFT))
+    assert per_position.tolist() == [[pytest.approx(expected)]]
 
 
 def test_the_weight_of_the_hybrid_loss_is_held_constant() -> None:

@@ -2,6 +2,23 @@
 
 import json
 
+import pytest
+
+
+@pytest.fixture
+def searching(tiny_checkpoint, tmp_path, secondguess_command):
+    """Search with a few options more, into the same folder."""
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):", "import os")))
+
+    def search(*arguments):
+        return secondguess_command(
+            "train", "layer-skip", "--model", tiny_checkpoint, "--data", data, "--out", tmp_path / "skip",
+            "--max-tokens", "24", "--length", "64", "--num-prompts", "2", *arguments,
+        )  # fmt: skip
+
+    return search
+
 
 def test_what_the_command_finds_can_be_used(tiny_checkpoint, tmp_path, secondguess_command):
     data = tmp_path / "prompts.jsonl"
@@ -26,3 +43,55 @@ def test_a_file_for_a_folder_is_refused(tiny_checkpoint, tmp_path, secondguess_c
     done = secondguess_command("train", "layer-skip", "--model", str(tiny_checkpoint), "--out", str(file))
     assert done.code == 2
     assert "expected a folder for --out" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "differing"),
+    [
+        (["--seed", "1"], "another answers"),
+        (["--temperature", "0.5"], "another answers"),
+        (["--max-tokens", "16"], "another answers"),
+        (["--length", "48"], "another answers"),
+        (["--num-prompts", "1"], "another num prompts"),
+        (["--dtype", "float32"], "another dtype"),
+    ],
+)
+def test_the_texts_of_another_run_are_not_taken_for_those_of_this_one(
+    searching, tmp_path, arguments, differing
+):
+    assert searching().code == 0
+    found = (tmp_path / "skip" / "config.json").read_bytes()
+    done = searching(*arguments)
+    assert done.code == 2
+    assert differing in done.err
+    assert "choose another --out" in done.err
+    assert (tmp_path / "skip" / "config.json").read_bytes() == found
+
+
+def test_the_texts_of_another_target_are_not_taken_either(searching, tiny_draft_checkpoint):
+    assert searching().code == 0
+    done = searching("--model", tiny_draft_checkpoint)
+    assert done.code == 2
+    assert "another target sha256" in done.err
+
+
+def test_the_same_search_finds_its_texts_again(searching, tmp_path):
+    assert searching().code == 0
+    (stored,) = (tmp_path / "skip" / "run" / "texts").iterdir()
+    written = stored.stat().st_mtime_ns
+    assert searching().code == 0
+    assert stored.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("most", [64, 70])
+def test_an_answer_as_long_as_the_text_is_refused_before_anything_is_written(searching, tmp_path, most):
+    done = searching("--max-tokens", most)
+    assert done.code == 2
+    assert "expected --max-tokens below --length" in done.err
+    assert not (tmp_path / "skip").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_target_writes(searching, tmp_path):
+    done = searching("--out", tmp_path / "prompts.jsonl" / "skip")
+    assert done.code == 2
+    assert "expected a folder for --out that can be written to" in done.err

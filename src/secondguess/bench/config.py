@@ -32,9 +32,8 @@ class BenchConfig:
         temperatures: each is a table of its own.
         draft_lengths: constant lengths that model drafters (ours and the peers') are run with, beside their
             defaults.
-        dtype: of all weights; `auto` picks bfloat16 where the processor has it.
-        device: `auto`, `cpu` or `cuda[:N]`.
-        num_threads: of torch, for everybody.
+        dtype, device: of everybody, as `load` takes them.
+        num_threads: of torch, for everybody; None leaves it to torch.
         seed: of the sampled texts and of the bootstrap.
         name: of the saved files.
         tasks: only prompts of these tasks; empty for all.
@@ -53,9 +52,9 @@ class BenchConfig:
     num_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0, 1.0)
     draft_lengths: tuple[int, ...] = (3, 5, 8)
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    num_threads: int = 2
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: int | None = None
     seed: int = 0
     name: str = "bench"
     tasks: tuple[str, ...] = ()
@@ -64,7 +63,8 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         for option in ("num_prompts", "num_tokens", "num_threads"):
-            _require(getattr(self, option) >= 1, option, "at least 1", getattr(self, option))
+            value = getattr(self, option)
+            _require(value is None or value >= 1, option, "at least 1", value)
         for option in ("temperatures", "batch_sizes"):
             _require(bool(getattr(self, option)), option, "at least one value", getattr(self, option))
         _require(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-
-import torch
 
 from secondguess.bench.config import BenchConfig
 from secondguess.bench.costs import CostProbe
@@ -22,6 +18,7 @@ from secondguess.bench.results import make_results
 from secondguess.bench.roster import make_systems, notes_on
 from secondguess.bench.summary import add_up
 from secondguess.bench.systems import Models, Speculator, draft_models, public_name
+from secondguess.bench.threads import threads
 from secondguess.bench.workloads import Workload, load_workload
 
 WIDEST_PASS = 9
@@ -42,7 +39,7 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
     workload = load_workload(config.prompts, config.num_prompts, config.tasks)
     if workload.note:
         progress(0, 0, workload.note)
-    with _threads(config.num_threads):
+    with threads(config.num_threads) as num_threads:
         models = Models(config.model, config.dtype, config.device)
         encoded = encode_workload(models.target, workload, config.num_tokens)
         systems = make_systems(config, models)
@@ -56,7 +53,7 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
         )
         measured = Measurement(systems, encoded.prompts, config, probe, encoded.tasks)
         complete = measured.run(progress)
-    return make_report(config, workload, encoded, models, measured, complete)
+    return make_report(config, workload, encoded, models, measured, complete, num_threads)
 
 
 def make_report(
@@ -66,6 +63,7 @@ def make_report(
     models: Models,
     measured: Measurement,
     complete: bool,
+    num_threads: int,
 ) -> Report:
     """Everything that can be said about the prompts that were finished."""
     systems, probe = measured.systems, measured.probe
@@ -105,7 +103,7 @@ def make_report(
             if isinstance(system, Speculator) and system.speculates
         },
         provenance=gather(
-            num_threads=config.num_threads,
+            num_threads=num_threads,
             device=models.target.device,
             dtype=models.target.dtype,
             seed=config.seed,
@@ -129,14 +127,3 @@ def _costs_of(system: Speculator, probe: CostProbe, measured: Measurement) -> Co
     total = add_up(stats for stats in told if stats is not None)
     num_levels = sum(total.drafted_per_position) / size
     return replace(costs, draft_step=total.drafting_seconds / num_levels) if num_levels else costs
-
-
-@contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
-    """Run with so many torch threads, and give back the former number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -6,8 +6,6 @@ folder that holds another run is refused by the name of what differs.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -28,17 +26,18 @@ from secondguess.bench.lesson_texts import (
     write_answers,
 )
 from secondguess.bench.provenance import gather
+from secondguess.bench.run_folder import claim, identity_of_texts
 from secondguess.bench.systems import public_name
 from secondguess.drafters import DRAFTERS
-from secondguess.errors import BadInputError, CheckpointError
+from secondguess.errors import BadInputError
 from secondguess.heads.files import Provenance
 from secondguess.heads.learning import Learner
 from secondguess.names import require_between
 from secondguess.runtime.fingerprint import hash_weights
-from secondguess.runtime.loading import find_checkpoint, pick_device, read_config
+from secondguess.runtime.loading import pick_device, read_config
 from secondguess.train.capture import Capture, LiveCapture, StoredCapture, ends_for_learning
 from secondguess.train.export import saved_dtype
-from secondguess.train.files import write_atomically
+from secondguess.train.files import require_folder
 from secondguess.train.head_card import write_card
 from secondguess.train.head_trainer import (
     Aim,
@@ -101,17 +100,13 @@ class HeadJob:
     checkpoint_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.out.exists() and not self.out.is_dir():
-            raise BadInputError(f"expected a folder for --out, got the file {self.out}")
+        require_folder(self.out, "--out")
         if self.as_is and not self.data:
             raise BadInputError(
                 "expected --data FILE to learn as it stands, got none; give a file or leave out --as-is"
             )
-        if not self.as_is and self.answers.max_tokens >= self.answers.length:
-            raise BadInputError(
-                f"expected --max-tokens below --length, which holds the prompt too, got {self.answers.max_tokens} and "
-                f"{self.answers.length}"
-            )
+        if not self.as_is:
+            self.answers.require_room_for_prompts()
         if self.whole and self.kind != "early-exit":
             raise BadInputError(
                 f"expected --whole for early-exit alone, got it for {self.kind}; leave it out"
@@ -159,12 +154,14 @@ class HeadJob:
         return {
             "kind": self.kind,
             "whole": self.whole,
-            "target_sha256": hash_weights(Path(find_checkpoint(self.model))),
-            "data_sha256": [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.data],
-            "num_prompts": self.num_prompts,
             "as_is": self.as_is,
-            "answers": json.loads(json.dumps(asdict(replace(self.answers, seed=self.seed)))),
-            "dtype": self.load_dtype,
+            **identity_of_texts(
+                self.model,
+                self.data,
+                self.num_prompts,
+                replace(self.answers, seed=self.seed),
+                self.load_dtype,
+            ),
             "loss": self.loss_name,
             "recipe": asdict(self.recipe),
             "seed": self.seed,
@@ -197,7 +194,7 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
     """
     documents = _documents(job)
     run = job.out / "run"
-    _claim(run, job.identity())
+    claim(run, job.identity())
     llm = load(job.model, "suffix", dtype=job.load_dtype, device=job.device)
     texts = Texts.split(_texts(job, llm, documents, run / "texts", show))
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
@@ -220,29 +217,6 @@ def _documents(job: HeadJob) -> list[Document]:
         return default_documents(job.num_prompts or DEFAULT_PROMPTS)
     documents = read_documents(job.data, job.as_is)
     return some_of(documents, job.num_prompts or len(documents))
-
-
-def _claim(run: Path, identity: dict[str, Any]) -> None:
-    """Write down what the run is, or compare with what it was."""
-    path = run / "run.json"
-    if not path.is_file():
-        run.mkdir(parents=True, exist_ok=True)
-        with write_atomically(path) as stream:
-            stream.write(json.dumps(identity, indent=2).encode())
-        return
-    try:
-        before = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(
-            f"expected a readable run in {path}, got: {error}; choose another --out"
-        ) from error
-    differing = [name for name in identity if before.get(name) != identity[name]]
-    if differing:
-        name = differing[0]
-        raise BadInputError(
-            f"expected the options of the run in {run} to continue it, got another {name.replace('_', ' ')}: "
-            f"{identity[name]!r:.80} instead of {before.get(name)!r:.80}; choose another --out"
-        )
 
 
 def _texts(

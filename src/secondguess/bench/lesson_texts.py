@@ -80,6 +80,19 @@ class AnswerSettings:
         require_between("the tokens of an answer", self.max_tokens, 1, 1_000_000)
         require_between("the answers at a time", self.batch_size, 1, 4096)
 
+    def require_room_for_prompts(self) -> None:
+        """Refuse settings with which an answer leaves nothing of its text to the prompt.
+
+        Texts that are learnt as they stand are not asked: they have no answers.
+
+        Raises:
+            BadInputError: naming both.
+        """
+        if self.max_tokens >= self.length:
+            raise BadInputError(
+                f"expected --max-tokens below --length, which holds the prompt too, got {self.max_tokens} and {self.length}"
+            )
+
 
 def read_documents(paths: Sequence[Path], as_is: bool) -> list[Document]:
     """What the files hold: JSON lines with a `prompt`, a `text` or `messages`, or plain text.

@@ -22,9 +22,10 @@ from secondguess.stats import Clock
 
 
 class RecordedLaws(DraftLaws):
-    """The laws of a trace's nodes, one per row."""
+    """The laws of a trace's nodes, one per row: their summaries, for nobody kept them whole or foretold anything."""
 
     def __init__(self, laws: Sequence[NodeLaw]) -> None:
+        self.foretold = None
         self.__dict__["confidences"] = [law.confidence for law in laws]
         self.__dict__["entropies"] = [law.entropy for law in laws]
         self.__dict__["runners_up"] = [law.runner_up for law in laws]

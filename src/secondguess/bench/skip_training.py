@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from secondguess.api import load
 from secondguess.bench.head_training import DEFAULT_PROMPTS, Show
@@ -14,11 +15,14 @@ from secondguess.bench.lesson_texts import (
     some_of,
     write_answers,
 )
-from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.bench.run_folder import claim, identity_of_texts
+from secondguess.bench.systems import public_name
+from secondguess.errors import UnsupportedModelError
 from secondguess.heads.files import Provenance
 from secondguess.names import require_between
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.fused import FusedRuntime
+from secondguess.train.files import require_folder
 from secondguess.train.skip_search import Candidate, SkipSearch, one_length, save_layers
 
 SEARCHED_TOKENS = 128
@@ -45,19 +49,28 @@ class SkipJob:
     answers: AnswerSettings = field(default_factory=AnswerSettings)
 
     def __post_init__(self) -> None:
-        if self.out.exists() and not self.out.is_dir():
-            raise BadInputError(f"expected a folder for --out, got the file {self.out}")
+        require_folder(self.out, "--out")
+        self.answers.require_room_for_prompts()
         require_between("--num-prompts", self.num_prompts, 1, 10_000)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides texts and layers; texts are found again only with the same."""
+        return {
+            "kind": "layer-skip",
+            **identity_of_texts(self.model, self.data, self.num_prompts, self.answers, self.dtype),
+        }
 
 
 def search_layers(job: SkipJob, show: Show) -> Candidate:
     """Search, and write what was found.
 
     Raises:
-        BadInputError: data that cannot be used, or texts that are too short.
+        BadInputError: data that cannot be used, texts that are too short, or a folder with another run.
         UnsupportedModelError: a target whose layers cannot be left out.
     """
     documents = read_documents(job.data, as_is=False) if job.data else default_documents(DEFAULT_PROMPTS)
+    run = job.out / "run"
+    claim(run, job.identity())
     llm = load(job.model, "suffix", dtype=job.dtype, runtime="fused")
     target = llm.target.runtime
     if not isinstance(target, FusedRuntime):
@@ -65,14 +78,14 @@ def search_layers(job: SkipJob, show: Show) -> Candidate:
             f"expected a target that the fused runtime covers, got {job.model}; its layers cannot be left out"
         )
     chosen = some_of(documents, job.num_prompts)
-    texts = write_answers(llm, chosen, job.answers, job.out / "run" / "texts", show.writing, show.pause)
+    texts = write_answers(llm, chosen, job.answers, run / "texts", show.writing, show.pause)
     length = min(SEARCHED_TOKENS, max(len(text.tokens) for text in texts))
     search = SkipSearch(target, one_length([text.tokens for text in texts], length))
     found = search.run(show.line)
     save_layers(found, job.out)
     Provenance(
         "layer-skip",
-        job.model if job.model == "builtin" else Path(job.model).name,
+        public_name(job.model),
         hash_weights(Path(llm.target.path)),
         training={"texts": len(texts), "tokens_of_each": length, "candidates": search.num_tried},
         figures={"acceptance": round(found.acceptance, 4), "expected_speedup": round(found.speedup, 3)},

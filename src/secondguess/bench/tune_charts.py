@@ -6,24 +6,13 @@ global is touched.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
+from secondguess.bench.charts import COLOURS, DOTS_PER_INCH, MARKERS
 from secondguess.bench.planner import PLAIN, acceptance_by_position, coverage
 from secondguess.bench.systems import public_name
 from secondguess.bench.tune_report import TuneReport, show_choice
-
-HOW_TO_DRAW = "no charts without matplotlib: pip install 'secondguess[bench]' draws them"
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
-"""The colour-blind safe palette of Okabe and Ito, without its yellow, which white paper swallows."""
-MARKERS = "osD^vPX*"
-DOTS_PER_INCH = 140
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
 
 
 def draw_charts(report: TuneReport) -> dict[str, bytes]:

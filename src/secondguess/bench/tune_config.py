@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from secondguess.api import default_drafter
 from secondguess.drafters import draft_model_paths, parse_drafter_name
 from secondguess.errors import BadInputError
+from secondguess.pairing import understand_drafter
 
 DEPTH, SAMPLED_DEPTH = 12, 8
 """Most nodes of a recorded guess; a sampled one is judged at every length, which takes time."""
@@ -19,8 +20,8 @@ class TuneConfig:
 
     Args:
         model: the target.
-        drafters: names of the drafters to weigh; empty for the target's own, its draft model alone and joined with
-            `suffix` where it has one, `suffix`, and `ngram`.
+        drafters: names of the drafters to weigh, which may borrow nothing from the target; empty for the target's own,
+            its draft model alone and joined with `suffix` where it has one, `suffix`, and `ngram`.
         prompts: as `bench` takes them; None takes HumanEval where it lies beside the checkout, else `builtin`.
         num_prompts: how many of them at most, evenly spread.
         num_tokens: new tokens per prompt at most; an end token ends a text before.
@@ -34,7 +35,7 @@ class TuneConfig:
         seed: of sampled texts.
 
     Raises:
-        BadInputError: a value that makes no sense, or a drafter that does not exist.
+        BadInputError: a value that makes no sense, a drafter that does not exist, or one that borrows from the target.
     """
 
     model: str = "builtin"
@@ -68,11 +69,8 @@ class TuneConfig:
                 raise BadInputError(f"expected different {option}, got {', '.join(map(str, values))}")
         if not self.batch_sizes:
             raise BadInputError("expected at least one batch size, got none")
-        for drafter in self.drafters:
-            if any(name.kind == "none" for name in parse_drafter_name(drafter)):
-                raise BadInputError(
-                    f"expected drafters that guess, got {drafter!r}; plain decoding is always measured, leave it out"
-                )
+        for drafter in self.drafters_to_weigh:
+            _check_drafter(drafter)
 
     @property
     def drafters_to_weigh(self) -> tuple[str, ...]:
@@ -86,6 +84,20 @@ class TuneConfig:
     @property
     def depth(self) -> int:
         return SAMPLED_DEPTH if self.temperature > 0 else DEPTH
+
+
+def _check_drafter(name: str) -> None:
+    """Refuse a drafter whose guesses along a known text cannot be recorded, before anything is loaded."""
+    if any(part.kind == "none" for part in parse_drafter_name(name)):
+        raise BadInputError(
+            f"expected drafters that guess, got {name!r}; plain decoding is always measured, leave it out"
+        )
+    if understand_drafter(name).needs_target:
+        # The target does not read a text that is known already, so it has no states to lend.
+        raise BadInputError(
+            f"expected drafters that guess from the text alone for tune, got {name}, which borrows from the target; "
+            "compare it with `secondguess bench --drafters all`"
+        )
 
 
 def _between(option: str, value: float, low: float, high: float) -> None:

@@ -179,7 +179,9 @@ class TuneReport:
                 workload=self.findings.workload.name,
                 workload_sha256=self.findings.workload.sha256,
                 model_sha256=hash_weights(Path(models.target.path)),
-                acceptance_rate=self.speeds[smallest][chosen].acceptance_rate if chosen.speculates else None,
+                acceptance_rate=self._speeds_of_chosen()[smallest][chosen].acceptance_rate
+                if chosen.speculates
+                else None,
                 acceptance_by_position=None if rates is None else tuple(round(rate, 3) for rate in rates),
                 draft_length=self.best_constant_length(smallest),
                 cost_ratio=round(sum(steps) / costs.plain[1], 4) if steps else None,

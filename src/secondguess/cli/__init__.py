@@ -16,9 +16,9 @@ import typer
 
 from secondguess import __version__
 from secondguess.cli import bench, export, generate, inspect, train, tune, verify
+from secondguess.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, INTERNAL_ERROR, INTERRUPTED
 from secondguess.errors import SecondGuessError, StrangerWarning
 
-CHECK_FAILED, BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 130, 141
 CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 app = typer.Typer(

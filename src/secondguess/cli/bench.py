@@ -8,11 +8,11 @@ from typing import Annotated
 from typer import Argument, Context, Option, Typer
 
 from secondguess.cli import options
+from secondguess.cli.exit_codes import INTERRUPTED
 from secondguess.cli.output import aside, progress_bar
 from secondguess.errors import BadInputError
 
 WORKLOAD = "What is measured"
-INTERRUPTED = 130
 
 app = Typer()
 
@@ -85,14 +85,20 @@ def bench(
         Option(
             "--drafter",
             "--drafters",
-            help="A drafter to compare, or all for every one that there is for the target; repeatable.",
+            help=f"A drafter to compare: {options.DRAFTER_NAMES}; or all for every one that there is for the target; "
+            "repeatable.",
             show_default="the target's own, ngram and suffix",
             rich_help_panel=options.TEAM,
         ),
     ] = None,
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "cpu",
-    threads: Annotated[int, Option(help="CPU threads, for everybody.", rich_help_panel=options.TEAM)] = 2,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: Annotated[
+        int | None,
+        Option(
+            help="CPU threads, for everybody.", show_default="PyTorch's own", rich_help_panel=options.TEAM
+        ),
+    ] = None,
     output: Annotated[
         Path,
         Option(help="Folder for the report as JSON, Markdown and charts.", rich_help_panel=options.OUTPUT),
@@ -108,10 +114,9 @@ def bench(
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return 0
-    if output.exists() and not output.is_dir():
-        raise BadInputError(f"expected a folder for --output, got the file {output}")
 
     from secondguess.bench import BenchConfig, run_bench
+    from secondguess.train.files import require_folder
 
     given = {
         "drafters": drafter,
@@ -134,10 +139,12 @@ def bench(
         name=name,
         **{field: tuple(values) for field, values in given.items() if values},  # type: ignore[arg-type]
     )
+    require_folder(output, "--output")
     with progress_bar("loading") as progress:
         report = run_bench(config, progress)
+    # Shown before it is saved: a disk that is full by now costs the files and not the numbers.
+    print(report.to_json() if json else report.to_markdown(), end="", flush=True)
     saved = report.save(output)
-    print(report.to_json() if json else report.to_markdown(), end="")
     *others, last = map(str, saved)
     aside(f"saved {', '.join(others)} and {last}")
     if not any(path.suffix == ".png" for path in saved):

@@ -126,14 +126,10 @@ def fitting_drafters(model: str) -> list[str]:
 def _drafter_of(settings: dict[str, Any]) -> NamedDrafter:
     """The drafter that `load` would take, its name understood; options that it would not read are refused."""
     from secondguess.api import default_drafter
-    from secondguess.pairing import understand_drafter
+    from secondguess.pairing import require_model_to_quantize, understand_drafter
 
     named = understand_drafter(settings.get("drafter", default_drafter(settings["model"])))
-    if named.draft_model is None and "drafter_quantize" in settings:
-        raise BadInputError(
-            f"expected a drafter with a model for drafter_quantize={settings['drafter_quantize']!r}, "
-            f"got {named.name}; leave it out"
-        )
+    require_model_to_quantize(settings.get("drafter_quantize"), named.name, named.draft_model is not None)
     return named
 
 

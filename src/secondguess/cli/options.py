@@ -16,6 +16,14 @@ TEAM = "Who takes part"
 SAMPLING = "Sampling"
 OUTPUT = "Input and output"
 
+DRAFTER_NAMES = (
+    "none, model:PATH, ngram, suffix, early-exit[:PATH], layer-skip:PATH, medusa[:PATH], mtp[:PATH], eagle[:PATH] or "
+    "dspark[:PATH]"
+)
+"""Written out, because asking the drafters themselves would import torch for `--help`."""
+FROM_THE_TEXT_ALONE = "model:PATH, ngram or suffix"
+"""Those of them that guess and borrow nothing from the target."""
+
 Config = Annotated[
     Path | None,
     Option(
@@ -31,7 +39,7 @@ Model = Annotated[
 Drafter = Annotated[
     str | None,
     Option(
-        help="none, model:PATH, ngram, suffix, each with ,key=value options; several joined by + take turns.",
+        help=f"{DRAFTER_NAMES}; each with ,key=value options; several joined by + take turns.",
         show_default="suffix+model:builtin-draft for builtin, else suffix",
         rich_help_panel=TEAM,
     ),

@@ -54,6 +54,8 @@ def pair(
     DIRECTORY/drafter. Ctrl-C is safe at any moment: the same command continues
     from the last checkpoint, also with more minutes.
     """
+    from secondguess.train.files import require_folder
+
     if minutes is not None and not 0 < minutes <= MOST_MINUTES:
         raise BadInputError(f"expected --minutes above 0 and at most {MOST_MINUTES} (a year), got {minutes}")
     if not 0 <= seed < 2**31:
@@ -62,8 +64,7 @@ def pair(
         raise BadInputError(f"expected --most-threads from 0 to 1024, got {most_threads}")
     if start is not None and not start.is_dir():
         raise BadInputError(f"expected a folder for --start, got {start}, which is none")
-    if directory.exists() and not directory.is_dir():
-        raise BadInputError(f"expected a folder for --directory, got the file {directory}")
+    require_folder(directory, "--directory")
     if exclude_prompts is not None and not exclude_prompts.is_file():
         raise BadInputError(f"expected a file for --exclude-prompts, got {exclude_prompts}, which is none")
 
@@ -126,9 +127,12 @@ def acceptance(
     if out.is_dir() or not out.parent.is_dir():
         raise BadInputError(f"expected a file in an existing folder for --out, got {out}")
 
+    from secondguess.train.files import require_folder, write_atomically
+
+    require_folder(out.parent, "--out")
+
     from secondguess.bench.acceptance import AcceptanceRecipe, train_acceptance
     from secondguess.train.acceptance import FitOptions
-    from secondguess.train.files import write_atomically
 
     given = {
         "drafter": drafter or ("model:builtin-draft" if model == "builtin" else None),

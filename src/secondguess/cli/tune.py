@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from secondguess.cli import options
 from secondguess.cli.output import aside, progress_bar
 from secondguess.errors import BadInputError
+
+if TYPE_CHECKING:
+    from secondguess.bench.tune_report import TuneReport
 
 WORKLOAD = "What is measured"
 CONFIGURATION = Path("secondguess.toml")
@@ -25,7 +27,8 @@ def tune(
     drafter: Annotated[
         list[str] | None,
         Option(
-            help="A drafter to weigh; repeatable.",
+            help=f"A drafter to weigh: {options.FROM_THE_TEXT_ALONE}, or several joined by + (what borrows from the "
+            "target is refused); repeatable.",
             show_default="the target's own, suffix, ngram, and suffix+model:PATH",
             rich_help_panel=options.TEAM,
         ),
@@ -81,8 +84,6 @@ def tune(
     Measures what rounds cost and what every drafter's guesses are worth, predicts all
     combinations from that, and runs the best. Ctrl-C writes nothing.
     """
-    _check_places(output, config_out)
-
     from secondguess.bench.tune_config import TuneConfig
 
     config = TuneConfig(
@@ -102,7 +103,9 @@ def tune(
         seed=seed,
     )
 
-    from secondguess.bench.tune_charts import HOW_TO_DRAW, can_draw, draw_charts
+    _check_places(output, config_out)
+
+    from secondguess.bench.charts import HOW_TO_DRAW, can_draw
     from secondguess.bench.tune_report import make_report
     from secondguess.bench.tuning import run_tune
 
@@ -117,25 +120,23 @@ def tune(
                 bar(done, total, what)
 
             report = make_report(run_tune(config, progress))
-            files = {config_out: report.configuration().to_toml().encode()}
-            if output is not None:
-                charts = draw_charts(report) if can_draw() else {}
-                files |= {output / name: image for name, image in charts.items()}
-                files[output / "tune.json"] = report.to_json().encode()
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted at {doing}; nothing was written") from None
-    write_whole(files)
-    print(report.to_json() if json else report.to_text(), end="")
+    # Shown before it is saved: a disk that is full by now costs the files and not the numbers.
+    print(report.to_json() if json else report.to_text(), end="", flush=True)
+    saved = _save(report, output, config_out)
     if output is not None and not can_draw():
         aside(HOW_TO_DRAW)
-    aside(f"saved {', '.join(map(str, files))}")
+    aside(f"saved {', '.join(map(str, saved))}")
     return 0
 
 
 def _check_places(output: Path | None, config_out: Path) -> None:
     """Refuse places that cannot be written to before minutes are spent."""
-    if output is not None and output.exists() and not output.is_dir():
-        raise BadInputError(f"expected a folder for --output, got the file {output}")
+    from secondguess.train.files import require_folder
+
+    if output is not None:
+        require_folder(output, "--output")
     if config_out.is_dir():
         raise BadInputError(
             f"expected a file for --config-out, got the folder {config_out}; name a file in it"
@@ -144,15 +145,22 @@ def _check_places(output: Path | None, config_out: Path) -> None:
         raise BadInputError(
             f"expected --config-out in a folder that exists, got {config_out}; make {config_out.parent} first"
         )
+    require_folder(config_out.parent, "--config-out")
 
 
-def write_whole(files: Mapping[Path, bytes]) -> None:
-    """Write files so that each is there whole or as it was before."""
+def _save(report: TuneReport, output: Path | None, config_out: Path) -> list[Path]:
+    """Write the configuration and, where they were asked for, everything as JSON and charts; gives all paths."""
+    from secondguess.bench.charts import can_draw
+    from secondguess.bench.tune_charts import draw_charts
+    from secondguess.train.files import write_atomically
+
+    files = {config_out: report.configuration().to_toml().encode()}
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        charts = draw_charts(report) if can_draw() else {}
+        files |= {output / name: image for name, image in charts.items()}
+        files[output / "tune.json"] = report.to_json().encode()
     for path, content in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.part")
-        try:
-            beside.write_bytes(content)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with write_atomically(path) as stream:
+            stream.write(content)
+    return list(files)

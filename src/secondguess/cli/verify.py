@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Context, Option
 
 from secondguess.cli import options
+from secondguess.cli.exit_codes import CHECK_FAILED
 from secondguess.cli.output import print_json, progress_bar
 from secondguess.errors import BadInputError
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from secondguess.sampling import SamplingParams
 
 TEST = "How hard to look"
-CHECK_FAILED = 1
 
 
 def verify(
@@ -32,7 +32,7 @@ def verify(
     drafter: Annotated[
         str | None,
         Option(
-            help="none, model:PATH, ngram, suffix, early-exit, medusa, eagle, ... (docs/drafters.md), with ,key=value options.",
+            help=f"{options.DRAFTER_NAMES}; each with ,key=value options; several joined by + take turns.",
             show_default="a perturbed copy of the random model; as in generate for another",
             rich_help_panel=options.TEAM,
         ),

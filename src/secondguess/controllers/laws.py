@@ -21,8 +21,6 @@ class DraftLaws:
         foretold: per row, how likely the node is accepted if those before it are, by a drafter that was trained to tell.
     """
 
-    foretold: Sequence[float] | None = None
-
     def __init__(self, probs: Tensor, foretold: Sequence[float] | None = None) -> None:
         self.probs = probs
         self.foretold = foretold

@@ -36,11 +36,6 @@ class RoundTimes:
         self._reading: dict[Hashable, Line] = {}
         self._num_since_plain = 0
 
-    @property
-    def knows_plain(self) -> bool:
-        """Whether any plain round was timed, without which nothing can be compared."""
-        return bool(self._plain)
-
     def needs_plain(self, num_rows: int, context: float) -> bool:
         """Whether a plain round should be timed before anything is compared with one.
 

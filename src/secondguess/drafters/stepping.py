@@ -110,8 +110,7 @@ class SteppingDrafter(Drafter):
             active = [index for index in active if depth + 1 < limits[index]]
             if active and budgets.reads_laws:
                 asked = law if own_laws else logits.softmax(-1)
-                told = self.foretell(depth)
-                going_on = budgets.go_on(asked, depth) if told is None else budgets.go_on(asked, depth, told)
+                going_on = budgets.go_on(asked, depth, self.foretell(depth))
                 active = [index for index in active if going_on[index]]
         probs = None if noise.all_greedy else self._probs(laws, len(rows))
         return Draft.chains(chains, probs, self.device)

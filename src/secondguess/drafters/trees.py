@@ -4,9 +4,9 @@
 A tree grows by levels. Before a level is drawn its shape says how many children each node of the frontier gets: from what is
 known then, the tokens and laws above. Children are drawn one after another without replacement, so that siblings differ.
 
-What has been drawn stays (algorithms page, 3.0): dropping a sampled node because of what it is would bend the law of the text.
-Where drafts are not samples (temperature 0), or where the text is decided by races (coupled rows), any choice is safe: there
-the dynamic shape draws more than it needs and keeps the likeliest nodes.
+What has been drawn stays (docs/controllers.md, "Why a controller may not see the tokens"): dropping a sampled node because
+of what it is would bend the law of the text. Where drafts are not samples (temperature 0), or where the text is decided by
+races (coupled rows), any choice is safe: there the dynamic shape draws more than it needs and keeps the likeliest nodes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from secondguess.controllers.fixed import FixedController, FixedOptions
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
 from secondguess.names import parse_name
-from secondguess.pairing import NamedDrafter, understand_drafter
+from secondguess.pairing import NamedDrafter, require_model_to_quantize, understand_drafter
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,7 @@ def recommend(
     """
     name = settings.drafter or default_drafter(settings.model)
     drafter = understand_drafter(name)
-    if settings.drafter_quantize is not None and drafter.draft_model is None:
-        raise BadInputError(
-            f"expected a drafter with a model for drafter_quantize={settings.drafter_quantize!r}, got {name}; "
-            "leave it out"
-        )
+    require_model_to_quantize(settings.drafter_quantize, name, drafter.draft_model is not None)
     length, notes = _draft_length(settings, tuned or Tuned(), draft_length, drafter)
     notes += _stays_here(settings)
     if drafter.parts:

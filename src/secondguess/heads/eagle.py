@@ -252,21 +252,6 @@ class Eagle1Head(UnrolledHead):
         self.words = None
         self._ends = ends
 
-    @classmethod
-    def fresh(
-        cls,
-        ends: Ends,
-        vocab_size: int,
-        seed: int,
-        *,
-        layer: LayerShape | None = None,
-        num_steps: int = DEFAULT_STEPS,
-    ) -> Eagle1Head:
-        """An untrained head for a target of these ends."""
-        head = cls(layer or shape_of_width(ends.width), ends, vocab_size, num_steps=num_steps)
-        initialise(head, seed)
-        return head
-
     def features(self, hidden: Hidden) -> Tensor:
         return hidden[-1]
 

@@ -27,7 +27,8 @@ from secondguess.heads.eagle import (
     layers_within,
     words_of_offsets,
 )
-from secondguess.heads.files import load_into, read_config, read_tensors, understanding
+from secondguess.heads.fields import fields_of
+from secondguess.heads.files import load_into, read_config, read_tensors
 from secondguess.heads.layer import LayerShape
 from secondguess.heads.unrolled import DEFAULT_STEPS
 from secondguess.runtime.base import Ends
@@ -57,7 +58,7 @@ def load_eagle(
         UnsupportedModelError: a drafter or a layer of a kind that is not known here.
     """
     config, tensors = read_config(folder), _tidied(read_tensors(folder))
-    with understanding(folder):
+    with fields_of(folder):
         kind = config.get("speculators_model_type")
         if kind not in (None, "eagle3"):
             raise UnsupportedModelError(f"expected a drafter of the kind eagle3 in {folder}, got {kind}")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.heads.fields import fields_of, whole_number
 from secondguess.heads.files import load_into, read_config, read_tensors
 from secondguess.heads.layer import Norm
 from secondguess.heads.learning import Learner, Lesson, Marks, Objective, grade
@@ -102,14 +103,12 @@ class EarlyExitHead(Learner):
             raise CheckpointError(
                 f"expected an early-exit adapter ({KIND}) in {folder}, got {config.get('model_type')}"
             )
-        try:
+        with fields_of(folder):
             head = cls(
-                config["exit_layer"],
-                config["hidden_size"],
-                config["intermediate_size"],
-                config["rms_norm_eps"],
+                whole_number(config, "exit_layer"),
+                whole_number(config, "hidden_size"),
+                whole_number(config, "intermediate_size"),
+                float(config["rms_norm_eps"]),
             )
-        except KeyError as error:
-            raise CheckpointError(f"expected {error} in {folder / 'config.json'}, got none") from error
         load_into(head, read_tensors(folder), folder)
         return head

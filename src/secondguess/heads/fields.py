@@ -12,13 +12,19 @@ from secondguess.errors import CheckpointError
 
 @contextmanager
 def fields_of(folder: Path) -> Iterator[None]:
-    """Turn whatever a broken configuration raises while it is read into a `CheckpointError`."""
+    """Where a description is read: what is missing from it, or is not what it should be, is the folder's fault.
+
+    Raises:
+        CheckpointError: instead of what went wrong.
+    """
     try:
         yield
     except KeyError as error:
         raise CheckpointError(f"expected the field {error} in {folder / 'config.json'}, got none") from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"expected a whole {folder / 'config.json'}, got: {error}") from error
+        raise CheckpointError(
+            f"expected a drafter that fits in {folder / 'config.json'}, got: {error}"
+        ) from error
 
 
 def whole_number(config: Mapping[str, Any], key: str, least: int = 1) -> int:

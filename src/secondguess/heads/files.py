@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -128,30 +127,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-@contextmanager
-def understanding(folder: Path) -> Iterator[None]:
-    """Where a description is read: what is missing from it, or is not what it should be, is the folder's fault.
-
-    Raises:
-        CheckpointError: instead of what went wrong.
-    """
-    try:
-        yield
-    except KeyError as error:
-        raise CheckpointError(f"expected {error.args[0]} in {folder / 'config.json'}, got none") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"expected a drafter that fits in {folder / 'config.json'}, got: {error}"
-        ) from error
-
-
-def read_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, from safetensors, or else from pickles of tensors (`*.pt`, `*.bin`; nothing else is unpickled).
 
     Raises:
         CheckpointError: none there, or unreadable ones.
     """
-    files = sorted(folder.glob(pattern))
+    files = sorted(folder.glob("*.safetensors"))
     pickles = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
     try:
         tensors: dict[str, Tensor] = {}

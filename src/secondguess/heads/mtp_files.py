@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.heads.files import find_tensors, load_into, read_config, read_named_tensors, understanding
+from secondguess.heads.fields import fields_of
+from secondguess.heads.files import find_tensors, load_into, read_config, read_named_tensors
 from secondguess.heads.layer import LayerShape
 from secondguess.heads.mtp import MtpHead
 from secondguess.heads.unrolled import DEFAULT_STEPS
@@ -128,7 +129,7 @@ def load_mtp(folder: Path, ends: Ends, vocab_size: int, num_layers: int) -> MtpH
         UnsupportedModelError: a module whose layer is of a kind that is not known here.
     """
     config, places = _text_config(read_config(folder)), find_tensors(folder)
-    with understanding(folder):
+    with fields_of(folder):
         naming = _find_naming(places, config["num_hidden_layers"])
         if naming is None:
             raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +100,6 @@ def load_runtime(
     device: str = "auto",
     quantize: str | None = None,
     runtime: str = "auto",
-    hidden_layers: Sequence[int] = (),
     num_cached_tokens: int = 4096,
     drafts: bool = False,
 ) -> LoadedModel:
@@ -113,7 +112,6 @@ def load_runtime(
         quantize: `int8` keeps the linear layers' weights in 8 bits: ours where the kernels run the model, else torchao's.
         runtime: `native` (compiled kernels, see `runtime.native`), `fused` (torch, see `runtime.fused`),
             `transformers` (the module), or `auto`: the first of them that covers the model and says the same.
-        hidden_layers: hidden states that `score` returns.
         num_cached_tokens: cached tokens, over all rows, that must fit into memory beside the weights.
         drafts: whether the model only drafts, so that its law may be off by a rounding where that is faster.
 
@@ -141,7 +139,6 @@ def load_runtime(
         lambda: _read_model(path, number).to(place),
         runtime,
         quantize=quantize,
-        hidden_layers=hidden_layers,
         drafts=drafts,
     )
     if (
@@ -158,7 +155,6 @@ def load_runtime(
             device=device,
             quantize=quantize,
             runtime=runtime,
-            hidden_layers=hidden_layers,
             num_cached_tokens=num_cached_tokens,
             drafts=drafts,
         )
@@ -181,7 +177,6 @@ def make_runtime(
     kind: str = "auto",
     *,
     quantize: str | None = None,
-    hidden_layers: Sequence[int] = (),
     drafts: bool = False,
 ) -> CachedRuntime:
     """The runtime of this kind for a loaded model, or with `auto` the fastest that says what the module says.
@@ -189,7 +184,7 @@ def make_runtime(
     Args:
         model: a causal language model; it is taken apart or packed.
         read_again: gives a copy of it, for when the fused form has to be given up.
-        kind, quantize, hidden_layers, drafts: as in `load_runtime`.
+        kind, quantize, drafts: as in `load_runtime`.
 
     Raises:
         BadInputError: no such runtime.
@@ -205,12 +200,12 @@ def make_runtime(
             unpacked = fuse(model.eval(), packed=False)
             native = to_native(unpacked, eight_bits) if unpacked else None
             if native is not None:
-                return NativeRuntime(native, hidden_layers)
+                return NativeRuntime(native)
             model = read_again()
     if kind in ("auto", "fused") and quantize is None and can_fuse(model.config, place):
         decoder = fuse(model.eval(), packable)
         if decoder is not None:
-            return FusedRuntime(decoder, hidden_layers)
+            return FusedRuntime(decoder)
         if kind == "auto":
             model = read_again()
     if kind in ("native", "fused"):
@@ -223,7 +218,7 @@ def make_runtime(
         _quantize_to_int8(model)
     elif packable:
         pack_linears(model)
-    return TransformersRuntime(model, hidden_layers)
+    return TransformersRuntime(model)
 
 
 def memory_need(
@@ -246,9 +241,9 @@ def memory_need(
 
 
 @contextmanager
-def borrow_model(model: Any, hidden_layers: Sequence[int] = ()) -> Iterator[LoadedModel]:
+def borrow_model(model: Any) -> Iterator[LoadedModel]:
     """The user's own model as a `LoadedModel`; given back as it was found when the context ends."""
-    with TransformersRuntime(model, hidden_layers) as runtime:
+    with TransformersRuntime(model) as runtime:
         path = str(model.name_or_path)
         dtype = str(model.dtype).removeprefix("torch.")
         yield LoadedModel(

@@ -38,11 +38,6 @@ def forward_divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     return (target_log.exp() * (target_log - draft_log)).sum(-1)
 
 
-def log_overlap_loss(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """``-log alpha`` averaged over positions (arXiv 2602.23881)."""
-    return -overlap(target_logits, draft_logits).log().mean()
-
-
 def hybrid_divergence(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
     """``lam KL(p || q) + (1 - lam) (1 - alpha)`` with ``lam = exp(-sharpness alpha)`` held constant, per position
     (arXiv 2602.23881): each position moves from divergence to overlap at its own pace."""

@@ -1,6 +1,6 @@
 """How each kind of drafter is made and trained: one frozen dataclass per kind, whose fields are what `--set` may change.
 
-To add one: a class, one line in `RECIPES`.
+To add one: a class, one line in `RECIPES`, and one in the `SUMMARIES` of `cli/train_heads.py`.
 """
 
 from __future__ import annotations
