@@ -76,11 +76,25 @@ def change_config(directory, **changes):
         (["verify", "--controller", ""], ["controller", "''"]),
         (["verify", "--drafter", "none", "--controller", "fixed:2"], ["none", "fixed:2"]),
         (["verify", "--drafter", "ngram", "--controller", "confidence"], ["ngram", "confidence"]),
+        (
+            ["verify", "--drafter", "model:tiny,tree=2x2", "--verifier", "block"],
+            ["tree=2x2", "'block'", "auto"],
+        ),
     ],
     ids=" ".join,
 )
 def test_wrong_usage(secondguess_command, arguments, words):
     assert_refused(secondguess_command(*arguments), *words)
+
+
+@pytest.mark.parametrize("verifier", ["block", "rejection"])
+@pytest.mark.parametrize("drafter", ["model:{},tree=2x2", "suffix+model:{},tree=2x2"])
+def test_a_drafter_of_trees_with_a_rule_for_chains(
+    secondguess_command, tiny_checkpoint, tiny_draft_checkpoint, drafter, verifier
+):
+    team = ("--drafter", drafter.format(tiny_draft_checkpoint), "--verifier", verifier)
+    done = secondguess_command("generate", "x", "--model", tiny_checkpoint, *team, "--temperature", "1")
+    assert_refused(done, "tree=2x2", f"'{verifier}'", "traversal", "chains")
 
 
 # numbers

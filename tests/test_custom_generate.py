@@ -5,6 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, NoRepeatNGramLogitsProcessor
 
 import secondguess
+import secondguess.drop_in
+from secondguess.testing import LawTreeDrafter
 
 
 @pytest.fixture
@@ -87,6 +89,16 @@ def test_what_cannot_be_carried_out_is_refused_by_name(model, settings, named):
     with pytest.raises(secondguess.BadInputError, match=named):
         model.generate(
             PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, drafter="none", **settings
+        )
+
+
+def test_a_drafter_of_trees_with_a_rule_for_chains_is_refused_before_any_text(model, monkeypatch):
+    monkeypatch.setattr(
+        secondguess.drop_in, "make_drafter", lambda *_, **__: LawTreeDrafter(40, None, (2, 2))
+    )
+    with pytest.raises(secondguess.BadInputError, match=r"law-tree.*'block'"):
+        model.generate(
+            PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, verifier="block"
         )
 
 

@@ -246,7 +246,8 @@ def load(
 
     Raises:
         CheckpointError: a model that is missing, broken or cannot be decoded speculatively.
-        BadInputError: a name or a value that does not exist, or a controller that the drafter would not ask.
+        BadInputError: a name or a value that does not exist, a controller that the drafter would not ask, or a verifier that
+            cannot judge its drafts.
         OutOfMemoryError: both models and their caches would not fit.
     """
     model = fspath(model) if isinstance(model, PathLike) else model
@@ -282,6 +283,7 @@ def load(
         load_draft_model=load_draft_model,
         target=target,
     )
+    check_verifier(chosen_verifier, made)
     chosen_controller = choose_controller(controller, made)
     if drafter_quantize is not None and not draft_models:
         raise BadInputError(
@@ -312,6 +314,19 @@ def choose_controller(name: str | None, drafter: Drafter) -> Controller:
             f"{name!r}; use fixed:K or a drafter with a model"
         )
     return controller
+
+
+def check_verifier(verifier: Verifier, drafter: Drafter) -> None:
+    """Refuse, before any text is begun, a rule that could not judge what this drafter may propose.
+
+    Raises:
+        BadInputError: a rule for single paths beside a drafter of trees.
+    """
+    if drafter.may_branch and not verifier.judges_trees:
+        raise BadInputError(
+            f"expected a verifier that judges trees for the drafter {drafter.name}, got {verifier.name!r}, which judges "
+            "single paths only; use verifier 'auto', 'recursive', 'traversal' or 'coupled', or a drafter of chains"
+        )
 
 
 def _require_texts(**values: object) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondguess.api import choose_controller, make_row
+from secondguess.api import check_verifier, choose_controller, make_row
 from secondguess.core import Row
 from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
@@ -113,6 +113,7 @@ def custom_generate(
             load_draft_model=lambda path: _draft_runtime(target, path),
             target=target,
         )
+        check_verifier(judge, guesser)
         team = Team(target.runtime, guesser, judge, choose_controller(controller, guesser))
         for _ in decode(team, rows):
             pass

@@ -84,6 +84,8 @@ def make_drafter(
         check_parts([name.kind for name in names])
     parts = [build_drafter(name, supplies) for name in names]
     made = parts[0] if len(parts) == 1 else AlternatingDrafter(parts, target_vocab_size)
+    # What takes turns branches where one of those who take them does.
+    made.may_branch = any(part.may_branch for part in parts)
     if target is not None:
         # Layers that the target lacks are refused now, not in the first round.
         target.runtime.request_hidden(made.hidden_layers)
