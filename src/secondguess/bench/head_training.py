@@ -193,12 +193,14 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
 
     Raises:
         BadInputError: data or options that cannot be used, or a folder with another run.
-        CheckpointError: a target that cannot be loaded or cannot lend its states.
+        CheckpointError: a target that cannot be loaded or cannot lend its states, or whose layers such a drafter could not run.
     """
     documents = _documents(job)
     run = job.out / "run"
-    _claim(run, job.identity())
     llm = load(job.model, "suffix", dtype=job.load_dtype, device=job.device)
+    if job.recipe.runs_first_layers:
+        llm.target.runtime.require_layers_apart()
+    _claim(run, job.identity())
     texts = Texts.split(_texts(job, llm, documents, run / "texts", show))
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
     learner, standing = _learn(job, llm, texts, run, show)

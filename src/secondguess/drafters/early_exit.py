@@ -44,6 +44,7 @@ class EarlyExitDrafter(SteppingDrafter):
         name: str,
         shape: TreeShape | None = None,
     ) -> None:
+        target.require_layers_apart()
         super().__init__(name, target.vocab_size, target.device, shape)
         if not 0 < num_layers < target.num_layers:
             raise BadInputError(
