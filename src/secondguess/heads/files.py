@@ -23,7 +23,7 @@ from torch import Tensor
 from secondguess.builtin import head_path
 from secondguess.errors import BadInputError, CheckpointError, StrangerWarning
 from secondguess.names import Name
-from secondguess.runtime.fingerprint import hash_weights
+from secondguess.runtime.fingerprint import hash_weights, weight_files
 
 PROVENANCE = "secondguess.json"
 
@@ -81,7 +81,7 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
                 f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
             )
     else:
-        found = _find_own(name.kind, target_name, Path(target_path))
+        found = _find_own(name.kind, target_name, target_path)
         if found is None:
             raise BadInputError(
                 f"expected {name.kind}:PATH for the target {target_name}, for which none is in the box, got no path; "
@@ -92,17 +92,22 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
     return folder
 
 
-def _find_own(kind: str, target_name: str, target_path: Path) -> Path | None:
+def _find_own(kind: str, target_name: str, target_path: str) -> Path | None:
     """What the target has without anybody naming it."""
+    if not target_path:
+        return None  # a model that somebody made in memory
     if target_name == "builtin" and (shipped := head_path(kind)):
         return shipped
     module, _, function = INSIDE.get(kind, "").partition(":")
-    return target_path if function and getattr(import_module(module), function)(target_path) else None
+    folder = Path(target_path)
+    return folder if function and getattr(import_module(module), function)(folder) else None
 
 
 def _warn_of_stranger(folder: Path, kind: str, target_name: str, target_path: str) -> None:
     provenance = read_provenance(folder)
-    if provenance is not None and provenance.fingerprint != hash_weights(Path(target_path)):
+    if provenance is None or not target_path or not weight_files(Path(target_path)):
+        return  # nothing to compare, or nothing to compare it with
+    if provenance.fingerprint != hash_weights(Path(target_path)):
         warnings.warn(
             f"the {kind} drafter in {folder} was trained for {provenance.target} with other weights than {target_name}'s: "
             "the text stays right, the guesses will be poor; train it anew",

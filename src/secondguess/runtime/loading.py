@@ -49,7 +49,7 @@ class LoadedModel:
         kind: which runtime that is, one of `RUNTIMES` but `auto`.
         tokenizer: a Transformers tokenizer; None for a borrowed model.
         name: what the user called it.
-        path: the directory it was read from.
+        path: the directory it was read from; of a borrowed model that came from none that is known, its name.
         dtype: `float64`, `float32`, `bfloat16` or `float16`; what computes, also under `quantize`.
         device: such as `cpu` or `cuda:0`.
         quantize: `int8`, or None.
@@ -249,19 +249,27 @@ def memory_need(
 def borrow_model(model: Any, hidden_layers: Sequence[int] = ()) -> Iterator[LoadedModel]:
     """The user's own model as a `LoadedModel`; given back as it was found when the context ends."""
     with TransformersRuntime(model, hidden_layers) as runtime:
-        path = str(model.name_or_path)
+        name = str(model.name_or_path)
         dtype = str(model.dtype).removeprefix("torch.")
         yield LoadedModel(
             runtime,
             "transformers",
             None,
-            path,
-            path,
+            name,
+            _folder_of(name),
             dtype,
             str(model.device),
             None,
             _end_tokens(model, tokenizer=None),
         )
+
+
+def _folder_of(name: str) -> str:
+    """Where Transformers read a model of this name; the name itself if it lies nowhere (any more)."""
+    try:
+        return find_checkpoint(name) if name else name
+    except CheckpointError:
+        return name
 
 
 def check_vocabularies(target: LoadedModel, drafter: LoadedModel) -> None:
