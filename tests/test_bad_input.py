@@ -14,6 +14,7 @@ import torch
 
 from checkpoints import write_llama
 from secondguess import load
+from secondguess.builtin import head_path
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime import memory
 
@@ -95,6 +96,18 @@ def test_a_drafter_of_trees_with_a_rule_for_chains(
     team = ("--drafter", drafter.format(tiny_draft_checkpoint), "--verifier", verifier)
     done = secondguess_command("generate", "x", "--model", tiny_checkpoint, *team, "--temperature", "1")
     assert_refused(done, "tree=2x2", f"'{verifier}'", "traversal", "chains")
+
+
+def test_a_head_of_another_kind(secondguess_command):
+    folder = head_path("medusa")
+    done = secondguess_command("generate", "x", "--drafter", f"eagle:{folder}", "--dtype", "float32")
+    assert_refused(done, str(folder), "eagle", f"write medusa:{folder}")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_head_for_another_target_is_refused_without_a_warning_beside(secondguess_command, tiny_checkpoint):
+    team = ("--model", tiny_checkpoint, "--drafter", f"eagle:{head_path('eagle')}")
+    assert_refused(secondguess_command("generate", "x", *team), "another target")
 
 
 # numbers

@@ -31,7 +31,7 @@ from secondguess.bench.provenance import gather
 from secondguess.bench.systems import public_name
 from secondguess.drafters import DRAFTERS
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.files import Provenance
+from secondguess.heads.files import NAMED, Provenance
 from secondguess.heads.learning import Learner
 from secondguess.names import require_between
 from secondguess.runtime.fingerprint import hash_weights
@@ -307,7 +307,7 @@ def _figures(job: HeadJob, standing: Standing) -> dict[str, Any]:
 
 def _drafter_name(job: HeadJob) -> str | None:
     """Under which name `load` makes it; None for a kind that cannot draft (yet), and for a whole model."""
-    kind = "model" if job.kind == "draft" else job.kind
+    kind = NAMED.get(job.kind, job.kind)
     return f"{kind}:{job.out}" if kind in DRAFTERS and not job.whole else None
 
 
