@@ -21,15 +21,18 @@ from secondguess.decode import Team, decode
 from secondguess.drafters import draft_model_paths, make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
+from secondguess.pairing import UnloadedTarget, understand_drafter
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import (
     LoadedModel,
     check_vocabularies,
+    find_checkpoint,
     load_runtime,
     memory_need,
     pick_device,
+    read_config,
 )
-from secondguess.runtime.memory import check_cache_memory, check_memory
+from secondguess.runtime.memory import MemoryNeed, check_cache_memory, check_memory
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Ledger, Stats
 from secondguess.text import Piece, TextStream
@@ -267,6 +270,9 @@ def load(
         memory_need(path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
         for path in draft_models_named
     ]
+    head_bytes = understand_drafter(name, _unloaded(model, runtime)).head_bytes
+    if head_bytes:
+        needs.append(MemoryNeed(name, head_bytes, 0, needs[0].num_cached_tokens))
     check_memory(needs, pick_device(device))
     target = load_runtime(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
     draft_models: list[LoadedModel] = []
@@ -290,8 +296,23 @@ def load(
             f"expected a drafter with a model for drafter_quantize={drafter_quantize!r}, got {made.name}; "
             "leave it out"
         )
-    cache_bytes = sum(need.cache // need.num_cached_tokens for need in needs)
+    cache_bytes = sum(map(_cached_bytes, [target, *draft_models]))
     return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes)
+
+
+def _unloaded(model: str, runtime: str) -> UnloadedTarget:
+    """What can be asked of a target before it is loaded; whether its layers run apart is known for certain only then."""
+    path = find_checkpoint(model)
+    num_layers = read_config(path).get_text_config().num_hidden_layers
+    return UnloadedTarget(model, path, num_layers, runs_layers_apart=runtime != "transformers")
+
+
+def _cached_bytes(loaded: LoadedModel) -> int:
+    """What a token takes in the cache of a model, in the dtype in use: a probe may have changed the one that was picked."""
+    need = memory_need(
+        loaded.name, dtype=loaded.dtype, device=loaded.device, quantize=loaded.quantize, runtime=loaded.kind
+    )
+    return need.cache // need.num_cached_tokens
 
 
 def choose_controller(name: str | None, drafter: Drafter) -> Controller:

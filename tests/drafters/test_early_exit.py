@@ -149,10 +149,10 @@ def test_modules_are_refused_by_name() -> None:
 
 
 def test_modules_are_refused_before_the_first_draft(tiny_checkpoint: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"TransformersRuntime.*suffix"):
+    with pytest.raises(UnsupportedModelError, match=r"runs as a whole.*suffix"):
         load(tiny_checkpoint, "early-exit:1", runtime="transformers")
     model = tiny_target(num_layers=4)
-    with pytest.raises(UnsupportedModelError, match=r"TransformersRuntime.*suffix"):
+    with pytest.raises(UnsupportedModelError, match=r"runs as a whole.*suffix"):
         model.generate(
             torch.tensor([[3, 4]]),
             custom_generate=custom_generate,

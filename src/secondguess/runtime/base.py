@@ -101,7 +101,7 @@ class Runtime(ABC):
             UnsupportedModelError: a runtime whose layers cannot be run apart.
         """
         if not self.runs_layers_apart:
-            raise _runs_as_a_whole(self)
+            raise _runs_as_a_whole()
 
     def read_ahead(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
         """Run only the first layers over pending and a draft that may still grow; the next `score` does the rest.
@@ -115,7 +115,7 @@ class Runtime(ABC):
         Raises:
             UnsupportedModelError: a runtime whose layers cannot be run apart.
         """
-        raise _runs_as_a_whole(self)
+        raise _runs_as_a_whole()
 
     def without_layers(self, skipped: Sequence[int]) -> Runtime:
         """The same weights as a model that leaves out these layers, counted from 0; it has a cache of its own.
@@ -124,7 +124,7 @@ class Runtime(ABC):
             BadInputError: no such layer, or none left.
             UnsupportedModelError: a runtime whose layers cannot be run apart.
         """
-        raise _runs_as_a_whole(self)
+        raise _runs_as_a_whole()
 
     @abstractmethod
     def begin(self, rows: Sequence[Row]) -> Sequence[Hidden]:
@@ -164,8 +164,8 @@ class Runtime(ABC):
         """Release what is held for a row; nothing, for one that never began."""
 
 
-def _runs_as_a_whole(runtime: Runtime) -> UnsupportedModelError:
+def _runs_as_a_whole() -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"expected a target whose layers run one by one, got a {type(runtime).__name__}; load it with runtime native or fused "
+        "expected a target whose layers run one by one, got one that runs as a whole; load it with runtime native or fused "
         "if one covers the model (docs/runtimes.md), or use a drafter that does without, such as suffix"
     )

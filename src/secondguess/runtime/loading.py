@@ -195,8 +195,7 @@ def make_runtime(
         BadInputError: no such runtime.
         UnsupportedModelError: a model that this runtime, or any, cannot decode.
     """
-    if kind not in RUNTIMES:
-        raise BadInputError(f"expected runtime {', '.join(RUNTIMES)}, got {kind!r}")
+    check_runtime(kind)
     dtype, place = model.dtype, model.device
     packable = quantize is None and can_pack(dtype, place)
     if kind in ("auto", "native") and can_run_native(model.config, dtype, place):
@@ -214,16 +213,29 @@ def make_runtime(
         if kind == "auto":
             model = read_again()
     if kind in ("native", "fused"):
-        raise UnsupportedModelError(
-            f"expected a model that the {kind} runtime covers, got a {model.config.model_type} "
-            f"({str(dtype).removeprefix('torch.')} on {place}, quantize {quantize}); use runtime auto or transformers"
-        )
+        raise not_covered(kind, model.config, dtype, place, quantize)
     if quantize is not None:
         check_quantization(quantize)
         _quantize_to_int8(model)
     elif packable:
         pack_linears(model)
     return TransformersRuntime(model, hidden_layers)
+
+
+def check_runtime(kind: str) -> None:
+    """Refuse the name of a runtime that does not exist."""
+    if kind not in RUNTIMES:
+        raise BadInputError(f"expected runtime {', '.join(RUNTIMES)}, got {kind!r}")
+
+
+def not_covered(
+    kind: str, config: Any, dtype: torch.dtype, place: torch.device, quantize: str | None
+) -> UnsupportedModelError:
+    """What to raise of a model for which a runtime of this kind was asked in vain."""
+    return UnsupportedModelError(
+        f"expected a model that the {kind} runtime covers, got a {config.model_type} "
+        f"({str(dtype).removeprefix('torch.')} on {place}, quantize {quantize}); use runtime auto or transformers"
+    )
 
 
 def memory_need(
