@@ -75,6 +75,11 @@ def change_config(directory, **changes):
         (["generate", "x", "--controller", ""], ["controller", "''"]),
         (["verify", "--drafter", ""], ["drafter", "''"]),
         (["verify", "--controller", ""], ["controller", "''"]),
+        (["generate", "x", "--max-tokens", "1e9"], ["--max-tokens", "got '1e9'"]),
+        (["generate", "x", "--max-tokens=1e9"], ["--max-tokens", "got '1e9'"]),
+        (["verify", "--drafter", "eagle"], ["eagle", "--model builtin"]),
+        (["train", "draft", "--steps", "0", "--out", "somewhere"], ["--steps of at least 1", "got 0"]),
+        (["train", "draft", "--minutes", "0", "--out", "somewhere"], ["--minutes above 0", "got 0"]),
         (["verify", "--drafter", "none", "--controller", "fixed:2"], ["none", "fixed:2"]),
         (["verify", "--drafter", "ngram", "--controller", "confidence"], ["ngram", "confidence"]),
         (
@@ -96,6 +101,28 @@ def test_a_drafter_of_trees_with_a_rule_for_chains(
     team = ("--drafter", drafter.format(tiny_draft_checkpoint), "--verifier", verifier)
     done = secondguess_command("generate", "x", "--model", tiny_checkpoint, *team, "--temperature", "1")
     assert_refused(done, "tree=2x2", f"'{verifier}'", "traversal", "chains")
+
+
+def test_a_path_is_not_something_to_download(ask):
+    for path in ("/nope", "./nope", "a/b/nope"):
+        done = ask("x", "--model", path)
+        assert_refused(done, path, "check the path")
+        assert "hf download" not in done.err
+    assert_refused(ask("x", "--model", "org/nope"), "hf download org/nope")
+
+
+def test_a_folder_that_cannot_be_made(secondguess_command, tiny_checkpoint, tmp_path):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    done = secondguess_command("train", "draft", "--model", tiny_checkpoint, "--steps", 1, "--out", out)
+    assert_refused(done, "expected a place", str(tmp_path / "file"), "choose another")
+    assert "Errno" not in done.err
+
+
+def test_settings_for_some_of_the_prompts(tiny_checkpoint):
+    llm = load(tiny_checkpoint, "none", dtype="float32")
+    with pytest.raises(BadInputError, match="each of 2 prompts, got 1"):
+        llm.generate_batch(["x", "y"], [llm.sampling(max_tokens=1)])
 
 
 def test_a_head_of_another_kind(secondguess_command):

@@ -74,7 +74,14 @@ class Output:
 class LLM:
     """A target with a drafter, ready to generate. Made by `load`.
 
+    Calls share the controller, which goes on learning from each of them what drafts cost and how many are accepted: later
+    calls may draft otherwise, and are faster or slower for it; the law of the text stays.
+
     Args:
+        target: the model whose law the text follows, its tokenizer, and what was decided while loading it.
+        drafter: who guesses.
+        verifier: who decides which guesses become text.
+        controller: who says how far to draft.
         cache_bytes: what one token takes in the caches of all models; 0 leaves batches unchecked.
     """
 
@@ -113,7 +120,19 @@ class LLM:
         return self.generate_batch(batch, [self.sampling(params, **settings)] * len(batch))
 
     def generate_batch(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Output]:
-        """Generate for prompts that each have their own settings, decoded as one batch."""
+        """Generate for prompts that each have their own settings, decoded as one batch.
+
+        Args:
+            prompts: text, or token ids; one or more.
+            params: of each prompt, in the same order.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            BadInputError: as `generate`, or as many settings as prompts are not given.
+            OutOfMemoryError: the prompts' caches would not fit; nothing was allocated.
+        """
         generation = Generation(self, prompts, params)
         for _ in generation:
             pass
@@ -132,7 +151,11 @@ class LLM:
 
     @staticmethod
     def sampling(params: SamplingParams | None = None, **settings: object) -> SamplingParams:
-        """Sampling settings from a base and changes to it; unknown names are refused."""
+        """Sampling settings from a base and changes to it.
+
+        Raises:
+            BadInputError: `params` of another type, an unknown name, or a value that makes no sense.
+        """
         if params is not None and not isinstance(params, SamplingParams):
             raise BadInputError(
                 f"expected params to be SamplingParams, got {type(params).__name__}; "
@@ -159,6 +182,10 @@ class Generation:
         self._rows: list[Row] = []
         self._commits: list[list[Commit]] = []
         self._pieces: list[list[Piece]] = []
+        if len(prompts) != len(params):
+            raise BadInputError(
+                f"expected sampling settings for each of {len(prompts)} prompts, got {len(params)}; give one per prompt"
+            )
         for prompt, settings in zip(prompts, params, strict=True):
             ids = encode(llm.target, prompt)
             watcher = TextStream(llm.target.tokenizer, ids, stop=settings.stop)
@@ -238,7 +265,8 @@ def load(
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`, `traversal` or
             `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy`, `learned`, with options (see `docs/controllers.md`).
-        dtype: `auto` picks bfloat16 where the processor has it; or float64, float32, bfloat16, float16.
+        dtype: `auto` is bfloat16 where the processor multiplies it in hardware or our kernels run the model, else float32;
+            or float64, float32, bfloat16, float16.
         device: `auto`, `cpu` or `cuda[:N]`.
         quantize: `int8` stores the target's weights in 8 bits (where our kernels do not run it,
             with `pip install secondguess[quant]`).

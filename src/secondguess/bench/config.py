@@ -32,7 +32,8 @@ class BenchConfig:
         temperatures: each is a table of its own.
         draft_lengths: constant lengths that model drafters (ours and the peers') are run with, beside their
             defaults.
-        dtype: of all weights; `auto` picks bfloat16 where the processor has it.
+        dtype: of all weights; `auto` is bfloat16 where the processor multiplies it in hardware or our kernels run the target,
+            else float32.
         device: `auto`, `cpu` or `cuda[:N]`.
         num_threads: of torch, for everybody.
         seed: of the sampled texts and of the bootstrap.

@@ -20,7 +20,8 @@ from secondguess.runtime.base import Hidden, Runtime
 
 def _no_head(name: Name) -> Path:
     raise BadInputError(
-        f"expected a loaded target for the drafter {name}, got none; it drafts with the target's own states"
+        f"expected a target for the drafter {name}, which drafts with the target's own states, got none; name one, as in "
+        "--model builtin"
     )
 
 

@@ -372,9 +372,14 @@ def find_checkpoint(name: str) -> str:
         with quiet():
             found = cached_file(name, "config.json", local_files_only=True)
     except (OSError, ValueError) as error:
+        # What begins like a path, or has more parts than organisation and name, is the name of no repository.
+        is_path = directory.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+        advice = (
+            "check the path" if is_path else f"check the path, or fetch it first with `hf download {name}`"
+        )
         raise CheckpointError(
             f"expected a model directory or a model in the local Hugging Face cache, got {name!r}, "
-            f"which is neither; check the path, or fetch it first with `hf download {name}`"
+            f"which is neither; {advice}"
         ) from error
     return str(Path(found).parent)
 
