@@ -14,6 +14,7 @@ import torch
 
 from checkpoints import write_llama
 from secondguess import load
+from secondguess.builtin import head_path
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime import memory
 
@@ -74,13 +75,66 @@ def change_config(directory, **changes):
         (["generate", "x", "--controller", ""], ["controller", "''"]),
         (["verify", "--drafter", ""], ["drafter", "''"]),
         (["verify", "--controller", ""], ["controller", "''"]),
+        (["generate", "x", "--max-tokens", "1e9"], ["--max-tokens", "got '1e9'"]),
+        (["generate", "x", "--max-tokens=1e9"], ["--max-tokens", "got '1e9'"]),
+        (["verify", "--drafter", "eagle"], ["eagle", "--model builtin"]),
+        (["train", "draft", "--steps", "0", "--out", "somewhere"], ["--steps of at least 1", "got 0"]),
+        (["train", "draft", "--minutes", "0", "--out", "somewhere"], ["--minutes above 0", "got 0"]),
         (["verify", "--drafter", "none", "--controller", "fixed:2"], ["none", "fixed:2"]),
         (["verify", "--drafter", "ngram", "--controller", "confidence"], ["ngram", "confidence"]),
+        (
+            ["verify", "--drafter", "model:tiny,tree=2x2", "--verifier", "block"],
+            ["tree=2x2", "'block'", "auto"],
+        ),
     ],
     ids=" ".join,
 )
 def test_wrong_usage(secondguess_command, arguments, words):
     assert_refused(secondguess_command(*arguments), *words)
+
+
+@pytest.mark.parametrize("verifier", ["block", "rejection"])
+@pytest.mark.parametrize("drafter", ["model:{},tree=2x2", "suffix+model:{},tree=2x2"])
+def test_a_drafter_of_trees_with_a_rule_for_chains(
+    secondguess_command, tiny_checkpoint, tiny_draft_checkpoint, drafter, verifier
+):
+    team = ("--drafter", drafter.format(tiny_draft_checkpoint), "--verifier", verifier)
+    done = secondguess_command("generate", "x", "--model", tiny_checkpoint, *team, "--temperature", "1")
+    assert_refused(done, "tree=2x2", f"'{verifier}'", "traversal", "chains")
+
+
+def test_a_path_is_not_something_to_download(ask):
+    for path in ("/nope", "./nope", "a/b/nope"):
+        done = ask("x", "--model", path)
+        assert_refused(done, path, "check the path")
+        assert "hf download" not in done.err
+    assert_refused(ask("x", "--model", "org/nope"), "hf download org/nope")
+
+
+def test_a_folder_that_cannot_be_made(secondguess_command, tiny_checkpoint, tmp_path):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    done = secondguess_command("train", "draft", "--model", tiny_checkpoint, "--steps", 1, "--out", out)
+    assert_refused(done, "expected a place", str(tmp_path / "file"), "choose another")
+    assert "Errno" not in done.err
+
+
+def test_settings_for_some_of_the_prompts(tiny_checkpoint):
+    llm = load(tiny_checkpoint, "none", dtype="float32")
+    with pytest.raises(BadInputError, match="each of 2 prompts, got 1"):
+        llm.generate_batch(["x", "y"], [llm.sampling(max_tokens=1)])
+
+
+def test_a_head_of_another_kind(secondguess_command):
+    folder = head_path("medusa")
+    done = secondguess_command("generate", "x", "--drafter", f"eagle:{folder}", "--dtype", "float32")
+    assert_refused(done, str(folder), "eagle", f"write medusa:{folder}")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_head_for_another_target_is_refused_without_a_warning_beside(secondguess_command, tiny_checkpoint):
+    team = ("--model", tiny_checkpoint, "--drafter", f"eagle:{head_path('eagle')}")
+    assert_refused(secondguess_command("generate", "x", *team), "another target")
 
 
 # numbers

@@ -1,10 +1,22 @@
 """The drop-in for `model.generate(custom_generate=...)`."""
 
+import gc
+import warnings
+import weakref
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, NoRepeatNGramLogitsProcessor
 
 import secondguess
+import secondguess.drop_in
+from secondguess.errors import StrangerWarning
+from secondguess.heads.files import Provenance
+from secondguess.heads.medusa import MedusaHead
+from secondguess.runtime import loading
+from secondguess.runtime.fingerprint import hash_weights
+from secondguess.runtime.loading import borrow_model
+from secondguess.testing import LawTreeDrafter
 
 
 @pytest.fixture
@@ -88,6 +100,79 @@ def test_what_cannot_be_carried_out_is_refused_by_name(model, settings, named):
         model.generate(
             PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, drafter="none", **settings
         )
+
+
+@pytest.fixture
+def head(model, tmp_path):
+    """An untrained head for the model, whose files lie in the folder `target`."""
+    model.save_pretrained(tmp_path / "target")
+    with borrow_model(model) as target:
+        MedusaHead.fresh(target.runtime.ends(), num_heads=2).save(tmp_path / "head", target="tiny")
+    Provenance("medusa", "tiny", hash_weights(tmp_path / "target")).write(tmp_path / "head")
+    return tmp_path / "head"
+
+
+def draft_with(model, head):
+    settings = {"max_new_tokens": 4, "do_sample": False, "custom_generate": secondguess.custom_generate}
+    return model.generate(PROMPT, drafter=f"medusa:{head}", **settings)
+
+
+@pytest.mark.parametrize("name", ["org/tiny", "org/gone", ""], ids=["cached", "gone", "nameless"])
+def test_a_head_for_a_model_known_by_its_name_is_no_stranger(model, head, monkeypatch, name):
+    found = {"org/tiny": str(head.parent / "target" / "config.json")}
+
+    def cached_file(name, *_, **__):
+        if name not in found:
+            raise OSError(name)
+        return found[name]
+
+    monkeypatch.setattr(loading, "cached_file", cached_file)
+    model.name_or_path = name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StrangerWarning)
+        draft_with(model, head)
+
+
+def test_a_head_for_other_weights_is_a_stranger(model, head):
+    model.name_or_path = str(head.parent / "target")
+    Provenance("medusa", "somebody", "0" * 64).write(head)
+    with pytest.warns(StrangerWarning, match="somebody"):
+        draft_with(model, head)
+
+
+def test_what_the_controller_has_learnt_is_kept_from_call_to_call(model, monkeypatch):
+    made = []
+
+    def choose(name, drafter):
+        made.append((name, drafter.name))
+        return secondguess.api.choose_controller(name, drafter)
+
+    monkeypatch.setattr(secondguess.drop_in, "choose_controller", choose)
+    settings = {"max_new_tokens": 3, "do_sample": False, "custom_generate": secondguess.custom_generate}
+    for controller in (None, None, "fixed:2", None):
+        model.generate(PROMPT, drafter="ngram", controller=controller, **settings)
+    model.generate(PROMPT, drafter="suffix", **settings)
+    assert [name for name, _ in made] == [None, "fixed:2", None]
+
+
+def test_a_drafter_of_trees_with_a_rule_for_chains_is_refused_before_any_text(model, monkeypatch):
+    monkeypatch.setattr(
+        secondguess.drop_in, "make_drafter", lambda *_, **__: LawTreeDrafter(40, None, (2, 2))
+    )
+    with pytest.raises(secondguess.BadInputError, match=r"law-tree.*'block'"):
+        model.generate(
+            PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, verifier="block"
+        )
+
+
+def test_a_model_that_was_used_is_let_go(model):
+    settings = {"max_new_tokens": 3, "do_sample": False, "custom_generate": secondguess.custom_generate}
+    used = model.__class__(model.config).eval()
+    used.generate(PROMPT, drafter="ngram", **settings)
+    gone = weakref.ref(used)
+    del used
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_name_means_the_function_however_often_it_is_used():

@@ -12,6 +12,7 @@ import pytest
 
 from checkpoints import write_llama
 from secondguess import load
+from secondguess.builtin import head_path
 from secondguess.configuration import Configuration, LoadSettings, Tuned
 from secondguess.core import Row
 from secondguess.errors import BadInputError, OutOfMemoryError
@@ -201,6 +202,14 @@ def test_a_drafter_that_cannot_draft_is_refused(secondguess_command, tiny_checkp
         (["--drafter", "ngram,max=99"], ["max", "99"]),
         (["--drafter", "ngram", "--drafter-quantize", "int8"], ["drafter_quantize", "ngram"]),
         (["--quantize", "int1"], ["quantize", "int1"]),
+        (["--drafter", "eagle:/nope"], ["eagle", "/nope", "secondguess train eagle"]),
+        (["--drafter", "suffix+eagle:/nope"], ["eagle", "/nope"]),
+        (["--drafter", "medusa"], ["medusa:PATH"]),
+        (["--drafter", f"eagle:{head_path('medusa')}"], ["write medusa:"]),
+        (["--drafter", "early-exit:99"], ["exit", "99"]),
+        (["--drafter", "early-exit:0"], ["layer 1", "0"]),
+        (["--drafter", "layer-skip:0-99"], ["layers 0 to 1", "99"]),
+        (["--drafter", "medusa:somewhere,tree=optimal"], ["optimal", "3x2x1"]),
     ],
 )
 def test_bad_options_of_inspect(secondguess_command, tiny_checkpoint, arguments, words):
@@ -208,6 +217,52 @@ def test_bad_options_of_inspect(secondguess_command, tiny_checkpoint, arguments,
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:
         assert word in done.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"verifier": "nonsense"}, ["verifier", "nonsense"]),
+        ({"controller": "bogus"}, ["controller", "bogus"]),
+        ({"runtime": "bogus"}, ["runtime", "bogus"]),
+        ({"runtime": "native", "dtype": "float32"}, ["native", "float32"]),
+        ({"runtime": "fused", "quantize": "int8"}, ["fused", "int8"]),
+        ({"runtime": "transformers", "drafter": "early-exit:1"}, ["layers run one by one"]),
+    ],
+)
+def test_a_configuration_that_load_would_refuse(
+    secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, settings, words
+):
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    path = tmp_path / "secondguess.toml"
+    Configuration(LoadSettings(str(tiny_checkpoint), **settings)).write(path)
+    done = secondguess_command("inspect", "--config", path)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    for word in words:
+        assert word in done.err
+
+
+@pytest.mark.parametrize("runtime", ["fused", "transformers"])
+def test_the_runtime_of_a_configuration_is_the_one_that_is_described(
+    inspected, tiny_checkpoint, tmp_path, runtime
+):
+    path = tmp_path / "secondguess.toml"
+    Configuration(LoadSettings(str(tiny_checkpoint), runtime=runtime)).write(path)
+    assert inspected("--config", path)["runtime"] == runtime
+
+
+def test_what_was_trained_for_the_target_is_counted(inspected, secondguess_command, monkeypatch):
+    """By `inspect`, and by `load` before anything is read."""
+    size = (head_path("medusa") / "model.safetensors").stat().st_size
+    plain = inspected("builtin", "--drafter", "ngram")["memory"]
+    with_head = inspected("builtin", "--drafter", "ngram+medusa")["memory"]
+    assert (plain["head_bytes"], with_head["head_bytes"]) == (0, size)
+    assert with_head["total_bytes"] == plain["total_bytes"] + size
+    said = secondguess_command("inspect", "builtin", "--drafter", "medusa", *FLOAT32).out
+    assert "what was trained for it" in said
+    monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda _: plain["total_bytes"])
+    with pytest.raises(OutOfMemoryError, match="medusa"):
+        load("builtin", "medusa", dtype="float32", device="cpu")
 
 
 def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint):

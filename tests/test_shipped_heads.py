@@ -10,6 +10,7 @@ import secondguess
 from secondguess.builtin import builtin_paths, head_path
 from secondguess.heads.files import read_provenance
 from secondguess.runtime.fingerprint import hash_weights
+from secondguess.train.head_card import card_text
 
 SHIPPED = ("early-exit", "medusa", "mtp", "eagle", "dspark")
 PROMPT = "def read_lines(path):"
@@ -47,6 +48,20 @@ def test_it_was_trained_for_the_target_in_the_box(kind: str) -> None:
     assert provenance.fingerprint == hash_weights(builtin_paths().target)
     assert provenance.training["minutes"] > 0
     assert (folder_of(kind) / "README.md").stat().st_size > 500
+
+
+@every_kind
+def test_its_card_says_what_was_measured(kind: str) -> None:
+    """A drafter that rested has no speed-up to tell of, and the card's rows are those that the training writes."""
+    provenance = read_provenance(folder_of(kind))
+    assert provenance is not None
+    figures = provenance.figures
+    assert (
+        (figures["speedup"] is None) == (figures["cost_ratio"] is None) == (figures["acceptance_length"] == 1)
+    )
+    card = (folder_of(kind) / "README.md").read_text()
+    written = card_text(provenance, f"secondguess generate PROMPT --model builtin --drafter {kind}:FOLDER")
+    assert card == written
 
 
 def test_together_they_are_small() -> None:

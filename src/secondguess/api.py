@@ -21,16 +21,18 @@ from secondguess.decode import Team, decode
 from secondguess.drafters import draft_model_paths, make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
-from secondguess.pairing import require_model_to_quantize
+from secondguess.pairing import UnloadedTarget, require_model_to_quantize, understand_drafter
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import (
     LoadedModel,
     check_vocabularies,
+    find_checkpoint,
     load_runtime,
     memory_need,
     pick_device,
+    read_config,
 )
-from secondguess.runtime.memory import check_cache_memory, check_memory
+from secondguess.runtime.memory import MemoryNeed, check_cache_memory, check_memory
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Ledger, Stats
 from secondguess.text import Piece, TextStream
@@ -72,7 +74,14 @@ class Output:
 class LLM:
     """A target with a drafter, ready to generate. Made by `load`.
 
+    Calls share the controller, which goes on learning from each of them what drafts cost and how many are accepted: later
+    calls may draft otherwise, and are faster or slower for it; the law of the text stays.
+
     Args:
+        target: the model whose law the text follows, its tokenizer, and what was decided while loading it.
+        drafter: who guesses.
+        verifier: who decides which guesses become text.
+        controller: who says how far to draft.
         cache_bytes: what one token takes in the caches of all models; 0 leaves batches unchecked.
     """
 
@@ -111,7 +120,19 @@ class LLM:
         return self.generate_batch(batch, [self.sampling(params, **settings)] * len(batch))
 
     def generate_batch(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Output]:
-        """Generate for prompts that each have their own settings, decoded as one batch."""
+        """Generate for prompts that each have their own settings, decoded as one batch.
+
+        Args:
+            prompts: text, or token ids; one or more.
+            params: of each prompt, in the same order.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            BadInputError: as `generate`, or as many settings as prompts are not given.
+            OutOfMemoryError: the prompts' caches would not fit; nothing was allocated.
+        """
         generation = Generation(self, prompts, params)
         for _ in generation:
             pass
@@ -130,7 +151,11 @@ class LLM:
 
     @staticmethod
     def sampling(params: SamplingParams | None = None, **settings: object) -> SamplingParams:
-        """Sampling settings from a base and changes to it; unknown names are refused."""
+        """Sampling settings from a base and changes to it.
+
+        Raises:
+            BadInputError: `params` of another type, an unknown name, or a value that makes no sense.
+        """
         if params is not None and not isinstance(params, SamplingParams):
             raise BadInputError(
                 f"expected params to be SamplingParams, got {type(params).__name__}; "
@@ -157,6 +182,10 @@ class Generation:
         self._rows: list[Row] = []
         self._commits: list[list[Commit]] = []
         self._pieces: list[list[Piece]] = []
+        if len(prompts) != len(params):
+            raise BadInputError(
+                f"expected sampling settings for each of {len(prompts)} prompts, got {len(params)}; give one per prompt"
+            )
         for prompt, settings in zip(prompts, params, strict=True):
             ids = encode(llm.target, prompt)
             watcher = TextStream(llm.target.tokenizer, ids, stop=settings.stop)
@@ -236,7 +265,8 @@ def load(
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`, `traversal` or
             `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy`, `learned`, with options (see `docs/controllers.md`).
-        dtype: `auto` picks bfloat16 where the processor has it; or float64, float32, bfloat16, float16.
+        dtype: `auto` is bfloat16 where the processor multiplies it in hardware or our kernels run the model, else float32;
+            or float64, float32, bfloat16, float16.
         device: `auto`, `cpu` or `cuda[:N]`.
         quantize: `int8` stores the target's weights in 8 bits (where our kernels do not run it,
             with `pip install secondguess[quant]`).
@@ -247,7 +277,8 @@ def load(
 
     Raises:
         CheckpointError: a model that is missing, broken or cannot be decoded speculatively.
-        BadInputError: a name or a value that does not exist, or a controller that the drafter would not ask.
+        BadInputError: a name or a value that does not exist, a controller that the drafter would not ask, or a verifier that
+            cannot judge its drafts.
         OutOfMemoryError: both models and their caches would not fit.
     """
     model = fspath(model) if isinstance(model, PathLike) else model
@@ -267,6 +298,9 @@ def load(
         memory_need(path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
         for path in draft_models_named
     ]
+    head_bytes = understand_drafter(name, _unloaded(model, runtime)).head_bytes
+    if head_bytes:
+        needs.append(MemoryNeed(name, head_bytes, 0, needs[0].num_cached_tokens))
     check_memory(needs, pick_device(device))
     target = load_runtime(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
     draft_models: list[LoadedModel] = []
@@ -283,10 +317,26 @@ def load(
         load_draft_model=load_draft_model,
         target=target,
     )
+    check_verifier(chosen_verifier, made)
     chosen_controller = choose_controller(controller, made)
     require_model_to_quantize(drafter_quantize, made.name, bool(draft_models))
-    cache_bytes = sum(need.cache // need.num_cached_tokens for need in needs)
+    cache_bytes = sum(map(_cached_bytes, [target, *draft_models]))
     return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes)
+
+
+def _unloaded(model: str, runtime: str) -> UnloadedTarget:
+    """What can be asked of a target before it is loaded; whether its layers run apart is known for certain only then."""
+    path = find_checkpoint(model)
+    num_layers = read_config(path).get_text_config().num_hidden_layers
+    return UnloadedTarget(model, path, num_layers, runs_layers_apart=runtime != "transformers")
+
+
+def _cached_bytes(loaded: LoadedModel) -> int:
+    """What a token takes in the cache of a model, in the dtype in use: a probe may have changed the one that was picked."""
+    need = memory_need(
+        loaded.name, dtype=loaded.dtype, device=loaded.device, quantize=loaded.quantize, runtime=loaded.kind
+    )
+    return need.cache // need.num_cached_tokens
 
 
 def choose_controller(name: str | None, drafter: Drafter) -> Controller:
@@ -309,6 +359,19 @@ def choose_controller(name: str | None, drafter: Drafter) -> Controller:
             f"{name!r}; use fixed:K or a drafter with a model"
         )
     return controller
+
+
+def check_verifier(verifier: Verifier, drafter: Drafter) -> None:
+    """Refuse, before any text is begun, a rule that could not judge what this drafter may propose.
+
+    Raises:
+        BadInputError: a rule for single paths beside a drafter of trees.
+    """
+    if drafter.may_branch and not verifier.judges_trees:
+        raise BadInputError(
+            f"expected a verifier that judges trees for the drafter {drafter.name}, got {verifier.name!r}, which judges "
+            "single paths only; use verifier 'auto', 'recursive', 'traversal' or 'coupled', or a drafter of chains"
+        )
 
 
 def _require_texts(**values: object) -> None:

@@ -264,7 +264,7 @@ def require_same_model(configuration: Configuration, model: str, source: Path) -
 def require_same_weights(configuration: Configuration, source: Path) -> None:
     """Refuse a file whose model has other weights by now; a file that names no hash is believed.
 
-    Reads all weights once, about a second per gigabyte.
+    Reads all weights, once in a process (`hash_weights`).
     """
     from secondguess.runtime.fingerprint import hash_weights
     from secondguess.runtime.loading import find_checkpoint

@@ -42,9 +42,13 @@ class Team:
 
 
 def decode(team: Team, rows: Sequence[Row]) -> Iterator[list[Commit]]:
-    """Decode rows to their ends, yielding after each round what every live row gained.
+    """Decode rows to their ends, yielding after each round what every live row gained; closed early, release what they hold.
 
-    Closing the iterator early (a break, Ctrl-C) releases what the rows hold; the rows keep their tokens.
+    Args:
+        rows: changed in place: they get tokens, and keep them, and a reason to finish; finished ones are left as they are.
+
+    Raises:
+        BadInputError: a draft or a row that the verifier cannot judge exactly.
     """
     held = [row for row in rows if not row.finished]
     try:

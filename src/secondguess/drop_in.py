@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from secondguess.api import choose_controller, make_row
+from secondguess.api import check_verifier, choose_controller, make_row
+from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
+from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import LoadedModel, borrow_model, check_vocabularies, load_runtime
@@ -90,7 +93,9 @@ def custom_generate(
         input_ids: `[row, position]`, left-padded where rows differ in length.
         logits_processor, stopping_criteria: what Transformers made of the settings; others are refused.
         generation_config: Transformers' settings; sampling, lengths, penalties and end tokens are honoured.
-        drafter, verifier, controller: names as for `secondguess.load`; a draft model is kept for later calls.
+        drafter, verifier, controller: names as for `secondguess.load`. A draft model is kept for later calls, and so is what
+            the controller has learnt of this model with this drafter; what was trained for the model (a head) is read anew by
+            every call, as it works on a model that is lent for one call only.
         seed: makes sampled text reproducible and, with the default verifier, independent of the drafter.
         model_kwargs: `attention_mask` `[row, position]`, 0 at padding, and what Transformers always adds.
 
@@ -113,7 +118,8 @@ def custom_generate(
             load_draft_model=lambda path: _draft_runtime(target, path),
             target=target,
         )
-        team = Team(target.runtime, guesser, judge, choose_controller(controller, guesser))
+        check_verifier(judge, guesser)
+        team = Team(target.runtime, guesser, judge, _controller_of(model, controller, guesser))
         for _ in decode(team, rows):
             pass
     return _padded(input_ids, rows, generation_config)
@@ -229,6 +235,18 @@ def _draft_runtime(target: LoadedModel, path: str) -> Runtime:
     loaded = _loaded_draft_model(path, target.dtype, target.device)
     check_vocabularies(target, loaded)
     return loaded.runtime
+
+
+_controllers: WeakKeyDictionary[Any, dict[tuple[str | None, str], Controller]] = WeakKeyDictionary()
+"""Model -> names of controller and drafter -> who has seen the earlier calls. A controller holds on to no model."""
+
+
+def _controller_of(model: Any, name: str | None, drafter: Drafter) -> Controller:
+    of_model = _controllers.setdefault(model, {})
+    key = (name, drafter.name)
+    if key not in of_model:
+        of_model[key] = choose_controller(name, drafter)
+    return of_model[key]
 
 
 @lru_cache(maxsize=1)

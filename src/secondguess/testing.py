@@ -176,6 +176,7 @@ class LawTreeDrafter(Drafter):
 
     name = "law-tree"
     certain = False
+    may_branch = True
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
 """Where results come from, and what must not be told."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -55,6 +56,18 @@ def test_the_hash_follows_the_weights_and_only_them(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert hash_weights(tmp_path) == before
     (tmp_path / "b.safetensors").write_bytes(b"two")
+    assert hash_weights(tmp_path) != before
+
+
+def test_the_same_files_are_read_once(tmp_path, monkeypatch):
+    weights = tmp_path / "a.safetensors"
+    weights.write_bytes(b"one")
+    before = hash_weights(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", None)  # whoever opens a file now fails
+        assert hash_weights(tmp_path) == before
+    weights.write_bytes(b"two")  # as long as before
+    os.utime(weights, ns=(0, 0))
     assert hash_weights(tmp_path) != before
 
 

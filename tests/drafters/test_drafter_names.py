@@ -55,6 +55,20 @@ def test_every_drafter_names_a_controller_that_exists(kind: str) -> None:
     assert make_controller(drafter_class(kind).default_controller).name
 
 
+@pytest.mark.parametrize(
+    ("text", "branches"),
+    [
+        ("suffix", False),
+        ("model:some/dir", False),
+        ("model:some/dir,tree=2x2", True),
+        ("suffix+model:some/dir", False),
+        ("suffix+model:some/dir,tree=2x2", True),
+    ],
+)
+def test_a_drafter_says_whether_it_may_branch(text: str, branches: bool) -> None:
+    assert make(text).may_branch == branches
+
+
 def test_the_drafter_none_gets_no_budget() -> None:
     assert make_controller(make("none").default_controller).name == "fixed:0"
 

@@ -13,6 +13,7 @@ import torch
 from head_cases import tiny_target
 from torch import Tensor
 
+from secondguess import custom_generate, load
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
 from secondguess.decode import Team, decode
@@ -165,8 +166,29 @@ def test_only_some_of_the_layers_can_be_run_ahead() -> None:
 
 def test_modules_are_refused_by_name() -> None:
     target = TransformersRuntime(tiny_target(num_layers=4))
+    row = Row([1, 2, 3], SamplingParams())
     with pytest.raises(UnsupportedModelError, match="runtime native or fused"):
-        play(target)
+        target.read_ahead([row], Draft.empty(1), 2)
+    with pytest.raises(UnsupportedModelError, match="runtime native or fused"):
+        target.without_layers([1])
+
+
+def test_modules_are_refused_before_the_first_draft(tiny_checkpoint: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"runs as a whole.*suffix"):
+        load(tiny_checkpoint, "early-exit:1", runtime="transformers")
+    model = tiny_target(num_layers=4)
+    with pytest.raises(UnsupportedModelError, match=r"runs as a whole.*suffix"):
+        model.generate(
+            torch.tensor([[3, 4]]),
+            custom_generate=custom_generate,
+            max_new_tokens=1,  # no room for a draft: it is refused nevertheless
+            drafter="early-exit:2",
+        )
+
+
+def test_runtimes_say_whether_their_layers_run_apart() -> None:
+    assert fused_target().runs_layers_apart
+    assert not TransformersRuntime(tiny_target()).runs_layers_apart
 
 
 def test_an_adapter_comes_back_from_disk(tmp_path: Path) -> None:

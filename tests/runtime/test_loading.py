@@ -251,6 +251,22 @@ def test_a_borrowed_model_is_given_back(checkpoint):
     assert model.config._attn_implementation == "eager"
 
 
+def test_a_borrowed_model_knows_the_folder_behind_its_name(checkpoint, monkeypatch):
+    """Of a model that was loaded by its name in the cache; one whose files nobody finds has none."""
+    monkeypatch.setattr(loading, "cached_file", lambda name, *_, **__: _in_the_cache(name, checkpoint))
+    model = plain_model(checkpoint)
+    for name, path in (("org/tiny", str(checkpoint)), ("org/gone", "org/gone"), ("", "")):
+        model.name_or_path = name
+        with borrow_model(model) as loaded:
+            assert (loaded.name, loaded.path) == (name, path)
+
+
+def _in_the_cache(name, checkpoint):
+    if name != "org/tiny":
+        raise OSError(name)
+    return str(checkpoint / "config.json")
+
+
 @pytest.mark.parametrize(
     ("rope", "expected"),
     [({"rope_type": "default", "rope_theta": 1e4}, 96),

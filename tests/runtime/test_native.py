@@ -19,6 +19,7 @@ from families import (
     write_checkpoint,
 )
 
+from secondguess import load
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime import loading
@@ -430,6 +431,14 @@ def test_where_the_kernels_are_given_up_auto_is_as_without_them(checkpoint, monk
     monkeypatch.setattr(loading, "to_native", lambda *_: None)
     found = load_runtime(checkpoint, device="cpu")
     assert (found.kind, found.dtype) == ("fused", "float32")
+
+
+def test_prompts_are_checked_against_the_cache_in_use(checkpoint, monkeypatch):
+    """Where float32 took the place of the bfloat16 that was picked, a token takes twice the bytes."""
+    monkeypatch.setattr(loading, "has_bfloat16", lambda _: False)
+    picked = load(checkpoint, "none", device="cpu").cache_bytes
+    monkeypatch.setattr(loading, "to_native", lambda *_: None)
+    assert load(checkpoint, "none", device="cpu").cache_bytes == 2 * picked
 
 
 def test_memory_is_that_of_the_runtime_asked_for(checkpoint, monkeypatch):

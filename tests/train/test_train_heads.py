@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from checkpoints import write_llama
+from checkpoints import write_llama, write_tokenizer
 from secondguess.api import load
 from secondguess.errors import BadInputError
 from secondguess.heads.files import read_provenance
@@ -108,6 +109,22 @@ def test_a_whole_model_becomes_better_at_leaving_early_and_stays_close_to_itself
     tokens = torch.tensor([before.target.encode("def function_3(items):")])
     laws = [llm.target.runtime.read(tokens).logits.softmax(-1) for llm in (before, after)]
     assert torch.minimum(*laws).sum(-1).mean() > 0.6
+
+
+@pytest.mark.parametrize("whole", [[], ["--whole"]], ids=["adapter", "whole"])
+def test_a_target_that_could_not_be_left_early_is_refused_before_anything_is_written(
+    secondguess_command, prompts: Path, tmp_path: Path, whole: list[str]
+) -> None:
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=256, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    write_tokenizer(tmp_path / "gpt2")
+    done = secondguess_command(
+        "train", "early-exit", "--out", tmp_path / "out", "--model", tmp_path / "gpt2", "--data", prompts, *whole,
+        "--max-tokens", 8, "--length", 40, "--steps", 4,
+    )  # fmt: skip
+    assert done.code == 2
+    assert "layers run one by one" in done.err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,11 @@ def test_chain_rules_refuse_trees(name):
         make_verifier(name).judge(TREE, certain_laws([[4, 6, 6, 0, 0, 0]]), noise_of(1))
 
 
+def test_a_rule_says_whether_it_judges_trees():
+    chains_only = {name for name in VERIFIERS if not make_verifier(name).judges_trees}
+    assert chains_only == {"rejection", "block"}
+
+
 @pytest.mark.parametrize("name", ["auto", "traversal", "recursive"])
 def test_sampled_and_certain_trees_of_any_form_are_judged_together(name):
     """pending -> 4 -> 6 and pending -> 5 -> {6, 7}; a chain of two; two siblings; nothing; the rest is padding."""

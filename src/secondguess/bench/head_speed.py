@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from secondguess.api import LLM, load
+from secondguess.api import LLM, NO_DRAFTING, load
 from secondguess.bench.summary import add_up
+from secondguess.controllers import make_controller
+from secondguess.drafters.none import NoDrafter
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
 from secondguess.train.lessons import TaughtText
@@ -27,10 +29,11 @@ def measure_speed(
 
     Returns:
         `cost_ratio` of one drafted node to one plain target pass, `acceptance_length`, both `tokens_per_second`, and `speedup`.
+        Where the controller let the drafter rest throughout, ratio and speed-up are None: both runs were plain decoding.
     """
-    # Two of the target: one that shows its states to a drafter is not quite plain.
     with_drafter = load(model, drafter, dtype=dtype, device=device)
-    without = load(model, "none", dtype=dtype, device=device)
+    # One target serves both: every decoding says anew which of its states it is to show, and plain decoding wants none.
+    without = LLM(with_drafter.target, NoDrafter(), with_drafter.verifier, make_controller(NO_DRAFTING))
     prompts = [prompt_of(text) for text in texts[:NUM_PROMPTS]]
     runs: dict[LLM, list[Stats]] = {without: [], with_drafter: []}
     for llm in runs:
@@ -42,12 +45,13 @@ def measure_speed(
     plain, drafted = (add_up(stats) for stats in runs.values())
     passes = plain.seconds["score"] / max(1, plain.num_rounds)
     steps = drafted.drafting_seconds / max(1, drafted.num_drafted)
+    ratio = drafted.tokens_per_second / plain.tokens_per_second
     return {
         "cost_ratio": round(steps / passes, 4) if drafted.num_drafted else None,
         "acceptance_length": round(drafted.acceptance_length, 3),
         "plain_tokens_per_second": round(plain.tokens_per_second, 1),
         "tokens_per_second": round(drafted.tokens_per_second, 1),
-        "speedup": round(drafted.tokens_per_second / plain.tokens_per_second, 3),
+        "speedup": round(ratio, 3) if drafted.num_drafted else None,
     }
 
 

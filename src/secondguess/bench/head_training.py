@@ -30,7 +30,7 @@ from secondguess.bench.run_folder import claim, identity_of_texts
 from secondguess.bench.systems import public_name
 from secondguess.drafters import DRAFTERS
 from secondguess.errors import BadInputError
-from secondguess.heads.files import Provenance
+from secondguess.heads.files import NAMED, Provenance
 from secondguess.heads.learning import Learner
 from secondguess.names import require_between
 from secondguess.runtime.fingerprint import hash_weights
@@ -190,12 +190,14 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
 
     Raises:
         BadInputError: data or options that cannot be used, or a folder with another run.
-        CheckpointError: a target that cannot be loaded or cannot lend its states.
+        CheckpointError: a target that cannot be loaded or cannot lend its states, or whose layers such a drafter could not run.
     """
     documents = _documents(job)
     run = job.out / "run"
-    claim(run, job.identity())
     llm = load(job.model, "suffix", dtype=job.load_dtype, device=job.device)
+    if job.recipe.runs_first_layers:
+        llm.target.runtime.require_layers_apart()
+    claim(run, job.identity())
     texts = Texts.split(_texts(job, llm, documents, run / "texts", show))
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
     learner, standing = _learn(job, llm, texts, run, show)
@@ -279,7 +281,7 @@ def _figures(job: HeadJob, standing: Standing) -> dict[str, Any]:
 
 def _drafter_name(job: HeadJob) -> str | None:
     """Under which name `load` makes it; None for a kind that cannot draft (yet), and for a whole model."""
-    kind = "model" if job.kind == "draft" else job.kind
+    kind = NAMED.get(job.kind, job.kind)
     return f"{kind}:{job.out}" if kind in DRAFTERS and not job.whole else None
 
 

@@ -76,8 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except KeyboardInterrupt as interruption:
         return _fail(str(interruption) or "interrupted", INTERRUPTED)
-    except (SecondGuessError, OSError) as error:
+    except SecondGuessError as error:
         return _fail(f"error: {error}", BAD_INPUT)
+    except OSError as error:
+        return _fail(f"error: {_of_a_place(error)}", BAD_INPUT)
     except Exception as error:
         if os.environ.get("SECONDGUESS_TRACEBACK"):
             raise
@@ -114,7 +116,20 @@ def _run(arguments: Sequence[str]) -> int:
         if not arguments:
             print(error.format_message())
             return BAD_INPUT
-        return _fail(f"error: {error.format_message()}", BAD_INPUT)
+        return _fail(f"error: {error.format_message()}{_what_came(error, arguments)}", BAD_INPUT)
+
+
+def _what_came(error: typer.TyperException, arguments: Sequence[str]) -> str:
+    """The value of the option that could not be understood, which Typer's own words leave out."""
+    if not isinstance(error, typer.BadParameter) or error.param is None:
+        return ""
+    for option in error.param.opts:
+        for place, argument in enumerate(arguments):
+            if argument.startswith(f"{option}="):
+                return f", got {argument.removeprefix(f'{option}=')!r}"
+            if argument == option and place + 1 < len(arguments):
+                return f", got {arguments[place + 1]!r}"
+    return ""
 
 
 def _fail(message: str, code: int) -> int:
@@ -122,6 +137,13 @@ def _fail(message: str, code: int) -> int:
     line = " ".join(message.split())
     print("secondguess: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in line), file=sys.stderr)
     return code
+
+
+def _of_a_place(error: OSError) -> str:
+    """What the system says of a file or a folder, without its number; of anything else what it says."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"expected a place that can be used, got {error.filename}: {error.strerror}; choose another one"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

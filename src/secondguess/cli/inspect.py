@@ -69,12 +69,22 @@ def inspect(
             "Missing argument 'MODEL': expected a model to inspect, or a --config that names one"
         )
 
+    from secondguess.controllers import make_controller
     from secondguess.runtime.describe import describe_model
     from secondguess.runtime.pair import plan_demand, plan_memory, remarks_on
+    from secondguess.verifiers import make_verifier
 
     place = {name: settings[name] for name in ("dtype", "device") if name in settings}
-    target = describe_model(settings["model"], **place, quantize=settings.get("quantize"))
-    named = _drafter_of(settings)
+    make_verifier(settings.get("verifier", "auto"))
+    if "controller" in settings:
+        make_controller(settings["controller"])
+    target = describe_model(
+        settings["model"],
+        **place,
+        quantize=settings.get("quantize"),
+        runtime=settings.get("runtime", "auto"),
+    )
+    named = _drafter_of(settings, target)
     demand = plan_demand(target, rows=rows, context=num_tokens)
     guessing, remarks = None, []
     if named.draft_model is not None:
@@ -87,6 +97,7 @@ def inspect(
         guessing,
         quantize=settings.get("quantize"),
         drafter_quantize=settings.get("drafter_quantize"),
+        head_bytes=named.head_bytes,
     )
     drafters = fitting_drafters(settings["model"])
     if json:
@@ -123,12 +134,15 @@ def fitting_drafters(model: str) -> list[str]:
     return list(dict.fromkeys([default_drafter(model), *map(name, DRAFTERS)]))
 
 
-def _drafter_of(settings: dict[str, Any]) -> NamedDrafter:
-    """The drafter that `load` would take, its name understood; options that it would not read are refused."""
+def _drafter_of(settings: dict[str, Any], target: ModelDescription) -> NamedDrafter:
+    """The drafter that `load` would take, its name understood; what it would not read or find is refused."""
     from secondguess.api import default_drafter
-    from secondguess.pairing import require_model_to_quantize, understand_drafter
+    from secondguess.pairing import UnloadedTarget, require_model_to_quantize, understand_drafter
 
-    named = understand_drafter(settings.get("drafter", default_drafter(settings["model"])))
+    unloaded = UnloadedTarget(
+        target.name, target.path, target.num_layers, runs_layers_apart=target.runtime != "transformers"
+    )
+    named = understand_drafter(settings.get("drafter", default_drafter(settings["model"])), unloaded)
     require_model_to_quantize(settings.get("drafter_quantize"), named.name, named.draft_model is not None)
     return named
 
@@ -188,6 +202,8 @@ def _memory_lines(plan: MemoryPlan, settings: dict[str, Any]) -> list[tuple[str,
     shares = ", ".join(
         f"{who} {_size(need.weights)} of weights and {_size(need.cache)} of cache" for who, need, _ in parts
     )
+    if plan.head_bytes:
+        shares += f", what was trained for it {_size(plan.head_bytes)} of weights"
     rows = f"{plan.demand.rows:,} row{'s' if plan.demand.rows > 1 else ''} of {plan.demand.context:,} tokens"
     lines = [("for", f"{rows}: {shares}; {_size(plan.total_bytes)} in all: {_verdict(plan)}")]
     savings = [

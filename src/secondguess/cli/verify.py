@@ -112,12 +112,13 @@ def verify(
 
 
 def _random_subject(drafter: str | None, verifier: str, controller: str | None) -> Subject:
-    from secondguess.api import choose_controller
+    from secondguess.api import check_verifier, choose_controller
     from secondguess.certify import tiny_subject
 
     subject = tiny_subject(
         "model" if drafter is None else drafter, verifier, "fixed:2" if controller is None else controller
     )
+    check_verifier(subject.team.verifier, subject.team.drafter)
     if controller is not None:
         choose_controller(controller, subject.team.drafter)
     return subject

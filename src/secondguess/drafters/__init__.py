@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol
 
 from secondguess.drafters.alternating import AlternatingDrafter, check_parts
 from secondguess.drafters.base import Drafter, Supplies
-from secondguess.heads.files import find_head_folder
+from secondguess.heads.files import find_head_folder, warn_of_stranger
 from secondguess.names import Name, parse_name
 from secondguess.runtime.base import Runtime
 
@@ -77,8 +78,9 @@ def make_drafter(
     """
     names = parse_drafter_name(text)
     supplies = Supplies(target_vocab_size, load_draft_model)
+    heads: dict[str, Path] = {}
     if target is not None:
-        find_head = partial(find_head_folder, target_name=target.name, target_path=target.path)
+        find_head = partial(_find_head, target, heads)
         supplies = replace(supplies, find_head=find_head, target=target.runtime)
     if len(names) > 1:
         check_parts([name.kind for name in names])
@@ -87,7 +89,15 @@ def make_drafter(
     if target is not None:
         # Layers that the target lacks are refused now, not in the first round.
         target.runtime.request_hidden(made.hidden_layers)
+        for kind, folder in heads.items():
+            warn_of_stranger(folder, kind, target.name, target.path)
     return made
+
+
+def _find_head(target: Target, found: dict[str, Path], name: Name) -> Path:
+    """The folder of what was trained for the target, noted by kind in `found`."""
+    found[name.kind] = find_head_folder(name, target.name, target.path)
+    return found[name.kind]
 
 
 def build_drafter(name: Name, supplies: Supplies) -> Drafter:

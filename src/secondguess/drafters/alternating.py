@@ -47,6 +47,7 @@ class AlternatingDrafter(Drafter):
         self.name = "+".join(part.name for part in self.parts)
         self.certain = all(part.certain for part in self.parts)
         self.runs_target = any(part.runs_target for part in self.parts)
+        self.may_branch = any(part.may_branch for part in self.parts)
         self.hidden_layers = tuple(
             dict.fromkeys(layer for part in self.parts for layer in part.hidden_layers)
         )

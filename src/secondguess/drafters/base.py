@@ -20,7 +20,8 @@ from secondguess.runtime.base import Hidden, Runtime
 
 def _no_head(name: Name) -> Path:
     raise BadInputError(
-        f"expected a loaded target for the drafter {name}, got none; it drafts with the target's own states"
+        f"expected a target for the drafter {name}, which drafts with the target's own states, got none; name one, as in "
+        "--model builtin"
     )
 
 
@@ -60,6 +61,7 @@ class Drafter(ABC):
     Attributes:
         name: as given to `--drafter`, with the options that were used.
         certain: True when drafts never carry a law (`Draft.probs` is None): look-ups and argmax heads.
+        may_branch: whether a draft of its may be more than a single path; False for whoever guesses chains only.
         default_controller: name of the controller that suits it when the user names none.
         hidden_layers: of the target, whose states `begin` and `observe` are to be given.
         runs_target: whether it guesses with the target's own layers.
@@ -67,6 +69,7 @@ class Drafter(ABC):
 
     name: str
     certain: bool
+    may_branch: bool = False
     default_controller: str = "cost"
     hidden_layers: Sequence[int] = ()
     runs_target: bool = False

@@ -19,10 +19,10 @@ from secondguess.drafters.base import Supplies
 from secondguess.drafters.hearing import Heard
 from secondguess.drafters.shadow import FAR_BEHIND
 from secondguess.drafters.stepping import SteppingDrafter, for_everybody
-from secondguess.drafters.trees import TreeOptions, TreeShape
+from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.heads.context import FeatureContext
 from secondguess.heads.dspark import DsparkHead
-from secondguess.names import Name, read_options
+from secondguess.names import Name
 from secondguess.noise import Noise
 from secondguess.runtime.base import Hidden, Runtime
 
@@ -60,12 +60,12 @@ class DsparkDrafter(SteppingDrafter):
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> DsparkDrafter:
-        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        options, shape = read_tree_options(name)
         folder = supplies.find_head(name)
         target = supplies.require_target(name)
         head = DsparkHead.load(folder, target.ends(), target.vocab_size).to(target.device)
         argument = "" if name.argument is None else f":{name.argument}"
-        return cls(head, target, f"{name.kind}{argument}{options}", options.shape)
+        return cls(head, target, f"{name.kind}{argument}{options}", shape)
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):

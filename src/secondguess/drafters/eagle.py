@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from secondguess.drafters.base import Supplies
 from secondguess.drafters.feature import FeatureDrafter
-from secondguess.drafters.trees import TreeOptions
+from secondguess.drafters.trees import read_tree_options
 from secondguess.heads.eagle_files import load_eagle
-from secondguess.names import Name, read_options
+from secondguess.names import Name
 
 
 class EagleDrafter(FeatureDrafter):
@@ -15,11 +15,11 @@ class EagleDrafter(FeatureDrafter):
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> EagleDrafter:
-        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        options, shape = read_tree_options(name)
         folder = supplies.find_head(name)
         target = supplies.require_target(name)
         ends = target.ends()
         head = load_eagle(folder, ends, target.vocab_size, target.num_layers, target.device)
         where = f":{name.argument}" if name.argument else ""
         head = head.to(target.device, ends.dtype).eval()
-        return cls(head, target, f"{name.kind}{where}{options}", options.shape)
+        return cls(head, target, f"{name.kind}{where}{options}", shape)

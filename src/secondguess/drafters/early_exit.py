@@ -16,10 +16,10 @@ from torch import Tensor
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.base import Supplies
 from secondguess.drafters.stepping import SteppingDrafter
-from secondguess.drafters.trees import TreeOptions, TreeShape
+from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.early_exit import EarlyExitHead
-from secondguess.names import Name, read_options
+from secondguess.names import Name
 from secondguess.noise import Noise
 from secondguess.runtime.base import Runtime
 
@@ -44,12 +44,8 @@ class EarlyExitDrafter(SteppingDrafter):
         name: str,
         shape: TreeShape | None = None,
     ) -> None:
+        _check_exit(target, num_layers)
         super().__init__(name, target.vocab_size, target.device, shape)
-        if not 0 < num_layers < target.num_layers:
-            raise BadInputError(
-                f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
-                f"got {num_layers}"
-            )
         self._target = target
         self._num_layers = num_layers
         self._finish = finish
@@ -58,17 +54,18 @@ class EarlyExitDrafter(SteppingDrafter):
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> EarlyExitDrafter:
-        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        options, shape = read_tree_options(name)
         if name.argument is not None and name.argument.isdecimal():
-            target = supplies.require_target(name)
-            num_layers, finish, shown = int(name.argument), target.ends().normalise, name.argument
+            target, num_layers, shown = supplies.require_target(name), int(name.argument), name.argument
+            _check_exit(target, num_layers)
+            finish: Callable[[Tensor], Tensor] = target.ends().normalise
         else:
             folder = supplies.find_head(name)
             target = supplies.require_target(name)
             head = _load_head(folder, target)
             num_layers, finish, shown = head.exit_layer, head, name.argument or ""
         text = f"{name.kind}:{shown}{options}" if shown else f"{name.kind}{options}"
-        return cls(target, num_layers, finish, text, options.shape)
+        return cls(target, num_layers, finish, text, shape)
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         self._chains = [[] for _ in rows]
@@ -94,8 +91,19 @@ class EarlyExitDrafter(SteppingDrafter):
         return self._target.read_ahead(rows, draft, self._num_layers)
 
 
+def _check_exit(target: Runtime, num_layers: int) -> None:
+    """Asked before anything is lent, too, so that a name can be refused without loading the target."""
+    target.require_layers_apart()
+    if not 0 < num_layers < target.num_layers:
+        raise BadInputError(
+            f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
+            f"got {num_layers}"
+        )
+
+
 def _load_head(folder: Path, target: Runtime) -> EarlyExitHead:
-    head, ends = EarlyExitHead.load(folder), target.ends()
+    target.require_layers_apart()
+    ends, head = target.ends(), EarlyExitHead.load(folder)
     width = head.norm.weight.shape[0]
     if width != ends.width:
         raise BadInputError(

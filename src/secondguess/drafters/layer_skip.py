@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from secondguess.drafters.base import Supplies
 from secondguess.drafters.shadow import ShadowDrafter
-from secondguess.drafters.trees import TreeOptions
+from secondguess.drafters.trees import read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.skip import read_skipped
-from secondguess.names import Name, read_options
+from secondguess.names import Name
 
 
 class LayerSkipDrafter(ShadowDrafter):
@@ -22,14 +22,14 @@ class LayerSkipDrafter(ShadowDrafter):
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> LayerSkipDrafter:
-        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        options, shape = read_tree_options(name)
         skipped = _parse(name.argument)
         if skipped is None:
             skipped = read_skipped(supplies.find_head(name))
         target = supplies.require_target(name)
         runtime = target.without_layers(skipped)
         shown = f"{name.kind}{f':{name.argument}' if name.argument else ''}{options}"
-        return cls(runtime, shown, supplies.target_vocab_size, options.shape)
+        return cls(runtime, shown, supplies.target_vocab_size, shape)
 
 
 def _parse(argument: str | None) -> list[int] | None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Supplies
 from secondguess.drafters.stepping import SteppingDrafter, for_everybody
-from secondguess.drafters.trees import TreeOptions, TreeShape
+from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.heads.medusa import LAST, MedusaHead
-from secondguess.names import Name, read_options
+from secondguess.names import Name
 from secondguess.noise import Noise
 from secondguess.runtime.base import Hidden, Runtime
 
@@ -40,12 +40,12 @@ class MedusaDrafter(SteppingDrafter):
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> MedusaDrafter:
-        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        options, shape = read_tree_options(name)
         folder = supplies.find_head(name)
         target = supplies.require_target(name)
         head = MedusaHead.load(folder, target.ends(), target.vocab_size).to(target.device)
         argument = "" if name.argument is None else f":{name.argument}"
-        return cls(head, target, f"{name.kind}{argument}{options}", options.shape)
+        return cls(head, target, f"{name.kind}{argument}{options}", shape)
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):

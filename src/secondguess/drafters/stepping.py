@@ -43,6 +43,7 @@ class SteppingDrafter(Drafter):
         self.vocab_size = vocab_size
         self.device = device
         self.shape = shape
+        self.may_branch = shape is not None
         self._forms: Sequence[Sequence[int]] = ()
 
     @abstractmethod

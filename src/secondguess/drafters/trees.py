@@ -23,7 +23,7 @@ from torch import Tensor
 
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, GoOn, Row
 from secondguess.errors import BadInputError
-from secondguess.names import require_between
+from secondguess.names import Name, read_options, require_between
 from secondguess.noise import Noise
 from secondguess.sampling import target_laws
 
@@ -255,6 +255,16 @@ class TreeOptions:
         if self.is_optimal:
             return f",tree=optimal,nodes={self.nodes}"
         return f",tree={self.tree}" if self.tree else ""
+
+
+def read_tree_options(name: Name) -> tuple[TreeOptions, TreeShape | None]:
+    """The options of a drafter that plans no trees of its own, and the shape that they ask for.
+
+    Raises:
+        BadInputError: what is no option, or an optimal tree.
+    """
+    options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+    return options, options.shape
 
 
 LevelLogits = Callable[[list[int], Draft], Tensor]

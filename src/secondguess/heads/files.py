@@ -22,9 +22,12 @@ from torch import Tensor
 from secondguess.builtin import head_path
 from secondguess.errors import BadInputError, CheckpointError, StrangerWarning
 from secondguess.names import Name
-from secondguess.runtime.fingerprint import hash_weights
+from secondguess.runtime.fingerprint import hash_weights, weight_files
 
 PROVENANCE = "secondguess.json"
+
+NAMED = {"draft": "model"}
+"""What was trained -> the kind of drafter that a name asks for to use it, where the two differ."""
 
 INSIDE = {"mtp": "secondguess.heads.mtp_files:is_inside"}
 """Kind of drafter that may come inside its target's checkpoint -> where the function is that says so of a folder."""
@@ -35,7 +38,7 @@ class Provenance:
     """Where a trained drafter comes from.
 
     Args:
-        kind: of drafter, such as `medusa`.
+        kind: of drafter, such as `medusa`; as it was trained.
         target: the name of the target it was trained for.
         fingerprint: of the target's weights (`runtime.fingerprint`).
         training: how it was made: data, losses, budget, commit, machine.
@@ -66,11 +69,9 @@ def read_provenance(folder: Path) -> Provenance | None:
 def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
     """The folder of a trained drafter: the one that a name says, the one that was shipped for the target, or the target's.
 
-    Warns when it was trained for other weights: it then guesses worse, and the text stays right.
-
     Raises:
         BadInputError: the name says none, and none was shipped.
-        CheckpointError: no such folder.
+        CheckpointError: no such folder, or one of a drafter of another kind.
     """
     if name.argument:
         folder = Path(name.argument)
@@ -80,28 +81,55 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
                 f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
             )
     else:
-        found = _find_own(name.kind, target_name, Path(target_path))
+        found = _find_own(name.kind, target_name, target_path)
         if found is None:
             raise BadInputError(
                 f"expected {name.kind}:PATH for the target {target_name}, for which none is in the box, got no path; "
                 f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
             )
         folder = found
-    _warn_of_stranger(folder, name.kind, target_name, target_path)
+    _refuse_another_kind(folder, name.kind)
     return folder
 
 
-def _find_own(kind: str, target_name: str, target_path: Path) -> Path | None:
+def _find_own(kind: str, target_name: str, target_path: str) -> Path | None:
     """What the target has without anybody naming it."""
+    if not target_path:
+        return None  # a model that somebody made in memory
     if target_name == "builtin" and (shipped := head_path(kind)):
         return shipped
+    return Path(target_path) if _is_inside(kind, Path(target_path)) else None
+
+
+def _is_inside(kind: str, folder: Path) -> bool:
+    """Whether a drafter of this kind is part of the model in a folder."""
     module, _, function = INSIDE.get(kind, "").partition(":")
-    return target_path if function and getattr(import_module(module), function)(target_path) else None
+    return bool(function) and bool(getattr(import_module(module), function)(folder))
 
 
-def _warn_of_stranger(folder: Path, kind: str, target_name: str, target_path: str) -> None:
+def _refuse_another_kind(folder: Path, kind: str) -> None:
+    """What was trained as something else; a whole model may be that, and hold a drafter of this kind as well."""
     provenance = read_provenance(folder)
-    if provenance is not None and provenance.fingerprint != hash_weights(Path(target_path)):
+    if provenance is None or provenance.kind == kind or _is_inside(kind, folder):
+        return
+    instead = NAMED.get(provenance.kind, provenance.kind)
+    raise CheckpointError(
+        f"expected the folder of a trained {kind} drafter, got {folder}, which holds a {provenance.kind} drafter; "
+        f"write {instead}:{folder}"
+    )
+
+
+def warn_of_stranger(folder: Path, kind: str, target_name: str, target_path: str) -> None:
+    """Warn of a drafter that was trained for other weights: it guesses worse, and the text stays right.
+
+    Args:
+        folder, kind: of a drafter that fits its target; for one that does not there is an error to tell instead.
+        target_name, target_path: of the target; without weight files at its path nothing is compared.
+    """
+    provenance = read_provenance(folder)
+    if provenance is None or not target_path or not weight_files(Path(target_path)):
+        return  # nothing to compare, or nothing to compare it with
+    if provenance.fingerprint != hash_weights(Path(target_path)):
         warnings.warn(
             f"the {kind} drafter in {folder} was trained for {provenance.target} with other weights than {target_name}'s: "
             "the text stays right, the guesses will be poor; train it anew",

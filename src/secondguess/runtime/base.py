@@ -63,12 +63,14 @@ class Runtime(ABC):
         context_length: positions the model can hold.
         num_layers: how deep the model is.
         device: where tensors that are handed in should live.
+        runs_layers_apart: whether it can `read_ahead`, and lend its weights `without_layers`.
     """
 
     vocab_size: int
     context_length: int
     num_layers: int
     device: torch.device
+    runs_layers_apart: bool = False
 
     def request_hidden(self, layers: Sequence[int]) -> None:
         """Have `begin` and `score` return exactly these layers' hidden states from now on.
@@ -92,6 +94,15 @@ class Runtime(ABC):
             f"expected a target that lends its embeddings, got a {type(self).__name__}; use a drafter that needs none"
         )
 
+    def require_layers_apart(self) -> None:
+        """For whoever will run some of the layers, so that it is known before any work is spent.
+
+        Raises:
+            UnsupportedModelError: a runtime whose layers cannot be run apart.
+        """
+        if not self.runs_layers_apart:
+            raise _runs_as_a_whole()
+
     def read_ahead(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
         """Run only the first layers over pending and a draft that may still grow; the next `score` does the rest.
 
@@ -104,9 +115,7 @@ class Runtime(ABC):
         Raises:
             UnsupportedModelError: a runtime whose layers cannot be run apart.
         """
-        raise UnsupportedModelError(
-            f"expected a target whose layers run one by one, got a {type(self).__name__}; load it with runtime native or fused"
-        )
+        raise _runs_as_a_whole()
 
     def without_layers(self, skipped: Sequence[int]) -> Runtime:
         """The same weights as a model that leaves out these layers, counted from 0; it has a cache of its own.
@@ -115,9 +124,7 @@ class Runtime(ABC):
             BadInputError: no such layer, or none left.
             UnsupportedModelError: a runtime whose layers cannot be run apart.
         """
-        raise UnsupportedModelError(
-            f"expected a target whose layers run one by one, got a {type(self).__name__}; load it with runtime native or fused"
-        )
+        raise _runs_as_a_whole()
 
     @abstractmethod
     def begin(self, rows: Sequence[Row]) -> Sequence[Hidden]:
@@ -155,3 +162,10 @@ class Runtime(ABC):
     @abstractmethod
     def end(self, row: Row) -> None:
         """Release what is held for a row; nothing, for one that never began."""
+
+
+def _runs_as_a_whole() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "expected a target whose layers run one by one, got one that runs as a whole; load it with runtime native or fused "
+        "if one covers the model (docs/runtimes.md), or use a drafter that does without, such as suffix"
+    )

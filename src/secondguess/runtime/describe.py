@@ -12,8 +12,10 @@ from secondguess.runtime.families import FAMILIES, can_fuse
 from secondguess.runtime.loading import (
     check_loadable,
     check_quantization,
+    check_runtime,
     find_checkpoint,
     memory_need,
+    not_covered,
     pick_device,
     pick_dtype,
     read_config,
@@ -81,17 +83,19 @@ def describe_model(
     device: str = "auto",
     quantize: str | None = None,
     drafts: bool = False,
+    runtime: str = "auto",
 ) -> ModelDescription:
     """Describe a model by its configuration, its tokenizer and the headers of its weights.
 
     Args:
-        name, dtype, device, quantize, drafts: as in `load_runtime`.
+        name, dtype, device, quantize, drafts, runtime: as in `load_runtime`.
 
     Raises:
-        BadInputError: a dtype, a device or a quantization that does not exist here.
+        BadInputError: a dtype, a device, a quantization or a runtime that does not exist here.
         CheckpointError: a checkpoint that is missing, broken or of the wrong kind.
-        UnsupportedModelError: a model that cannot be decoded speculatively.
+        UnsupportedModelError: a model that cannot be decoded speculatively, or not by the runtime asked for.
     """
+    check_runtime(runtime)
     place = pick_device(device)
     path = find_checkpoint(name)
     config = read_config(path)
@@ -101,8 +105,9 @@ def describe_model(
     check_supported(model)
     text = config.get_text_config()
     context = context_length_of(text)
-    number = pick_dtype(dtype, place, config)
-    check_quantization(quantize, by_kernels=obstacle_to_kernels(config, number, place) is None)
+    number = pick_dtype(dtype, place, config, runtime)
+    by_kernels = runtime != "transformers" and obstacle_to_kernels(config, number, place) is None
+    check_quantization(quantize, by_kernels=by_kernels)
     need = memory_need(
         name,
         dtype=dtype,
@@ -110,6 +115,7 @@ def describe_model(
         quantize=quantize,
         num_cached_tokens=context or WITHOUT_LIMIT,
         drafts=drafts,
+        runtime=runtime,
     )
     attention = _attention_of(text)
     return ModelDescription(
@@ -129,18 +135,26 @@ def describe_model(
         sliding_window=_window_of(text) if "sliding_attention" in attention else None,
         dtype=str(number).removeprefix("torch."),
         device=str(place),
-        **_runtime_of(config, number, place),
+        **_runtime_of(config, number, place, runtime, quantize),
         weights_bytes=need.weights,
         cache_bytes=need.cache,
         available_bytes=available_memory(place),
     )
 
 
-def _runtime_of(config: Any, dtype: torch.dtype, place: torch.device) -> dict[str, str]:
+def _runtime_of(
+    config: Any, dtype: torch.dtype, place: torch.device, kind: str, quantize: str | None
+) -> dict[str, str]:
+    """The first that covers the model, among those that the one asked for leaves; as `make_runtime` before its probes."""
     obstacle = obstacle_to_kernels(config, dtype, place)
-    if obstacle is None:
+    if obstacle is None and kind in ("auto", "native"):
         return {"runtime": "native", "not_native": ""}
-    return {"runtime": "fused" if can_fuse(config, place) else "transformers", "not_native": obstacle}
+    not_native = obstacle or f"runtime {kind} was asked for"
+    if kind in ("auto", "fused") and quantize is None and can_fuse(config, place):
+        return {"runtime": "fused", "not_native": not_native}
+    if kind in ("native", "fused"):
+        raise not_covered(kind, config, dtype, place, quantize)
+    return {"runtime": "transformers", "not_native": not_native}
 
 
 def _attention_of(config: Any) -> dict[str, int]:

@@ -64,6 +64,7 @@ def layers_without(skipped: Sequence[int], num_layers: int) -> list[int]:
 class LayeredRuntime(CachedRuntime):
     """Keeps what the first layers said of a draft until the others are asked about it."""
 
+    runs_layers_apart = True
     _ahead: Ahead | None = None
 
     @abstractmethod

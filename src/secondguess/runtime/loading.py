@@ -49,7 +49,7 @@ class LoadedModel:
         kind: which runtime that is, one of `RUNTIMES` but `auto`.
         tokenizer: a Transformers tokenizer; None for a borrowed model.
         name: what the user called it.
-        path: the directory it was read from.
+        path: the directory it was read from; of a borrowed model that came from none that is known, its name.
         dtype: `float64`, `float32`, `bfloat16` or `float16`; what computes, also under `quantize`.
         device: such as `cpu` or `cuda:0`.
         quantize: `int8`, or None.
@@ -190,8 +190,7 @@ def make_runtime(
         BadInputError: no such runtime.
         UnsupportedModelError: a model that this runtime, or any, cannot decode.
     """
-    if kind not in RUNTIMES:
-        raise BadInputError(f"expected runtime {', '.join(RUNTIMES)}, got {kind!r}")
+    check_runtime(kind)
     dtype, place = model.dtype, model.device
     packable = quantize is None and can_pack(dtype, place)
     if kind in ("auto", "native") and can_run_native(model.config, dtype, place):
@@ -209,16 +208,29 @@ def make_runtime(
         if kind == "auto":
             model = read_again()
     if kind in ("native", "fused"):
-        raise UnsupportedModelError(
-            f"expected a model that the {kind} runtime covers, got a {model.config.model_type} "
-            f"({str(dtype).removeprefix('torch.')} on {place}, quantize {quantize}); use runtime auto or transformers"
-        )
+        raise not_covered(kind, model.config, dtype, place, quantize)
     if quantize is not None:
         check_quantization(quantize)
         _quantize_to_int8(model)
     elif packable:
         pack_linears(model)
     return TransformersRuntime(model)
+
+
+def check_runtime(kind: str) -> None:
+    """Refuse the name of a runtime that does not exist."""
+    if kind not in RUNTIMES:
+        raise BadInputError(f"expected runtime {', '.join(RUNTIMES)}, got {kind!r}")
+
+
+def not_covered(
+    kind: str, config: Any, dtype: torch.dtype, place: torch.device, quantize: str | None
+) -> UnsupportedModelError:
+    """What to raise of a model for which a runtime of this kind was asked in vain."""
+    return UnsupportedModelError(
+        f"expected a model that the {kind} runtime covers, got a {config.model_type} "
+        f"({str(dtype).removeprefix('torch.')} on {place}, quantize {quantize}); use runtime auto or transformers"
+    )
 
 
 def memory_need(
@@ -244,19 +256,27 @@ def memory_need(
 def borrow_model(model: Any) -> Iterator[LoadedModel]:
     """The user's own model as a `LoadedModel`; given back as it was found when the context ends."""
     with TransformersRuntime(model) as runtime:
-        path = str(model.name_or_path)
+        name = str(model.name_or_path)
         dtype = str(model.dtype).removeprefix("torch.")
         yield LoadedModel(
             runtime,
             "transformers",
             None,
-            path,
-            path,
+            name,
+            _folder_of(name),
             dtype,
             str(model.device),
             None,
             _end_tokens(model, tokenizer=None),
         )
+
+
+def _folder_of(name: str) -> str:
+    """Where Transformers read a model of this name; the name itself if it lies nowhere (any more)."""
+    try:
+        return find_checkpoint(name) if name else name
+    except CheckpointError:
+        return name
 
 
 def check_vocabularies(target: LoadedModel, drafter: LoadedModel) -> None:
@@ -347,9 +367,14 @@ def find_checkpoint(name: str) -> str:
         with quiet():
             found = cached_file(name, "config.json", local_files_only=True)
     except (OSError, ValueError) as error:
+        # What begins like a path, or has more parts than organisation and name, is the name of no repository.
+        is_path = directory.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+        advice = (
+            "check the path" if is_path else f"check the path, or fetch it first with `hf download {name}`"
+        )
         raise CheckpointError(
             f"expected a model directory or a model in the local Hugging Face cache, got {name!r}, "
-            f"which is neither; check the path, or fetch it first with `hf download {name}`"
+            f"which is neither; {advice}"
         ) from error
     return str(Path(found).parent)
 

@@ -52,6 +52,7 @@ class MemoryPlan:
     Args:
         demand: for how many rows of how many tokens.
         target, drafter: weights and caches; no drafter where it has no model.
+        head_bytes: weights of what was trained for the target, 0 for nothing.
         int8: by `target` and `drafter`, the weights if they were kept in 8 bits.
         int8_obstacle: why the target's cannot be, as things are; empty where they can.
         total_bytes: all of it, and what loading takes beyond that for a while.
@@ -61,6 +62,7 @@ class MemoryPlan:
     demand: Demand
     target: MemoryNeed
     drafter: MemoryNeed | None
+    head_bytes: int
     int8: dict[str, int]
     int8_obstacle: str
     total_bytes: int
@@ -78,6 +80,7 @@ class MemoryPlan:
             "context": self.demand.context,
             "target": _as_dict(self.target),
             "drafter": None if self.drafter is None else _as_dict(self.drafter),
+            "head_bytes": self.head_bytes,
             "total_bytes": self.total_bytes,
             "available_bytes": self.available_bytes,
             "fits": None if missing is None else missing == 0,
@@ -106,8 +109,13 @@ def plan_memory(
     *,
     quantize: str | None = None,
     drafter_quantize: str | None = None,
+    head_bytes: int = 0,
 ) -> MemoryPlan:
-    """What weights and caches will take, with caches as large as they are really allocated."""
+    """What weights and caches will take, with caches as large as they are really allocated.
+
+    Args:
+        head_bytes: weights of what was trained for the target.
+    """
     need = _need(demand, target, quantize, drafts=False)
     int8 = {"target": _need(demand, target, INT8, drafts=False).weights}
     guessing = None
@@ -116,7 +124,8 @@ def plan_memory(
         int8["drafter"] = _need(demand, drafter, INT8, drafts=True).weights
     needs = [need] if guessing is None else [need, guessing]
     available = available_memory(torch.device(demand.device))
-    return MemoryPlan(demand, need, guessing, int8, _obstacle_to_int8(target), peak_of(needs), available)
+    total = peak_of(needs) + head_bytes
+    return MemoryPlan(demand, need, guessing, head_bytes, int8, _obstacle_to_int8(target), total, available)
 
 
 def remarks_on(target: ModelDescription, drafter: ModelDescription) -> list[str]:
@@ -163,6 +172,7 @@ def _need(demand: Demand, model: ModelDescription, quantize: str | None, drafts:
         quantize=quantize,
         num_cached_tokens=cached,
         drafts=drafts,
+        runtime=model.runtime,
     )
 
 

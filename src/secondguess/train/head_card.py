@@ -10,6 +10,9 @@ from typing import Any
 from secondguess.heads.files import Provenance
 from secondguess.train.files import write_atomically
 
+RESTED = "none: the controller let the drafter rest, nothing was drafted"
+"""What is told in place of a speed-up where both runs were plain decoding."""
+
 
 def write_card(folder: Path, provenance: Provenance, how_to_use: str) -> None:
     """Write both files beside the weights.
@@ -26,7 +29,7 @@ def write_card(folder: Path, provenance: Provenance, how_to_use: str) -> None:
 
 def card_text(provenance: Provenance, how_to_use: str) -> str:
     """The card, in Markdown."""
-    figures = _table(provenance.figures, "figure")
+    figures = _table(figures_as_told(provenance.figures), "figure")
     training = _table(provenance.training, "setting")
     return (
         f"# A {provenance.kind} drafter for {provenance.target}\n\n"
@@ -37,6 +40,12 @@ def card_text(provenance: Provenance, how_to_use: str) -> str:
         f"the text before; speeds are of the machine below.\n\n{figures}\n"
         f"## How it was made\n\n{training}"
     )
+
+
+def figures_as_told(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures for people: without those that there are not, but for a speed-up, whose absence says something."""
+    told = {name: value for name, value in figures.items() if value is not None}
+    return told | ({"speedup": RESTED} if "speedup" in figures and "speedup" not in told else {})
 
 
 def _table(values: Mapping[str, Any], what: str) -> str:

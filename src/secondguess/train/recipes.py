@@ -63,6 +63,7 @@ class Recipe(ABC):
         kind: of drafter; the command's name.
         loss: the default of `--loss`.
         guesses_alone: whether one law serves all depths, so that the last acceptance holds for all further ones.
+        runs_first_layers: whether what is trained drafts with the first of the target's layers, which not every runtime can run.
         keeps_tokenizer: whether what is saved is a whole model, which needs the target's tokenizer beside it.
     """
 
@@ -76,6 +77,7 @@ class Recipe(ABC):
     kind: ClassVar[str]
     loss: ClassVar[str] = "lk"
     guesses_alone: ClassVar[bool] = False
+    runs_first_layers: ClassVar[bool] = False
     keeps_tokenizer: ClassVar[bool] = False
 
     @abstractmethod
@@ -153,6 +155,7 @@ class EarlyExitRecipe(Recipe):
 
     kind = "early-exit"
     guesses_alone = True
+    runs_first_layers = True
 
     def fresh(self, target: TargetFacts) -> Learner:
         layer = self.layer or max(1, target.num_layers // 4)
@@ -182,6 +185,7 @@ class WholeModelRecipe(Recipe):
 
     kind = "early-exit"
     loss = "kl"
+    runs_first_layers = True
     keeps_tokenizer = True
 
     def __post_init__(self) -> None:

@@ -36,9 +36,13 @@ class Budget:
     def __post_init__(self) -> None:
         if self.minutes is None and self.steps is None:
             raise BadInputError("a training budget needs minutes or steps")
-        if (self.minutes is not None and self.minutes <= 0) or (self.steps is not None and self.steps < 1):
+        if self.minutes is not None and not self.minutes > 0:
             raise BadInputError(
-                f"a training budget must be positive, got minutes={self.minutes}, steps={self.steps}"
+                f"expected --minutes above 0, got {self.minutes:g}: a training budget is positive; give more, or --steps"
+            )
+        if self.steps is not None and self.steps < 1:
+            raise BadInputError(
+                f"expected --steps of at least 1, got {self.steps}: a training budget is positive; give more, or --minutes"
             )
 
     def progress(self, seconds: float, step: int) -> float:

@@ -46,6 +46,8 @@ class Verifier(ABC):
 
     name: str
     exactness: Exactness
+    judges_trees: bool = True
+    """Whether it judges drafts that branch; a rule for single paths is refused beside a drafter that may branch."""
 
     def couples(self, seeded: bool) -> bool:
         """Whether a row's drafts are to be drawn by the race that decides its text (`Row.coupled`)."""

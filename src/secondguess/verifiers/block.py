@@ -41,6 +41,7 @@ class BlockVerifier(Verifier):
 
     name = "block"
     exactness = Exactness.LOSSLESS
+    judges_trees = False
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent_chains(self.name, draft, noise)

@@ -30,6 +30,7 @@ class RejectionVerifier(Verifier):
 
     name = "rejection"
     exactness = Exactness.LOSSLESS
+    judges_trees = False
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent_chains(self.name, draft, noise)

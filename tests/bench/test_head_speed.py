@@ -1,0 +1,47 @@
+"""How much faster a trained drafter makes its target: measured beside plain decoding by the same target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secondguess.bench import head_speed
+from secondguess.bench.head_speed import measure_speed
+from secondguess.heads.files import Provenance
+from secondguess.train.head_card import RESTED, card_text, figures_as_told
+from secondguess.train.lessons import TaughtText
+
+TEXT = TaughtText(list(range(20, 60)), [False] * 8 + [True] * 32)
+
+
+def test_a_drafter_that_drafts_has_a_speedup_over_the_same_target(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+
+    def load(model: str, drafter: str, **settings: str) -> object:
+        loaded.append(drafter)
+        return _load(model, drafter, controller="fixed:2", **settings)
+
+    _load = head_speed.load
+    monkeypatch.setattr(head_speed, "load", load)
+    drafter = f"model:{tiny_checkpoint}"
+    found = measure_speed(str(tiny_checkpoint), drafter, [TEXT], "float32", "cpu")
+    assert loaded == [drafter], "the target was loaded more than once"
+    assert found["acceptance_length"] > 1.5
+    assert found["cost_ratio"] > 0
+    ratio = found["tokens_per_second"] / found["plain_tokens_per_second"]
+    assert found["speedup"] == pytest.approx(ratio, rel=0.05)
+
+
+def test_a_drafter_that_rested_has_none(tiny_checkpoint: Path) -> None:
+    found = measure_speed(str(tiny_checkpoint), "none", [TEXT], "float32", "cpu")
+    assert (found["acceptance_length"], found["cost_ratio"], found["speedup"]) == (1.0, None, None)
+    card = card_text(Provenance("mtp", "tiny", "0" * 64, figures=found), "secondguess ...")
+    assert f"| speedup | {RESTED} |" in card
+    assert "cost ratio" not in card
+
+
+def test_figures_of_what_cannot_draft_tell_of_no_speed() -> None:
+    assert figures_as_told({"held_out_acceptance": [0.5]}) == {"held_out_acceptance": [0.5]}
