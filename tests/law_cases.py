@@ -12,9 +12,9 @@ from torch import Tensor
 
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
-from secondguess.controllers.cost import CostController, CostOptions
+from secondguess.controllers.cost.controller import CostController, CostOptions
+from secondguess.controllers.cost.round_times import RoundTimes
 from secondguess.controllers.laws import DraftLaws
-from secondguess.controllers.round_times import RoundTimes
 from secondguess.core import Budgets, Draft, Prospect, RoundTime, Row, Verdict
 from secondguess.decode import Team
 from secondguess.drafters.alternating import AlternatingDrafter

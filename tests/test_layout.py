@@ -34,6 +34,7 @@ LAYERS = [
     ("api", "certify", "enumeration"),
     ("drop_in", "export"),
     ("bench",),
+    ("jobs",),
     ("cli",),
 ]
 # Inside the second layer: contracts speak of noise and sampling, what is in the box is found by those who read it, a
@@ -107,7 +108,10 @@ def test_a_module_imports_only_what_lies_below_it(name, tree):
 def variants_of(folder: str) -> set[str]:
     """The modules that a folder's dict of names leads to; its other modules are what variants share."""
     names = getattr(import_module(f"secondguess.{folder}"), FOLDERS_OF_VARIANTS[folder])
-    return {place.partition(":")[0].rpartition(".")[2] for place in names.values()}
+    return {
+        place.removeprefix(f"secondguess.{folder}.").partition(":")[0].partition(".")[0]
+        for place in names.values()
+    }
 
 
 @pytest.mark.parametrize(("name", "tree"), modules(), ids=[name for name, _ in modules()])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from secondguess.controllers import make_controller
-from secondguess.controllers.cost import CostController
+from secondguess.controllers.cost.controller import CostController
 from secondguess.controllers.entropy import EntropyController
 from secondguess.controllers.laws import DraftLaws
 from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict

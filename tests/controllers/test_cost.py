@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from secondguess.controllers.allowance import (
+from secondguess.controllers.cost.allowance import (
     COOLING,
     CREDIT,
     LARGEST_PROBE,
@@ -23,10 +23,10 @@ from secondguess.controllers.allowance import (
     Probes,
     loss_bound,
 )
-from secondguess.controllers.cost import CostController, CostOptions
-from secondguess.controllers.experience import Experience
+from secondguess.controllers.cost.controller import CostController, CostOptions
+from secondguess.controllers.cost.experience import Experience
+from secondguess.controllers.cost.round_times import AGE, RoundTimes
 from secondguess.controllers.laws import DraftLaws
-from secondguess.controllers.round_times import AGE, RoundTimes
 from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 

@@ -131,7 +131,7 @@ def acceptance(
 
     require_folder(out.parent, "--out")
 
-    from secondguess.bench.acceptance import AcceptanceRecipe, train_acceptance
+    from secondguess.jobs.acceptance import AcceptanceRecipe, train_acceptance
     from secondguess.train.acceptance import FitOptions
 
     given = {

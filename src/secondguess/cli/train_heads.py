@@ -134,8 +134,8 @@ def _layer_skip(
     Nothing is trained: layers are left out one by one, and what remains is weighed
     on the target's own answers to the prompts. Use it as layer-skip:OUT.
     """
-    from secondguess.bench.lesson_texts import DEFAULT_TEMPERATURES, AnswerSettings
-    from secondguess.bench.skip_training import SkipJob, search_layers
+    from secondguess.jobs.lesson_texts import DEFAULT_TEMPERATURES, AnswerSettings
+    from secondguess.jobs.skip_training import SkipJob, search_layers
 
     answers = AnswerSettings(
         tuple(temperature or DEFAULT_TEMPERATURES), max_tokens=max_tokens, length=length, seed=seed
@@ -197,8 +197,8 @@ def _refuse_unread(context: Context) -> None:
 
 
 def _train(kind: str, given: dict[str, Any]) -> int:
-    from secondguess.bench.head_training import HeadJob, train_head
-    from secondguess.bench.lesson_texts import DEFAULT_TEMPERATURES, AnswerSettings
+    from secondguess.jobs.head_training import HeadJob, train_head
+    from secondguess.jobs.lesson_texts import DEFAULT_TEMPERATURES, AnswerSettings
     from secondguess.train.head_card import figures_as_told
     from secondguess.train.schedule import Budget
 

@@ -11,7 +11,7 @@ CONTROLLERS = {
     "fixed": "secondguess.controllers.fixed:FixedController",
     "confidence": "secondguess.controllers.confidence:ConfidenceController",
     "entropy": "secondguess.controllers.entropy:EntropyController",
-    "cost": "secondguess.controllers.cost:CostController",
+    "cost": "secondguess.controllers.cost.controller:CostController",
     "learned": "secondguess.controllers.learned:LearnedController",
 }
 """Kind of controller -> where its class is; imported only when it is asked for."""

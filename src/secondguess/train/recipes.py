@@ -194,12 +194,12 @@ class WholeModelRecipe(Recipe):
 
     def fresh(self, target: TargetFacts) -> Learner:
         from secondguess.train.export import saved_dtype
-        from secondguess.train.layer_skip import WholeModel, read_trainable
+        from secondguess.train.whole_model import WholeModel, read_trainable
 
         return WholeModel(read_trainable(target.path), self.layer_dropout, saved_dtype(target.config))
 
     def weights(self, num_depths: int) -> list[float]:
-        from secondguess.train.layer_skip import exit_weights
+        from secondguess.train.whole_model import exit_weights
 
         return exit_weights(num_depths, self.exit_scale)
 

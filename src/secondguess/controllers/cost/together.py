@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from secondguess.controllers.offers import Offer
-from secondguess.controllers.prices import Prices
+from secondguess.controllers.cost.offers import Offer
+from secondguess.controllers.cost.prices import Prices
 from secondguess.core import Row
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -10,13 +10,6 @@ import numpy
 import pytest
 import torch
 
-from secondguess.bench.acceptance import (
-    AcceptanceRecipe,
-    examples_of,
-    split,
-    train_acceptance,
-)
-from secondguess.bench.acceptance_prompts import MOST_CHARACTERS, standard_library_prompts
 from secondguess.bench.replay import ReplayRow
 from secondguess.bench.traces import Guess, NodeLaw, Trace, node_chances, record
 from secondguess.bench.workloads import _OWN_PROMPTS
@@ -25,6 +18,13 @@ from secondguess.controllers.predictor import Predictor
 from secondguess.core import Draft, Prospect, Row
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
+from secondguess.jobs.acceptance import (
+    AcceptanceRecipe,
+    examples_of,
+    split,
+    train_acceptance,
+)
+from secondguess.jobs.acceptance_prompts import MOST_CHARACTERS, standard_library_prompts
 from secondguess.noise import KeyedNoise
 from secondguess.sampling import SamplingParams, target_laws
 from secondguess.testing import TableModel, random_law
@@ -218,7 +218,7 @@ def test_the_command_passes_its_options_on(
         seen.append(recipe)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("secondguess.bench.acceptance.train_acceptance", stop)
+    monkeypatch.setattr("secondguess.jobs.acceptance.train_acceptance", stop)
     more = ["--temperature", 0.5, "--temperature", 0, "--num-prompts", 9, "--reject-weight", 2]
     done = secondguess_command(
         "train", "acceptance", *words(command), *more, "--seed", 4, "--dtype", "float32"

@@ -15,8 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from secondguess.api import LLM, load
-from secondguess.bench.head_speed import measure_speed
-from secondguess.bench.lesson_texts import (
+from secondguess.bench.provenance import gather
+from secondguess.bench.systems import public_name
+from secondguess.drafters import DRAFTERS
+from secondguess.errors import BadInputError
+from secondguess.heads.files import NAMED, Provenance
+from secondguess.heads.learning import Learner
+from secondguess.jobs.head_speed import measure_speed
+from secondguess.jobs.lesson_texts import (
     AnswerSettings,
     Document,
     default_documents,
@@ -25,13 +31,7 @@ from secondguess.bench.lesson_texts import (
     texts_as_they_stand,
     write_answers,
 )
-from secondguess.bench.provenance import gather
-from secondguess.bench.run_folder import claim, identity_of_texts
-from secondguess.bench.systems import public_name
-from secondguess.drafters import DRAFTERS
-from secondguess.errors import BadInputError
-from secondguess.heads.files import NAMED, Provenance
-from secondguess.heads.learning import Learner
+from secondguess.jobs.run_folder import claim, identity_of_texts
 from secondguess.names import require_between
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import pick_device, read_config

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from secondguess.bench.lesson_texts import AnswerSettings
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.jobs.lesson_texts import AnswerSettings
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import find_checkpoint
 from secondguess.train.files import write_atomically

@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import mul
 from typing import ClassVar
 
-from secondguess.controllers.experience import STRENGTH, Experience
+from secondguess.controllers.cost.experience import STRENGTH, Experience
 from secondguess.core import Prospect, Row
 
 CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from secondguess.controllers.round_times import RoundTimes
+from secondguess.controllers.cost.round_times import RoundTimes
 
 PACE_MEMORY = 64
 """Rounds over which the rate is averaged."""

@@ -19,14 +19,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from secondguess.controllers.allowance import Guard, Probes
 from secondguess.controllers.base import Controller
-from secondguess.controllers.expectations import Expectations
+from secondguess.controllers.cost.allowance import Guard, Probes
+from secondguess.controllers.cost.expectations import Expectations
+from secondguess.controllers.cost.offers import Offer, Offers
+from secondguess.controllers.cost.prices import Prices
+from secondguess.controllers.cost.round_times import RoundTimes
+from secondguess.controllers.cost.together import first_few, worth_another, worthwhile
 from secondguess.controllers.laws import DraftLaws
-from secondguess.controllers.offers import Offer, Offers
-from secondguess.controllers.prices import Prices
-from secondguess.controllers.round_times import RoundTimes
-from secondguess.controllers.together import first_few, worth_another, worthwhile
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime, Row, Verdict
 from secondguess.names import Name, read_options, require_between, with_argument
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable
 
-from secondguess.controllers.averages import Average, Line, PlainTime
+from secondguess.controllers.cost.averages import Average, Line, PlainTime
 
 SLOPE = 0.03
 """What a further node adds to a pass until it is known better, as a share of a plain round."""

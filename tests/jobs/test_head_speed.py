@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from secondguess.bench import head_speed
-from secondguess.bench.head_speed import measure_speed
 from secondguess.heads.files import Provenance
+from secondguess.jobs import head_speed
+from secondguess.jobs.head_speed import measure_speed
 from secondguess.train.head_card import RESTED, card_text, figures_as_told
 from secondguess.train.lessons import TaughtText
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy
 
 from secondguess.api import LLM, encode, load, make_row
-from secondguess.bench.acceptance_prompts import STANDARD_LIBRARY, standard_library_prompts
 from secondguess.bench.systems import public_name
 from secondguess.bench.traces import Trace, record
 from secondguess.bench.workloads import Workload, load_workload
@@ -22,6 +21,7 @@ from secondguess.controllers.predictor import Predictor
 from secondguess.core import MAX_DRAFT_LENGTH, Row
 from secondguess.drafters import draft_model_paths
 from secondguess.errors import BadInputError
+from secondguess.jobs.acceptance_prompts import STANDARD_LIBRARY, standard_library_prompts
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import find_checkpoint
 from secondguess.sampling import SamplingParams

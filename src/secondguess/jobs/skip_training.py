@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from secondguess.api import load
-from secondguess.bench.head_training import DEFAULT_PROMPTS, Show
-from secondguess.bench.lesson_texts import (
+from secondguess.bench.systems import public_name
+from secondguess.errors import UnsupportedModelError
+from secondguess.heads.files import Provenance
+from secondguess.jobs.head_training import DEFAULT_PROMPTS, Show
+from secondguess.jobs.lesson_texts import (
     AnswerSettings,
     default_documents,
     read_documents,
     some_of,
     write_answers,
 )
-from secondguess.bench.run_folder import claim, identity_of_texts
-from secondguess.bench.systems import public_name
-from secondguess.errors import UnsupportedModelError
-from secondguess.heads.files import Provenance
+from secondguess.jobs.run_folder import claim, identity_of_texts
 from secondguess.names import require_between
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.fused import FusedRuntime

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from secondguess.controllers.expectations import Expectations, Kind
-from secondguess.controllers.prices import Prices
+from secondguess.controllers.cost.expectations import Expectations, Kind
+from secondguess.controllers.cost.prices import Prices
 from secondguess.core import Prospect, Row
 
 CAUTION = 1.2

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from secondguess.api import LLM
-from secondguess.bench.acceptance_prompts import STANDARD_LIBRARY, standard_library_prompts
 from secondguess.bench.prompt_files import (
     CHAT_KEYS,
     Prompt,
@@ -24,6 +23,7 @@ from secondguess.bench.prompt_files import (
 )
 from secondguess.bench.workloads import spread
 from secondguess.errors import BadInputError
+from secondguess.jobs.acceptance_prompts import STANDARD_LIBRARY, standard_library_prompts
 from secondguess.names import require_between
 from secondguess.runtime.loading import LoadedModel
 from secondguess.sampling import SamplingParams

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from secondguess.api import load
-from secondguess.bench.lesson_texts import (
+from secondguess.errors import BadInputError
+from secondguess.jobs.lesson_texts import (
     AnswerSettings,
     Document,
     prompt_ids,
@@ -16,7 +17,6 @@ from secondguess.bench.lesson_texts import (
     texts_as_they_stand,
     write_answers,
 )
-from secondguess.errors import BadInputError
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
