@@ -115,7 +115,19 @@ def test_a_folder_that_cannot_be_made(secondguess_command, tiny_checkpoint, tmp_
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "out"
     done = secondguess_command("train", "draft", "--model", tiny_checkpoint, "--steps", 1, "--out", out)
-    assert_refused(done, "expected a place", str(tmp_path / "file"), "choose another")
+    assert_refused(done, "expected a folder for --out", str(tmp_path / "file"), "name another")
+    assert "Errno" not in done.err
+
+
+def test_a_place_that_turns_out_to_be_closed(secondguess_command, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", "/some/file")
+
+    monkeypatch.setattr("secondguess.runtime.describe.describe_model", refuse)
+    done = secondguess_command("inspect", "builtin")
+    assert_refused(
+        done, "expected a place that can be used, got /some/file: Permission denied", "choose another"
+    )
     assert "Errno" not in done.err
 
 
