@@ -22,6 +22,7 @@ from transformers import (
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.sampling import SamplingParams, commit_logprobs, drafter_laws, target_laws
+from secondguess.truncation import Greedy, most_likely
 
 VOCAB = 12
 EVERYTHING = SamplingParams(
@@ -209,6 +210,24 @@ def test_greedy_takes_the_lowest_id_among_equals(vocab_size):
     assert one_law(logits, SamplingParams()).nonzero().tolist() == [[3]]
     assert one_law(logits, SamplingParams(logit_bias={5: 0.5})).nonzero().tolist() == [[5]]
     assert one_law(logits, SamplingParams(logit_bias={6: 4.0, 3: -1})).nonzero().tolist() == [[5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_most_likely_is_the_first_among_equals_in_every_precision(dtype):
+    values = torch.tensor(
+        [[[0.5, 2.0, 2.0], [3.0, -1.0, 3.0]], [[-math.inf, -math.inf, 0.0], [1.0, 1.0, 1.0]]]
+    )
+    found = most_likely(values.to(dtype))
+    assert found.tolist() == [[1, 0], [2, 0]]
+    assert found.dtype == torch.long
+    assert most_likely(values.to(dtype)[0, 0]).item() == 1
+
+
+def test_a_number_that_is_none_makes_a_greedy_law_undefined():
+    logits = torch.tensor([[[1.0, math.nan, 2.0]], [[1.0, math.inf, 2.0]], [[0.0, 1.0, -math.inf]]])
+    laws = Greedy().laws(logits)
+    assert laws.isnan().all(-1).tolist() == [[True], [True], [False]]
+    assert laws[2, 0].tolist() == [0.0, 1.0, 0.0]
 
 
 def test_top_k_keeps_all_that_are_tied_and_top_p_the_lower_ids():

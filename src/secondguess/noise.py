@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row
+from secondguess.truncation import most_likely
 
 
 class Purpose(IntEnum):
@@ -133,7 +134,7 @@ class KeyedNoise(Noise):
 
     def draft(self, laws: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
         if self.all_greedy:
-            return laws.max(-1).indices
+            return most_likely(laws)
         nodes = node if isinstance(node, Sequence) else [depth if node is None else node] * len(laws)
         places = [[each] for each in nodes]
         if not self.any_coupled:
@@ -152,12 +153,12 @@ class KeyedNoise(Noise):
 
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
-            return laws.max(-1).indices
+            return most_likely(laws)
         return self._drawn(laws, depths[:, None].tolist(), Purpose.DRAW)
 
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
-            return laws.max(-1).indices
+            return most_likely(laws)
         if self.all_coupled:
             return self._race(laws, depths)
         # No draft was drawn by the race of an uncoupled row, so one number per query serves as well as one per token.

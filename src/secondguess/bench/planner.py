@@ -164,7 +164,7 @@ class Evidence:
 
 
 def _as_part(guesses: Sequence[Guess], number: int) -> list[Guess]:
-    return [replace(guess, prospect=replace(guess.prospect, part=number)) for guess in guesses]
+    return [replace(guess, prospect=guess.prospect._replace(part=number)) for guess in guesses]
 
 
 def split_drafter(name: str) -> list[str]:

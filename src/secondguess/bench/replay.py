@@ -7,7 +7,7 @@ replaced by what they said when the trace was recorded. What its own decisions t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -97,7 +97,7 @@ class ReplayRow:
         if prospect.certain:
             return prospect
         unread = self.unread.get(prospect.part, len(self.row.tokens))
-        return replace(prospect, unread=unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0)
+        return prospect._replace(unread=unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0)
 
     def advance(self, num_accepted: int, part: int, length: int) -> int:
         """Commit what was accepted of a part's draft and one token more; gives the number of tokens."""

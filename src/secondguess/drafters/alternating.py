@@ -143,7 +143,7 @@ class AlternatingDrafter(Drafter):
 @lru_cache(maxsize=4096)
 def _of_part(choice: Prospect, number: int) -> Prospect:
     # Asked in every round, and mostly about the same few prospects.
-    return replace(choice, part=number)
+    return choice._replace(part=number)
 
 
 def _has_nothing(prospect: Prospect) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row
+from secondguess.core import Draft, Row, token_tensor
 from secondguess.errors import BadInputError
 from secondguess.runtime import tree
 from secondguess.runtime.attention import Step
@@ -320,12 +320,12 @@ def queries_of(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: 
     committed = [state.row.tokens[state.length :] for state in states]
     longest = max(num_uncached)
     if min(num_uncached) == longest:
-        tokens = torch.tensor(committed, device=device)
+        tokens = token_tensor(committed, device)
         if draft.num_nodes:
             tokens = torch.cat([tokens, draft.tokens], dim=1)
     else:
         room = longest + draft.num_nodes
-        tokens = torch.tensor([[*row, *([0] * (room - len(row)))] for row in committed], device=device)
+        tokens = token_tensor([[*row, *([0] * (room - len(row)))] for row in committed], device)
         if draft.num_nodes:
             behind = tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes)
             tokens.scatter_(1, behind, draft.tokens)

@@ -227,12 +227,19 @@ def no_nodes(num_rows: int, device: torch.device) -> Tensor:
 
 def query_depths(draft: Draft) -> Tensor:
     """`[row, query]`: how many nodes lie on the path that ends at each query; 0 behind pending."""
-    index = torch.arange(draft.num_nodes + 1, device=draft.tokens.device)
-    depths = index.repeat(draft.num_rows, 1)
-    if not draft.is_chain:
-        for node in range(draft.num_nodes):
-            depths[:, node + 1] = depths.gather(1, draft.parents[:, node, None] + 1)[:, 0] + 1
+    depths = _chain_depths(draft.num_rows, draft.num_nodes, draft.tokens.device)
+    if draft.is_chain:
+        return depths
+    depths = depths.clone()
+    for node in range(draft.num_nodes):
+        depths[:, node + 1] = depths.gather(1, draft.parents[:, node, None] + 1)[:, 0] + 1
     return depths
+
+
+@lru_cache(maxsize=256)
+def _chain_depths(num_rows: int, num_nodes: int, device: torch.device) -> Tensor:
+    """Every round of as many nodes has the same."""
+    return torch.arange(num_nodes + 1, device=device).repeat(num_rows, 1)
 
 
 def follow(draft: Draft, chosen: Tensor) -> Verdict:
@@ -242,6 +249,8 @@ def follow(draft: Draft, chosen: Tensor) -> Verdict:
         draft: chains or trees.
         chosen: `[row, query]`, the token that follows each query. What the walk meets is the text.
     """
+    if not draft.num_nodes:
+        return Verdict.of_chain(no_nodes(draft.num_rows, chosen.device), chosen[:, 0])
     if draft.is_chain:
         agrees = (draft.tokens == chosen[:, :-1]).cpu().numpy() & real_nodes(draft)
         lengths = agrees.cumprod(1).sum(1)

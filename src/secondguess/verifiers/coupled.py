@@ -13,7 +13,7 @@ from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
-from secondguess.verifiers.base import Exactness, Verifier, follow, no_nodes, query_depths
+from secondguess.verifiers.base import Exactness, Verifier, follow, query_depths
 
 
 class CoupledVerifier(Verifier):
@@ -26,7 +26,4 @@ class CoupledVerifier(Verifier):
         return True
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        if draft.num_nodes == 0:
-            nothing = no_nodes(draft.num_rows, target_probs.device)
-            return Verdict.of_chain(nothing, noise.race(target_probs, nothing[:, None])[:, 0])
         return follow(draft, noise.race(target_probs, query_depths(draft)))

@@ -9,6 +9,7 @@ from torch import Tensor
 from secondguess.core import Draft, Verdict
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
+from secondguess.truncation import most_likely
 from secondguess.verifiers.base import Exactness, Verifier, follow
 
 if TYPE_CHECKING:
@@ -34,4 +35,4 @@ class GreedyVerifier(Verifier):
                 "verifier 'greedy' expects rows at temperature 0, got a row that samples; "
                 "set temperature to 0 or use verifier 'auto'"
             )
-        return follow(draft, target_probs.max(-1).indices)
+        return follow(draft, most_likely(target_probs))
