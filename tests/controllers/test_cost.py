@@ -729,3 +729,27 @@ def test_it_learns_by_what_a_drafter_foretells(monkeypatch: pytest.MonkeyPatch) 
             controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
         controller.go_on([row], laws, 0)
     assert heard == [0.9, 0.3]
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_what_rounds_of_rest_teach_is_learnt_late_and_none_is_lost(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = CostController()
+    seen: list[float] = []
+    original = controller.times.see_plain
+
+    def see_plain(rows: int, context: float, seconds: float) -> None:
+        seen.append(seconds)
+        original(rows, context, seconds)
+
+    monkeypatch.setattr(controller.times, "see_plain", see_plain)
+    num_plain = 0
+    row = Row([0], SamplingParams())
+    for number in range(400):
+        paper = Paper(lambda number, depth: 0.0).play(controller, 1, num_rows, seed=number)
+        num_plain += not any(paper.drafted[0])
+        assert num_plain - len(seen) <= 8 + num_rows
+    assert num_plain > 300
+    controller.end(row)
+    assert len(seen) == num_plain

@@ -57,14 +57,10 @@ class AlternatingDrafter(Drafter):
         for part in self.parts:
             part.begin(rows, hidden)
 
-    def prospects(self, rows: Sequence[Row]) -> list[list[Prospect]]:
+    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect, ...]]:
         """Those of all parts; a part without a guess comes last."""
         of_parts = [part.prospects(rows) for part in self.parts]
-        numbered = [
-            [_of_part(choice, number) for number, choices in enumerate(of_row) for choice in choices]
-            for of_row in zip(*of_parts, strict=True)
-        ]
-        return [sorted(choices, key=_has_nothing) for choices in numbered]
+        return [_numbered(tuple(map(tuple, of_row))) for of_row in zip(*of_parts, strict=True)]
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         for number, part in enumerate(self.parts):
@@ -141,9 +137,10 @@ class AlternatingDrafter(Drafter):
 
 
 @lru_cache(maxsize=4096)
-def _of_part(choice: Prospect, number: int) -> Prospect:
-    # Asked in every round, and mostly about the same few prospects.
-    return choice._replace(part=number)
+def _numbered(of_parts: tuple[tuple[Prospect, ...], ...]) -> tuple[Prospect, ...]:
+    """All parts' choices in order of preference. Asked in every round, and mostly about the same few prospects."""
+    choices = [choice._replace(part=number) for number, of_part in enumerate(of_parts) for choice in of_part]
+    return tuple(sorted(choices, key=_has_nothing))
 
 
 def _has_nothing(prospect: Prospect) -> bool:

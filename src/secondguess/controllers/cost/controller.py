@@ -66,6 +66,8 @@ class CostController(Controller):
         self._offers: list[Offer] = []
         self._probing = False
         self._num_resting = 0
+        self._rests = False
+        self._rested: list[tuple[Sequence[Row], float, RoundTime]] = []
 
     @classmethod
     def build(cls, name: Name) -> CostController:
@@ -86,9 +88,11 @@ class CostController(Controller):
         was_probing, self._probing = self._probing, False
         before, self._place = self._place, _place(prospects)
         plans = [PLAIN] * num_rows
-        if self._num_resting and before == self._place:
+        self._rests = self._num_resting > 0 and before == self._place
+        if self._rests:
             self._num_resting -= 1
             return plans
+        self._learn_of_rest(before)
         context = self.times.context = _context(rows)
         if self.guard.forbids or self.times.needs_plain(num_rows, context):
             return plans
@@ -159,6 +163,10 @@ class CostController(Controller):
         return self._prices.wider(depth, depth + 1)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
+        if self._rests:
+            if not draft.num_nodes:
+                self._rested.append((rows, _context(rows), time))
+            return
         num_rows = len(rows)
         # In levels, as they are planned: what a level's nodes cost together is learnt from the clock.
         lengths = draft.depths.tolist() if draft.num_nodes else [0] * num_rows
@@ -168,11 +176,12 @@ class CostController(Controller):
         for offer in self._offers:
             if not lengths[offer.row]:
                 self.expectations.learn_nothing(offer.kind)
-        if not drafted:
+        if not drafted and not self._offers:
+            self._learn_plain(self._place, rows, _context(rows), time)
+            return
+        if not drafted:  # a draft that came to nothing took its time all the same
             self.expectations.move_on(rows)
-            if not self._offers:  # a draft that came to nothing took its time all the same
-                self.times.see_plain(num_rows, _context(rows), time.total - time.prefill)
-            self._book(rows, num_rows, time.total, 0.0)
+            self._book(self._place, rows, num_rows, time.total, 0.0)
             return
         accepted = verdict.lengths.tolist()
         self._learn_times(num_rows, max(lengths), drafted, lengths, time)
@@ -182,7 +191,19 @@ class CostController(Controller):
                 rows[index], offer.kind, offer.seen, offer.certain, lengths[index], accepted[index]
             )
         spread = self._learn_reading(rows, drafted, time)
-        self._book(rows, num_rows + sum(accepted), time.total, spread)
+        self._book(self._place, rows, num_rows + sum(accepted), time.total, spread)
+
+    def _learn_plain(self, place: Hashable, rows: Sequence[Row], context: float, time: RoundTime) -> None:
+        """A round for which nothing was planned."""
+        self.expectations.move_on(rows)
+        self.times.see_plain(len(rows), context, time.total - time.prefill)
+        self._book(place, rows, len(rows), time.total, 0.0)
+
+    def _learn_of_rest(self, place: Hashable) -> None:
+        """Rounds without drafts teach in one go when they are over: behind a forward, which empties caches, each call is slow."""
+        for rows, context, time in self._rested:
+            self._learn_plain(place, rows, context, time)
+        self._rested.clear()
 
     def _learn_times(
         self, num_rows: int, width: int, drafted: Sequence[Offer], lengths: Sequence[int], time: RoundTime
@@ -209,12 +230,14 @@ class CostController(Controller):
             self.guard.spread(row, cost, row.room / (1 + offer.gain))
         return time.prefill
 
-    def _book(self, rows: Sequence[Row], num_tokens: int, seconds: float, spread: float) -> None:
+    def _book(
+        self, place: Hashable, rows: Sequence[Row], num_tokens: int, seconds: float, spread: float
+    ) -> None:
         """Account for a round: its tokens, the seconds that it took, and those of them that fall due later."""
         num_rows = len(rows)
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
-        self._prices.book(self._place, seconds / plain, num_tokens / num_rows)
+        self._prices.book(place, seconds / plain, num_tokens / num_rows)
         self.probes.earn(seconds, plain)
         if self._probing:
             self.probes.pay(seconds - plain_seconds)
@@ -224,6 +247,7 @@ class CostController(Controller):
             self.guard.wait(rows)
 
     def end(self, row: Row) -> None:
+        self._learn_of_rest(self._place)
         self.expectations.standings.pop(row, None)
         self.guard.end(row)
 
