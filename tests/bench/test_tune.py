@@ -97,7 +97,7 @@ def test_guesses_along_a_known_text_are_those_that_the_target_would_have_judged(
     # Parts are numbered only where there are several, and chances known only where laws are.
     expected = [
         [
-            replace(guess, prospect=replace(guess.prospect, part=0), chances=())
+            replace(guess, prospect=guess.prospect._replace(part=0), chances=())
             for guess in trace.guesses[part]
         ]
         for trace in judged
