@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from drafter_cases import ADAPTIVE, CONTROLLERS, DRAFTERS, GREEDY, PROMPTS, greedy_text, never_asked, run
 
-from secondguess.core import Budgets, Row, Verdict
+from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters.alternating import AlternatingDrafter
-from secondguess.noise import KeyedNoise
+from secondguess.drafters.base import Drafter
+from secondguess.noise import KeyedNoise, Noise
 from secondguess.sampling import SamplingParams
+
+Propose = Callable[[Drafter, Sequence[Row], Budgets, Noise], Draft]
 
 every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 every_controller = pytest.mark.parametrize("controller", CONTROLLERS)
@@ -115,18 +119,21 @@ def test_the_same_drafter_serves_many_runs(drafter: str) -> None:
     assert run(made).outputs == run(made).outputs
 
 
+def noting_budgets(propose: Propose, noted: list[list[int]]) -> Propose:
+    def watched(part: Drafter, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        noted.append(list(budgets.lengths))
+        return propose(part, rows, budgets, noise)
+
+    return watched
+
+
 @pytest.mark.parametrize("drafter", ["suffix or model", "look-ups in turn"])
 def test_a_part_that_guesses_for_nobody_is_not_asked(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     either = DRAFTERS[drafter]()
     assert isinstance(either, AlternatingDrafter)
     budgets_of_parts: list[list[int]] = []
-    for part in either.parts:
-
-        def watched(rows, budgets, noise, propose=part.propose):  # type: ignore[no-untyped-def]
-            budgets_of_parts.append(budgets.lengths)
-            return propose(rows, budgets, noise)
-
-        monkeypatch.setattr(part, "propose", watched)
+    for kind in {type(part) for part in either.parts}:
+        monkeypatch.setattr(kind, "propose", noting_budgets(kind.propose, budgets_of_parts))
     run(either, params=SamplingParams(max_tokens=14, temperature=1.0))
     assert len(budgets_of_parts) > 4
     assert all(any(lengths) for lengths in budgets_of_parts)

@@ -67,6 +67,7 @@ class CostController(Controller):
         self._probing = False
         self._num_resting = 0
         self._rests = False
+        # Rounds that nothing was planned for and that are still to be learnt from.
         self._rested: list[tuple[Sequence[Row], float, RoundTime]] = []
 
     @classmethod
