@@ -2,8 +2,9 @@
 
     python benchmarks/hindsight.py --num-prompts 14
 
-Twice: in replay, over traces recorded here and costs measured here, where the comparison is exact; and for real, everybody in
-turn on every prompt. Speeds are all tokens over all seconds of a part, without prefill in replay and with it for real.
+Twice: in replay, over traces recorded here and costs measured here, where the comparison is exact; and for real, everybody at
+once on every prompt, a round of each in turn. Speeds are all tokens over all seconds of a part, without prefill in replay and
+with it for real.
 "Best for the part" is the constant length that was best for that very part, chosen afterwards.
 """
 
@@ -19,10 +20,11 @@ import torch
 
 from secondguess.api import encode, load, make_row
 from secondguess.bench.encoding import encode_workload
+from secondguess.bench.in_turns import in_turns
 from secondguess.bench.provenance import gather
 from secondguess.bench.replay import replay
 from secondguess.bench.round_costs import Stage, measure_round_costs
-from secondguess.bench.systems import Models, Speculator
+from secondguess.bench.systems import Models, ModelsApart, Speculator
 from secondguess.bench.traces import Trace, record
 from secondguess.bench.workloads import Workload, load_workload
 from secondguess.builtin import builtin_paths
@@ -114,16 +116,14 @@ def for_real(
     models = Models("builtin", options.dtype, "cpu")
     mix = workload(options.num_prompts)
     prompts = encode_workload(models.target, mix, options.max_tokens).prompts
-    systems = {name: Speculator(models, options.drafter, name) for name in controllers}
+    systems = {name: Speculator(ModelsApart(models), options.drafter, name) for name in controllers}
+    in_turns(systems, prompts[:1], 32, temperature, 0)
     for system in systems.values():
-        system.generate(prompts[0], 32, temperature, 0)
         system.begin_measuring()
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in systems}
-    for repeat in range(options.repeats):
+    for _ in range(options.repeats):
         for number, prompt in enumerate(prompts):
-            order = list(systems) if (number + repeat) % 2 == 0 else list(reversed(systems))
-            for name in order:
-                run = systems[name].generate(prompt, options.max_tokens, temperature, number)
+            for name, run in in_turns(systems, [prompt], options.max_tokens, temperature, number).items():
                 seconds[name][number].append(run.seconds)
     speeds = {}
     for name in systems:

@@ -3,10 +3,10 @@
     python benchmarks/never_slower.py --num-prompts 40 --batch-size 1
 
 Drafters: one of random weights (its guesses are noise), and the target itself (its guesses are perfect and far too slow).
-Every prompt is decoded by everybody in turn, forwards and backwards, `--repeats` times; a prompt's ratio is that of the
+Every prompt is decoded by everybody at the same time, a round of each in turn, `--repeats` times; a prompt's ratio is that of the
 medians (a batch begins at each of the prompts). One controller lives over all prompts, as it does in a loaded model. What else
 happens on a shared machine only adds to a time, so the worst prompt is also told by the fastest run of each: what plain decoding
-shows against itself there is the noise that is left.
+shows against itself is the noise that is left.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from secondguess.bench.encoding import encode_workload
+from secondguess.bench.in_turns import in_turns
 from secondguess.bench.provenance import gather
-from secondguess.bench.systems import Models, Speculator
+from secondguess.bench.systems import Models, ModelsApart, Speculator
 from secondguess.bench.workloads import load_workload
 from secondguess.builtin import builtin_paths
 
@@ -52,24 +53,26 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
     workload = load_workload(options.prompts, options.num_prompts)
     prompts = encode_workload(models.target, workload, options.max_tokens).prompts
     # Plain decoding twice: what parts the two is the machine's noise.
-    systems = {"plain": Speculator(models, "none"), "plain again": Speculator(models, "none")}
-    for name, drafter in drafters.items():
-        systems[name] = Speculator(models, drafter, options.controller)
+    # Plain decoding twice: what parts the two is the machine's noise.
+    drafters = {"plain": "none", "plain again": "none", **drafters}
+    systems = {
+        name: Speculator(ModelsApart(models), drafter, None if drafter == "none" else options.controller)
+        for name, drafter in drafters.items()
+    }
     size = options.batch_size
     batches = [
         [prompts[(start + offset) % len(prompts)] for offset in range(size)] for start in range(len(prompts))
     ]
     table = []
     for temperature in options.temperature:
+        in_turns(systems, batches[0], 32, temperature, 0)
         for system in systems.values():
-            system.generate_batch(batches[0], 32, temperature, 0)
             system.begin_measuring()
-        seconds = {name: [[] for _ in batches] for name in systems}
-        for repeat in range(options.repeats):
+        seconds: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in systems}
+        for _ in range(options.repeats):
             for number, batch in enumerate(batches):
-                order = list(systems) if (number + repeat) % 2 == 0 else list(reversed(systems))
-                for name in order:
-                    run = systems[name].generate_batch(batch, options.max_tokens, temperature, number)
+                runs = in_turns(systems, batch, options.max_tokens, temperature, number)
+                for name, run in runs.items():
                     seconds[name][number].append(run.seconds)
         for name in [name for name in systems if name != "plain"]:
             medians = {who: [median(runs) for runs in seconds[who]] for who in ("plain", name)}

@@ -29,11 +29,6 @@ def assistant(tiny_draft_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def models(tiny_checkpoint):
-    return Models(str(tiny_checkpoint), "float32", "cpu")
-
-
-@pytest.fixture(scope="module")
 def report(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
     prompts = tmp_path_factory.mktemp("prompts") / "two.jsonl"
     prompts.write_text('{"prompt": "def quicksort(items):"}\n{"prompt": "class Stack:\\n    def"}\n')

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
+from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.loading import LoadedModel, check_vocabularies, load_runtime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
@@ -128,15 +129,64 @@ class Models:
 
     def draft_model(self, name: str) -> LoadedModel:
         if name not in self._draft_models:
-            loaded = load_runtime(name, dtype=self._dtype, device=self._device, drafts=True)
-            check_vocabularies(self.target, loaded)
-            self._draft_models[name] = loaded
+            self._draft_models[name] = self._load_draft_model(name)
         return self._draft_models[name]
+
+    def _load_draft_model(self, name: str) -> LoadedModel:
+        loaded = load_runtime(name, dtype=self._dtype, device=self._device, drafts=True)
+        check_vocabularies(self.target, loaded)
+        return loaded
 
     @property
     def draft_models(self) -> dict[str, LoadedModel]:
         """Draft models in use, by the names they were asked for."""
         return dict(self._draft_models)
+
+
+class ModelsApart(Models):
+    """The weights of other models with caches of their own, for texts that are decoded at the same time.
+
+    Raises:
+        UnsupportedModelError: runtimes that cannot lend their weights.
+    """
+
+    def __init__(self, lender: Models) -> None:
+        self.target = with_own_cache(lender.target)
+        self._lender = lender
+        self._draft_models = {}
+
+    def _load_draft_model(self, name: str) -> LoadedModel:
+        return with_own_cache(self._lender.draft_model(name))
+
+
+def with_own_cache(loaded: LoadedModel) -> LoadedModel:
+    """The same weights in a runtime that holds other rows."""
+    apart = loaded.runtime.without_layers(())
+    assert isinstance(apart, CachedRuntime)  # as every loaded model's
+    return replace(loaded, runtime=apart)
+
+
+class Performance:
+    """A batch that is decoded round by round, by a clock that stands still in between."""
+
+    def __init__(self, team: Team, rows: Sequence[Row]) -> None:
+        self._team = team
+        self._rows = rows
+        self._rounds = decode(team, rows)
+        self._seconds = 0.0
+
+    def play(self) -> bool:
+        """The next round, the first with the reading of the prompts; False when all has been said."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            goes_on = next(self._rounds, None) is not None
+        self._seconds += time.perf_counter() - start
+        return goes_on
+
+    def run(self) -> Run:
+        """What came of it so far."""
+        stats = together([self._team.ledger.of(row) for row in self._rows])
+        return Run.of_batch([row.output for row in self._rows], self._seconds, stats)
 
 
 class Speculator(System):
@@ -179,19 +229,20 @@ class Speculator(System):
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> Run:
+        performance = self.perform(prompts, num_tokens, temperature, seed)
+        while performance.play():
+            pass
+        return performance.run()
+
+    def perform(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
+    ) -> Performance:
+        """What `generate_batch` runs to its end, for those who play its rounds themselves."""
         rows = [
             self._row(prompt, num_tokens, temperature, seed, stream) for stream, prompt in enumerate(prompts)
         ]
         controller = self.controller(temperature, len(prompts))
-        team = Team(self._target.runtime, self._drafter, self._verifier, controller)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            for _ in decode(team, rows):
-                pass
-        seconds = time.perf_counter() - start
-        return Run.of_batch(
-            [row.output for row in rows], seconds, together([team.ledger.of(row) for row in rows])
-        )
+        return Performance(Team(self._target.runtime, self._drafter, self._verifier, controller), rows)
 
     def controller(self, temperature: float, batch_size: int) -> Controller:
         """The one that has seen the earlier prompts of this condition."""
