@@ -145,12 +145,13 @@ class Guard:
             # The debt stays; before the next, longer stop only half as much may be added to it.
             self._limit = self._balance - PATIENCE / 2
 
-    def wait(self, rows: Iterable[Row] = ()) -> None:
-        """A round without drafts has passed."""
-        if self._num_waiting:
-            self._num_waiting -= 1
-        elif self._outstanding:
-            self.book(0.0, rows)
+    def wait(self, rows: Iterable[Row] = (), num_rounds: int = 1) -> None:
+        """Rounds without drafts have passed."""
+        for _ in range(num_rounds):
+            if self._num_waiting:
+                self._num_waiting -= 1
+            elif self._outstanding:
+                self.book(0.0, rows)
 
     def end(self, row: Row) -> None:
         """A row has ended: what was read of it will serve no more."""

@@ -24,6 +24,7 @@ from secondguess.controllers.cost.allowance import Guard, Probes
 from secondguess.controllers.cost.expectations import Expectations
 from secondguess.controllers.cost.offers import Offer, Offers
 from secondguess.controllers.cost.prices import Prices
+from secondguess.controllers.cost.rest import Passed, Rests, Rounds
 from secondguess.controllers.cost.round_times import RoundTimes
 from secondguess.controllers.cost.together import first_few, worth_another, worthwhile
 from secondguess.controllers.laws import DraftLaws
@@ -32,8 +33,6 @@ from secondguess.names import Name, read_options, require_between, with_argument
 
 SERIES = 4
 """Probes come in series of about so many."""
-RESTING = 8
-"""Rounds to let pass before asking again in a place where nothing paid."""
 PLAIN = Plan(0, 0)
 
 
@@ -65,10 +64,9 @@ class CostController(Controller):
         self._place: Hashable = None
         self._offers: list[Offer] = []
         self._probing = False
-        self._num_resting = 0
-        self._rests = False
-        # Rounds that nothing was planned for and that are still to be learnt from.
-        self._rested: list[tuple[Sequence[Row], float, RoundTime]] = []
+        self._rests = Rests()
+        self._resting = False
+        self._passed = Passed()
 
     @classmethod
     def build(cls, name: Name) -> CostController:
@@ -87,13 +85,12 @@ class CostController(Controller):
         num_rows = len(rows)
         self._offers = []
         was_probing, self._probing = self._probing, False
-        before, self._place = self._place, _place(prospects)
+        self._place = _place(prospects)
         plans = [PLAIN] * num_rows
-        self._rests = self._num_resting > 0 and before == self._place
-        if self._rests:
-            self._num_resting -= 1
+        self._resting = self._rests.cover(prospects)
+        if self._resting:
             return plans
-        self._learn_of_rest(before)
+        self._learn_of_rest()
         context = self.times.context = _context(rows)
         if self.guard.forbids or self.times.needs_plain(num_rows, context):
             return plans
@@ -105,8 +102,10 @@ class CostController(Controller):
         elif offers:
             best = first_few([(offer.net, offer) for offer in offers], 1, rows)
             taken = self._probe(best, was_probing)
-        # Where nothing pays, nothing will in the very next rounds either: asking again costs time too, for every row.
-        self._num_resting = 0 if taken else RESTING + num_rows
+        if taken:
+            self._rests.end()
+        else:
+            self._rests.begin(prospects)
         self._offers = taken
         for offer in taken:
             plans[offer.row] = Plan(offer.part, offer.length)
@@ -164,9 +163,11 @@ class CostController(Controller):
         return self._prices.wider(depth, depth + 1)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
-        if self._rests:
+        if self._resting:
             if not draft.num_nodes:
-                self._rested.append((rows, _context(rows), time))
+                if not self._passed.fits(rows):
+                    self._learn_of_rest()
+                self._passed.add(self._place, rows, time)
             return
         num_rows = len(rows)
         # In levels, as they are planned: what a level's nodes cost together is learnt from the clock.
@@ -178,10 +179,10 @@ class CostController(Controller):
             if not lengths[offer.row]:
                 self.expectations.learn_nothing(offer.kind)
         if not drafted and not self._offers:
-            self._learn_plain(self._place, rows, _context(rows), time)
+            self._learn_plain(rows, _context(rows), Rounds([self._place], [time]))
             return
         if not drafted:  # a draft that came to nothing took its time all the same
-            self.expectations.move_on(rows)
+            self.expectations.move_on(rows, 1)
             self._book(self._place, rows, num_rows, time.total, 0.0)
             return
         accepted = verdict.lengths.tolist()
@@ -194,17 +195,25 @@ class CostController(Controller):
         spread = self._learn_reading(rows, drafted, time)
         self._book(self._place, rows, num_rows + sum(accepted), time.total, spread)
 
-    def _learn_plain(self, place: Hashable, rows: Sequence[Row], context: float, time: RoundTime) -> None:
-        """A round for which nothing was planned."""
-        self.expectations.move_on(rows)
-        self.times.see_plain(len(rows), context, time.total - time.prefill)
-        self._book(place, rows, len(rows), time.total, 0.0)
+    def _learn_plain(self, rows: Sequence[Row], context: float, rounds: Rounds) -> None:
+        """Rounds for which nothing was planned."""
+        self.expectations.move_on(rows, rounds.num)
+        self.times.see_plain(len(rows), context, rounds.typical)
+        plain = self.times.plain(len(rows))
+        for place, num in rounds.places.items():
+            self._prices.book(place, rounds.seconds / (rounds.num * plain), 1.0, num)
+        self.probes.earn(rounds.seconds, plain)
+        self.guard.wait(rows, rounds.num)
 
-    def _learn_of_rest(self, place: Hashable) -> None:
-        """Rounds without drafts teach in one go when they are over: behind a forward, which empties caches, each call is slow."""
-        for rows, context, time in self._rested:
-            self._learn_plain(place, rows, context, time)
-        self._rested.clear()
+    def _learn_of_rest(self) -> None:
+        """From what has passed unasked."""
+        passed = self._passed
+        if passed:
+            rows = passed.rows
+            context = _context(rows) - len(passed)
+            for rounds in passed.take():
+                self._learn_plain(rows, context + rounds.num / 2, rounds)
+                context += rounds.num
 
     def _learn_times(
         self, num_rows: int, width: int, drafted: Sequence[Offer], lengths: Sequence[int], time: RoundTime
@@ -234,7 +243,7 @@ class CostController(Controller):
     def _book(
         self, place: Hashable, rows: Sequence[Row], num_tokens: int, seconds: float, spread: float
     ) -> None:
-        """Account for a round: its tokens, the seconds that it took, and those of them that fall due later."""
+        """Account for a round that was to have a draft: its tokens, its seconds, and those of them that fall due later."""
         num_rows = len(rows)
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
@@ -242,13 +251,11 @@ class CostController(Controller):
         self.probes.earn(seconds, plain)
         if self._probing:
             self.probes.pay(seconds - plain_seconds)
-        if self._offers:
-            self.guard.book((plain_seconds - seconds + spread) / plain, rows)
-        else:
-            self.guard.wait(rows)
+        self.guard.book((plain_seconds - seconds + spread) / plain, rows)
 
     def end(self, row: Row) -> None:
-        self._learn_of_rest(self._place)
+        self._learn_of_rest()
+        self._rests.interrupt()  # another row may be of another kind
         self.expectations.standings.pop(row, None)
         self.guard.end(row)
 

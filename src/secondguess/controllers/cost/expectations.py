@@ -67,10 +67,10 @@ class Standing:
         share = accepted / drafted
         self.share = share if self.share is None else self.share + (share - self.share) / 3
 
-    def move_on(self) -> None:
-        """The text went on without a draft: what was seen of it says less and less."""
+    def move_on(self, num_rounds: int) -> None:
+        """The text went on without drafts: what was seen of it says less and less."""
         if self.share is not None:
-            self.share += (NEUTRAL - self.share) / FORGETTING
+            self.share = NEUTRAL + (self.share - NEUTRAL) * (1 - 1 / FORGETTING) ** num_rounds
 
 
 class Kind:
@@ -182,11 +182,11 @@ class Expectations:
         """A guess was expected of this kind, and none came."""
         self.drafts.add(kind.comes, 0.0)
 
-    def move_on(self, rows: Sequence[Row]) -> None:
+    def move_on(self, rows: Sequence[Row], num_rounds: int) -> None:
         """Rows went on without drafts."""
         standings = self.standings
         if standings:
             for row in rows:
                 standing = standings.get(row)
                 if standing is not None:
-                    standing.move_on()
+                    standing.move_on(num_rounds)

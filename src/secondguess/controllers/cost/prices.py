@@ -29,9 +29,10 @@ class Pace:
         """Over plain decoding, which can always be had."""
         return max(self.tokens / self.seconds, 1.0)
 
-    def see(self, seconds: float, tokens: float) -> None:
-        self.seconds += (seconds - self.seconds) / PACE_MEMORY
-        self.tokens += (tokens - self.tokens) / PACE_MEMORY
+    def see(self, seconds: float, tokens: float, num_rounds: int) -> None:
+        share = 1 - (1 - 1 / PACE_MEMORY) ** num_rounds
+        self.seconds += (seconds - self.seconds) * share
+        self.tokens += (tokens - self.tokens) * share
 
 
 class Prices:
@@ -60,13 +61,13 @@ class Prices:
         self._num_rows = num_rows
         self.rate = speedup * num_rows / self.times.plain(num_rows)
 
-    def book(self, place: Hashable, seconds: float, tokens: float) -> None:
-        """A round took so many plain rounds and gave so many tokens per row."""
+    def book(self, place: Hashable, seconds: float, tokens: float, num_rounds: int = 1) -> None:
+        """A round took so many plain rounds and gave so many tokens per row; or several did, on average."""
         pace = self._paces.get(place)
         if pace is None:
             pace = self._paces[place] = Pace()
-        pace.see(seconds, tokens)
-        self._age += 1
+        pace.see(seconds, tokens, num_rounds)
+        self._age += num_rounds
 
     def renew(self) -> None:
         """A round with drafts was timed: from time to time all prices are worked out anew."""
