@@ -60,7 +60,7 @@ class AlternatingDrafter(Drafter):
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect, ...]]:
         """Those of all parts; a part without a guess comes last."""
         of_parts = [part.prospects(rows) for part in self.parts]
-        return [_numbered(tuple(map(tuple, of_row))) for of_row in zip(*of_parts, strict=True)]
+        return [_numbered(*map(tuple, of_row)) for of_row in zip(*of_parts, strict=True)]
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         for number, part in enumerate(self.parts):
@@ -137,7 +137,7 @@ class AlternatingDrafter(Drafter):
 
 
 @lru_cache(maxsize=4096)
-def _numbered(of_parts: tuple[tuple[Prospect, ...], ...]) -> tuple[Prospect, ...]:
+def _numbered(*of_parts: tuple[Prospect, ...]) -> tuple[Prospect, ...]:
     """All parts' choices in order of preference. Asked in every round, and mostly about the same few prospects."""
     choices = [choice._replace(part=number) for number, of_part in enumerate(of_parts) for choice in of_part]
     return tuple(sorted(choices, key=_has_nothing))

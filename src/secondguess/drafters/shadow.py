@@ -59,15 +59,15 @@ class ShadowDrafter(SteppingDrafter):
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
         """Nothing, for rows that the draft model's context does not hold."""
-        return [(self._prospect(row),) for row in rows]
+        return [self._choices(row) for row in rows]
 
-    def _prospect(self, row: Row) -> Prospect:
+    def _choices(self, row: Row) -> tuple[Prospect]:
         shadow = self._shadows.get(row)
         unread = len(row.tokens) - (shadow.num_agreed if shadow else 0)
         # To a few tokens: the same few values come back in every round.
         coarse = unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0
         longest = min(self.room(row), MAX_DRAFT_LENGTH if self.shape is None else self.shape.depth)
-        return _make_prospect(longest, coarse)
+        return _single_choice(longest, coarse)
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         """Make the shadows agree with the rows, and read what is more than a step's worth."""
@@ -135,5 +135,5 @@ class ShadowDrafter(SteppingDrafter):
 
 
 @lru_cache(maxsize=1024)
-def _make_prospect(longest: int, unread: int) -> Prospect:
-    return Prospect(longest=longest, unread=unread)
+def _single_choice(longest: int, unread: int) -> tuple[Prospect]:
+    return (Prospect(longest=longest, unread=unread),)

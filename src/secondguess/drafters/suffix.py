@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Prospect, Row, Verdict
 from secondguess.drafters.base import Drafter, Supplies
@@ -94,23 +95,19 @@ class SuffixAutomaton:
         self.num_steps = 0
         """Links followed, contexts counted and transitions copied so far: work that must grow linearly."""
         self.contexts = [Context(0, NOWHERE)]
-        self._last = ROOT
-
-    @property
-    def num_matched(self) -> int:
+        self.num_matched = 0
         """Length of the longest suffix of the text that occurred before."""
-        return self.contexts[self._match].length
-
-    @property
-    def _match(self) -> int:
-        # The whole text ends only here; its suffix link is the longest suffix that also ends elsewhere.
-        return max(self.contexts[self._last].suffix, ROOT)
+        self._match = self.contexts[ROOT]
+        self._last = ROOT
 
     def append(self, token: int) -> None:
         """Extend the text by one token."""
         self._count(token)
         self._grow(token)
         self.num_tokens += 1
+        # The whole text ends only here; its suffix link is the longest suffix that also ends elsewhere.
+        self._match = self.contexts[self.contexts[self._last].suffix]
+        self.num_matched = self._match.length
 
     def continuation(self, min_length: int) -> Iterator[tuple[int, float]]:
         """The most frequent continuation of the longest match, token by token; endless where text repeats.
@@ -118,7 +115,7 @@ class SuffixAutomaton:
         Each token comes with its share among what followed its context. Where a context ends with the text,
         its longest suffix that goes on takes its place; the walk ends when that is shorter than `min_length`.
         """
-        context = self.contexts[self._match]
+        context = self._match
         while True:
             while context.favourite is None and context.length >= min_length:
                 context = self.contexts[max(context.suffix, ROOT)]
@@ -177,6 +174,8 @@ class SuffixDrafter(Drafter):
         self.options = options
         self.name = f"suffix{show_options(options)}"
         self._automata: dict[Row, SuffixAutomaton] = {}
+        # Asked for in every round.
+        self._choices = lru_cache(maxsize=4096)(self._choices_for)
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> SuffixDrafter:
@@ -190,7 +189,7 @@ class SuffixDrafter(Drafter):
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
         """Matches of similar length are accepted alike; none shorter than `min` is trusted."""
-        return [(self._prospect(self._automata[row].num_matched),) for row in rows]
+        return [self._choices(self._automata[row].num_matched) for row in rows]
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = zip(rows, budgets.lengths, strict=True)
@@ -209,11 +208,10 @@ class SuffixDrafter(Drafter):
             for token in row.tokens[automaton.num_tokens :]:
                 automaton.append(token)
 
-    def _prospect(self, num_matched: int) -> Prospect:
+    def _choices_for(self, num_matched: int) -> tuple[Prospect]:
         # Octaves: a match of 9 tells much the same as one of 12, and much more than one of 3.
-        return Prospect(
-            kind=("suffix", num_matched.bit_length()), longest=self._longest(num_matched), certain=True
-        )
+        kind = ("suffix", num_matched.bit_length())
+        return (Prospect(kind=kind, longest=self._longest(num_matched), certain=True),)
 
     def _longest(self, num_matched: int) -> int:
         if num_matched < self.options.min:
