@@ -234,6 +234,10 @@ class Speculator(System):
             pass
         return performance.run()
 
+    def release(self) -> None:
+        """Give the target's cache back; the next text gets another."""
+        self._target.runtime.release()
+
     def perform(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> Performance:

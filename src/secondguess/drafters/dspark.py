@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
-from secondguess.drafters.base import Supplies
+from secondguess.drafters.base import Supplies, only_choice
 from secondguess.drafters.hearing import Heard
 from secondguess.drafters.shadow import FAR_BEHIND
 from secondguess.drafters.stepping import SteppingDrafter, for_everybody
@@ -76,7 +76,7 @@ class DsparkDrafter(SteppingDrafter):
         self._heard.observe(rows, verdict, hidden)
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
-        return [(Prospect(longest=self.room(row), unread=self._coarsely_unread(row)),) for row in rows]
+        return [only_choice(self.room(row), self._coarsely_unread(row)) for row in rows]
 
     def room(self, row: Row) -> int:
         """As many nodes as a block guesses; none behind a single token, of which the target has said nothing."""

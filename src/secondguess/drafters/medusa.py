@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
-from secondguess.drafters.base import Supplies
+from secondguess.drafters.base import Supplies, only_choice
 from secondguess.drafters.stepping import SteppingDrafter, for_everybody
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.heads.medusa import LAST, MedusaHead
@@ -55,12 +55,15 @@ class MedusaDrafter(SteppingDrafter):
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         """The token before the new pending one is the last of the path, or else the old pending one."""
         super().observe(rows, verdict, hidden)
+        if hidden[LAST].shape[:2] == (1, 1):
+            self._states[rows[0]] = hidden[LAST][0, 0]
+            return
         for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
             # A view would hold on to the states of the whole round.
             self._states[row] = hidden[LAST][index, path[-1] + 1 if path else 0].clone()
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
-        return [(Prospect(longest=self.room(row)),) for row in rows]
+        return [only_choice(self.room(row)) for row in rows]
 
     def room(self, row: Row) -> int:
         """One node per head; none behind a single token, before which there is no state."""

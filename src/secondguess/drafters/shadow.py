@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, Prospect, Row
+from secondguess.drafters.base import only_choice
 from secondguess.drafters.stepping import SteppingDrafter, for_everybody
 from secondguess.drafters.trees import TreeShape
 from secondguess.runtime.base import Runtime, Scores
@@ -67,7 +67,7 @@ class ShadowDrafter(SteppingDrafter):
         # To a few tokens: the same few values come back in every round.
         coarse = unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0
         longest = min(self.room(row), MAX_DRAFT_LENGTH if self.shape is None else self.shape.depth)
-        return _single_choice(longest, coarse)
+        return only_choice(longest, coarse)
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         """Make the shadows agree with the rows, and read what is more than a step's worth."""
@@ -132,8 +132,3 @@ class ShadowDrafter(SteppingDrafter):
 
     def _readable(self, token: int) -> int:
         return token if token < self.runtime.vocab_size else UNREADABLE
-
-
-@lru_cache(maxsize=1024)
-def _single_choice(longest: int, unread: int) -> tuple[Prospect]:
-    return (Prospect(longest=longest, unread=unread),)

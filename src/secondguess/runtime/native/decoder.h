@@ -36,6 +36,7 @@ struct Decoder {
 // seen already. An index counts the known ones too.
 struct Forward {
     int64_t num_rows, num_tokens, num_known, num_logits, first_layer, last_layer, capacity, context_length, num_threads;
+    int64_t shows_floats;        // whether `hidden` is of 32 bits a number, for torch where it is slow in bfloat16
     const int64_t* tokens;       // [row][token]
     const bf16* states;          // [row][token][width], what enters the first layer; null for the tokens' embeddings
     const int64_t* starts;       // [row], cached positions before index 0
@@ -44,11 +45,19 @@ struct Forward {
     const bf16* const* turns;    // tables of the rotary embeddings, [position][2 * head_size]
     bf16* const* keys;           // per layer [slot][head][capacity][size]
     bf16* const* values;
-    bf16* const* hidden;         // per level 0..num_layers where the states of all tokens go, or null
+    void* const* hidden;         // per level 0..num_layers where the states of all tokens go, or null
     float* logits;               // [row][num_logits][vocabulary]
 };
 
 static int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+
+// Numbers of 16 bits that lie in the first half become numbers of 32 bits; from the last to the first, none is overwritten unread.
+static void widen_in_place(float* numbers, int64_t size) {
+    for (int64_t i = round_up(size, 16) - 16; i >= 0; i -= 16) {
+        const Lanes part = lanes(size - i);
+        store(numbers + i, load((const bf16*)numbers + i, part), part);
+    }
+}
 
 static Floats activate(Floats x, int64_t activation) {
     const Floats one = all(1.0f);
@@ -341,13 +350,16 @@ struct Worker {
 
     // Hand out the states of all tokens, where somebody asked for those of this level.
     void show(int64_t level) const {
-        if (bf16* to = forward.hidden[level])
-            for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
-                if (level == decoder.num_layers)
-                    normalise(space.states.row(row), decoder.width, decoder.norm, to + row * decoder.width);
-                else
-                    std::memcpy(to + row * decoder.width, space.states.row(row), decoder.width * sizeof(bf16));
-            }
+        if (!forward.hidden[level]) return;
+        const int64_t size = decoder.width * (forward.shows_floats ? sizeof(float) : sizeof(bf16));
+        for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
+            void* to = (char*)forward.hidden[level] + row * size;
+            if (level == decoder.num_layers)
+                normalise(space.states.row(row), decoder.width, decoder.norm, (bf16*)to);
+            else
+                std::memcpy(to, space.states.row(row), decoder.width * sizeof(bf16));
+            if (forward.shows_floats) widen_in_place((float*)to, decoder.width);
+        }
     }
 
     void say() const {
@@ -449,7 +461,7 @@ int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_
     forward.states = states, forward.logits = logits;
     try {
         const std::vector<int64_t> starts(num_rows, 0);
-        const std::vector<bf16*> hidden(decoder->num_layers + 1, nullptr);
+        const std::vector<void*> hidden(decoder->num_layers + 1, nullptr);
         forward.starts = starts.data(), forward.hidden = hidden.data();
         return secondguess_run(&head, &forward, workspace);
     } catch (const std::exception&) {

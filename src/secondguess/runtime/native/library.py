@@ -79,6 +79,7 @@ class Forward(Structure):
         ("capacity", c_int64),
         ("context_length", c_int64),
         ("num_threads", c_int64),
+        ("shows_floats", c_int64),
         ("tokens", c_void_p),
         ("states", c_void_p),
         ("starts", c_void_p),

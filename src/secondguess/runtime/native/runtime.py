@@ -93,6 +93,7 @@ class NativeRuntime(LayeredRuntime):
         self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
         # What is made of states is made by torch, which is slow in bfloat16 on many processors.
         self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
+        self._forward.shows_floats = self._dtype_of_states == torch.float32
         self._learning_head: Tensor | None = None
 
     def ends(self) -> Ends:
@@ -181,7 +182,9 @@ class NativeRuntime(LayeredRuntime):
         self._reach_cache()
         for index, rotary in enumerate(self.decoder.rotaries):
             self._turns[index] = rotary.table(step.num_keys).data_ptr()
-        levels, shown = self._levels_for(rows, width, wanted) if wanted else (self._no_levels, {})
+        # The last layer may be asked for by two numbers.
+        asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
+        addresses, shown = self._room_for(rows, width, asked) if asked else (self._no_levels, None)
         logits = torch.empty(rows, num_logits, self.vocab_size)
         slots = self.cache.placement.slots
         if slots is None:
@@ -194,7 +197,7 @@ class NativeRuntime(LayeredRuntime):
         forward.num_known, forward.first_layer, forward.last_layer = num_known, layers.start, layers.stop
         forward.capacity, forward.num_threads = self.cache.capacity, torch.get_num_threads()
         forward.tokens, forward.slots, forward.logits = tokens.data_ptr(), slots.data_ptr(), logits.data_ptr()
-        forward.starts, forward.hidden = ctypes.addressof(starts), ctypes.addressof(levels)
+        forward.starts, forward.hidden = ctypes.addressof(starts), ctypes.addressof(addresses)
         forward.closure = None if closure is None else closure.data_ptr()
         forward.states = None if states is None else states.data_ptr()
         failure = self._kernels.secondguess_run(self.decoder.described, forward, self._workspace)
@@ -207,24 +210,21 @@ class NativeRuntime(LayeredRuntime):
                 f"expected token ids from 0 to {self.decoder.described.num_embedded - 1}, got {int(tokens.max())} "
                 f"or {int(tokens.min())}; is it the tokenizer of another model?"
             )
-        return Output(
-            logits, {layer: shown[self._level(layer)].to(self._dtype_of_states) for layer in wanted}
-        )
+        if shown is None:
+            return Output(logits)
+        of_levels = dict(zip(asked, shown.unbind(), strict=True))
+        return Output(logits, {layer: of_levels[self._level(layer)] for layer in wanted})
 
-    def _levels_for(
-        self, rows: int, width: int, wanted: Sequence[int]
-    ) -> tuple[ctypes.Array[c_void_p], dict[int, Tensor]]:
-        """Where the kernels put the states of these layers, as addresses by level and as tensors."""
-        levels = (c_void_p * (self.decoder.num_layers + 1))()
-        states = {}
-        for layer in wanted:
-            level = self._level(layer)
-            if level not in states:
-                states[level] = torch.empty(
-                    rows, width, self.decoder.embedding.shape[1], dtype=torch.bfloat16
-                )
-                levels[level] = states[level].data_ptr()
-        return levels, states
+    def _room_for(self, rows: int, width: int, asked: Sequence[int]) -> tuple[ctypes.Array[c_void_p], Tensor]:
+        """Where the kernels put the states of these levels: addresses, and all as one tensor `[level, row, query, width]`."""
+        addresses = (c_void_p * (self.decoder.num_layers + 1))()
+        states = torch.empty(
+            len(asked), rows, width, self.decoder.embedding.shape[1], dtype=self._dtype_of_states
+        )
+        address, size = states.data_ptr(), states.nbytes // len(asked)
+        for number, level in enumerate(asked):
+            addresses[level] = address + number * size
+        return addresses, states
 
     def _level(self, layer: int) -> int:
         """A layer's number counted from the embeddings; -1 is the last of them."""
