@@ -4,9 +4,10 @@
 
 Drafters: one of random weights (its guesses are noise), and the target itself (its guesses are perfect and far too slow).
 Every prompt is decoded by everybody at the same time, a round of each in turn, `--repeats` times (a batch begins at each of the
-prompts). One controller lives over all prompts, as it does in a loaded model. `median` is of the prompts' median times, `worst`
-the prompt whose ratios to plain decoding in the same run have the least median, `all` is of all seconds there were, and `first`
-of the very first text, on which everything is yet to be learnt. What plain decoding shows against itself is the noise.
+prompts). One controller lives over all prompts, as it does in a loaded model. A prompt's ratio is the median over its runs, each
+compared with plain decoding in the same run: of these `median_prompt` is the median and `worst` the least. `median` is of the
+prompts' median times, `all` of all seconds there were, and `first` of the very first text, on which everything is yet to be
+learnt. What plain decoding shows against itself is the noise.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
                 "num_batches": len(batches),
                 "repeats": options.repeats,
                 "median": median(medians["plain"]) / median(medians[name]),
+                "median_prompt": median(ratios),
                 "worst": min(ratios),
                 "all": sum(map(sum, seconds["plain"])) / sum(map(sum, seconds[name])),
                 "first": seconds["plain"][0][0] / seconds[name][0][0],

@@ -154,7 +154,7 @@ class KeyedNoise(Noise):
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
             return most_likely(laws)
-        return self._drawn(laws, depths[:, None].tolist(), Purpose.DRAW)
+        return self._drawn(laws, [[depth] for depth in depths.tolist()], Purpose.DRAW)
 
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:

@@ -67,3 +67,13 @@ def test_weights_that_cannot_be_lent_are_refused(tiny_checkpoint):
     whole = load_runtime(str(tiny_checkpoint), dtype="float32", runtime="transformers")
     with pytest.raises(UnsupportedModelError, match="runs as a whole"):
         with_own_cache(whole)
+
+
+def test_a_cache_that_was_given_back_is_made_anew(models):
+    system = Speculator(ModelsApart(models), "none")
+    first = system.generate_batch(PROMPTS, 5, 0.0, seed=0)
+    cache = system._target.runtime.cache
+    system.release()
+    assert system._target.runtime.cache is not cache
+    assert not system._target.runtime.cache.keys
+    assert system.generate_batch(PROMPTS, 5, 0.0, seed=0).texts == first.texts

@@ -843,7 +843,9 @@ def test_rounds_of_other_rows_are_learnt_from_apart(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(controller.times, "see_plain", note_size)
     rows = [Row([0] * size, SamplingParams(max_tokens=10**6)) for size in (10, 30)]
-    for held in (rows[:1], rows, rows[:1]):
+    held: list[Row] = []
+    for now in (rows[:1], rows, rows[:1]):
+        held[:] = now  # as a server's batch changes
         controller.plan(held, [(Prospect(longest=0),)] * len(held))
         for row in held:
             row.tokens.append(0)

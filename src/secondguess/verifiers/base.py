@@ -216,7 +216,7 @@ def verdict_of(
 def plain_verdict(target_probs: Tensor, noise: Noise) -> Verdict:
     """What follows pending where nothing was drafted: a round of plain decoding, in which there is nothing to judge."""
     nothing = no_nodes(len(target_probs), target_probs.device)
-    return Verdict.of_chain(nothing, noise.draw(target_probs[:, 0], nothing))
+    return Verdict.of_chain(nothing, noise.draw(target_probs.select(1, 0), nothing))
 
 
 @lru_cache(maxsize=64)

@@ -165,9 +165,7 @@ class CostController(Controller):
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         if self._resting:
             if not draft.num_nodes:
-                if not self._passed.fits(rows):
-                    self._learn_of_rest()
-                self._passed.add(self._place, rows, time)
+                self._pass(rows, time)
             return
         num_rows = len(rows)
         # In levels, as they are planned: what a level's nodes cost together is learnt from the clock.
@@ -204,6 +202,12 @@ class CostController(Controller):
             self._prices.book(place, rounds.seconds / (rounds.num * plain), 1.0, num)
         self.probes.earn(rounds.seconds, plain)
         self.guard.wait(rows, rounds.num)
+
+    def _pass(self, rows: Sequence[Row], time: RoundTime) -> None:
+        """A round in which nobody was asked is over."""
+        if not self._passed.add(self._place, rows, time):
+            self._learn_of_rest()
+            self._passed.add(self._place, rows, time)
 
     def _learn_of_rest(self) -> None:
         """From what has passed unasked."""

@@ -9,9 +9,7 @@ What such rounds teach is kept until somebody is asked again: behind a forward, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from statistics import median
 
 from secondguess.core import Prospect, RoundTime, Row
 
@@ -72,37 +70,38 @@ class Rounds:
         num: how many.
         places: in what kinds of places, with how many in each.
         seconds: all of them, of all rounds.
-        typical: the seconds of one, reading left out.
+        typical: the median of their seconds, reading left out.
     """
 
     __slots__ = ("num", "places", "seconds", "typical")
 
     def __init__(self, places: Sequence[Hashable], times: Sequence[RoundTime]) -> None:
         self.num = len(times)
-        self.places = Counter(places)
+        self.places = {place: places.count(place) for place in set(places)}
         self.seconds = sum([time.total for time in times])
-        self.typical = median([time.total - time.prefill for time in times])
+        self.typical = sorted([time.total - time.prefill for time in times])[self.num // 2]
 
 
 class Passed:
     """Rounds of the same rows that have passed without anybody being asked, each with one token for each row."""
 
     def __init__(self) -> None:
-        self.rows: Sequence[Row] = ()
+        self.rows: tuple[Row, ...] = ()
         self._places: list[Hashable] = []
         self._times: list[RoundTime] = []
 
     def __len__(self) -> int:
         return len(self._times)
 
-    def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether a round of these rows may be added."""
-        return not self._times or (rows == self.rows and len(self._times) < MOST_KEPT)
-
-    def add(self, place: Hashable, rows: Sequence[Row], time: RoundTime) -> None:
-        self.rows = rows
+    def add(self, place: Hashable, rows: Sequence[Row], time: RoundTime) -> bool:
+        """One more; False where others have to be taken first, as those of other rows have."""
+        held = tuple(rows)  # a caller may change its list
+        if self._times and (held != self.rows or len(self._times) == MOST_KEPT):
+            return False
+        self.rows = held
         self._places.append(place)
         self._times.append(time)
+        return True
 
     def take(self) -> Iterator[Rounds]:
         """A few at a time; then there are none."""
