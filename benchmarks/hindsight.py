@@ -3,8 +3,8 @@
     python benchmarks/hindsight.py --num-prompts 14
 
 Twice: in replay, over traces recorded here and costs measured here, where the comparison is exact; and for real, everybody at
-once on every prompt, a round of each in turn. Speeds are all tokens over all seconds of a part, without prefill in replay and
-with it for real.
+once on every prompt, a round of each in turn. Speeds are all tokens over all seconds of a part: without prefill in replay, with
+and without it for real.
 "Best for the part" is the constant length that was best for that very part, chosen afterwards.
 """
 
@@ -112,7 +112,8 @@ def in_replay(
 
 def for_real(
     options: argparse.Namespace, controllers: Sequence[str], temperature: float
-) -> dict[str, dict[str, float]]:
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """Tokens per second of each controller by part, and the same without the reading of prompts."""
     models = Models("builtin", options.dtype, "cpu")
     mix = workload(options.num_prompts)
     prompts = encode_workload(models.target, mix, options.max_tokens).prompts
@@ -120,20 +121,30 @@ def for_real(
     in_turns(systems, prompts[:1], 32, temperature, 0)
     for system in systems.values():
         system.begin_measuring()
-    seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in systems}
+    seconds, decoding = ({name: [[] for _ in prompts] for name in systems} for _ in range(2))
     for _ in range(options.repeats):
         for number, prompt in enumerate(prompts):
             for name, run in in_turns(systems, [prompt], options.max_tokens, temperature, number).items():
                 seconds[name][number].append(run.seconds)
+                decoding[name][number].append(run.decode_seconds)
+    return speeds_of(seconds, mix.tasks, options.max_tokens), speeds_of(
+        decoding, mix.tasks, options.max_tokens
+    )
+
+
+def speeds_of(
+    seconds: dict[str, list[list[float]]], tasks: Sequence[str], num_tokens: int
+) -> dict[str, dict[str, float]]:
+    """Tokens per second by name and part, from seconds by name, prompt and run."""
     speeds = {}
-    for name in systems:
-        typical = [median(runs) for runs in seconds[name]]
+    for name, of_prompts in seconds.items():
+        typical = [median(runs) for runs in of_prompts]
         by_part = {
-            part: [time for time, task in zip(typical, mix.tasks, strict=True) if task == part]
-            for part in dict.fromkeys(mix.tasks)
+            part: [time for time, task in zip(typical, tasks, strict=True) if task == part]
+            for part in dict.fromkeys(tasks)
         }
         by_part["all"] = typical
-        speeds[name] = {part: options.max_tokens * len(times) / sum(times) for part, times in by_part.items()}
+        speeds[name] = {part: num_tokens * len(times) / sum(times) for part, times in by_part.items()}
     return speeds
 
 
@@ -175,7 +186,9 @@ def main() -> None:
         where = f"{options.drafter}, temperature {temperature:g}"
         tables.append(show(f"replay, {where}", in_replay(options, controllers, temperature)))
         if not options.only_replay:
-            tables.append(show(f"measured, {where}", for_real(options, controllers, temperature)))
+            whole, decoding = for_real(options, controllers, temperature)
+            tables.append(show(f"measured, {where}", whole))
+            tables.append(show(f"measured without prefill, {where}", decoding))
     if options.output is not None:
         names = ["builtin", *draft_model_paths(options.drafter)]
         about = gather(
