@@ -57,7 +57,6 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
     workload = load_workload(options.prompts, options.num_prompts)
     prompts = encode_workload(models.target, workload, options.max_tokens).prompts
     # Plain decoding twice: what parts the two is the machine's noise.
-    # Plain decoding twice: what parts the two is the machine's noise.
     drafters = {"plain": "none", "plain again": "none", **drafters}
     systems = {
         name: Speculator(ModelsApart(models), drafter, None if drafter == "none" else options.controller)
