@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import TextIO
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -51,8 +53,50 @@ def speed_ratios(plain: list[list[float]], ours: list[list[float]]) -> list[floa
     ]
 
 
+def summarise(
+    seconds: dict[str, list[list[float]]], temperature: float, batch_size: int
+) -> list[dict[str, object]]:
+    """Rows of the table at one temperature, one per drafter.
+
+    Args:
+        seconds: by system and by batch, how long each run took.
+    """
+    plain = seconds["plain"]
+    rows: list[dict[str, object]] = []
+    for name in [name for name in seconds if name != "plain"]:
+        ours = seconds[name]
+        ratios = speed_ratios(plain, ours)
+        rows.append(
+            {
+                "drafter": name,
+                "temperature": temperature,
+                "batch_size": batch_size,
+                "num_batches": len(ours),
+                "repeats": len(ours[0]),
+                "median": median(map(median, plain)) / median(map(median, ours)),
+                "median_prompt": median(ratios),
+                "worst": min(ratios),
+                "all": sum(map(sum, plain)) / sum(map(sum, ours)),
+                "first": plain[0][0] / ours[0][0],
+                "by_prompt": sorted(round(ratio, 3) for ratio in ratios),
+            }
+        )
+    return rows
+
+
+def tell(rows: list[dict[str, object]], to: TextIO) -> None:
+    """A line for each row, without what is told by prompt."""
+    for row in rows:
+        words = [
+            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in row.items()
+            if key != "by_prompt"
+        ]
+        print("  ".join(words), file=to, flush=True)
+
+
 def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[str, object]]:
-    """Rows of the table: one per drafter and temperature."""
+    """The whole table: one row per temperature and drafter. Standard error hears of every repeat, for whoever waits."""
     models = Models("builtin", options.dtype, "cpu")
     workload = load_workload(options.prompts, options.num_prompts)
     prompts = encode_workload(models.target, workload, options.max_tokens).prompts
@@ -80,31 +124,10 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
                 runs = in_turns(systems, batch, options.max_tokens, temperature, number)
                 for name, run in runs.items():
                     seconds[name][number].append(run.seconds)
-        for name in [name for name in systems if name != "plain"]:
-            medians = {who: [median(runs) for runs in seconds[who]] for who in ("plain", name)}
-            ratios = speed_ratios(seconds["plain"], seconds[name])
-            row = {
-                "drafter": name,
-                "temperature": temperature,
-                "batch_size": size,
-                "num_batches": len(batches),
-                "repeats": options.repeats,
-                "median": median(medians["plain"]) / median(medians[name]),
-                "median_prompt": median(ratios),
-                "worst": min(ratios),
-                "all": sum(map(sum, seconds["plain"])) / sum(map(sum, seconds[name])),
-                "first": seconds["plain"][0][0] / seconds[name][0][0],
-                "by_prompt": sorted(round(ratio, 3) for ratio in ratios),
-            }
-            print(
-                "  ".join(
-                    f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
-                    for key, value in row.items()
-                    if key != "by_prompt"
-                ),
-                flush=True,
-            )
-            table.append(row)
+            rows = summarise(seconds, temperature, size)
+            tell(rows, sys.stderr)
+        tell(rows, sys.stdout)
+        table.extend(rows)
     return table
 
 
