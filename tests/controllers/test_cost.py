@@ -25,7 +25,6 @@ from secondguess.controllers.cost.allowance import (
 )
 from secondguess.controllers.cost.controller import CostController, CostOptions
 from secondguess.controllers.cost.experience import Experience
-from secondguess.controllers.cost.rest import FEW, MOST_DOUBLINGS, MOST_KEPT, SHORTEST, Rests
 from secondguess.controllers.cost.round_times import AGE, RoundTimes
 from secondguess.controllers.laws import DraftLaws
 from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
@@ -89,6 +88,8 @@ class Paper:
             total = 1 + drafting + self.node * max(lengths) + (self.prefill if max(lengths) else 0)
             draft = Draft.chains([[0] * length for length in lengths])
             verdict = Verdict.of_chain(torch.tensor(accepted), torch.zeros(num_rows, dtype=torch.long))
+            for row, gained in zip(rows, accepted, strict=True):
+                row.tokens.extend([0] * (gained + 1))
             controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, total))
             self.drafted.append(lengths)
             self.seconds += total
@@ -730,139 +731,3 @@ def test_it_learns_by_what_a_drafter_foretells(monkeypatch: pytest.MonkeyPatch) 
             controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
         controller.go_on([row], laws, 0)
     assert heard == [0.9, 0.3]
-
-
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_what_rounds_of_rest_teach_is_learnt_late_and_none_is_lost(
-    num_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    controller = CostController()
-    earned: list[float] = []
-    contexts: list[float] = []
-    earn, see_plain = controller.probes.earn, controller.times.see_plain
-
-    def note_income(seconds: float, plain: float) -> None:
-        earned.append(seconds)
-        earn(seconds, plain)
-
-    def note_context(num_rows: int, context: float, seconds: float) -> None:
-        contexts.append(context)
-        see_plain(num_rows, context, seconds)
-
-    monkeypatch.setattr(controller.probes, "earn", note_income)
-    monkeypatch.setattr(controller.times, "see_plain", note_context)
-    rows = [Row([0] * 50, SamplingParams(max_tokens=10**6)) for _ in range(num_rows)]
-    seconds = 0.0
-    for _ in range(400):
-        plans = controller.plan(rows, [(Prospect(),)] * num_rows)
-        lengths = [min(plan.length, 1) for plan in plans]
-        for row in rows:
-            row.tokens.append(0)
-        verdict = Verdict.of_chain(*torch.zeros(2, num_rows, dtype=torch.long))
-        draft = Draft.chains([[0] * length for length in lengths])
-        controller.learn(rows, draft, verdict, RoundTime(0.0, 0.5 * max(lengths), 1 + 0.5 * max(lengths)))
-        seconds += 1 + 0.5 * max(lengths)
-        assert seconds - sum(earned) <= (SHORTEST + num_rows) << MOST_DOUBLINGS
-    controller.end(rows[0])
-    assert sum(earned) == pytest.approx(seconds)
-    assert len(earned) < 120
-    # Where the rounds stood is known as if each had been told at once.
-    assert len(rows[0].tokens) - contexts[-1] <= FEW
-    assert contexts == sorted(contexts)
-
-
-def on_offer(*kinds: str) -> list[tuple[Prospect, ...]]:
-    """One row's prospects."""
-    return [tuple(Prospect(kind=kind) for kind in kinds)]
-
-
-def rest_length(rests: Rests, kind: str) -> int:
-    return next(number for number in range(1000) if not rests.cover(on_offer(kind)))
-
-
-def test_what_does_not_pay_again_is_let_alone_for_longer() -> None:
-    rests = Rests()
-    assert not rests.cover(on_offer("short"))
-    for doublings in (0, 1, 2, 3, 3):
-        rests.begin(on_offer("short"))
-        assert rest_length(rests, "short") == (SHORTEST + 1) << doublings
-    rests.end()
-    assert not rests.cover(on_offer("short"))
-    rests.begin(on_offer("short"))
-    assert rest_length(rests, "short") == SHORTEST + 1
-
-
-def test_something_else_on_offer_ends_a_rest_and_what_rests_is_not_let_alone_for_longer() -> None:
-    rests = Rests()
-    rests.cover(on_offer("short"))
-    rests.begin(on_offer("short"))
-    assert rests.cover(on_offer("short"))
-    assert not rests.cover(on_offer("long", "short"))
-    rests.begin(on_offer("long", "short"))
-    # Each has its own: both at once pass unasked while both last.
-    assert rests.cover(on_offer("long", "short"))
-    assert rest_length(rests, "short") == SHORTEST + 1 - 3
-    assert not rests.cover(on_offer("short", "long"))
-
-
-def test_what_has_nothing_to_offer_is_not_asked() -> None:
-    nothing = [(Prospect(longest=0),)]
-    assert Rests().cover(nothing)
-    assert not Rests().cover([*nothing, *on_offer("short")])
-
-
-def test_what_does_not_pay_for_many_rows_may_pay_for_one() -> None:
-    rests = Rests()
-    rests.cover(on_offer("short") * 2)
-    rests.begin(on_offer("short") * 2)
-    assert rests.cover(on_offer("short") * 2)
-    assert not rests.cover(on_offer("short"))
-
-
-def test_rounds_that_passed_are_learnt_from_before_they_are_many() -> None:
-    """A look-up may have nothing to offer for a whole book."""
-    controller = CostController()
-    row = Row([0] * 50, SamplingParams(max_tokens=10**6))
-    verdict = Verdict.of_chain(*torch.zeros(2, 1, dtype=torch.long))
-    for _ in range(1000):
-        controller.plan([row], [(Prospect(longest=0),)])
-        row.tokens.append(0)
-        controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
-        assert len(controller._passed) <= MOST_KEPT
-    assert controller.times.plain(1) == 1.0
-
-
-def test_rounds_of_other_rows_are_learnt_from_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    controller = CostController()
-    sizes: list[int] = []
-    see_plain = controller.times.see_plain
-
-    def note_size(num_rows: int, context: float, seconds: float) -> None:
-        sizes.append(num_rows)
-        see_plain(num_rows, context, seconds)
-
-    monkeypatch.setattr(controller.times, "see_plain", note_size)
-    rows = [Row([0] * size, SamplingParams(max_tokens=10**6)) for size in (10, 30)]
-    held: list[Row] = []
-    for now in (rows[:1], rows, rows[:1]):
-        held[:] = now  # as a server's batch changes
-        controller.plan(held, [(Prospect(longest=0),)] * len(held))
-        for row in held:
-            row.tokens.append(0)
-        verdict = Verdict.of_chain(*torch.zeros(2, len(held), dtype=torch.long))
-        controller.learn(held, Draft.empty(len(held)), verdict, RoundTime(0.0, 0.0, 1.0))
-    controller.end(rows[0])
-    assert sizes == [1, 2, 1]
-
-
-def test_a_row_that_ends_ends_a_rest() -> None:
-    """The next row may be of another temperature, at which drafts pay."""
-    controller = CostController()
-    Paper(lambda number, depth: 0.0).play(controller, 600)
-    row = Row([0] * 50, SamplingParams(max_tokens=100))
-    controller.plan([row], [(Prospect(),)])
-    controller.plan([row], [(Prospect(),)])
-    assert controller._resting
-    controller.end(row)
-    controller.plan([row], [(Prospect(),)])
-    assert not controller._resting

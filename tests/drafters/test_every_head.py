@@ -202,15 +202,17 @@ def test_it_stops_where_the_context_ends(head: str, shape: str) -> None:
 
 @every_head
 @every_shape
-def test_what_it_remembers_is_the_truth(head: str, shape: str) -> None:
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("num_rounds", [6, 7], ids=["behind a plain round", "behind a draft"])
+def test_what_it_remembers_is_the_truth(head: str, shape: str, num_rows: int, num_rounds: int) -> None:
     """After any rounds it guesses as a drafter would that is told the whole texts at once."""
     params = SamplingParams(max_tokens=60, temperature=1.0)
     target = target_for(head)()
     drafter = HEADS[head](target, SHAPES[shape])
-    rows = [Row(list(prompt), params, seed=5) for prompt in (PROMPTS[0], PROMPTS[3])]
+    rows = [Row(list(prompt), params, seed=5) for prompt in (PROMPTS[0], PROMPTS[3])[:num_rows]]
     team = Team(target, drafter, make_verifier("auto"), Whimsical())
     rounds = decode(team, rows)
-    for _ in range(6):
+    for _ in range(num_rounds):
         next(rounds)
     fresh_target = target_for(head)()
     fresh = HEADS[head](fresh_target, SHAPES[shape])
@@ -220,8 +222,8 @@ def test_what_it_remembers_is_the_truth(head: str, shape: str) -> None:
     drafts = []
     for who, whose in ((drafter, rows), (fresh, fresh_rows)):
         with torch.inference_mode():
-            who.prepare(whose, [0, 0])
-            budgets = Budgets([3, 3], lambda laws, depth: [True, True], reads_laws=False)
+            who.prepare(whose, [0] * num_rows)
+            budgets = Budgets([3] * num_rows, lambda laws, depth: [True] * num_rows, reads_laws=False)
             drafts.append(who.propose(whose, budgets, KeyedNoise.of_rows(whose)))
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
     assert drafts[0].probs is not None

@@ -176,6 +176,23 @@ def test_hidden_states_are_those_of_the_module(checkpoint):
         )
 
 
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("width", [64, 200])  # a whole number of vectors, and not
+def test_states_are_the_same_numbers_in_16_bits_and_in_32(width, unit, tmp_path, monkeypatch):
+    """Which of the two torch is handed depends on the processor."""
+    config = FAMILIES["llama"]()
+    config.hidden_size = width
+    path = write_checkpoint(config, tmp_path)
+    found = {}
+    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("secondguess.runtime.native.runtime.has_bfloat16", lambda device, fast=fast: fast)
+        hidden = native_runtime(path, unit=unit, hidden_layers=(0, 1, 2, -1)).read(TOKENS).hidden
+        assert all(states.dtype == dtype for states in hidden.values())
+        found[fast] = hidden
+    for layer, states in found[True].items():
+        assert torch.equal(states.float(), found[False][layer])
+
+
 def test_a_released_runtime_begins_anew(checkpoint):
     runtime = native_runtime(checkpoint)
     tokens = TOKENS[0].tolist()

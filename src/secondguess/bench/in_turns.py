@@ -1,7 +1,8 @@
 """Several of our own systems decode one batch at the same time, a round of each in turn.
 
 Where whole texts are timed one after the other, what else happens on a shared machine for a tenth of a second hits one system
-and not the next. Between rounds everybody is hit alike: what is left of the noise are disturbances shorter than a round.
+and not the next. Between rounds everybody is hit alike: what is left of the noise are disturbances shorter than a round. Only
+the last rounds of those who need most of them are played among fewer.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Heard:
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
-        # Each `[position, width]`, or a row's only `[1, 1, width]`, as it came.
+        # Each `[position, width]`, or a row's only `[1, 1, width]`, as it came: perhaps with layers that others listen to.
         self._pieces: dict[Row, list[Hidden]] = {}
 
     def begin(self, row: Row, hidden: Hidden) -> None:

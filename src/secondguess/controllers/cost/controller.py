@@ -25,7 +25,7 @@ from secondguess.controllers.cost.expectations import Expectations
 from secondguess.controllers.cost.offers import Offer, Offers
 from secondguess.controllers.cost.prices import Prices
 from secondguess.controllers.cost.rest import Passed, Rests, Rounds
-from secondguess.controllers.cost.round_times import RoundTimes
+from secondguess.controllers.cost.round_times import RoundTimes, mean_length
 from secondguess.controllers.cost.together import first_few, worth_another, worthwhile
 from secondguess.controllers.laws import DraftLaws
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime, Row, Verdict
@@ -87,11 +87,12 @@ class CostController(Controller):
         was_probing, self._probing = self._probing, False
         self._place = _place(prospects)
         plans = [PLAIN] * num_rows
-        self._resting = self._rests.cover(prospects)
+        # A series of probes is seen through, whatever else is on offer by now.
+        self._resting = self._rests.cover(rows, prospects) and not was_probing
         if self._resting:
             return plans
         self._learn_of_rest()
-        context = self.times.context = _context(rows)
+        context = self.times.context = mean_length(rows)
         if self.guard.forbids or self.times.needs_plain(num_rows, context):
             return plans
         self._prices.enter(num_rows, self._place)
@@ -102,10 +103,10 @@ class CostController(Controller):
         elif offers:
             best = first_few([(offer.net, offer) for offer in offers], 1, rows)
             taken = self._probe(best, was_probing)
-        if taken:
+        if not taken:
+            self._rests.begin(rows, prospects)
+        elif not self._probing:
             self._rests.end()
-        else:
-            self._rests.begin(prospects)
         self._offers = taken
         for offer in taken:
             plans[offer.row] = Plan(offer.part, offer.length)
@@ -164,7 +165,11 @@ class CostController(Controller):
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         if self._resting:
-            if not draft.num_nodes:
+            if (
+                draft.num_nodes
+            ):  # of requests that decide for themselves; their rows went on by more than a token
+                self._learn_of_rest()
+            else:
                 self._pass(rows, time)
             return
         num_rows = len(rows)
@@ -177,7 +182,7 @@ class CostController(Controller):
             if not lengths[offer.row]:
                 self.expectations.learn_nothing(offer.kind)
         if not drafted and not self._offers:
-            self._learn_plain(rows, _context(rows), Rounds([self._place], [time]))
+            self._learn_plain(rows, Rounds(mean_length(rows), [self._place], [time]))
             return
         if not drafted:  # a draft that came to nothing took its time all the same
             self.expectations.move_on(rows, 1)
@@ -193,10 +198,10 @@ class CostController(Controller):
         spread = self._learn_reading(rows, drafted, time)
         self._book(self._place, rows, num_rows + sum(accepted), time.total, spread)
 
-    def _learn_plain(self, rows: Sequence[Row], context: float, rounds: Rounds) -> None:
+    def _learn_plain(self, rows: Sequence[Row], rounds: Rounds) -> None:
         """Rounds for which nothing was planned."""
         self.expectations.move_on(rows, rounds.num)
-        self.times.see_plain(len(rows), context, rounds.typical)
+        self.times.see_plain(len(rows), rounds.context, rounds.typical)
         plain = self.times.plain(len(rows))
         for place, num in rounds.places.items():
             self._prices.book(place, rounds.seconds / (rounds.num * plain), 1.0, num)
@@ -211,13 +216,10 @@ class CostController(Controller):
 
     def _learn_of_rest(self) -> None:
         """From what has passed unasked."""
-        passed = self._passed
-        if passed:
-            rows = passed.rows
-            context = _context(rows) - len(passed)
-            for rounds in passed.take():
-                self._learn_plain(rows, context + rounds.num / 2, rounds)
-                context += rounds.num
+        if self._passed:
+            rows, taken = self._passed.take()
+            for rounds in taken:
+                self._learn_plain(rows, rounds)
 
     def _learn_times(
         self, num_rows: int, width: int, drafted: Sequence[Offer], lengths: Sequence[int], time: RoundTime
@@ -259,7 +261,7 @@ class CostController(Controller):
 
     def end(self, row: Row) -> None:
         self._learn_of_rest()
-        self._rests.interrupt()  # another row may be of another kind
+        self._rests.forget(row)
         self.expectations.standings.pop(row, None)
         self.guard.end(row)
 
@@ -276,10 +278,3 @@ def _place(prospects: Sequence[Sequence[Prospect]]) -> Hashable:
         if choice.longest > 0:
             return choice.kind
     return None
-
-
-def _context(rows: Sequence[Row]) -> float:
-    """Mean tokens per row."""
-    if len(rows) == 1:
-        return len(rows[0].tokens)
-    return sum([len(row.tokens) for row in rows]) / len(rows)

@@ -9,9 +9,10 @@ grows with the context.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from secondguess.controllers.cost.averages import Average, Line, PlainTime
+from secondguess.core import Row
 
 SLOPE = 0.03
 """What a further node adds to a pass until it is known better, as a share of a plain round."""
@@ -144,3 +145,10 @@ class RoundTimes:
             return low_value + slope * (width - low)
         high = widths[place]
         return low_value + (seen[high].value - low_value) * (width - low) / (high - low)
+
+
+def mean_length(rows: Sequence[Row]) -> float:
+    """Mean tokens per row."""
+    if len(rows) == 1:
+        return len(rows[0].tokens)
+    return sum([len(row.tokens) for row in rows]) / len(rows)

@@ -1,0 +1,260 @@
+"""Where nothing pays, rounds pass without the controller `cost` being asked; it is asked in time, and learns of all of them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+
+from secondguess.controllers.cost.controller import CostController
+from secondguess.controllers.cost.rest import FEW, MOST_DOUBLINGS, MOST_KEPT, SHORTEST, Rests
+from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.sampling import SamplingParams
+
+NOTHING = (Prospect(longest=0),)
+
+
+def make_rows(number: int, **params: object) -> list[Row]:
+    return [Row([0] * 50, SamplingParams(max_tokens=10**6, **params)) for _ in range(number)]  # type: ignore[arg-type]
+
+
+def on_offer(*kinds: str) -> tuple[Prospect, ...]:
+    """One row's prospects."""
+    return tuple(Prospect(kind=kind) for kind in kinds)
+
+
+def play(
+    controller: CostController,
+    rows: Sequence[Row],
+    prospects: Sequence[Sequence[Prospect]],
+    price: float = 0.5,
+    accepted: bool = False,
+) -> list[int]:
+    """One round in which a node costs so many plain rounds; gives the draft lengths, one node at most."""
+    plans = controller.plan(rows, prospects)
+    lengths = [min(plan.length, 1) for plan in plans]
+    kept = [length * accepted for length in lengths]
+    for row, gained in zip(rows, kept, strict=True):
+        row.tokens.extend([0] * (gained + 1))
+    draft = Draft.chains([[0] * length for length in lengths])
+    verdict = Verdict.of_chain(torch.tensor(kept), torch.zeros(len(rows), dtype=torch.long))
+    drafting = price * max(lengths)
+    controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, 1 + drafting))
+    return lengths
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_what_rounds_of_rest_teach_is_learnt_late_and_none_is_lost(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = CostController()
+    earned: list[float] = []
+    contexts: list[float] = []
+    earn, see_plain = controller.probes.earn, controller.times.see_plain
+
+    def note_income(seconds: float, plain: float) -> None:
+        earned.append(seconds)
+        earn(seconds, plain)
+
+    def note_context(num_rows: int, context: float, seconds: float) -> None:
+        contexts.append(context)
+        see_plain(num_rows, context, seconds)
+
+    monkeypatch.setattr(controller.probes, "earn", note_income)
+    monkeypatch.setattr(controller.times, "see_plain", note_context)
+    rows = make_rows(num_rows)
+    seconds = 0.0
+    for _ in range(400):
+        seconds += 1 + 0.5 * max(play(controller, rows, [on_offer("model")] * num_rows))
+        assert seconds - sum(earned) <= (SHORTEST + num_rows) << MOST_DOUBLINGS
+    controller.end(rows[0])
+    assert sum(earned) == pytest.approx(seconds)
+    assert len(earned) < 120
+    # Where the rounds stood is known as if each had been told at once.
+    assert len(rows[0].tokens) - contexts[-1] <= FEW
+    assert contexts == sorted(contexts)
+
+
+def rest_length(rests: Rests, row: Row, kind: str) -> int:
+    return next(number for number in range(1000) if not rests.cover([row], [on_offer(kind)]))
+
+
+def test_what_does_not_pay_again_is_let_alone_for_longer() -> None:
+    rests, rows = Rests(), make_rows(1)
+    short = [on_offer("short")]
+    assert not rests.cover(rows, short)
+    for doublings in (0, 1, 2, 3, 3):
+        rests.begin(rows, short)
+        assert rest_length(rests, rows[0], "short") == (SHORTEST + 1) << doublings
+    rests.end()
+    assert not rests.cover(rows, short)
+    rests.begin(rows, short)
+    assert rest_length(rests, rows[0], "short") == SHORTEST + 1
+
+
+def test_something_else_on_offer_ends_a_rest_and_what_rests_is_not_let_alone_for_longer() -> None:
+    rests, rows = Rests(), make_rows(1)
+    rests.cover(rows, [on_offer("short")])
+    rests.begin(rows, [on_offer("short")])
+    assert rests.cover(rows, [on_offer("short")])
+    assert not rests.cover(rows, [on_offer("long", "short")])
+    rests.begin(rows, [on_offer("long", "short")])
+    # Each has its own: both at once pass unasked while both last.
+    assert rests.cover(rows, [on_offer("long", "short")])
+    assert rest_length(rests, rows[0], "short") == SHORTEST + 1 - 3
+    assert not rests.cover(rows, [on_offer("short", "long")])
+
+
+def test_another_part_with_a_guess_of_the_same_kind_is_something_else() -> None:
+    rests, rows = Rests(), make_rows(1)
+    rests.cover(rows, [(Prospect(part=1), Prospect(part=0, longest=0))])
+    rests.begin(rows, [(Prospect(part=1), Prospect(part=0, longest=0))])
+    assert not rests.cover(rows, [(Prospect(part=0), Prospect(part=1))])
+
+
+def test_what_does_not_pay_for_one_row_may_pay_for_another() -> None:
+    """One match may not be worth that all rows wait; several may be, and a row has a temperature of its own."""
+    rests, rows = Rests(), make_rows(3)
+    rests.cover(rows, [on_offer("match"), NOTHING, NOTHING])
+    rests.begin(rows, [on_offer("match"), NOTHING, NOTHING])
+    assert rests.cover(rows, [on_offer("match"), NOTHING, NOTHING])
+    assert not rests.cover(rows, [on_offer("match"), on_offer("match"), NOTHING])
+
+
+def test_what_has_nothing_to_offer_is_not_asked() -> None:
+    assert Rests().cover(make_rows(1), [NOTHING])
+    assert not Rests().cover(make_rows(2), [NOTHING, on_offer("short")])
+
+
+def test_what_does_not_pay_for_many_rows_may_pay_for_one() -> None:
+    rests, rows = Rests(), make_rows(2)
+    rests.cover(rows, [on_offer("short")] * 2)
+    rests.begin(rows, [on_offer("short")] * 2)
+    assert rests.cover(rows, [on_offer("short")] * 2)
+    assert not rests.cover(rows[:1], [on_offer("short")])
+
+
+def test_a_row_that_decides_for_itself_says_nothing_of_the_others() -> None:
+    """Its guesses are never weighed, so none of them was found wanting."""
+    controller = CostController()
+    (own,), (other,) = make_rows(1, draft_length=0), make_rows(1)
+    rows = [own, other]
+    for _ in range(20):
+        assert play(controller, rows, [on_offer("match"), NOTHING]) == [0, 0]
+    assert play(controller, rows, [on_offer("match"), on_offer("match")]) == [0, 1]
+
+
+def test_a_row_that_ends_leaves_nothing_behind() -> None:
+    """The next one may be of another temperature, at which drafts pay: it is asked about at once, and soon again."""
+    controller = CostController()
+    (row,) = make_rows(1)
+    for _ in range(600):
+        play(controller, [row], [on_offer("model")])
+    assert controller._resting
+    controller.end(row)
+    (other,) = make_rows(1)
+    asked = []
+    for number in range(SHORTEST + 3):
+        controller.plan([other], [on_offer("model")])
+        if not controller._resting:
+            asked.append(number)
+    assert asked == [0, SHORTEST + 2]
+    ended = weakref.ref(row)
+    del row
+    gc.collect()
+    assert ended() is None
+
+
+def test_a_probe_is_not_taken_for_success() -> None:
+    controller = CostController()
+    (row,) = make_rows(1)
+    for _ in range(3000):
+        play(controller, [row], [on_offer("model")])
+    drafted, rested = [], []
+    for _ in range(6000):
+        drafted.append(play(controller, [row], [on_offer("model")])[0])
+        rested.append(controller._resting)
+    probes = [number for number, length in enumerate(drafted) if length]
+    assert len(probes) >= 3
+    assert any(after == before + 1 for before, after in pairwise(probes))
+    longest = (SHORTEST + 1) << MOST_DOUBLINGS
+    for number in probes:
+        if number + 1 < len(drafted) and not drafted[number + 1]:  # the end of a series
+            behind = rested[number + 2 : number + 2 + longest]
+            assert all(behind), "what fails once more is let alone for as long as before"
+
+
+def test_a_series_of_probes_is_seen_through_though_what_was_on_offer_when_it_began_is_gone() -> None:
+    controller = CostController()
+    (row,) = make_rows(1)
+    model, match = Prospect(part=1), Prospect(part=0, kind="match", certain=True)
+    was_probing, num_probes = False, 0
+    for number in range(6000):
+        choices = (match, model) if number % 7 == 0 else (model,)
+        length = play(controller, [row], [choices])[0]
+        assert not (was_probing and controller._resting)
+        was_probing = controller._probing
+        num_probes += length
+    assert num_probes > 10
+
+
+def test_rounds_that_passed_are_learnt_from_before_they_are_many() -> None:
+    """A look-up may have nothing to offer for a whole book."""
+    controller = CostController()
+    rows = make_rows(1)
+    for _ in range(1000):
+        play(controller, rows, [NOTHING])
+        assert len(controller._passed) <= MOST_KEPT
+    assert controller.times.plain(1) == 1.0
+
+
+@pytest.fixture
+def plain_rounds(monkeypatch: pytest.MonkeyPatch) -> tuple[CostController, list[tuple[int, float]]]:
+    """A controller, and of how many rows and tokens the plain rounds were that it has learnt from."""
+    controller = CostController()
+    seen: list[tuple[int, float]] = []
+    see_plain = controller.times.see_plain
+
+    def note(num_rows: int, context: float, seconds: float) -> None:
+        seen.append((num_rows, context))
+        see_plain(num_rows, context, seconds)
+
+    monkeypatch.setattr(controller.times, "see_plain", note)
+    return controller, seen
+
+
+def test_rounds_of_other_rows_are_learnt_from_apart(
+    plain_rounds: tuple[CostController, list[tuple[int, float]]],
+) -> None:
+    controller, seen = plain_rounds
+    rows = make_rows(2)
+    held: list[Row] = []
+    for now in (rows[:1], rows, rows[:1]):
+        held[:] = now  # as a server's batch changes
+        play(controller, held, [NOTHING] * len(held))
+    controller.end(rows[0])
+    assert [num_rows for num_rows, _ in seen] == [1, 2, 1]
+
+
+def test_rounds_are_placed_where_they_were_though_others_draft_between_them(
+    plain_rounds: tuple[CostController, list[tuple[int, float]]],
+) -> None:
+    controller, seen = plain_rounds
+    (own,), (other,) = make_rows(1, draft_length=9), make_rows(1)
+    rows = [own, other]
+    for _ in range(5):
+        play(controller, rows, [NOTHING, NOTHING])
+    controller.plan(rows, [NOTHING, NOTHING])
+    own.tokens.extend([0] * 1000)
+    verdict = Verdict.of_chain(torch.tensor([9, 0]), torch.zeros(2, dtype=torch.long))
+    controller.learn(rows, Draft.chains([[0] * 9, []]), verdict, RoundTime(0.0, 0.0, 1.0))
+    for _ in range(5):
+        play(controller, rows, [NOTHING, NOTHING])
+    controller.end(own)
+    (_, before), (_, behind) = seen
+    assert 50 < before < 60
+    assert 550 < behind < 570
