@@ -573,6 +573,7 @@ def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
         (["bench", "--temperature", "nan"], ["temperatures", "nan"]),
         (["bench", "--threads", "0"], ["num_threads", "0"]),
         (["bench", "--draft-length", "0"], ["draft_lengths", "0"]),
+        (["bench", "--drafters", "all", "--draft-length", "4"], ["--controller fixed:K", "--draft-length 4"]),
         (["bench", "--seed", "-1"], ["seed", "-1"]),
         (["bench", "--against", "everyone"], ["against", "everyone"]),
         (["bench", "--prompts", "nowhere.jsonl"], ["nowhere.jsonl"]),

@@ -103,7 +103,7 @@ def test_any_text_is_escaped_as_toml_wants_it(text):
 def test_every_key_of_the_format_is_understood(tmp_path):
     path = tmp_path / "secondguess.toml"
     path.write_text(FULL)
-    found = read_configuration(path)
+    found = read_configuration(str(path))
     assert None not in dataclasses.asdict(found.load).values()
     assert None not in dataclasses.asdict(found.tuned).values()
     assert found.tuned.speedup == {1: 2.3, 4: 1.8, 16: 1.0}

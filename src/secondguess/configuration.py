@@ -187,14 +187,14 @@ class Configuration:
             raise BadInputError(f"expected a place to write {path} to, got: {error.strerror}") from None
 
 
-def read_configuration(path: Path) -> Configuration:
+def read_configuration(path: str | Path) -> Configuration:
     """Read a file that `Configuration.write` or a person wrote.
 
     Raises:
         BadInputError: a file that is missing, not TOML, of another schema, or with keys or values that it cannot have.
     """
     try:
-        document = tomllib.loads(path.read_bytes().decode())
+        document = tomllib.loads(Path(path).read_bytes().decode())
     except OSError as error:
         raise BadInputError(
             f"expected a configuration file, got {path}: {error.strerror}; `secondguess tune` writes one"

@@ -131,6 +131,15 @@ def test_the_module_ends_with_one_line_and_code_2_on_bad_input(tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
+def test_the_module_calls_its_options_what_the_command_calls_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "secondguess.train", "run", str(tmp_path / "run")]
+    corpus = ["--corpus", str(tmp_path / "nowhere"), "--exclude-prompts", str(tmp_path / "none.jsonl")]
+    done = subprocess.run([*command, *corpus, "--minutes", "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "nowhere" in done.stderr
+
+
 def test_the_box_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import secondguess.builtin as box
 

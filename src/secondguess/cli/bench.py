@@ -73,7 +73,8 @@ def bench(
     controller: Annotated[
         list[str] | None,
         Option(
-            help="A controller to try with every drafter, beside its default one; repeatable.",
+            help="A controller to try with every drafter, beside its default one (with --drafters all instead of it); "
+            "repeatable.",
             show_default="none",
             rich_help_panel=WORKLOAD,
         ),
@@ -140,6 +141,11 @@ def bench(
         **{field: tuple(values) for field, values in given.items() if values},  # type: ignore[arg-type]
     )
     require_folder(output, "--output")
+    if draft_length and config.runs_all and "transformers" not in config.against:
+        raise BadInputError(
+            f"expected --controller fixed:K with --drafters all, got --draft-length {draft_length[0]}, which only "
+            "Transformers would read there"
+        )
     with progress_bar("loading") as progress:
         report = run_bench(config, progress)
     # Shown before it is saved: a disk that is full by now costs the files and not the numbers.

@@ -1,6 +1,6 @@
 """``python -m secondguess.train``: run, export or install a pair without the rest of the package.
 
-python -m secondguess.train run runs/pair --minutes 120 --corpus corpus --forbidden-prompts humaneval.jsonl
+python -m secondguess.train run runs/pair --minutes 120 --corpus corpus --exclude-prompts humaneval.jsonl
 python -m secondguess.train export runs/pair elsewhere     # the weights of this moment, also while a run goes on
 python -m secondguess.train install runs/pair src/secondguess/builtin
 """
@@ -32,7 +32,7 @@ def _arguments() -> argparse.Namespace:
         "--corpus", type=Path, action="append", default=[], help="a folder of installed packages; repeatable"
     )
     run.add_argument(
-        "--forbidden-prompts", type=Path, help="JSON lines of evaluation prompts to keep out of the text"
+        "--exclude-prompts", type=Path, help="JSON lines of evaluation prompts to keep out of the text"
     )
     run.add_argument("--start", type=Path, help="the target folder of an earlier pair to continue")
     run.add_argument("--seed", type=int, default=0)
@@ -49,7 +49,7 @@ def _arguments() -> argparse.Namespace:
 def _run(arguments: argparse.Namespace) -> None:
     recipe = PairRecipe(
         corpus=tuple(arguments.corpus),
-        forbidden_prompts=arguments.forbidden_prompts,
+        forbidden_prompts=arguments.exclude_prompts,
         start=arguments.start,
         seed=arguments.seed,
         most_threads=arguments.most_threads,
