@@ -52,6 +52,7 @@ class Paper:
         node: seconds that a node adds to the target's pass.
         certain: whether the drafter is a look-up.
         confidence: what the drafter says of every node.
+        kind: what it says of its guess beforehand, by round.
     """
 
     chance: Chance
@@ -60,6 +61,7 @@ class Paper:
     certain: bool = False
     confidence: float = 0.5
     prefill: float = 0.0
+    kind: Callable[[int], str] = lambda number: ""
     drafted: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
     tokens: int = 0
@@ -68,7 +70,8 @@ class Paper:
         dice = random.Random(seed)
         rows = [Row([0] * 50, SamplingParams(max_tokens=10**6, temperature=1.0)) for _ in range(num_rows)]
         for number in range(num_rounds):
-            plans = controller.plan(rows, [(Prospect(certain=self.certain),)] * num_rows)
+            prospect = Prospect(kind=self.kind(number), certain=self.certain)
+            plans = controller.plan(rows, [(prospect,)] * num_rows)
             lengths = [plan.length and 1 for plan in plans]
             depth = 0
             active = [index for index, plan in enumerate(plans) if plan.length > 1]
@@ -181,6 +184,29 @@ def test_it_comes_back_when_guesses_become_good() -> None:
 def test_it_gives_way_when_guesses_become_bad() -> None:
     paper = Paper(lambda number, depth: 0.9 if number < 500 else 0.0).play(CostController(), 1500)
     assert sum(length > 0 for (length,) in paper.drafted[600:]) < 60
+
+
+@pytest.mark.parametrize("saved", [-100.0, LARGEST_PROBE])
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_are_not_held_for_long_to_what_was_to_be_had_in_other_texts(saved: float, seed: int) -> None:
+    """Good guesses that are not as good as such guesses were elsewhere: plain decoding would give less still, as would probes.
+
+    Args:
+        saved: for probes. With nothing saved nothing is drafted unless it is good enough.
+    """
+
+    def scene() -> Paper:
+        kinds = Paper(lambda number, depth: 0.95, step=0.0, node=0.3, certain=True, prefill=0.5)
+        kinds.kind = lambda number: str(number // 8 % 6)
+        return kinds
+
+    controller = CostController()
+    scene().play(controller, 600)
+    for pace in controller._prices._paces.values():
+        pace.tokens *= 1.5
+    controller.probes.balance = saved
+    best = max(sum(0.95**depth for depth in range(k + 1)) / (1.5 + 0.3 * k) for k in range(1, 17))
+    assert scene().play(controller, 100, seed=seed).speed > 0.7 * best
 
 
 def test_a_dearer_machine_is_noticed() -> None:

@@ -204,7 +204,7 @@ class CostController(Controller):
         self.times.see_plain(len(rows), rounds.context, rounds.typical)
         plain = self.times.plain(len(rows))
         for place, num in rounds.places.items():
-            self._prices.book(place, rounds.seconds / (rounds.num * plain), 1.0, num)
+            self._prices.book_plain(place, rounds.seconds / (rounds.num * plain), num)
         self.probes.earn(rounds.seconds, plain)
         self.guard.wait(rows, rounds.num)
 
@@ -253,7 +253,7 @@ class CostController(Controller):
         num_rows = len(rows)
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
-        self._prices.book(place, seconds / plain, num_tokens / num_rows)
+        self._prices.book(place, seconds / plain, num_tokens / num_rows, worthwhile=not self._probing)
         self.probes.earn(seconds, plain)
         if self._probing:
             self.probes.pay(seconds - plain_seconds)

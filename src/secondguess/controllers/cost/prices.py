@@ -11,7 +11,9 @@ from collections.abc import Hashable
 from secondguess.controllers.cost.round_times import RoundTimes
 
 PACE_MEMORY = 64
-"""Rounds over which the rate is averaged."""
+"""Rounds over which the pace of places of one kind is averaged."""
+HELD_TO = 1 - 1 / 8
+"""A round in which no draft was good enough leaves so much of what they are held to beyond plain decoding."""
 RENEWAL = 16
 """Prices are worked out anew after so many rounds; in the beginning after each with a draft."""
 
@@ -48,6 +50,7 @@ class Prices:
         self._longest = longest
         self._num_rows = 0
         self._paces: dict[Hashable, Pace] = {}
+        self._num_idle = 0
         self._shares: dict[tuple[int, int], list[float]] = {}
         self._steps: dict[tuple[int, int], float] = {}
         self._draftings: dict[tuple[int, int, int], float] = {}
@@ -58,11 +61,30 @@ class Prices:
         """A round over so many rows begins, in a place like this."""
         pace = self._paces.get(place)
         speedup = pace.speedup if pace is not None else 1.0
+        # What such places gave in other texts is not to be had here while no draft is good enough. Were drafts held to it for
+        # long, a text whose guesses are good, but not that good, would go by at the pace of plain decoding.
+        speedup = 1 + (speedup - 1) * HELD_TO**self._num_idle
         self._num_rows = num_rows
         self.rate = speedup * num_rows / self.times.plain(num_rows)
 
-    def book(self, place: Hashable, seconds: float, tokens: float, num_rounds: int = 1) -> None:
-        """A round took so many plain rounds and gave so many tokens per row; or several did, on average."""
+    def book(self, place: Hashable, seconds: float, tokens: float, worthwhile: bool) -> None:
+        """A round with drafts took so many plain rounds and gave so many tokens per row.
+
+        Args:
+            worthwhile: whether the drafts were good enough, and not just tried.
+        """
+        self._see(place, seconds, tokens, 1)
+        if not worthwhile:
+            self._num_idle += 1
+        elif tokens > seconds:
+            self._num_idle //= 2
+
+    def book_plain(self, place: Hashable, seconds: float, num_rounds: int) -> None:
+        """Rounds without drafts took so many plain rounds each."""
+        self._see(place, seconds, 1.0, num_rounds)
+        self._num_idle += num_rounds
+
+    def _see(self, place: Hashable, seconds: float, tokens: float, num_rounds: int) -> None:
         pace = self._paces.get(place)
         if pace is None:
             pace = self._paces[place] = Pace()
