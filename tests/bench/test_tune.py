@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tomllib
 from dataclasses import replace
@@ -15,7 +16,7 @@ from secondguess.bench.planner import PLAIN, Choice, Speed
 from secondguess.bench.recital import recite, write_texts
 from secondguess.bench.round_costs import PartCosts, Stage, fit_line, in_turns, make_cells, part_costs
 from secondguess.bench.traces import record
-from secondguess.bench.tune_charts import draw_charts
+from secondguess.bench.tune_charts import draw_acceptance, draw_charts, draw_costs, draw_speedups
 from secondguess.bench.tune_config import TuneConfig
 from secondguess.bench.tune_costs import Costs
 from secondguess.bench.tune_findings import Budget, Verified
@@ -317,6 +318,19 @@ def test_the_table_has_predicted_beside_measured(findings):
         "predicted/measured",
     ]
     assert len({len(line) for line in lines if line.split()[-1] != ""}) <= 2
+
+
+def test_titles_of_charts_are_not_cut_off(findings):
+    pytest.importorskip("matplotlib")
+    workload = dataclasses.replace(findings.workload, name=" + ".join(["a_long_name.jsonl"] * 3))
+    findings = dataclasses.replace(findings, workload=workload)
+    for draw in (draw_costs, draw_acceptance, draw_speedups):
+        figure = draw(make_report(findings))
+        figure.canvas.draw()
+        boxes = [
+            text.get_window_extent() for text in (figure._suptitle, *(axis.title for axis in figure.axes))
+        ]
+        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes), draw
 
 
 def test_charts_are_images(findings):

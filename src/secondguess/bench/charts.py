@@ -91,7 +91,7 @@ def draw_speeds(report: Report) -> Any:
         axis.set_xlabel("tokens/s, median over prompts, 95 % interval")
         axis.set_title(_setting(temperature, batch_size))
         axis.grid(axis="x", **_faint())
-    _title(figure, f"Speed\n{_what(report)}")
+    title(figure, f"Speed\n{_what(report)}")
     return figure
 
 
@@ -123,7 +123,7 @@ def draw_acceptance(report: Report) -> Any:
         axis.set_title(_setting(temperature, batch_size))
         axis.grid(**_faint())
     _legend(figure, axes)
-    _title(figure, f"Acceptance by position\n{_what(report)}")
+    title(figure, f"Acceptance by position\n{_what(report)}")
     return figure
 
 
@@ -175,7 +175,7 @@ def draw_tasks(report: Report) -> Any:
         axis.set_title(_setting(temperature, batch_size))
         axis.grid(axis="y", **_faint())
     _legend(figure, axes)
-    _title(figure, f"Speed-up per task\n{_what(report)}")
+    title(figure, f"Speed-up per task\n{_what(report)}")
     return figure
 
 
@@ -202,7 +202,7 @@ def draw_costs(report: Report) -> Any:
     axis.set_title(f"T(1) = {milliseconds:.3g} ms, {report.costs.context_length} tokens cached")
     _legend(figure, [axis])
     about = report.provenance
-    _title(
+    title(
         figure, f"Cost of a pass: {about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}"
     )
     return figure
@@ -257,7 +257,7 @@ def _panels(count: int, height: float, width: float) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def _title(figure: Any, text: str) -> None:
+def title(figure: Any, text: str) -> None:
     """Over the whole figure, in as many lines as its width asks for."""
     width = int(CHARACTERS_PER_INCH * figure.get_figwidth())
     lines = [line for part in text.split("\n") for line in wrap(part, width)]

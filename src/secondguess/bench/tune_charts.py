@@ -9,7 +9,7 @@ from __future__ import annotations
 from io import BytesIO
 from typing import Any
 
-from secondguess.bench.charts import COLOURS, DOTS_PER_INCH, MARKERS
+from secondguess.bench.charts import COLOURS, DOTS_PER_INCH, MARKERS, title
 from secondguess.bench.planner import PLAIN, acceptance_by_position, coverage
 from secondguess.bench.systems import public_name
 from secondguess.bench.tune_report import TuneReport, show_choice
@@ -46,7 +46,7 @@ def draw_costs(report: TuneReport) -> Any:
     axis.set_ylim(0, 1.1 * most)
     axis.set_xlabel("tokens scored per row, m (drafted nodes + 1)")
     axis.set_ylabel("round without drafting / plain round, v(m)")
-    axis.set_title(_title(report, "What a longer draft costs the target"))
+    title(figure, _words(report, "What a longer draft costs the target"))
     axis.legend(frameon=False)
     return figure
 
@@ -63,7 +63,7 @@ def draw_acceptance(report: TuneReport) -> Any:
     axis.set_ylim(0, 1.02)
     axis.set_xlabel("place in the draft")
     axis.set_ylabel("accepted / guessed")
-    axis.set_title(_title(report, "Which guesses are accepted"))
+    title(figure, _words(report, "Which guesses are accepted"))
     axis.legend(frameon=False)
     return figure
 
@@ -98,7 +98,7 @@ def draw_speedups(report: TuneReport) -> Any:
     axes[0].legend(
         frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, borderaxespad=0.1
     )
-    figure.suptitle(_title(report, "How much faster"), fontsize=11)
+    title(figure, _words(report, "How much faster"))
     return figure
 
 
@@ -136,7 +136,7 @@ def _panels(count: int, width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _title(report: TuneReport, what: str) -> str:
+def _words(report: TuneReport, what: str) -> str:
     config = report.findings.config
     model = public_name(config.model)
     return f"{what}: {model} on {report.findings.workload.name}, temperature {config.temperature:g}"
