@@ -1,108 +1,37 @@
 """The controller `cost`: it drafts where that pays, stops where it does not, and what it loses is bounded.
 
-Rounds are played on paper: a drafter whose nodes are accepted with a given chance, and a clock that runs by given costs.
+Rounds are played on simulation: a drafter whose nodes are accepted with a given chance, and a clock that runs by given costs.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
 import pytest
 import torch
+from simulation import Chance, FlatLaws, Simulation
 
 from secondguess.controllers.cost.allowance import (
     COOLING,
     CREDIT,
+    FREE_TRIAL,
     LARGEST_PROBE,
+    NUM_REVIEWED,
     PATIENCE,
     PROBING,
     Guard,
     Probes,
     loss_bound,
 )
+from secondguess.controllers.cost.averages import CostCurve
 from secondguess.controllers.cost.controller import CostController, CostOptions
+from secondguess.controllers.cost.disturbance import Disturbance
 from secondguess.controllers.cost.experience import Experience
 from secondguess.controllers.cost.round_times import AGE, RoundTimes
-from secondguess.controllers.laws import DraftLaws
 from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
-
-Chance = Callable[[int, int], float]
-"""Of a node's acceptance, given the round and the node's depth."""
-
-
-class FlatLaws(DraftLaws):
-    """Laws that say nothing but a confidence."""
-
-    def __init__(self, confidences: Sequence[float]) -> None:
-        self.foretold = None
-        self.__dict__["confidences"] = list(confidences)
-
-
-@dataclass
-class Paper:
-    """A drafter and a target on paper, for rows that never end.
-
-    Args:
-        chance: of acceptance, by round and depth.
-        step: seconds of a draft step; a plain round takes 1.
-        node: seconds that a node adds to the target's pass.
-        certain: whether the drafter is a look-up.
-        confidence: what the drafter says of every node.
-        kind: what it says of its guess beforehand, by round.
-    """
-
-    chance: Chance
-    step: float = 0.15
-    node: float = 0.05
-    certain: bool = False
-    confidence: float = 0.5
-    prefill: float = 0.0
-    kind: Callable[[int], str] = lambda number: ""
-    drafted: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
-    tokens: int = 0
-
-    def play(self, controller: CostController, num_rounds: int, num_rows: int = 1, seed: int = 0) -> Paper:
-        dice = random.Random(seed)
-        rows = [Row([0] * 50, SamplingParams(max_tokens=10**6, temperature=1.0)) for _ in range(num_rows)]
-        for number in range(num_rounds):
-            prospect = Prospect(kind=self.kind(number), certain=self.certain)
-            plans = controller.plan(rows, [(prospect,)] * num_rows)
-            lengths = [plan.length and 1 for plan in plans]
-            depth = 0
-            active = [index for index, plan in enumerate(plans) if plan.length > 1]
-            while active:
-                if not self.certain:
-                    answers = controller.go_on(rows, FlatLaws([self.confidence] * num_rows), depth)
-                    active = [index for index in active if answers[index]]
-                depth += 1
-                for index in active:
-                    lengths[index] = depth + 1
-                active = [index for index in active if plans[index].length > depth + 1]
-            accepted = [
-                next((d for d in range(length) if dice.random() >= self.chance(number, d)), length)
-                for length in lengths
-            ]
-            drafting = self.step * max(lengths)
-            total = 1 + drafting + self.node * max(lengths) + (self.prefill if max(lengths) else 0)
-            draft = Draft.chains([[0] * length for length in lengths])
-            verdict = Verdict.of_chain(torch.tensor(accepted), torch.zeros(num_rows, dtype=torch.long))
-            for row, gained in zip(rows, accepted, strict=True):
-                row.tokens.extend([0] * (gained + 1))
-            controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, total))
-            self.drafted.append(lengths)
-            self.seconds += total
-            self.tokens += sum(accepted) + num_rows
-        return self
-
-    @property
-    def speed(self) -> float:
-        """Tokens per row and second; plain decoding has 1."""
-        return self.tokens / len(self.drafted[0]) / self.seconds
 
 
 def best_fixed(chance: float, step: float, node: float) -> float:
@@ -118,35 +47,35 @@ def best_fixed(chance: float, step: float, node: float) -> float:
     ("chance", "step"), [(0.95, 0.05), (0.9, 0.15), (0.8, 0.05), (0.7, 0.15), (0.5, 0.1), (0.5, 0.02)]
 )
 def test_it_finds_the_best_constant_length(chance: float, step: float, certain: bool) -> None:
-    paper = Paper(lambda number, depth: chance, step, certain=certain).play(CostController(), 3000)
-    assert paper.speed > 0.96 * best_fixed(chance, step, 0.05)
+    simulation = Simulation(lambda number, depth: chance, step, certain=certain).play(CostController(), 3000)
+    assert simulation.speed > 0.96 * best_fixed(chance, step, 0.05)
 
 
 def test_it_tells_good_guesses_from_bad_ones_by_their_confidence() -> None:
     """Half of the rounds have sure guesses that hold, half unsure ones that fail: one length cannot serve both."""
     controller = CostController()
-    paper = Paper(lambda number, depth: 0.97 if number % 2 else 0.1, step=0.1)
+    simulation = Simulation(lambda number, depth: 0.97 if number % 2 else 0.1, step=0.1)
     dice = random.Random(1)
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for number in range(2000):
-        paper.confidence = 0.9 if number % 2 else 0.15
-        paper.chance = lambda _, depth, number=number: 0.97 if number % 2 else 0.1
-        paper.play(controller, 1, seed=dice.randrange(10**9))
-        lengths[bool(number % 2)].append(paper.drafted[-1][0])
+        simulation.confidence = 0.9 if number % 2 else 0.15
+        simulation.chance = lambda _, depth, number=number: 0.97 if number % 2 else 0.1
+        simulation.play(controller, 1, seed=dice.randrange(10**9))
+        lengths[bool(number % 2)].append(simulation.drafted[-1][0])
     assert sum(lengths[True][500:]) > 4 * sum(lengths[False][500:])
 
 
 @pytest.mark.parametrize("certain", [False, True])
 def test_noise_is_given_up(certain: bool) -> None:
-    paper = Paper(lambda number, depth: 0.0, certain=certain).play(CostController(), 4000)
-    assert sum(length > 0 for (length,) in paper.drafted[:100]) <= 40
-    assert sum(length > 0 for (length,) in paper.drafted[1000:]) <= 40
-    assert paper.speed > 0.985
+    simulation = Simulation(lambda number, depth: 0.0, certain=certain).play(CostController(), 4000)
+    assert sum(length > 0 for (length,) in simulation.drafted[:100]) <= 40
+    assert sum(length > 0 for (length,) in simulation.drafted[1000:]) <= 40
+    assert simulation.speed > 0.985
 
 
 def test_perfect_guesses_that_cost_as_much_as_the_target_are_given_up() -> None:
-    paper = Paper(lambda number, depth: 1.0, step=1.0, confidence=0.99).play(CostController(), 2000)
-    assert paper.speed > 0.98
+    simulation = Simulation(lambda number, depth: 1.0, step=1.0, confidence=0.99).play(CostController(), 2000)
+    assert simulation.speed > 0.98
 
 
 class CountingTimes(RoundTimes):
@@ -168,22 +97,22 @@ def test_prices_are_not_worked_out_anew_in_every_round(num_rows: int) -> None:
     """A decision takes time too: beside a pass of a millisecond it is to be cheap."""
     controller = CostController()
     controller.times = CountingTimes()
-    paper = Paper(lambda number, depth: 0.8, step=0.05).play(controller, 100, num_rows)
-    before, known = sum(map(sum, paper.drafted)), controller.times.num_asked
-    paper.play(controller, 160, num_rows)
-    assert sum(map(sum, paper.drafted)) - before > 2 * 160 * num_rows
+    simulation = Simulation(lambda number, depth: 0.8, step=0.05).play(controller, 100, num_rows)
+    before, known = sum(map(sum, simulation.drafted)), controller.times.num_asked
+    simulation.play(controller, 160, num_rows)
+    assert sum(map(sum, simulation.drafted)) - before > 2 * 160 * num_rows
     assert controller.times.num_asked - known < 5 * 160
 
 
 def test_it_comes_back_when_guesses_become_good() -> None:
-    paper = Paper(lambda number, depth: 0.0 if number < 500 else 0.9).play(CostController(), 3000)
-    late = [length for (length,) in paper.drafted[2000:]]
+    simulation = Simulation(lambda number, depth: 0.0 if number < 500 else 0.9).play(CostController(), 3000)
+    late = [length for (length,) in simulation.drafted[2000:]]
     assert sum(late) / len(late) > 2
 
 
 def test_it_gives_way_when_guesses_become_bad() -> None:
-    paper = Paper(lambda number, depth: 0.9 if number < 500 else 0.0).play(CostController(), 1500)
-    assert sum(length > 0 for (length,) in paper.drafted[600:]) < 60
+    simulation = Simulation(lambda number, depth: 0.9 if number < 500 else 0.0).play(CostController(), 1500)
+    assert sum(length > 0 for (length,) in simulation.drafted[600:]) < 60
 
 
 @pytest.mark.parametrize("saved", [-100.0, LARGEST_PROBE])
@@ -195,8 +124,8 @@ def test_drafts_are_not_held_for_long_to_what_was_to_be_had_in_other_texts(saved
         saved: for probes. With nothing saved nothing is drafted unless it is good enough.
     """
 
-    def scene() -> Paper:
-        kinds = Paper(lambda number, depth: 0.95, step=0.0, node=0.3, certain=True, prefill=0.5)
+    def scene() -> Simulation:
+        kinds = Simulation(lambda number, depth: 0.95, step=0.0, node=0.3, certain=True, prefill=0.5)
         kinds.kind = lambda number: str(number // 8 % 6)
         return kinds
 
@@ -212,9 +141,9 @@ def test_drafts_are_not_held_for_long_to_what_was_to_be_had_in_other_texts(saved
 def test_a_dearer_machine_is_noticed() -> None:
     """The same guesses stop paying when draft steps take longer."""
     controller = CostController()
-    cheap = Paper(lambda number, depth: 0.6, step=0.05).play(controller, 500)
-    dear = Paper(lambda number, depth: 0.6, step=1.5).play(controller, 500)
-    mean = lambda paper: sum(length for (length,) in paper.drafted[100:]) / 400  # noqa: E731
+    cheap = Simulation(lambda number, depth: 0.6, step=0.05).play(controller, 500)
+    dear = Simulation(lambda number, depth: 0.6, step=1.5).play(controller, 500)
+    mean = lambda simulation: sum(length for (length,) in simulation.drafted[100:]) / 400  # noqa: E731
     assert mean(cheap) > 1
     assert mean(dear) < 0.2
 
@@ -233,14 +162,14 @@ ADVERSARIES: dict[str, Chance] = {
 @pytest.mark.parametrize("certain", [False, True])
 def test_the_loss_over_any_stretch_is_within_the_bound(adversary: str, step: float, certain: bool) -> None:
     controller = CostController()
-    paper = Paper(ADVERSARIES[adversary], step=step, certain=certain, confidence=0.9)
+    simulation = Simulation(ADVERSARIES[adversary], step=step, certain=certain, confidence=0.9)
     lost = [0.0]
     for number in range(1500):
         chance = ADVERSARIES[adversary]
-        paper.chance = lambda _, depth, number=number, chance=chance: chance(number, depth)
-        before = (paper.seconds, paper.tokens)
-        paper.play(controller, 1, seed=number)
-        lost.append(lost[-1] + (paper.seconds - before[0]) - (paper.tokens - before[1]))
+        simulation.chance = lambda _, depth, number=number, chance=chance: chance(number, depth)
+        before = (simulation.seconds, simulation.tokens)
+        simulation.play(controller, 1, seed=number)
+        lost.append(lost[-1] + (simulation.seconds - before[0]) - (simulation.tokens - before[1]))
     for start in range(0, 1500, 50):
         for stretch in (10, 50, 128, 400, 1000):
             if start + stretch <= 1500:
@@ -402,16 +331,16 @@ def test_a_long_prompt_that_pays_off_does_not_stop_drafting() -> None:
 
 def test_probes_cost_no_more_than_their_income() -> None:
     controller = CostController()
-    paper = Paper(lambda number, depth: 0.0, step=0.3).play(controller, 200)
-    before = paper.seconds
-    paper.play(controller, 5000)
-    lost = paper.seconds - before - 5000
+    simulation = Simulation(lambda number, depth: 0.0, step=0.3).play(controller, 200)
+    before = simulation.seconds
+    simulation.play(controller, 5000)
+    lost = simulation.seconds - before - 5000
     assert 0 < lost <= PROBING * 5000 + LARGEST_PROBE
 
 
 def test_probing_slows_down_while_it_fails() -> None:
-    paper = Paper(lambda number, depth: 0.0, step=0.3).play(CostController(), 8000)
-    probes = [number for number, (length,) in enumerate(paper.drafted) if length]
+    simulation = Simulation(lambda number, depth: 0.0, step=0.3).play(CostController(), 8000)
+    probes = [number for number, (length,) in enumerate(simulation.drafted) if length]
     early = sum(200 <= number < 1200 for number in probes)
     late = sum(7000 <= number < 8000 for number in probes)
     assert early > 2 * late
@@ -558,21 +487,21 @@ def test_nothing_is_held_for_rows_that_ended() -> None:
 
 
 def test_no_more_nodes_than_the_options_allow() -> None:
-    paper = Paper(lambda number, depth: 1.0, step=0.001, node=0.001, certain=True)
-    paper.play(CostController(CostOptions(5)), 300)
-    assert max(length for (length,) in paper.drafted) == 5
+    simulation = Simulation(lambda number, depth: 1.0, step=0.001, node=0.001, certain=True)
+    simulation.play(CostController(CostOptions(5)), 300)
+    assert max(length for (length,) in simulation.drafted) == 5
     for certain in (False, True):
-        paper = Paper(lambda number, depth: 1.0, step=0.001, certain=certain)
-        paper.play(CostController(CostOptions(0)), 50)
-        assert sum(length for (length,) in paper.drafted) == 0
+        simulation = Simulation(lambda number, depth: 1.0, step=0.001, certain=certain)
+        simulation.play(CostController(CostOptions(0)), 50)
+        assert sum(length for (length,) in simulation.drafted) == 0
 
 
-def test_curves_lie_on_lines_between_what_was_seen() -> None:
+def test_costs_of_rounds_are_learned_by_batch_size_and_length() -> None:
     times = RoundTimes()
     assert times.needs_plain(1, 10)
     for _ in range(3):
-        times.see_plain(1, 10, 1.0)
-        times.see_plain(8, 10, 2.0)
+        times.see_plain(1, 10, [1.0])
+        times.see_plain(8, 10, [2.0])
         times.see(1, 2, 1.2)
         times.see(1, 6, 2.0)
         times.see_steps("part", 1, 2, 0.5)
@@ -581,8 +510,9 @@ def test_curves_lie_on_lines_between_what_was_seen() -> None:
     assert times.needs_plain(3, 10), "no batch size near three was seen"
     assert not times.needs_plain(7, 10)
     assert times.plain(4) == pytest.approx(1 + 3 / 7)
-    assert [times.rest(1, width) for width in (0, 1, 2, 4, 6, 8)] == pytest.approx(
-        [1, 1.1, 1.2, 1.6, 2.0, 7 / 3]
+    assert times.rest(1, 0) == 1.0
+    assert [times.rest(1, width) for width in (1, 2, 4, 6, 8)] == pytest.approx(
+        [1.15, 1.2, 1.6, 2.0, 2.3], abs=0.06
     )
     assert times.drafting("part", 1, 2) == pytest.approx(0.5)
     for _ in range(30):
@@ -598,25 +528,136 @@ def test_curves_lie_on_lines_between_what_was_seen() -> None:
     assert (times.reading("part", 0), times.reading("other", 20)) == (0, 0)
 
 
+def test_one_disturbed_round_does_not_set_the_cost_of_a_length_for_good() -> None:
+    curve = CostCurve()
+    curve.add(4, 9.0)
+    assert curve.at(4) < 3, "far from what is expected: it counts for less"
+    for _ in range(100):
+        curve.add(1, 1.05)
+    assert curve.at(4) < 1.6, "other lengths say how much a token costs"
+    for _ in range(3):
+        curve.add(4, 1.2)
+    assert curve.at(4) < 1.3, "a faster round shows that the earlier one was disturbed"
+
+
+def test_costs_are_kept_when_the_machine_changes_its_speed() -> None:
+    times = RoundTimes()
+    for _ in range(8):
+        times.see_plain(1, 10, [1.0])
+        times.see_plain(4, 10, [2.0])
+        times.see(1, 2, 1.2)
+        times.see_steps("part", 1, 2, 0.5)
+        times.see_reading("part", 100, 5.0)
+    changes = [times.see_plain(1, 10, [3.0]) for _ in range(4)]
+    assert changes == [False, False, False, True]
+    assert times.plain(1) == pytest.approx(3.0)
+    assert times.plain(4) == pytest.approx(6.0, rel=0.1), "every batch size"
+    assert times.rest(1, 2) == pytest.approx(3.6, rel=0.02)
+    assert times.drafting("part", 1, 2) == pytest.approx(1.5)
+    assert times.reading("part", 100) == pytest.approx(15.0)
+    changes = [times.see_plain(1, 10, [1.0]) for _ in range(2)]
+    assert changes == [False, True], "nothing makes rounds faster by accident"
+    assert times.plain(1) == pytest.approx(1.0)
+
+
+def test_slow_drafted_rounds_are_compared_with_plain_ones() -> None:
+    """They tell whether the machine has become slower or drafts have become more expensive."""
+    times = RoundTimes()
+    for _ in range(20):
+        times.see_plain(1, 10, [1.0])
+        times.see(1, 2, 1.2)
+    assert not times.needs_plain(1, 10)
+    for _ in range(4):
+        times.see(1, 2, 2.4)
+    known = times.rest(1, 2)
+    assert known < 1.6
+    for _ in range(4):
+        assert times.needs_plain(1, 10)
+        times.see_plain(1, 10, [1.0])
+    assert not times.needs_plain(1, 10)
+    for _ in range(4):
+        times.see(1, 2, 2.4)
+    assert times.rest(1, 2) > known + 0.3, "the machine was not the cause: the new cost is learned quickly"
+
+
+def test_a_pass_that_is_cheaper_than_a_plain_round_brings_about_plain_ones() -> None:
+    times = RoundTimes()
+    for _ in range(5):
+        times.see_plain(1, 10, [3.0])
+    times.see(1, 2, 1.2)
+    assert times.needs_plain(1, 10)
+    assert times.rest(1, 2) > 3.0, "nothing is learned from it"
+
+
+def test_a_busy_machine_is_told_from_a_slow_one() -> None:
+    disturbance = Disturbance()
+    assert not any(disturbance.add(ratio) for ratio in [1.0, 1.0, 7.0] * 6)
+    assert disturbance.is_busy
+    assert disturbance.excess == pytest.approx(3.0, rel=0.2)
+    became_quiet = [disturbance.add(1.0) for _ in range(20)]
+    assert sum(became_quiet) == 1
+    assert disturbance.excess < 1.2
+    assert not any(disturbance.add(1.0) for _ in range(20)), "it is told once"
+
+
+def test_a_stop_is_taken_back_when_the_machine_was_the_cause() -> None:
+    slow, drafter = Guard(), Guard()
+    for guard in (slow, drafter):
+        while not guard.forbids:
+            guard.book(-4.0, seconds=6.0, plain=1.0)
+        for _ in range(NUM_REVIEWED):
+            assert guard.forbids
+            guard.wait(seconds=4.0 if guard is slow else 1.0)
+    assert not slow.forbids
+    assert drafter.forbids
+
+
+def test_free_trials_come_soon_after_a_change_and_then_more_rarely() -> None:
+    probes, begun = Probes(), []
+    probes.grant()
+    for number in range(300):
+        if probes.may_begin(1.0, plain=1.0):
+            begun.append(number)
+            while probes.may_go_on(0.25):
+                probes.pay(0.1)
+            probes.failed()
+        probes.wait(1)
+    assert begun == [0, 16, 48, 112]
+
+
+def test_a_free_trial_ends_when_it_has_lost_enough() -> None:
+    probes = Probes()
+    probes.grant()
+    assert probes.may_begin(100.0, plain=1.0)
+    probes.pay(FREE_TRIAL)
+    assert not probes.may_go_on(0.25)
+
+
+def test_a_series_is_saved_up_for_whatever_it_is_believed_to_cost() -> None:
+    probes = Probes()
+    probes.earn(1e6, plain=1.0)
+    assert probes.may_begin(1e9, plain=1.0)
+
+
 def test_a_hiccup_hardly_moves_an_average() -> None:
     times = RoundTimes()
     for _ in range(20):
-        times.see_plain(1, 10, 1.0)
-    times.see_plain(1, 10, 100.0)
+        times.see_plain(1, 10, [1.0])
+    times.see_plain(1, 10, [100.0])
     assert times.plain(1) < 1.03
 
 
 def test_the_first_rounds_may_be_cold() -> None:
     times = RoundTimes()
     for seconds in (7.0, 1.5, 1.0, 1.0):
-        times.see_plain(1, 10, seconds)
+        times.see_plain(1, 10, [seconds])
     assert times.plain(1) == 1.0
 
 
 def test_the_yardstick_is_renewed() -> None:
     times = RoundTimes()
     for _ in range(3):
-        times.see_plain(1, 1000, 1.0)
+        times.see_plain(1, 1000, [1.0])
     assert not times.needs_plain(1, 1000)
     assert times.needs_plain(1, 400), "a short text after a long one"
     for _ in range(AGE):
@@ -629,7 +670,8 @@ def see_plain(times: RoundTimes, lengths: Sequence[float], noise: float = 0.0, s
     dice = random.Random(seed)
     for length in lengths:
         hiccup = 2.0 if noise and dice.random() < 0.05 else 1.0
-        times.see_plain(1, length, hiccup * (1 + length / 2000) * (1 + noise * dice.uniform(-1, 1)))
+        seconds = hiccup * (1 + length / 2000) * (1 + noise * dice.uniform(-1, 1))
+        times.see_plain(1, length, [seconds])
 
 
 def plain_at(times: RoundTimes, length: float) -> float:
@@ -688,7 +730,7 @@ def test_lengths_that_were_seen_are_not_timed_again() -> None:
 def test_one_hiccup_at_a_new_length_does_not_stand() -> None:
     times = RoundTimes()
     see_plain(times, [100] * 6)
-    times.see_plain(1, 600, 9.0)
+    times.see_plain(1, 600, [9.0])
     assert times.needs_plain(1, 600)
     see_plain(times, [601])
     assert not times.needs_plain(1, 602)
@@ -735,7 +777,7 @@ def test_drafts_that_it_did_not_plan_do_not_disturb_it() -> None:
         assert controller.go_on([row], FlatLaws([0.9]), 0) == [False]
         verdict = Verdict.of_chain(torch.tensor([2]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[0, 0, 0]]), verdict, RoundTime(0.0, 0.3, 1.3))
-    assert Paper(lambda number, depth: 0.9).play(controller, 500).speed > 1.5
+    assert Simulation(lambda number, depth: 0.9).play(controller, 500).speed > 1.5
 
 
 def test_it_learns_by_what_a_drafter_foretells(monkeypatch: pytest.MonkeyPatch) -> None:

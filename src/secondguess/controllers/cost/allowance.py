@@ -22,7 +22,7 @@ round's loss and what was outstanding: R in both cases. Up to each further stop 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from secondguess.core import Row
 
@@ -31,6 +31,12 @@ PROBING = 0.005
 LARGEST_PROBE = 6.0
 """Probes are saved up for so many plain rounds at most."""
 MOST_HALVINGS = 5
+SERIES = 4
+"""Probes come in series of about so many."""
+NUM_FREE, FIRST_WAIT = 4, 16
+"""After the machine has changed its speed, so many series are free; the plain rounds between them double."""
+FREE_TRIAL = 1.0
+"""A free trial ends when it has lost so many plain rounds."""
 PATIENCE = 16.0
 """The guard stops drafting when the debt reaches so many plain rounds."""
 CREDIT = 16.0
@@ -38,6 +44,8 @@ CREDIT = 16.0
 COOLING = 64
 """Rounds for which the first stop lasts."""
 MOST_DOUBLINGS = 10
+NUM_REVIEWED = 16
+"""Rounds before a stop, and plain rounds after it, that are compared with each other."""
 LONGEST_SPREAD = 256
 """The reading of a text falls due within so many rounds: nobody knows whether a text will be as long as it may."""
 
@@ -53,26 +61,63 @@ def loss_bound(num_rounds: int, worst_round: float) -> float:
 
 
 class Probes:
-    """The account from which probes are paid."""
+    """The account from which probes are paid, and the trials that are free after the machine has changed its speed."""
 
     def __init__(self) -> None:
         self.balance = 0.0
         self._halvings = 0
+        self._num_free = 0  # free trials left
+        self._wait = 0  # plain rounds until the next of them
+        self._free_probes = 0  # left in the free trial under way
+        self._free_loss = 0.0  # seconds that it may still lose
+
+    def grant(self) -> None:
+        """Allow a few free trials soon: what is known of drafting was learned on a machine of another speed."""
+        self._halvings, self._num_free, self._wait = 0, NUM_FREE, 0
 
     def earn(self, seconds: float, plain: float) -> None:
-        """Time has passed."""
+        """Add the income of rounds that took so many seconds in all."""
         income = PROBING * seconds / 2**self._halvings
         self.balance = min(self.balance + income, LARGEST_PROBE * plain)
 
+    def wait(self, num_rounds: int) -> None:
+        """Count rounds without drafts."""
+        self._wait = max(self._wait - num_rounds, 0)
+
+    def may_begin(self, price: float, plain: float) -> bool:
+        """Return whether a series of probes may begin, and begin it.
+
+        Args:
+            price: expected seconds of the series.
+            plain: seconds of a plain round.
+        """
+        if self._num_free and not self._wait:
+            self._wait = FIRST_WAIT << (NUM_FREE - self._num_free)
+            self._num_free -= 1
+            self._free_probes, self._free_loss = SERIES, FREE_TRIAL * plain
+            return True
+        # The price may be wrong, which only a probe can show: no series is too expensive to be saved up for.
+        return self.balance >= min(price, LARGEST_PROBE * plain / 2)
+
+    def may_go_on(self, price: float) -> bool:
+        """Return whether another probe of the series, expected to take so many seconds, may follow."""
+        return self._free_probes > 0 or self.balance >= price
+
     def pay(self, lost: float) -> None:
         """A probe lost so many seconds (or, below zero, gained them)."""
-        self.balance -= lost
+        if not self._free_probes:
+            self.balance -= lost
+            return
+        self._free_loss -= lost
+        self._free_probes = self._free_probes - 1 if self._free_loss > 0 else 0
 
     def failed(self) -> None:
-        self._halvings = min(self._halvings + 1, MOST_HALVINGS)
+        if not self._num_free:
+            self._halvings = min(self._halvings + 1, MOST_HALVINGS)
+        self._free_probes = 0
 
     def succeeded(self) -> None:
-        self._halvings = 0
+        self._halvings = self._free_probes = 0
 
 
 class Outstanding:
@@ -114,7 +159,11 @@ class Outstanding:
 
 
 class Guard:
-    """The wall-clock account of all drafting, in plain rounds."""
+    """The wall-clock account of all drafting, in plain rounds.
+
+    When drafting stops, the rounds that led to the stop are compared once more, with the plain rounds that follow: if
+    those take as long, the machine was the cause, and drafting goes on.
+    """
 
     def __init__(self) -> None:
         self._balance = 0.0
@@ -122,36 +171,62 @@ class Guard:
         self._doublings = 0
         self._num_waiting = 0
         self._outstanding = Outstanding()
+        self._booked: list[tuple[float, float]] = []
+        self._review: Review | None = None
 
     def spread(self, row: Row, cost: float, num_rounds: float) -> None:
         """So many plain rounds went into reading a row's text, which serves it for so many rounds to come."""
         self._outstanding.add(row, cost, num_rounds)
 
-    def book(self, won: float, rows: Iterable[Row] = ()) -> None:
-        """A round with drafts won so many plain rounds (or, below zero, lost them), reading that is spread left out.
+    def book(self, won: float, rows: Iterable[Row] = (), seconds: float = 0.0, plain: float = 1.0) -> None:
+        """Account for a round with drafts, reading that is spread left out.
 
         Args:
+            won: plain rounds that it won (or, below zero, lost).
             rows: those that took part in it.
+            seconds: its duration.
+            plain: seconds of the plain rounds that `won` was counted in.
         """
+        self._booked = [*self._booked[1 - NUM_REVIEWED :], (seconds, plain)]
         due = self._outstanding.fall_due(rows) if self._outstanding else 0.0
         self._balance = min(self._balance + won - due, CREDIT)
         if self._balance >= 0:
             self._doublings, self._limit = 0, -PATIENCE
         elif self._balance <= self._limit:
-            self._num_waiting = COOLING * 2**self._doublings
-            self._doublings = min(self._doublings + 1, MOST_DOUBLINGS)
-            # What was read will not be used for a while, and may never be.
-            self._balance -= self._outstanding.settle_all()
-            # The debt stays; before the next, longer stop only half as much may be added to it.
-            self._limit = self._balance - PATIENCE / 2
+            self._stop()
 
-    def wait(self, rows: Iterable[Row] = (), num_rounds: int = 1) -> None:
-        """Rounds without drafts have passed."""
+    def _stop(self) -> None:
+        self._review = Review(self._booked, self._limit, self._doublings)
+        self._booked = []
+        self._num_waiting = COOLING * 2**self._doublings
+        self._doublings = min(self._doublings + 1, MOST_DOUBLINGS)
+        # What was read will not be used for a while, and may never be.
+        self._balance -= self._outstanding.settle_all()
+        # The debt stays; before the next, longer stop only half as much may be added to it.
+        self._limit = self._balance - PATIENCE / 2
+
+    def wait(self, rows: Iterable[Row] = (), num_rounds: int = 1, seconds: float = 1.0) -> None:
+        """Rounds without drafts have passed, which took so many seconds in all."""
         for _ in range(num_rounds):
             if self._num_waiting:
                 self._num_waiting -= 1
             elif self._outstanding:
                 self.book(0.0, rows)
+        if self._review is not None and self._review.add(num_rounds, seconds):
+            self._revise(self._review)
+            self._review = None
+
+    def _revise(self, review: Review) -> None:
+        """Correct the debt by what the machine had caused; end the stop if it would not have come to it."""
+        self._balance = min(self._balance + review.correction, CREDIT)
+        if self._balance > review.limit:
+            self._num_waiting, self._limit, self._doublings = 0, review.limit, review.doublings
+
+    def forgive(self) -> None:
+        """Let drafting go on: the machine on which it made a loss has changed its speed."""
+        self._balance = min(max(self._balance, -PATIENCE / 2), 0.0)
+        self._num_waiting, self._limit, self._doublings = 0, -PATIENCE, 0
+        self._booked, self._review = [], None
 
     def end(self, row: Row) -> None:
         """A row has ended: what was read of it will serve no more."""
@@ -161,5 +236,31 @@ class Guard:
 
     @property
     def forbids(self) -> bool:
-        """Whether nothing may be drafted for now."""
+        """Whether drafting is stopped for now."""
         return self._num_waiting > 0
+
+
+class Review:
+    """Second look at the rounds that led to a stop.
+
+    Args:
+        booked: seconds of each, and of the plain rounds that it was compared with.
+        limit, doublings: of the guard before the stop.
+    """
+
+    def __init__(self, booked: Sequence[tuple[float, float]], limit: float, doublings: int) -> None:
+        self.limit, self.doublings = limit, doublings
+        self._booked = booked
+        self._num_rounds, self._seconds = 0, 0.0
+
+    def add(self, num_rounds: int, seconds: float) -> bool:
+        """Add plain rounds that followed the stop; return True once there are enough."""
+        self._num_rounds += num_rounds
+        self._seconds += seconds
+        return self._num_rounds >= NUM_REVIEWED
+
+    @property
+    def correction(self) -> float:
+        """Plain rounds by which the loss was overestimated."""
+        plain = self._seconds / self._num_rounds
+        return sum(seconds * max(1 / before - 1 / plain, 0.0) for seconds, before in self._booked)

@@ -1,4 +1,4 @@
-"""Averages and lines that follow what was measured lately, and shrug off hiccups."""
+"""Running estimates of costs, robust to rounds that other load on the machine has disturbed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ NUM_REMEMBERED = 16
 """An average is over about so many values."""
 FARTHEST = 1.3
 """A value counts for at most this multiple of what was expected: a hiccup is no news. (Nothing is too fast by accident.)"""
+FARTHEST_AT_FIRST = 2.5
+"""The same for the first value of its kind, of which little could be expected."""
 NUM_COLD = 3
 """Of so many first plain rounds the least counts: the first ones allocate and fill caches."""
+FADING = 1 - 1 / 64
+"""Of the weight of what was measured, so much is left after another round with a draft."""
+FIRST_NODE_COST = 0.03
+"""A drafted token makes a pass more expensive by this share of a plain round, until it was measured."""
+PRIOR_LENGTH = 2
+"""That first belief weighs as much as one draft of this length."""
+JUMP = 1.3
+"""Plain rounds that have become slower or faster by this factor mean that the machine has changed its speed."""
+NUM_RECENT = 5
+"""All but one of so many plain rounds must be slower for that."""
 FIRST_SLOPE = 0.6
 """How much of the time per step is taken for the step's own while nothing tells it from what a draft takes to start."""
 STALE = 1.4
@@ -54,11 +66,11 @@ class Average:
 
 
 class Line:
-    """Seconds as a start and so much per step, fitted to what was seen lately by least squares.
+    """Cost of a draft as a start and so much per step, fitted to recent drafts by least squares.
 
     Attributes:
-        start: seconds before the first step.
-        slope: seconds per step.
+        start: cost before the first step.
+        slope: cost per step.
     """
 
     __slots__ = ("_weight", "_x", "_xx", "_xy", "_y", "slope", "start")
@@ -67,19 +79,28 @@ class Line:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self.start = self.slope = 0.0
 
-    def add(self, num_steps: int, seconds: float) -> None:
-        if self._weight >= 2:
-            most = (self.start + self.slope * num_steps) * FARTHEST
-            if seconds > most:
-                seconds = most
+    def add(self, num_steps: int, cost: float) -> None:
+        if self._weight:
+            expected = self.start + self.slope * num_steps
+            if cost * FARTHEST < expected:
+                self.doubt()  # a disturbance makes a draft slower, never faster: what came before was disturbed
+            cost = min(cost, expected * FARTHEST)
         decay = 1 - 1 / (4 * NUM_REMEMBERED)
         self._weight = self._weight * decay + 1
         self._x = self._x * decay + num_steps
-        self._y = self._y * decay + seconds
+        self._y = self._y * decay + cost
         self._xx = self._xx * decay + num_steps * num_steps
-        self._xy = self._xy * decay + num_steps * seconds
+        self._xy = self._xy * decay + num_steps * cost
         self.slope = self._fitted_slope()
         self.start = max(self._y - self.slope * self._x, 0.0) / self._weight
+
+    def doubt(self) -> None:
+        """Keep the estimate with the weight of a single draft."""
+        if self._weight > 1:
+            scale = 1 / self._weight
+            self._weight = 1.0
+            self._x, self._y = self._x * scale, self._y * scale
+            self._xx, self._xy = self._xx * scale, self._xy * scale
 
     def _fitted_slope(self) -> float:
         mean = self._y / self._x
@@ -90,6 +111,64 @@ class Line:
         return min(max(slope, 0.1 * mean), mean)
 
 
+class CostCurve:
+    """Cost of a target pass by draft length, in plain rounds.
+
+    A running average for each length, drawn towards a straight line through all of them. The weight of a length
+    fades while others are drafted, so a single disturbed round does not decide its cost for good.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._cells: dict[int, _CurveCell] = {}
+        # Sums of a least-squares line through cost 1 at length 0.
+        self._xx = float(PRIOR_LENGTH**2)
+        self._xy = FIRST_NODE_COST * PRIOR_LENGTH**2
+
+    def at(self, length: int) -> float:
+        line = self._line(length)
+        cell = self._cells.get(length)
+        if cell is None:
+            return line
+        weight = cell.weight * FADING ** (self._now - cell.time)
+        return max((cell.cost * weight + line) / (weight + 1), 1.0)
+
+    def add(self, length: int, cost: float) -> None:
+        """Add the cost of one pass over a draft of this length."""
+        self._now += 1
+        expected = self.at(length)
+        disturbed_before = cost * FARTHEST < expected
+        cell = self._cells.get(length)
+        cost = min(cost, expected * (FARTHEST if cell else FARTHEST_AT_FIRST))
+        self._xx = self._xx * FADING + length * length
+        self._xy = self._xy * FADING + length * (cost - 1)
+        if cell is None:
+            cell = self._cells[length] = _CurveCell(cost)
+        most = 1.0 if disturbed_before else NUM_REMEMBERED - 1.0
+        cell.weight = min(cell.weight * FADING ** (self._now - cell.time), most) + 1
+        cell.time = self._now
+        cell.cost += (cost - cell.cost) / cell.weight
+
+    def doubt(self) -> None:
+        """Keep the estimates with the weight of a single round each."""
+        for cell in self._cells.values():
+            cell.weight = min(cell.weight, 1.0)
+
+    def _line(self, length: int) -> float:
+        return 1 + max(self._xy / self._xx, 0.0) * length
+
+
+class _CurveCell:
+    """Average cost of one draft length, its weight in rounds, and when it was seen last."""
+
+    __slots__ = ("cost", "time", "weight")
+
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
+        self.weight = 0.0
+        self.time = 0
+
+
 class PlainTime:
     """Seconds of a plain round at one batch size: a line over the rows' mean length.
 
@@ -97,12 +176,23 @@ class PlainTime:
     together, and drawn towards none while lengths have hardly differed. Where they no longer do, it is not forgotten.
     """
 
-    __slots__ = ("_along", "_before", "_length", "_level", "_longest", "_shortest", "_slope", "_spread")
+    __slots__ = (
+        "_along",
+        "_before",
+        "_length",
+        "_level",
+        "_longest",
+        "_recent",
+        "_shortest",
+        "_slope",
+        "_spread",
+    )
 
     def __init__(self, length: float) -> None:
         self._level = Average(NUM_COLD)
         self._length = self._shortest = self._longest = self._before = length
         self._slope = self._spread = self._along = 0.0
+        self._recent: tuple[tuple[float, float], ...] = ()
 
     @property
     def count(self) -> int:
@@ -119,8 +209,43 @@ class PlainTime:
         reach = STALE if self._longest < TELLING * self._shortest else STALE * STALE
         return self._shortest <= length * reach and length <= self._longest * reach
 
-    def add(self, length: float, seconds: float) -> None:
-        """A plain round."""
+    def add(self, length: float, seconds: float, num_rounds: int = 1) -> float:
+        """Add a plain round, or the median of several.
+
+        Returns:
+            By which factor the machine has become slower, where it has changed its speed; else 1.
+        """
+        change = self._change(length, seconds, num_rounds) if self._level.count >= NUM_COLD else 1.0
+        if change == 1.0:
+            self._fit(length, seconds)
+        else:
+            self.rescale(change)
+        return change
+
+    def _change(self, length: float, seconds: float, num_rounds: int) -> float:
+        """By which factor recent plain rounds differ from the expected time, where they agree in that; else 1."""
+        # The median of many rounds counts for two: together they outvote one round.
+        self._recent = (*self._recent, *((length, seconds),) * min(num_rounds, 2))[-NUM_RECENT:]
+        ratios = [seconds / self.at(length) for length, seconds in self._recent]
+        # Other load makes rounds slower by accident, and nothing makes them faster: fewer fast rounds are enough.
+        # Where rows are much shorter (or longer) than before, it is their length that makes rounds fast (or slow).
+        fast = [ratio for ratio in ratios[-3:] if ratio < 1 / JUMP]
+        if len(fast) >= 2 and length * STALE > self._length:
+            return max(fast)
+        slow = sorted(ratio for ratio in ratios if ratio > JUMP)
+        if len(slow) >= NUM_RECENT - 1 and length < self._length * STALE:
+            return slow[len(slow) // 2]
+        return 1.0
+
+    def rescale(self, change: float) -> None:
+        """Rounds take `change` times as long from now on, whatever their length."""
+        self._level.value *= change
+        self._level.count = NUM_COLD
+        self._slope *= change
+        self._along *= change
+        self._recent = ()
+
+    def _fit(self, length: float, seconds: float) -> None:
         level = self._level
         if level.count < NUM_COLD:
             level.add(seconds)

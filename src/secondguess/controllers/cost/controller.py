@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from secondguess.controllers.base import Controller
-from secondguess.controllers.cost.allowance import Guard, Probes
+from secondguess.controllers.cost.allowance import SERIES, Guard, Probes
 from secondguess.controllers.cost.expectations import Expectations
 from secondguess.controllers.cost.offers import Offer, Offers
 from secondguess.controllers.cost.prices import Prices
@@ -31,8 +31,6 @@ from secondguess.controllers.laws import DraftLaws
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime, Row, Verdict
 from secondguess.names import Name, read_options, require_between, with_argument
 
-SERIES = 4
-"""Probes come in series of about so many."""
 PLAIN = Plan(0, 0)
 
 
@@ -102,7 +100,7 @@ class CostController(Controller):
             self.probes.succeeded()
         elif offers:
             best = first_few([(offer.net, offer) for offer in offers], 1, rows)
-            taken = self._probe(best, was_probing)
+            taken = self._probe(best, rows, was_probing)
         if not taken:
             self._rests.begin(rows, prospects)
         elif not self._probing:
@@ -123,14 +121,16 @@ class CostController(Controller):
             offers.sort(key=_net, reverse=True)
         return offers
 
-    def _probe(self, offers: list[Offer], was_probing: bool) -> list[Offer]:
+    def _probe(self, offers: list[Offer], rows: Sequence[Row], was_probing: bool) -> list[Offer]:
         """Try one node of the best (of several that are alike), if that can be paid for; a series, once there is enough."""
         part = offers[0].part
         price = self._prices.drafting(part, len(offers), 1) + self._prices.wider(0, 1)
         price += self.times.reading(part, sum([offer.prospect.unread for offer in offers])) / SERIES
-        if self.probes.balance < (price if was_probing else SERIES * price):
-            if was_probing:
+        if was_probing:
+            if not self.probes.may_go_on(price):
                 self.probes.failed()
+                return []
+        elif not self.probes.may_begin(SERIES * price, self.times.plain(len(rows))):
             return []
         self._probing = True
         for offer in offers:
@@ -201,12 +201,22 @@ class CostController(Controller):
     def _learn_plain(self, rows: Sequence[Row], rounds: Rounds) -> None:
         """Rounds for which nothing was planned."""
         self.expectations.move_on(rows, rounds.num)
-        self.times.see_plain(len(rows), rounds.context, rounds.typical)
-        plain = self.times.plain(len(rows))
+        changed = self.times.see_plain(len(rows), rounds.context, rounds.seconds)
+        plain, total = self.times.plain(len(rows)), sum(rounds.seconds)
         for place, num in rounds.places.items():
-            self._prices.book_plain(place, rounds.seconds / (rounds.num * plain), num)
-        self.probes.earn(rounds.seconds, plain)
-        self.guard.wait(rows, rounds.num)
+            self._prices.book_plain(place, 1.0, num)
+        self.probes.earn(total, plain)
+        self.probes.wait(rounds.num)
+        self.guard.wait(rows, rounds.num, total)
+        if changed:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Put earlier verdicts to the test: the machine on which they were reached has changed its speed."""
+        self.guard.forgive()
+        self.probes.grant()
+        self._rests.end()
+        self._prices.forget_paces()
 
     def _pass(self, rows: Sequence[Row], time: RoundTime) -> None:
         """A round in which nobody was asked is over."""
@@ -253,11 +263,14 @@ class CostController(Controller):
         num_rows = len(rows)
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
+        # Like with like: what a disturbance adds is in the mean of plain rounds, too.
+        mean = plain * self.times.disturbance.excess
         self._prices.book(place, seconds / plain, num_tokens / num_rows, worthwhile=not self._probing)
         self.probes.earn(seconds, plain)
         if self._probing:
             self.probes.pay(seconds - plain_seconds)
-        self.guard.book((plain_seconds - seconds + spread) / plain, rows)
+        won = num_tokens / num_rows - (seconds - spread) / mean
+        self.guard.book(won, rows, seconds - spread, mean)
 
     def end(self, row: Row) -> None:
         self._learn_of_rest()

@@ -23,6 +23,9 @@ FIRST_GAIN, FIRST_WIDTH, FIRST_SHARE = 1.0, 2.0, 0.7
 """What is believed of guesses of which nothing is known: worth a try."""
 DOUBT = 1.0
 """How many tokens a guess of an unknown kind may gain beyond what is expected of it; falls with the root of the count."""
+NO_DOUBT = 0.1
+"""What is left of that after the about hundred drafts that an average remembers, taken off: drafts that just fail to pay
+would else be made for ever."""
 NEUTRAL, FORGETTING = 0.5, 8.0
 """What a row's share of accepted nodes goes back to while nothing is drafted, and in how many rounds."""
 DRAFTS_DECAY = 1 - 1 / 100
@@ -130,7 +133,7 @@ class Expectations:
         standing = self.standings.get(row)
         level = standing.level if standing is not None else 0
         gain, width = kind.of_kind.means(*kind.of_pool.means(FIRST_GAIN, FIRST_WIDTH))
-        doubt = DOUBT / (1 + kind.of_kind.count) ** 0.5
+        doubt = max(DOUBT / (1 + kind.of_kind.count) ** 0.5 - NO_DOUBT, 0.0)
         gain_here, width = kind.at_level[level].means(gain, width)
         # A row that fares badly may fare better soon, and only a draft tells: no worse is expected than of all such guesses.
         return max(gain_here, gain), width, doubt, self.drafts.mean(kind.comes, 1.0)

@@ -12,6 +12,8 @@ from secondguess.controllers.cost.round_times import RoundTimes
 
 PACE_MEMORY = 64
 """Rounds over which the pace of places of one kind is averaged."""
+LONGEST = 2.0
+"""A round counts for at most this multiple of their average duration: disturbances are not part of the pace."""
 HELD_TO = 1 - 1 / 8
 """A round in which no draft was good enough leaves so much of what they are held to beyond plain decoding."""
 RENEWAL = 16
@@ -33,7 +35,7 @@ class Pace:
 
     def see(self, seconds: float, tokens: float, num_rounds: int) -> None:
         share = 1 - (1 - 1 / PACE_MEMORY) ** num_rounds
-        self.seconds += (seconds - self.seconds) * share
+        self.seconds += (min(seconds, LONGEST * self.seconds) - self.seconds) * share
         self.tokens += (tokens - self.tokens) * share
 
 
@@ -90,6 +92,10 @@ class Prices:
             pace = self._paces[place] = Pace()
         pace.see(seconds, tokens, num_rounds)
         self._age += num_rounds
+
+    def forget_paces(self) -> None:
+        """Forget the speeds of recent rounds."""
+        self._paces.clear()
 
     def renew(self) -> None:
         """A round with drafts was timed: from time to time all prices are worked out anew."""

@@ -19,7 +19,7 @@ SHORTEST = 8
 MOST_DOUBLINGS = 3
 FEW = 8
 """So many rounds are learnt from as one."""
-MOST_KEPT = 64
+MOST_KEPT = 16
 """So many rounds are kept at most until they are learnt from."""
 
 
@@ -92,18 +92,16 @@ class Rounds:
         num: how many.
         context: mean tokens per row amidst them.
         places: in what kinds of places, with how many in each.
-        seconds: all of them, of all rounds.
-        typical: the median of their seconds, reading left out.
+        seconds: of each, prefill left out.
     """
 
-    __slots__ = ("context", "num", "places", "seconds", "typical")
+    __slots__ = ("context", "num", "places", "seconds")
 
     def __init__(self, context: float, places: Sequence[Hashable], times: Sequence[RoundTime]) -> None:
         self.num = len(times)
         self.context = context
         self.places = {place: places.count(place) for place in set(places)}
-        self.seconds = sum([time.total for time in times])
-        self.typical = sorted([time.total - time.prefill for time in times])[self.num // 2]
+        self.seconds = [time.total - time.prefill for time in times]
 
 
 class Passed:

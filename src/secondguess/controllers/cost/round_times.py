@@ -1,44 +1,55 @@
-"""What rounds take, learnt from the rounds themselves: T_target(m) and T_draft(k) at the batch size in use.
+"""Costs of rounds, learned from the rounds: T_target(m) and T_draft(k) at the batch size in use.
 
 A round over R rows whose longest draft has w levels (in a chain, nodes) takes `rest(R, w)` seconds beside drafting, and a
-draft of k steps over n rows `drafting(part, n, k)`, so much to start and so much per step. Curves are kept as running
-averages that shrug off hiccups, so they follow a machine that changes its pace; of a plain round it is also learnt how it
-grows with the context.
+draft of k steps over n rows `drafting(part, n, k)`. All but plain rounds is kept in plain rounds of the same moments, so
+that a machine that changes its speed changes all costs alike. Drafted rounds that take unexpectedly long (or short) bring
+about a few plain ones, which tell whether the machine or the draft is the cause.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
-from secondguess.controllers.cost.averages import Average, Line, PlainTime
+from secondguess.controllers.cost.averages import CostCurve, Line, PlainTime
+from secondguess.controllers.cost.disturbance import Disturbance
 from secondguess.core import Row
 
-SLOPE = 0.03
-"""What a further node adds to a pass until it is known better, as a share of a plain round."""
 AGE = 256
 """After so many rounds with drafts a plain one is timed again: everything is compared with it."""
+AGE_IF_BUSY = 32
+"""The same while other load disturbs the rounds."""
+SURPRISE = 1.3
+"""Drafted rounds that take this many times as long as expected, or as short, are looked into."""
+NUM_SURPRISES, NUM_CHECKS = 4, 4
+"""All but one of so many drafted rounds must agree in that; then so many plain rounds are timed."""
+IMPOSSIBLE = 0.9
+"""A pass over a draft cannot take less than this share of a plain round, which then must have become faster."""
 NEAR = 1.3
 """Batch sizes within this factor of one another are told from one another on straight lines."""
 
 
 class RoundTimes:
-    """Curves of seconds, by batch size.
+    """Seconds by batch size, draft length and number of draft steps.
 
     Attributes:
-        context: mean tokens per row in the round under way; None for whatever it was on average.
+        context: mean tokens per row in the round under way; None for the average of all rounds.
+        disturbance: of plain rounds, by other load on the machine.
     """
 
     def __init__(self) -> None:
         self.context: float | None = None
+        self.disturbance = Disturbance()
         self._plain: dict[int, PlainTime] = {}
-        self._ratios: dict[int, dict[int, Average]] = {}
+        self._curves: dict[int, CostCurve] = {}
         self._steps: dict[Hashable, dict[int, Line]] = {}
         self._reading: dict[Hashable, Line] = {}
         self._num_since_plain = 0
+        self._surprises: tuple[float, ...] = ()
+        self._num_checks = 0
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
-        """Whether a plain round should be timed before anything is compared with one.
+        """Return whether a plain round has to be timed before anything is compared with one.
 
         Args:
             context: mean tokens per row.
@@ -47,42 +58,90 @@ class RoundTimes:
         if nearest is None or max(nearest, num_rows) > NEAR * min(nearest, num_rows):
             return True
         known = self._plain[nearest]
-        return known.count < 2 or not known.knows(context) or self._num_since_plain >= AGE
+        age = AGE_IF_BUSY if self.disturbance.is_busy else AGE
+        return (
+            self._num_checks > 0
+            or known.count < 2
+            or not known.knows(context)
+            or self._num_since_plain >= age
+        )
 
-    def see_plain(self, num_rows: int, context: float, seconds: float) -> None:
-        """A round without drafts."""
+    def see_plain(self, num_rows: int, context: float, seconds: Sequence[float]) -> bool:
+        """Add successive rounds without drafts; return True if the machine has changed its speed or become quiet."""
         plain = self._plain.get(num_rows)
         if plain is None:
             plain = self._plain[num_rows] = PlainTime(context)
-        plain.add(context, seconds)
+        typical = sorted(seconds)[len(seconds) // 2]
+        change = plain.add(context, typical, len(seconds))
+        changed = change != 1.0
+        if changed:
+            self.disturbance.restart()
+            for other in self._plain.values():
+                if other is not plain:
+                    other.rescale(change)
+        usual = plain.at(context)
+        calmed = [self.disturbance.add(each / usual) for each in seconds]
         self.context = context
         self._num_since_plain = 0
+        self._end_check(len(seconds), changed)
+        return changed or any(calmed)
+
+    def _end_check(self, num_rounds: int, changed: bool) -> None:
+        if not self._num_checks:
+            return
+        self._num_checks = 0 if changed else max(self._num_checks - num_rounds, 0)
+        if not self._num_checks and not changed:
+            # The machine is as fast as before, so drafted rounds do cost something else.
+            for curve in self._curves.values():
+                curve.doubt()
+            for lines in self._steps.values():
+                for line in lines.values():
+                    line.doubt()
 
     def see(self, num_rows: int, width: int, seconds: float) -> None:
-        """A round with drafts, the time of drafting left out."""
+        """Add a round with drafts, the time of drafting left out."""
         self._num_since_plain += 1
-        seen = self._ratios.setdefault(num_rows, {})
-        average = seen.get(width)
-        if average is None:
-            average = seen[width] = Average()
-        average.add(seconds / self.plain(num_rows))
+        curve = self._curves.get(num_rows)
+        if curve is None:
+            curve = self._curves[num_rows] = CostCurve()
+        cost = seconds / self.plain(num_rows)
+        if cost < IMPOSSIBLE:
+            self._num_checks = NUM_CHECKS
+            return
+        self._notice(cost / curve.at(width))
+        curve.add(width, cost)
+
+    def _notice(self, ratio: float) -> None:
+        """Compare a drafted round with what was expected of it."""
+        self.disturbance.add_drafted(ratio)
+        self._surprises = (*self._surprises, ratio)[-NUM_SURPRISES:]
+        if len(self._surprises) == NUM_SURPRISES:
+            ordered = sorted(self._surprises)
+            if ordered[1] > SURPRISE or ordered[-2] < 1 / SURPRISE:
+                self._num_checks, self._surprises = NUM_CHECKS, ()
 
     def see_steps(self, part: Hashable, num_rows: int, num_steps: int, seconds: float) -> None:
-        """Draft steps that took so long together."""
+        """Add draft steps that took so long together."""
         seen = self._steps.setdefault(part, {})
         line = seen.get(num_rows)
         if line is None:
             line = seen[num_rows] = Line()
-        line.add(num_steps, seconds)
+        line.add(num_steps, seconds / self.plain(num_rows))
 
     def see_reading(self, part: Hashable, num_tokens: int, seconds: float) -> None:
-        """What a drafter took to read so many tokens that it had not read yet."""
-        self._reading.setdefault(part, Line()).add(num_tokens, seconds)
+        """Add the time in which a drafter has prefilled so many tokens."""
+        self._reading.setdefault(part, Line()).add(num_tokens, seconds / self._any_plain())
 
     def reading(self, part: Hashable, num_tokens: int) -> float:
-        """Seconds that a drafter needs to read so many tokens; 0 before it was seen to read."""
+        """Seconds in which a drafter prefills so many tokens; 0 before it was timed."""
         line = self._reading.get(part)
-        return line.start + line.slope * num_tokens if line and num_tokens else 0.0
+        if line is None or not num_tokens:
+            return 0.0
+        return (line.start + line.slope * num_tokens) * self._any_plain()
+
+    def _any_plain(self) -> float:
+        """Seconds of a plain round at the smallest batch size seen."""
+        return self._plain[min(self._plain)].at(None)
 
     def plain(self, num_rows: int) -> float:
         """Seconds of a round without drafts; from the batch sizes around it where this one is unknown."""
@@ -101,50 +160,36 @@ class RoundTimes:
 
     def rest(self, num_rows: int, width: int) -> float:
         """Seconds of a round but for drafting, whose longest draft has `width` levels."""
+        plain = self.plain(num_rows)
         if width == 0:
-            return self.plain(num_rows)
-        return self.plain(num_rows) * self._ratio(num_rows, width)
+            return plain
+        curve = _at_nearest(self._curves, num_rows)
+        return plain * (curve or UNKNOWN).at(width)
 
     def step(self, part: Hashable, num_rows: int) -> float:
         """Seconds of a further draft step over so many rows; 0 before one was seen."""
-        line = self._line(part, num_rows)
-        return line.slope if line else 0.0
+        line = _at_nearest(self._steps.get(part), num_rows)
+        return line.slope * self.plain(num_rows) if line else 0.0
 
     def drafting(self, part: Hashable, num_rows: int, num_steps: float) -> float:
         """Seconds of a draft of so many steps; 0 before one was seen."""
-        line = self._line(part, num_rows)
-        return line.start + line.slope * num_steps if line else 0.0
-
-    def _line(self, part: Hashable, num_rows: int) -> Line | None:
-        seen = self._steps.get(part)
-        if not seen:
-            return None
-        return seen.get(num_rows) or seen[min(seen, key=lambda other: abs(other - num_rows))]
+        line = _at_nearest(self._steps.get(part), num_rows)
+        return (line.start + line.slope * num_steps) * self.plain(num_rows) if line else 0.0
 
     def most_rows(self, part: Hashable) -> int:
         """The most rows that a draft step was seen to take; 0 before one was seen."""
         return max(self._steps.get(part, {}), default=0)
 
-    def _ratio(self, num_rows: int, width: int) -> float:
-        """Over a plain round; straight lines between the widths that were seen, from 1 at width 0."""
-        seen = self._ratios.get(num_rows)
-        if not seen:
-            nearest = min(self._ratios, key=lambda size: abs(size - num_rows), default=None)
-            if nearest is None:
-                return 1 + SLOPE * width
-            seen = self._ratios[nearest]
-        known = seen.get(width)
-        if known is not None:
-            return known.value
-        widths = sorted(seen)
-        place = bisect_left(widths, width)
-        low = widths[place - 1] if place else 0
-        low_value = seen[low].value if place else 1.0
-        if place == len(widths):
-            slope = max((low_value - 1) / low, 0.0)
-            return low_value + slope * (width - low)
-        high = widths[place]
-        return low_value + (seen[high].value - low_value) * (width - low) / (high - low)
+
+UNKNOWN = CostCurve()
+Estimate = TypeVar("Estimate", CostCurve, Line)
+
+
+def _at_nearest(known: Mapping[int, Estimate] | None, num_rows: int) -> Estimate | None:
+    """The estimate of the nearest batch size."""
+    if not known:
+        return None
+    return known.get(num_rows) or known[min(known, key=lambda other: abs(other - num_rows))]
 
 
 def mean_length(rows: Sequence[Row]) -> float:

@@ -1,0 +1,273 @@
+"""Compare the default controller with the best constant draft length, and after a burst of other load.
+
+    python benchmarks/always_gains.py --pair builtin --pair pairs/88m
+
+Two experiments, each in fresh processes and at each temperature:
+
+- `quiet`: the default controller and every constant draft length decode the same texts, a round of each in
+  turn. The figure is the default's tokens/s over those of the best constant length, chosen afterwards. What
+  the controller has to learn first is included.
+- `burst`: other processes keep both cores busy for some seconds, either before the controller has learned
+  anything (`burst at start`) or afterwards (`burst later`). After the burst it decodes `--recovery` tokens,
+  which are not counted, and then texts in turns with a second controller that was never disturbed. The
+  figure is the ratio of their speeds.
+
+A pair is `builtin`, or a directory that `make_pair.py` wrote (its prompts are random tokens).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from secondguess.bench.encoding import encode_workload
+from secondguess.bench.in_turns import in_turns
+from secondguess.bench.provenance import gather
+from secondguess.bench.systems import Models, ModelsApart, Speculator
+from secondguess.bench.workloads import load_workload
+from secondguess.builtin import builtin_paths
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8)
+BUSY_LOOP = "while True: pass"
+EXPERIMENTS = ("quiet", "burst at start", "burst later")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Paths of a target and a draft model, by the name that the results use."""
+
+    name: str
+    target: str
+    drafter: str
+
+    @classmethod
+    def of(cls, name: str) -> Pair:
+        if name == "builtin":
+            return cls(name, "builtin", "builtin-draft")
+        return cls(Path(name).name, f"{name}/target", f"{name}/drafter")
+
+    def prompts(self, models: Models, options: argparse.Namespace) -> list[list[int]]:
+        """Token ids of the prompts: a workload for the built-in pair, else random tokens."""
+        if self.name == "builtin":
+            workload = load_workload(options.prompts, options.num_prompts)
+            return encode_workload(models.target, workload, options.max_tokens).prompts
+        dice = random.Random(0)
+        vocab_size = models.target.runtime.vocab_size
+        return [[dice.randrange(vocab_size) for _ in range(96)] for _ in range(options.num_prompts)]
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Keep `count` processes running in a loop."""
+    running = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+class Worker:
+    """One experiment in this process.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.pair = Pair.of(options.pair[0])
+        self.temperature = options.temperature[0]
+        self.models = Models(self.pair.target, options.dtype, "cpu")
+        self.prompts = self.pair.prompts(self.models, options)
+        self._endless = cycle(self.prompts)
+
+    def system(self, controller: str) -> Speculator:
+        return Speculator(ModelsApart(self.models), f"model:{self.pair.drafter}", controller)
+
+    def in_turns(
+        self, systems: dict[str, Speculator], prompts: Sequence[Sequence[int]]
+    ) -> dict[str, dict[str, float]]:
+        """Decode all prompts; per system tokens per second and tokens per target pass."""
+        totals = {name: [0.0, 0, 0] for name in systems}
+        for number, prompt in enumerate(prompts):
+            runs = in_turns(systems, [prompt], self.options.max_tokens, self.temperature, number)
+            for name, run in runs.items():
+                assert run.stats is not None
+                counts = (run.decode_seconds, run.num_tokens, run.stats.num_rounds)
+                totals[name] = [a + b for a, b in zip(totals[name], counts, strict=True)]
+        return {
+            name: {"speed": tokens / seconds, "tokens_per_pass": tokens / rounds}
+            for name, (seconds, tokens, rounds) in totals.items()
+        }
+
+    def decode(self, system: Speculator, *, num_tokens: int = 0, seconds: float = 0.0) -> int:
+        """Decode texts one after the other, at least so many tokens and for so long; returns the tokens."""
+        end, done = time.monotonic() + seconds, 0
+        while done < num_tokens or time.monotonic() < end:
+            length = self.options.max_tokens
+            if done < num_tokens:
+                length = min(length, num_tokens - done)
+            system.generate(next(self._endless), length, self.temperature, done)
+            done += length
+        return done
+
+    def quiet(self) -> dict[str, object]:
+        # The kernels and the allocator are warmed up by systems that are not measured.
+        self.decode(self.system("fixed:3"), num_tokens=self.options.max_tokens)
+        systems = {name: self.system(name) for name in ("cost", *(f"fixed:{k}" for k in LENGTHS))}
+        found = self.in_turns(systems, self.prompts)
+        best = max((name for name in systems if name != "cost"), key=lambda name: found[name]["speed"])
+        ratio = found["cost"]["speed"] / found[best]["speed"]
+        return {"ratio": ratio, "best": best, "systems": found}
+
+    def burst(self, *, at_start: bool) -> dict[str, object]:
+        options = self.options
+        disturbed, undisturbed = self.system("cost"), self.system("cost")
+        if not at_start:
+            self.decode(disturbed, num_tokens=options.warm_up)
+        if not at_start:
+            self.decode(undisturbed, num_tokens=options.warm_up)
+        with busy_processes(options.busy):
+            during = self.decode(disturbed, seconds=options.burst)
+        self.decode(disturbed, num_tokens=options.recovery)
+        if at_start:
+            self.decode(undisturbed, num_tokens=options.warm_up)
+        found = self.in_turns({"disturbed": disturbed, "undisturbed": undisturbed}, self.prompts)
+        ratio = found["disturbed"]["speed"] / found["undisturbed"]["speed"]
+        return {"ratio": ratio, "tokens_in_burst": during, "systems": found}
+
+    def run(self, experiment: str) -> dict[str, object]:
+        if experiment == "quiet":
+            return self.quiet()
+        return self.burst(at_start=experiment == "burst at start")
+
+
+def run_processes(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Run every experiment of every pair and temperature in fresh processes; one result for each process."""
+    results: list[dict[str, object]] = []
+    for pair in options.pair:
+        for temperature in options.temperature:
+            for experiment in options.experiment:
+                for number in range(options.processes):
+                    result = {
+                        "pair": Pair.of(pair).name,
+                        "temperature": temperature,
+                        "experiment": experiment,
+                        **run_process(options, pair, temperature, experiment),
+                    }
+                    results.append(result)
+                    print(
+                        f"{pair} T={temperature:g} {experiment} {number}: {result['ratio']:.3f}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+    return results
+
+
+def run_process(
+    options: argparse.Namespace, pair: str, temperature: float, experiment: str
+) -> dict[str, object]:
+    command = [sys.executable, __file__, "--worker", "--pair", pair]
+    command += ["--temperature", str(temperature), "--experiment", experiment]
+    for name in (
+        "num_prompts", "max_tokens", "warm_up", "recovery", "burst", "busy", "threads", "dtype",
+    ):  # fmt: skip
+        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    if options.prompts is not None:
+        command += ["--prompts", options.prompts]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def summarise(results: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Per pair, temperature and experiment: the median, the least and the largest ratio over processes."""
+    groups: dict[tuple[object, ...], list[float]] = {}
+    for result in results:
+        key = (result["pair"], result["temperature"], result["experiment"])
+        groups.setdefault(key, []).append(float(result["ratio"]))  # type: ignore[arg-type]
+    return [
+        {
+            "pair": pair,
+            "temperature": temperature,
+            "experiment": experiment,
+            "processes": len(ratios),
+            "median": median(ratios),
+            "least": min(ratios),
+            "largest": max(ratios),
+        }
+        for (pair, temperature, experiment), ratios in groups.items()
+    ]
+
+
+def show(summary: Sequence[dict[str, object]]) -> None:
+    print(f"{'pair':10}{'T':>4}  {'experiment':16}{'processes':>10}{'median':>8}{'least':>8}{'largest':>8}")
+    for row in summary:
+        print(
+            f"{row['pair']:10}{row['temperature']:4g}  {row['experiment']:16}{row['processes']:10}"
+            f"{row['median']:8.3f}{row['least']:8.3f}{row['largest']:8.3f}"
+        )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pair", action="append", help="builtin (default), or a directory; repeatable")
+    parser.add_argument("--experiment", choices=EXPERIMENTS, nargs="+", default=list(EXPERIMENTS))
+    parser.add_argument("--processes", type=int, default=10, help="fresh processes for each experiment")
+    parser.add_argument("--prompts", default=None, help="of the built-in pair, as for `secondguess bench`")
+    parser.add_argument("--num-prompts", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--warm-up", type=int, default=768, help="tokens of an undisturbed controller")
+    parser.add_argument("--recovery", type=int, default=200, help="tokens after a burst, not counted")
+    parser.add_argument("--burst", type=float, default=4.0, help="seconds")
+    parser.add_argument("--busy", type=int, default=2, help="processes that keep cores busy")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
+    options = parser.parse_args()
+    options.pair = options.pair or ["builtin"]
+    return options
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    if options.worker:
+        print(json.dumps(Worker(options).run(options.experiment[0])))
+        return
+    results = run_processes(options)
+    summary = summarise(results)
+    show(summary)
+    if options.output is not None:
+        about = gather(
+            num_threads=options.threads,
+            device="cpu",
+            dtype=options.dtype,
+            seed=0,
+            models={"builtin": builtin_paths()[0]},
+            runtimes={},
+        )
+        record = {"summary": summary, "results": results, "provenance": about.__dict__}
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Simulated rounds for tests of controllers: a drafter with a given acceptance, and a clock with given costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from secondguess.controllers.cost.controller import CostController
+from secondguess.controllers.laws import DraftLaws
+from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.sampling import SamplingParams
+
+Chance = Callable[[int, int], float]
+"""Of a node's acceptance, given the round and the node's depth."""
+
+
+class FlatLaws(DraftLaws):
+    """Laws that say nothing but a confidence."""
+
+    def __init__(self, confidences: Sequence[float]) -> None:
+        self.foretold = None
+        self.__dict__["confidences"] = list(confidences)
+
+
+@dataclass
+class Simulation:
+    """A drafter and a target on simulation, for rows that never end.
+
+    Args:
+        chance: of acceptance, by round and depth.
+        step: seconds of a draft step; a plain round takes 1.
+        node: seconds that a node adds to the target's pass.
+        certain: whether the drafter is a look-up.
+        confidence: what the drafter says of every node.
+        kind: what it says of its guess beforehand, by round.
+        delay: seconds on the clock of a phase that takes so many on a quiet machine; given the round since the
+            object was made.
+    """
+
+    chance: Chance
+    step: float = 0.15
+    node: float = 0.05
+    certain: bool = False
+    confidence: float = 0.5
+    prefill: float = 0.0
+    kind: Callable[[int], str] = lambda number: ""
+    delay: Callable[[random.Random, int, float], float] = lambda dice, number, seconds: seconds
+    drafted: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def play(
+        self, controller: CostController, num_rounds: int, num_rows: int = 1, seed: int = 0
+    ) -> Simulation:
+        dice = random.Random(seed)
+        rows = [Row([0] * 50, SamplingParams(max_tokens=10**6, temperature=1.0)) for _ in range(num_rows)]
+        for number in range(num_rounds):
+            prospect = Prospect(kind=self.kind(number), certain=self.certain)
+            plans = controller.plan(rows, [(prospect,)] * num_rows)
+            lengths = [plan.length and 1 for plan in plans]
+            depth = 0
+            active = [index for index, plan in enumerate(plans) if plan.length > 1]
+            while active:
+                if not self.certain:
+                    answers = controller.go_on(rows, FlatLaws([self.confidence] * num_rows), depth)
+                    active = [index for index in active if answers[index]]
+                depth += 1
+                for index in active:
+                    lengths[index] = depth + 1
+                active = [index for index in active if plans[index].length > depth + 1]
+            accepted = [
+                next((d for d in range(length) if dice.random() >= self.chance(number, d)), length)
+                for length in lengths
+            ]
+            now = len(self.drafted)
+            drafting = self.delay(dice, now, self.step * max(lengths))
+            scoring = 1 + self.node * max(lengths) + (self.prefill if max(lengths) else 0)
+            total = drafting + self.delay(dice, now, scoring)
+            draft = Draft.chains([[0] * length for length in lengths])
+            verdict = Verdict.of_chain(torch.tensor(accepted), torch.zeros(num_rows, dtype=torch.long))
+            for row, gained in zip(rows, accepted, strict=True):
+                row.tokens.extend([0] * (gained + 1))
+            controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, total))
+            self.drafted.append(lengths)
+            self.seconds += total
+            self.tokens += sum(accepted) + num_rows
+        return self
+
+    @property
+    def speed(self) -> float:
+        """Tokens per row and second; plain decoding has 1."""
+        return self.tokens / len(self.drafted[0]) / self.seconds
