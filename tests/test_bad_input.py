@@ -134,7 +134,7 @@ def test_a_place_that_turns_out_to_be_closed(secondguess_command, monkeypatch):
 def test_settings_for_some_of_the_prompts(tiny_checkpoint):
     llm = load(tiny_checkpoint, "none", dtype="float32")
     with pytest.raises(BadInputError, match="each of 2 prompts, got 1"):
-        llm.generate_batch(["x", "y"], [llm.sampling(max_tokens=1)])
+        llm.generate(["x", "y"], [llm.sampling(max_tokens=1)])
 
 
 def test_a_head_of_another_kind(secondguess_command):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from os import PathLike, fspath
 
 from secondguess.controllers import make_controller
@@ -81,43 +82,44 @@ class LLM:
         self.controller = controller
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **settings: object
-    ) -> Output | list[Output]:
-        """Generate for one prompt (an `Output`) or for several (a list, decoded as one batch).
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **settings: object,
+    ) -> Output | list[Output] | list[list[Output]]:
+        """Generate for one prompt, or for a list of prompts, which decode as one batch.
 
         Args:
-            prompts: text, or token ids; a list of them makes a batch.
-            params: sampling settings of every prompt; `settings` (`max_tokens=128, temperature=0.7, ...`, see
-                `SamplingParams`) make or change them.
-
-        Raises:
-            BadInputError: what is neither text nor token ids, an empty prompt, one that fills the context, or
-                a setting that makes no sense.
-            OutOfMemoryError: the prompts' caches would not fit; nothing was allocated.
-        """
-        if is_single(prompts):
-            return self.generate_batch([prompts], [self.sampling(params, **settings)])[0]  # type: ignore[list-item]
-        batch: Sequence[Prompt] = prompts  # type: ignore[assignment]
-        return self.generate_batch(batch, [self.sampling(params, **settings)] * len(batch))
-
-    def generate_batch(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Output]:
-        """Generate for prompts that each have their own settings, decoded as one batch.
-
-        Args:
-            prompts: text, or token ids; one or more.
-            params: of each prompt, in the same order.
+            prompts: text, or token ids; a list of them is a batch.
+            params: sampling settings of every prompt, or a list with those of each prompt of a batch. `settings`
+                (`max_tokens=128, temperature=0.7, ...`, see `SamplingParams`) make or change them.
 
         Returns:
-            One output per prompt, in order.
+            An `Output` for a prompt, a list of them for a list of prompts. Where settings ask for more than one sample
+            (`n`), each prompt gives a list with its samples instead of an `Output`.
 
         Raises:
-            BadInputError: as `generate`, or as many settings as prompts are not given.
+            BadInputError: what is neither text nor token ids, an empty prompt, one that fills the context, a setting
+                that makes no sense, or not as many settings as prompts.
             OutOfMemoryError: the prompts' caches would not fit; nothing was allocated.
         """
-        generation = Generation(self, prompts, params)
-        for _ in generation:
-            pass
-        return generation.outputs()
+        single = is_single(prompts)
+        batch: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]
+        if not isinstance(params, Sequence) or isinstance(params, str):
+            chosen = [self.sampling(params, **settings)] * len(batch)
+        elif single:
+            raise BadInputError(
+                "expected a list of settings only together with a list of prompts, got one prompt; "
+                "give its settings without a list"
+            )
+        else:
+            chosen = [self._sampling_at(place, each, **settings) for place, each in enumerate(params)]
+        outputs = iter(Generation(self, batch, chosen).run())
+        samples = [list(islice(outputs, each.n)) for each in chosen]
+        if any(each.n > 1 for each in chosen):
+            return samples[0] if single else samples
+        alone = [output for (output,) in samples]
+        return alone[0] if single else alone
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: object
@@ -125,10 +127,25 @@ class LLM:
         """Yield text as it is decided; each piece knows which of its tokens were drafted.
 
         Raises:
-            BadInputError: as `generate`, and at once: not only when the first piece is asked for.
+            BadInputError: as `generate`, and at once: not only when the first piece is asked for; or more than one
+                sample.
         """
-        generation = Generation(self, [prompt], [self.sampling(params, **settings)])
-        return (piece for _, piece in generation)
+        chosen = self.sampling(params, **settings)
+        if chosen.n > 1:
+            raise BadInputError(
+                f"expected n=1 for a stream, which yields the text of one sample, got {chosen.n}; "
+                "use generate, or a stream per seed"
+            )
+        return (piece for _, piece in Generation(self, [prompt], [chosen]))
+
+    @classmethod
+    def _sampling_at(cls, place: int, params: object, **settings: object) -> SamplingParams:
+        if not isinstance(params, SamplingParams):
+            raise BadInputError(
+                f"expected params[{place}] to be SamplingParams, got {type(params).__name__}; "
+                "give one SamplingParams per prompt"
+            )
+        return cls.sampling(params, **settings)
 
     @staticmethod
     def sampling(params: SamplingParams | None = None, **settings: object) -> SamplingParams:

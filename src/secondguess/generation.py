@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from secondguess.core import Commit, Row, TokenLogprob
+from secondguess.core import Commit, FinishReason, Row, TokenLogprob
 from secondguess.decode import Team, decode
 from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode
@@ -24,32 +24,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Output:
-    """What one prompt gave.
+    """One generated text: a sample of one prompt.
 
     Args:
         text: the generated text, cut before a stop string; the prompt is not part of it.
         token_ids: the generated tokens, up to and including the one that ended the row.
         drafted: per token, whether the drafter wrote it.
-        finish_reason: `stop` (an end token or a stop string) or `length`; None when the caller interrupted.
+        finish_reason: `stop` (an end token or a stop string), `length` (`max_tokens` tokens) or `context` (the model's
+            context is full); None when the caller interrupted.
         exactness: what the text promises: `lossless`, `drafter-invariant` or `lossy`.
         stats: what it took.
         logprobs: per token, when the request asked for them.
+        index: of the sample among the `n` of its prompt.
     """
 
     text: str
     token_ids: list[int]
     drafted: list[bool]
-    finish_reason: str | None
+    finish_reason: FinishReason | None
     exactness: Exactness
     stats: Stats
     logprobs: list[TokenLogprob]
+    index: int = 0
 
 
 class Generation:
-    """Prompts on their way to outputs: iterate for `(prompt index, piece)`, then ask for `outputs()`.
+    """Prompts on their way to outputs: iterate for `(row index, piece)`, then ask for `outputs()`.
 
-    The one consumer of the loop: `generate`, `stream` and the command line all drain this. After an
-    interruption `outputs()` holds what was decided so far.
+    The samples of all prompts decode as one batch: one row for each of the `n` samples of the first prompt, then
+    those of the second, and so on. `generate`, `stream` and the command line all run this. After an interruption
+    `outputs()` holds what was decided so far.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
@@ -65,14 +69,21 @@ class Generation:
             )
         for prompt, settings in zip(prompts, params, strict=True):
             ids = encode(llm.target, prompt)
-            watcher = TextStream(llm.target.tokenizer, ids, stop=settings.stop)
-            self._rows.append(make_row(llm.target, llm.verifier, ids, settings, watcher))
-            self._texts.append(watcher)
-            self._commits.append([])
-            self._pieces.append([])
+            for sample in range(settings.n):
+                watcher = TextStream(llm.target.tokenizer, ids, stop=settings.stop)
+                self._rows.append(make_row(llm.target, llm.verifier, ids, settings, watcher, sample))
+                self._texts.append(watcher)
+                self._commits.append([])
+                self._pieces.append([])
         longest = max((len(row.tokens) for row in self._rows), default=0)
         num_new = llm.target.runtime.cache.num_to_allocate(len(self._rows), longest)
         check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
+
+    def run(self) -> list[Output]:
+        """Decode all rows to their ends and return the outputs."""
+        for _ in self.rounds():
+            pass
+        return self.outputs()
 
     def __iter__(self) -> Iterator[tuple[int, Piece]]:
         for pieces in self.rounds():
@@ -102,7 +113,7 @@ class Generation:
         return held
 
     def outputs(self) -> list[Output]:
-        """One output per prompt, in order."""
+        """One output per row, in order."""
         self.flush()
         return [self._output(index) for index in range(len(self._rows))]
 
@@ -115,8 +126,18 @@ class Generation:
             finish_reason=row.finish_reason,
             exactness=self._llm.verifier.promise(row),
             stats=self._ledger.of(row),
-            logprobs=[logprob for commit in commits for logprob in commit.logprobs],
+            logprobs=[self._with_texts(each) for commit in commits for each in commit.logprobs],
+            index=row.stream,
         )
+
+    def _with_texts(self, logprob: TokenLogprob) -> TokenLogprob:
+        alternative_texts = {token: self._text_of(token) for token in logprob.alternatives}
+        return replace(logprob, text=self._text_of(logprob.token), alternative_texts=alternative_texts)
+
+    def _text_of(self, token: int) -> str:
+        tokenizer = self._llm.target.tokenizer
+        text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
 
 def check_request(
@@ -144,8 +165,9 @@ def make_row(
     ids: list[int],
     params: SamplingParams,
     watcher: TextStream | None = None,
+    sample: int = 0,
 ) -> Row:
-    """A row for one prompt; without a seed its noise is keyed by fresh entropy.
+    """A row for one sample of a prompt; without a seed its noise is keyed by fresh entropy.
 
     Raises:
         BadInputError: what `check_request` refuses.
@@ -156,6 +178,7 @@ def make_row(
         tokens=list(ids),
         params=params,
         seed=params.seed if params.seed is not None else secrets.randbits(64),
+        stream=sample,
         coupled=verifier.couples(seeded),
         end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
         context_length=target.runtime.context_length,
