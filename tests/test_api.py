@@ -68,8 +68,8 @@ class TestSamples:
         drafting = load(
             tiny_checkpoint, drafter.format(tiny_draft_checkpoint), dtype="float32", controller="fixed:3"
         )
-        # Cold enough to repeat itself, which is what `suffix` drafts from.
-        settings = {**SAMPLED, "temperature": 0.3, "max_tokens": 48}
+        # Few tokens, which repeat: `suffix` drafts from repetitions.
+        settings = {**SAMPLED, "logit_bias": {5: 90.0, 6: 90.0, 7: 90.0}}
         samples = drafting.generate([PROMPT, OTHER_PROMPT], n=3, **settings)
         assert sum(output.stats.num_drafted for output in samples[0]) > 0
         plain = llm.generate([PROMPT, OTHER_PROMPT], n=3, **settings)
