@@ -90,7 +90,8 @@ class LLM:
         """Generate for one prompt, or for a list of prompts, which decode as one batch.
 
         Args:
-            prompts: text, or token ids; a list of them is a batch.
+            prompts: text, token ids, or a conversation (a list of `{"role": ..., "content": ...}`, which the tokenizer's
+                chat template formats); a list of such prompts is a batch.
             params: sampling settings of every prompt, or a list with those of each prompt of a batch. `settings`
                 (`max_tokens=128, temperature=0.7, ...`, see `SamplingParams`) make or change them.
 
@@ -99,8 +100,8 @@ class LLM:
             (`n`), each prompt gives a list with its samples instead of an `Output`.
 
         Raises:
-            BadInputError: what is neither text nor token ids, an empty prompt, one that fills the context, a setting
-                that makes no sense, or not as many settings as prompts.
+            BadInputError: what is no prompt, an empty one, one that fills the context, messages that cannot be formatted,
+                a setting that makes no sense, or not as many settings as prompts.
             OutOfMemoryError: the prompts' caches would not fit; nothing was allocated.
         """
         single = is_single(prompts)
