@@ -146,8 +146,8 @@ class TokenLogprob:
         token: its id.
         logprob: its log-probability.
         alternatives: ids of the most probable tokens, most probable first, with their log-probabilities.
-        text: the token decoded by itself, special tokens included (`tokenizer.decode([token])`); a token that is only a
-            part of a character gives the replacement character U+FFFD. Empty in a `Commit`, which has no tokenizer.
+        text: the token decoded by itself, special tokens and a leading space included; a token that is only a part of a
+            character gives the replacement character U+FFFD. Empty in a `Commit`, which has no tokenizer.
         alternative_texts: the same for each of `alternatives`.
     """
 

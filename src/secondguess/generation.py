@@ -15,7 +15,7 @@ from secondguess.runtime.loading import LoadedModel
 from secondguess.runtime.memory import check_cache_memory
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Ledger, Stats
-from secondguess.text import Piece, TextStream
+from secondguess.text import Piece, TextStream, text_of_token
 from secondguess.verifiers.base import Exactness, Verifier
 
 if TYPE_CHECKING:
@@ -131,13 +131,10 @@ class Generation:
         )
 
     def _with_texts(self, logprob: TokenLogprob) -> TokenLogprob:
-        alternative_texts = {token: self._text_of(token) for token in logprob.alternatives}
-        return replace(logprob, text=self._text_of(logprob.token), alternative_texts=alternative_texts)
-
-    def _text_of(self, token: int) -> str:
         tokenizer = self._llm.target.tokenizer
-        text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        alternative_texts = {token: text_of_token(tokenizer, token) for token in logprob.alternatives}
+        text = text_of_token(tokenizer, logprob.token)
+        return replace(logprob, text=text, alternative_texts=alternative_texts)
 
 
 def check_request(
