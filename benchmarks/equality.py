@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from secondguess import SamplingParams
-from secondguess.api import LLM, load
+from secondguess.api import LLM, Generation, load
 from secondguess.bench.provenance import gather
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
@@ -86,7 +86,7 @@ def texts(llm: LLM, prompts: list[str], params: SamplingParams, batch_size: int)
     tokens: list[list[int]] = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
-        tokens += [output.token_ids for output in llm.generate_batch(batch, [params] * len(batch))]
+        tokens += [output.token_ids for output in Generation(llm, batch, [params] * len(batch)).run()]
     return tokens
 
 

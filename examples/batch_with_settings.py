@@ -10,5 +10,5 @@ params = [
     SamplingParams(max_tokens=40, temperature=0.8, top_p=0.95, seed=1),
     SamplingParams(max_tokens=40, temperature=0.7, repetition_penalty=1.1, stop=("\ndef ",), seed=2),
 ]
-for prompt, output in zip(prompts, llm.generate_batch(prompts, params), strict=True):
+for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
     print(f"{prompt}{output.text}\n--- {output.finish_reason}: {output.stats}\n")

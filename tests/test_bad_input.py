@@ -70,6 +70,7 @@ def change_config(directory, **changes):
         (["generate"], ["PROMPT", "neither"]),
         (["generate", "x", "--prompt-file", "y"], ["PROMPT", "both"]),
         (["generate", "x", "--batch-size", "2"], ["--batch-size", "--prompt-file"]),
+        (["generate", "x", "--n", "2"], ["n to be 1 at temperature 0", "got 2"]),
         (["generate", "x", "--logprobs", "2"], ["--logprobs", "--json"]),
         (["generate", "x", "--drafter", ""], ["drafter", "''"]),
         (["generate", "x", "--controller", ""], ["controller", "''"]),
@@ -134,7 +135,7 @@ def test_a_place_that_turns_out_to_be_closed(secondguess_command, monkeypatch):
 def test_settings_for_some_of_the_prompts(tiny_checkpoint):
     llm = load(tiny_checkpoint, "none", dtype="float32")
     with pytest.raises(BadInputError, match="each of 2 prompts, got 1"):
-        llm.generate_batch(["x", "y"], [llm.sampling(max_tokens=1)])
+        llm.generate(["x", "y"], [llm.sampling(max_tokens=1)])
 
 
 def test_a_head_of_another_kind(secondguess_command):
@@ -159,6 +160,7 @@ WHOLE_NUMBERS = {
     "--seed": ["-1", "1.5", "nan", "99999999999999999999"],
     "--logprobs": ["-1", "21", "nan"],
     "--batch-size": ["-1", "0", "nan"],
+    "--n": ["-1", "0", "1.5", "nan", "99999999999999999999"],
 }
 NUMBERS = {
     "--temperature": ["-1", "nan", "inf", "1e9", "1e-9"],
@@ -234,6 +236,13 @@ OPTIONS_OF_LOAD = [
         (b'{"prompt": "x", "temperature": "hot"}', ["line 1", "temperature", "hot"]),
         (b'{"prompt": "x", "top_p": NaN}', ["line 1", "top_p", "nan"]),
         (b'{"prompt": "x", "logit_bias": {"a": 1}}', ["line 1", "logit_bias", "'a'"]),
+        (
+            b'{"prompt": "x"}\n{"prompt": "y", "task_id": 3}',
+            ["line 2", "'task_id'", "prompt, messages, metadata", "max_tokens", "put it under metadata"],
+        ),
+        (b'{"prompt": "x", "test": "y", "entry_point": "z"}', ["line 1", "'test'", "under metadata"]),
+        (b'{"prompt": "x", "max_token": 3}', ["line 1", "'max_token'", "did you mean 'max_tokens'"]),
+        (b'{"prompt": "x", "n": 2}', ["line 1", "n to be 1 at temperature 0"]),
         (b'{"prompt": "x"}\n{"prompt": "y", "logprobs": 2}', ["line 2", "--json", "logprobs"]),
         *[
             (b'{"prompt": "x", "%s": "y"}' % name.encode(), ["line 1", name, f"--{name.replace('_', '-')}"])

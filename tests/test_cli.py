@@ -20,6 +20,7 @@ from secondguess.api import LLM
 DRAFTERS = ["none", "model", "ngram", "suffix"]
 FIELDS = [
     "text",
+    "index",
     "token_ids",
     "finish_reason",
     "exactness",
@@ -143,7 +144,7 @@ def test_every_drafter_writes_the_same_text(
 def test_a_prompt_file_is_answered_in_order_and_in_batches_alike(secondguess_command, team, tmp_path):
     lines = [
         {"prompt": "def f(x):"},
-        {"prompt": "class A:\n", "task_id": 3},
+        {"prompt": "class A:\n", "metadata": {"task_id": 3}},
         {"prompt": "x", "max_tokens": 3},
     ]
     file = tmp_path / "prompts.jsonl"
@@ -175,9 +176,69 @@ def test_logprobs_name_each_token_and_its_alternatives(secondguess_command, team
     ).records
     assert [each["token"] for each in record["logprobs"]] == record["token_ids"]
     for each in record["logprobs"]:
+        assert isinstance(each["text"], str)
         # Greedy: the token is the first of its own alternatives.
-        assert each["alternatives"][0] == {"token": each["token"], "logprob": each["logprob"]}
+        named = {name: each[name] for name in ("token", "text", "logprob")}
+        assert each["alternatives"][0] == named
         assert len(each["alternatives"]) == 2
+
+
+def test_logprobs_in_json_have_the_texts_that_the_api_gives(secondguess_command, team, tiny_checkpoint):
+    import secondguess
+
+    llm = secondguess.load(str(tiny_checkpoint), "none", dtype="float32")
+    expected = llm.generate("x", max_tokens=5, logprobs=2).logprobs
+    (record,) = secondguess_command(
+        "generate", "x", "--json", "--max-tokens", 5, "--logprobs", 2, *team
+    ).records
+    assert [each["text"] for each in record["logprobs"]] == [each.text for each in expected]
+    for shown, each in zip(record["logprobs"], expected, strict=True):
+        texts = [alternative["text"] for alternative in shown["alternatives"]]
+        assert texts == list(each.alternative_texts.values())
+
+
+def test_metadata_of_a_line_is_repeated(secondguess_command, team, tmp_path):
+    metadata = [{"task_id": "a/1", "tests": [1, None]}, None, "text"]
+    lines = [{"prompt": "x", "metadata": value} for value in metadata] + [{"prompt": "x"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--json", "--max-tokens", 2, "--batch-size", 3, *team]
+    *records, last = secondguess_command("generate", "--prompt-file", file, *options).records
+    assert [record["metadata"] for record in records] == metadata
+    assert "metadata" not in last
+
+
+def test_samples_of_a_prompt_follow_each_other(secondguess_command, team, tmp_path, tiny_checkpoint):
+    import secondguess
+
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "def f(", "n": 2, "metadata": "first"},
+        {"prompt": "x"},
+        {"prompt": "class ", "n": 1, "metadata": "last"},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = ["--n", 3, "--temperature", 1, "--seed", 5, "--max-tokens", 6, "--json", *team]
+    records = secondguess_command("generate", "--prompt-file", file, "--batch-size", 2, *settings).records
+    assert [record["index"] for record in records] == [0, 1, 0, 1, 2, 0]
+    assert [record.get("metadata") for record in records] == ["first", "first", None, None, None, "last"]
+    llm = secondguess.load(str(tiny_checkpoint), "none", dtype="float32")
+    expected = llm.generate("x", n=3, temperature=1, seed=5, max_tokens=6)
+    assert [record["token_ids"] for record in records[2:5]] == [output.token_ids for output in expected]
+
+
+def test_people_see_each_sample_with_its_prompt(secondguess_command, team):
+    arguments = ["generate", "def f(x):", "--n", 2, "--temperature", 1, "--seed", 5, "--max-tokens", 5, *team]
+    first, second = (record["text"] for record in secondguess_command(*arguments, "--json").records)
+    shown = re.sub(r"[\d.]+ tokens/s, .*\n", "figures\n", secondguess_command(*arguments).out)
+    assert shown == (f"def f(x):{first}\n\nsample 1: figures\n\ndef f(x):{second}\n\nsample 2: figures\n")
+
+
+def test_people_are_told_that_the_context_is_full(secondguess_command, team):
+    arguments = ["generate", "-", "--max-tokens", 20, "--min-tokens", 20, *team]
+    (record,) = secondguess_command(*arguments, "--json", stdin=b"z9" * 125).records
+    assert record["finish_reason"] == "context"
+    assert "\n\ncontext full: " in secondguess_command(*arguments, stdin=b"z9" * 125).out
 
 
 OPTIONS = [
@@ -193,6 +254,7 @@ OPTIONS = [
     ("logit_bias", ["--logit-bias", "5=-inf", "--logit-bias", "6=2"], {5: float("-inf"), 6: 2.0}),
     ("stop", ["--stop", "\n", "--stop", "def"], ("\n", "def")),
     ("stop_token_ids", ["--stop-token-id", "5", "--stop-token-id", "6"], (5, 6)),
+    ("n", ["--n", "3", "--temperature", "1"], 3),
     ("seed", ["--seed", "9"], 9),
     ("logprobs", ["--logprobs", "1"], 1),
     ("draft_length", ["--draft-length", "2"], 2),
@@ -216,7 +278,9 @@ def test_an_option_reaches_the_sampling_settings(secondguess_command, monkeypatc
     )
     assert secondguess_command("generate", "x", "--json", *arguments).code == 0
     assert getattr(seen[0], name) == value
-    assert seen == [LLM.sampling(SamplingParams(), **{name: value})]
+    # Several samples need a temperature beside them.
+    base = SamplingParams(temperature=1.0) if name == "n" else SamplingParams()
+    assert seen == [LLM.sampling(base, **{name: value})]
 
 
 def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypatch):

@@ -67,6 +67,11 @@ class TestCommit:
         row = row_of(context_length=4)
         assert row.room == 2
         assert row.commit([3, 4, 5], 6).tokens == [3, 4]
+        assert row.finish_reason == "context"
+
+    def test_max_tokens_is_the_reason_where_the_context_ends_at_the_same_place(self):
+        row = row_of(context_length=4, max_tokens=2)
+        row.commit([3], 4)
         assert row.finish_reason == "length"
 
     def test_nothing_lies_behind_a_stop_string_and_its_watcher_sees_no_more(self):

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from secondguess.core import Row
 from secondguess.sampling import SamplingParams
-from secondguess.text import LONGEST_WINDOW, IncrementalDecoder, TextStream
+from secondguess.text import LONGEST_WINDOW, IncrementalDecoder, TextStream, text_of_token
 
 CORPUS = [
     "def naïve(items): return [item for item in items if item]\n",
@@ -307,8 +307,24 @@ class TestStopStrings:
         stream, row = watched_row(["ab"], min_tokens=9)
         row.context_length = len(row.tokens) + 3
         assert "".join(pieces_of(stream, row, [[token] for token in single_bytes("xab")])) == "xab"
-        assert row.finish_reason == "length"
+        assert row.finish_reason == "context"
 
     def test_without_stop_strings_nothing_is_held(self):
         stream, row = watched_row()
         assert pieces_of(stream, row, [[token] for token in single_bytes("abc")]) == ["a", "b", "c"]
+
+
+class TestTextOfToken:
+    @pytest.mark.parametrize(
+        ("piece", "text"),
+        [("▁the", " the"), ("▁", " "), ("a", "a"), ("<|end|>", "<|end|>"), ("<0xE2>", "\ufffd")],
+    )
+    def test_a_leading_space_of_sentence_piece_is_kept(self, piece, text):
+        assert text_of_token(PIECES, PIECES.convert_tokens_to_ids(piece)) == text
+
+    @pytest.mark.parametrize("text", ["<|end|>", " ", "\n", "a", "\t"])
+    def test_a_byte_level_token_is_its_text(self, text):
+        assert text_of_token(BYTES, BYTES.encode(text)[0]) == text
+
+    def test_a_padded_place_of_the_vocabulary_has_none(self):
+        assert text_of_token(PIECES, len(PIECES) + 5) == ""

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from secondguess.api import LLM, Output, load
+    from secondguess.api import LLM, load
     from secondguess.drop_in import custom_generate
     from secondguess.errors import (
         BadInputError,
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         SecondGuessError,
         UnsupportedModelError,
     )
+    from secondguess.generation import Output
     from secondguess.sampling import SamplingParams
     from secondguess.stats import Stats
     from secondguess.text import Piece
@@ -39,13 +40,17 @@ __all__ = [
 
 _HOMES = {
     "LLM": "api",
-    "Output": "api",
+    "Output": "generation",
     "load": "api",
     "custom_generate": "drop_in",
     "SamplingParams": "sampling",
     "Stats": "stats",
     "Piece": "text",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> object:

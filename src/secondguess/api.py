@@ -5,23 +5,19 @@ Everything here is preparation and bookkeeping around `decode.decode`; no token 
 
 from __future__ import annotations
 
-import operator
-import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import islice
 from os import PathLike, fspath
-
-import numpy
-from torch import Tensor
 
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
-from secondguess.core import Commit, Row, TokenLogprob
-from secondguess.decode import Team, decode
 from secondguess.drafters import draft_model_paths, make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
+from secondguess.generation import Generation, Output, check_request, make_row
 from secondguess.pairing import UnloadedTarget, require_model_to_quantize, understand_drafter
+from secondguess.prompts import Prompt, encode, is_single
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import (
     LoadedModel,
@@ -32,43 +28,29 @@ from secondguess.runtime.loading import (
     pick_device,
     read_config,
 )
-from secondguess.runtime.memory import MemoryNeed, check_cache_memory, check_memory
+from secondguess.runtime.memory import MemoryNeed, check_memory
 from secondguess.sampling import SamplingParams
-from secondguess.stats import Ledger, Stats
-from secondguess.text import Piece, TextStream
+from secondguess.text import Piece
 from secondguess.verifiers import make_verifier
-from secondguess.verifiers.base import Exactness, Verifier
+from secondguess.verifiers.base import Verifier
 
-Prompt = str | Sequence[int] | numpy.ndarray | Tensor
-"""Text, or token ids: a sequence of whole numbers, or an array or a tensor `[position]` of them."""
+__all__ = [
+    "LLM",
+    "NO_DRAFTING",
+    "Generation",
+    "Output",
+    "Prompt",
+    "check_request",
+    "check_verifier",
+    "choose_controller",
+    "default_drafter",
+    "encode",
+    "load",
+    "make_row",
+]
 
 NO_DRAFTING = "fixed:0"
 """Controller of whoever never drafts."""
-
-_ARRAYS = (numpy.ndarray, Tensor)
-
-
-@dataclass(frozen=True)
-class Output:
-    """What one prompt gave.
-
-    Args:
-        text: the generated text, cut before a stop string; the prompt is not part of it.
-        token_ids: the generated tokens, up to and including the one that ended the row.
-        drafted: per token, whether the drafter wrote it.
-        finish_reason: `stop` (an end token or a stop string) or `length`; None when the caller interrupted.
-        exactness: what the text promises: `lossless`, `drafter-invariant` or `lossy`.
-        stats: what it took.
-        logprobs: per token, when the request asked for them.
-    """
-
-    text: str
-    token_ids: list[int]
-    drafted: list[bool]
-    finish_reason: str | None
-    exactness: Exactness
-    stats: Stats
-    logprobs: list[TokenLogprob]
 
 
 class LLM:
@@ -100,43 +82,45 @@ class LLM:
         self.controller = controller
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **settings: object
-    ) -> Output | list[Output]:
-        """Generate for one prompt (an `Output`) or for several (a list, decoded as one batch).
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **settings: object,
+    ) -> Output | list[Output] | list[list[Output]]:
+        """Generate for one prompt, or for a list of prompts, which decode as one batch.
 
         Args:
-            prompts: text, or token ids; a list of them makes a batch.
-            params: sampling settings of every prompt; `settings` (`max_tokens=128, temperature=0.7, ...`, see
-                `SamplingParams`) make or change them.
-
-        Raises:
-            BadInputError: what is neither text nor token ids, an empty prompt, one that fills the context, or
-                a setting that makes no sense.
-            OutOfMemoryError: the prompts' caches would not fit; nothing was allocated.
-        """
-        if is_single(prompts):
-            return self.generate_batch([prompts], [self.sampling(params, **settings)])[0]  # type: ignore[list-item]
-        batch: Sequence[Prompt] = prompts  # type: ignore[assignment]
-        return self.generate_batch(batch, [self.sampling(params, **settings)] * len(batch))
-
-    def generate_batch(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Output]:
-        """Generate for prompts that each have their own settings, decoded as one batch.
-
-        Args:
-            prompts: text, or token ids; one or more.
-            params: of each prompt, in the same order.
+            prompts: text, token ids, or a conversation (a list of `{"role": ..., "content": ...}`, which the tokenizer's
+                chat template formats); a list of such prompts is a batch.
+            params: sampling settings of every prompt, or a list with those of each prompt of a batch. `settings`
+                (`max_tokens=128, temperature=0.7, ...`, see `SamplingParams`) make or change them.
 
         Returns:
-            One output per prompt, in order.
+            An `Output` for a prompt, a list of them for a list of prompts. Where settings ask for more than one sample
+            (`n`), each prompt gives a list with its samples instead of an `Output`.
 
         Raises:
-            BadInputError: as `generate`, or as many settings as prompts are not given.
+            BadInputError: what is no prompt, an empty one, one that fills the context, messages that cannot be formatted,
+                a setting that makes no sense, or not as many settings as prompts.
             OutOfMemoryError: the prompts' caches would not fit; nothing was allocated.
         """
-        generation = Generation(self, prompts, params)
-        for _ in generation:
-            pass
-        return generation.outputs()
+        single = is_single(prompts)
+        batch: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]
+        if not isinstance(params, Sequence) or isinstance(params, str):
+            chosen = [self.sampling(params, **settings)] * len(batch)
+        elif single:
+            raise BadInputError(
+                "expected a list of settings only together with a list of prompts, got one prompt; "
+                "give its settings without a list"
+            )
+        else:
+            chosen = [self._sampling_at(place, each, **settings) for place, each in enumerate(params)]
+        outputs = iter(Generation(self, batch, chosen).run())
+        samples = [list(islice(outputs, each.n)) for each in chosen]
+        if any(each.n > 1 for each in chosen):
+            return samples[0] if single else samples
+        alone = [output for (output,) in samples]
+        return alone[0] if single else alone
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: object
@@ -144,10 +128,25 @@ class LLM:
         """Yield text as it is decided; each piece knows which of its tokens were drafted.
 
         Raises:
-            BadInputError: as `generate`, and at once: not only when the first piece is asked for.
+            BadInputError: as `generate`, and at once: not only when the first piece is asked for; or more than one
+                sample.
         """
-        generation = Generation(self, [prompt], [self.sampling(params, **settings)])
-        return (piece for _, piece in generation)
+        chosen = self.sampling(params, **settings)
+        if chosen.n > 1:
+            raise BadInputError(
+                f"expected n=1 for a stream, which yields the text of one sample, got {chosen.n}; "
+                "use generate, or a stream per seed"
+            )
+        return (piece for _, piece in Generation(self, [prompt], [chosen]))
+
+    @classmethod
+    def _sampling_at(cls, place: int, params: object, **settings: object) -> SamplingParams:
+        if not isinstance(params, SamplingParams):
+            raise BadInputError(
+                f"expected params[{place}] to be SamplingParams, got {type(params).__name__}; "
+                "give one SamplingParams per prompt"
+            )
+        return cls.sampling(params, **settings)
 
     @staticmethod
     def sampling(params: SamplingParams | None = None, **settings: object) -> SamplingParams:
@@ -166,80 +165,6 @@ class LLM:
             if name not in known:
                 raise BadInputError(f"unknown setting {name!r}; expected one of {', '.join(known)}")
         return replace(params or SamplingParams(), **settings)  # type: ignore[arg-type]
-
-
-class Generation:
-    """Prompts on their way to outputs: iterate for `(prompt index, piece)`, then ask for `outputs()`.
-
-    The one consumer of the loop: `generate`, `stream` and the command line all drain this. After an
-    interruption `outputs()` holds what was decided so far.
-    """
-
-    def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        self._llm = llm
-        self._ledger = Ledger()
-        self._texts: list[TextStream] = []
-        self._rows: list[Row] = []
-        self._commits: list[list[Commit]] = []
-        self._pieces: list[list[Piece]] = []
-        if len(prompts) != len(params):
-            raise BadInputError(
-                f"expected sampling settings for each of {len(prompts)} prompts, got {len(params)}; give one per prompt"
-            )
-        for prompt, settings in zip(prompts, params, strict=True):
-            ids = encode(llm.target, prompt)
-            watcher = TextStream(llm.target.tokenizer, ids, stop=settings.stop)
-            self._rows.append(make_row(llm.target, llm.verifier, ids, settings, watcher))
-            self._texts.append(watcher)
-            self._commits.append([])
-            self._pieces.append([])
-        longest = max((len(row.tokens) for row in self._rows), default=0)
-        num_new = llm.target.runtime.cache.num_to_allocate(len(self._rows), longest)
-        check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
-
-    def __iter__(self) -> Iterator[tuple[int, Piece]]:
-        for pieces in self.rounds():
-            yield from pieces
-
-    def rounds(self) -> Iterator[list[tuple[int, Piece]]]:
-        """What each round gave; between rounds everything agrees, so that is where to stop early."""
-        llm = self._llm
-        team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._ledger)
-        index_of = {row: index for index, row in enumerate(self._rows)}
-        for commits in decode(team, self._rows):
-            yield [self._take(index_of[commit.row], commit) for commit in commits]
-
-    def _take(self, index: int, commit: Commit) -> tuple[int, Piece]:
-        self._commits[index].append(commit)
-        piece = self._texts[index].take(commit)
-        self._pieces[index].append(piece)
-        return index, piece
-
-    def flush(self) -> list[tuple[int, Piece]]:
-        """After an interruption: the text that unfinished rows still held back, told once."""
-        held = [
-            (index, self._texts[index].flush()) for index, row in enumerate(self._rows) if not row.finished
-        ]
-        for index, piece in held:
-            self._pieces[index].append(piece)
-        return held
-
-    def outputs(self) -> list[Output]:
-        """One output per prompt, in order."""
-        self.flush()
-        return [self._output(index) for index in range(len(self._rows))]
-
-    def _output(self, index: int) -> Output:
-        row, commits = self._rows[index], self._commits[index]
-        return Output(
-            text="".join(piece.text for piece in self._pieces[index]),
-            token_ids=row.output,
-            drafted=[drafted for commit in commits for drafted in commit.drafted],
-            finish_reason=row.finish_reason,
-            exactness=self._llm.verifier.promise(row),
-            stats=self._ledger.of(row),
-            logprobs=[logprob for commit in commits for logprob in commit.logprobs],
-        )
 
 
 def load(
@@ -383,112 +308,3 @@ def _require_texts(**values: object) -> None:
 def default_drafter(model: str) -> str:
     """The drafter of a target for which none was named."""
     return "suffix+model:builtin-draft" if model == "builtin" else "suffix"
-
-
-def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt (or nothing that could hold several) and not a list of them."""
-    if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence):
-        return True
-    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, *_ARRAYS))
-
-
-def checked_prompt(prompt: object) -> str | list[int]:
-    """Text that can be encoded, or token ids as plain numbers.
-
-    Raises:
-        BadInputError: anything else, naming it.
-    """
-    if isinstance(prompt, str):
-        return _checked_text(prompt)
-    if isinstance(prompt, bytes | bytearray):
-        raise BadInputError("expected text or token ids, got bytes; decode them first: prompt.decode()")
-    if isinstance(prompt, _ARRAYS):
-        if prompt.ndim != 1:
-            raise BadInputError(
-                f"expected token ids of one prompt [position], got an array of shape {list(prompt.shape)}; "
-                "give a list of prompts, each without its padding"
-            )
-        prompt = prompt.tolist()
-    if not isinstance(prompt, Sequence):
-        raise BadInputError(
-            f"expected text or a list of token ids, got {type(prompt).__name__}; "
-            'give "text", [5, 6, 7], or a list of such prompts'
-        )
-    return [_checked_token(token, place) for place, token in enumerate(prompt)]
-
-
-def _checked_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadInputError(
-            f"expected text that UTF-8 can write, got the lone surrogate {text[error.start]!r} at character "
-            f"{error.start}; remove it"
-        ) from None
-    return text
-
-
-def _checked_token(token: object, place: int) -> int:
-    # Python lets True pass for 1; nobody means that as a token.
-    if not isinstance(token, bool):
-        try:
-            return operator.index(token)  # type: ignore[arg-type]
-        except TypeError:
-            pass
-    raise BadInputError(f"expected token ids to be whole numbers, got {token!r} at place {place}")
-
-
-def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt, refused when it is no prompt or there is nothing to continue."""
-    checked = checked_prompt(prompt)
-    ids = target.encode(checked) if isinstance(checked, str) else checked
-    if not checked or not ids:
-        raise BadInputError("expected a prompt with at least one token, got an empty one")
-    vocab_size = target.runtime.vocab_size
-    if any(not 0 <= token < vocab_size for token in ids):
-        raise BadInputError(f"expected token ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
-    return ids
-
-
-def check_request(
-    target: LoadedModel, verifier: Verifier, ids: Sequence[int], params: SamplingParams
-) -> None:
-    """Refuse, before any work is spent, what could not be decoded.
-
-    Raises:
-        BadInputError: a prompt that leaves no place in the model's context, settings that name tokens outside
-            its vocabulary, or settings that the verifier cannot serve.
-    """
-    context = target.runtime.context_length
-    if len(ids) >= context:
-        raise BadInputError(
-            f"expected a prompt of at most {context - 1} tokens (the model's context is {context} and one "
-            f"place must stay free), got {len(ids)}; shorten it"
-        )
-    params.check_vocab(target.runtime.vocab_size)
-    verifier.check(params)
-
-
-def make_row(
-    target: LoadedModel,
-    verifier: Verifier,
-    ids: list[int],
-    params: SamplingParams,
-    watcher: TextStream | None = None,
-) -> Row:
-    """A row for one prompt; without a seed its noise is keyed by fresh entropy.
-
-    Raises:
-        BadInputError: what `check_request` refuses.
-    """
-    check_request(target, verifier, ids, params)
-    seeded = params.seed is not None
-    return Row(
-        tokens=list(ids),
-        params=params,
-        seed=params.seed if params.seed is not None else secrets.randbits(64),
-        coupled=verifier.couples(seeded),
-        end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
-        context_length=target.runtime.context_length,
-        watcher=watcher,
-    )

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -30,6 +30,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from secondguess.sampling import SamplingParams
+
+
+FinishReason = Literal["stop", "length", "context"]
+"""`stop`: an end token or a stop string. `length`: `max_tokens` tokens. `context`: the model's context is full."""
 
 
 class StopWatcher(Protocol):
@@ -63,7 +67,7 @@ class Row:
     end_tokens: frozenset[int] = frozenset()
     context_length: int = 2**31
     watcher: StopWatcher | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,11 +110,13 @@ class Row:
                 break
         return Commit(self, tokens, num_accepted=min(len(accepted), len(tokens)))
 
-    def _reason_to_end(self, token: int) -> str | None:
+    def _reason_to_end(self, token: int) -> FinishReason | None:
         met_stop_string = self.watcher is not None and self.watcher.push(token)
         if self.num_output >= self.params.min_tokens and (met_stop_string or token in self.end_tokens):
             return "stop"
-        return "length" if self.room <= 0 else None
+        if self.num_output >= self.params.max_tokens:
+            return "length"
+        return "context" if len(self.tokens) >= self.context_length else None
 
 
 @dataclass(frozen=True)
@@ -134,11 +140,22 @@ class Commit:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural-log probability of a token under the target's law before any sampling setting."""
+    """Natural-log probability of a token under the target's distribution before any sampling setting.
+
+    Args:
+        token: its id.
+        logprob: its log-probability.
+        alternatives: ids of the most probable tokens, most probable first, with their log-probabilities.
+        text: the token decoded by itself, special tokens and a leading space included; a token that is only a part of a
+            character gives the replacement character U+FFFD. Empty in a `Commit`, which has no tokenizer.
+        alternative_texts: the same for each of `alternatives`.
+    """
 
     token: int
     logprob: float
     alternatives: dict[int, float]
+    text: str = ""
+    alternative_texts: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

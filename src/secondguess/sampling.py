@@ -27,6 +27,7 @@ from secondguess.penalties import LogitEdits
 from secondguess.truncation import RowRules
 
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 16384
 
 
 class TokenBias(Mapping[int, float]):
@@ -70,6 +71,7 @@ class SamplingParams:
         logit_bias: token id to what is added to its logit, -100 to 100, or -inf for a ban.
         stop: the text ends before the first of these strings; a single string is accepted.
         stop_token_ids: tokens that end the text, beside the model's own end tokens.
+        n: samples per prompt. Sample i is the same text for any n, given a seed. More than 1 needs a temperature above 0.
         seed: makes the text reproducible; under verifier `auto` or `coupled` it is then the same with any drafter, in
             float32 and float64, and on a CPU in bfloat16 too.
         logprobs: report each token's log-probability and this many alternatives (0: only its own); None
@@ -93,6 +95,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=TokenBias)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
     seed: int | None = None
     logprobs: int | None = None
     draft_length: int | None = None
@@ -114,6 +117,11 @@ class SamplingParams:
         self._set("logit_bias", _checked_bias(self.logit_bias))
         self._set("stop", _checked_stop(self.stop))
         self._set("stop_token_ids", _checked_tokens(self.stop_token_ids))
+        self._check_integer("n", 1, MAX_SAMPLES)
+        if self.n > 1 and self.temperature == 0:
+            raise _refusal(
+                "n", "1 at temperature 0, where all samples are equal", self.n, "set a temperature above 0"
+            )
         if self.seed is not None:
             self._check_integer("seed", 0, 2**64 - 1, "leave it out for a fresh text each time")
         if self.logprobs is not None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from secondguess.core import Commit
 
 REPLACEMENT = "\ufffd"
 """What tokenizers write for bytes that are not (yet) a character."""
+
+SPACE_MARK = "▁"
+"""What stands for a space in the tokens of SentencePiece."""
 
 LONGEST_CHARACTER = 4
 """Bytes, and so tokens, that one character of UTF-8 can take."""
@@ -104,6 +107,15 @@ class IncrementalDecoder:
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def text_of_token(tokenizer: Any, token: int) -> str:
+    """Return the text of a token decoded by itself, special tokens and leading spaces included."""
+    text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    # SentencePiece marks a space with ▁, and its decoders drop the one in front of a text. Padding has no name.
+    name = tokenizer.convert_ids_to_tokens(token) or ""
+    num_spaces = len(name) - len(name.lstrip(SPACE_MARK))
+    return " " * num_spaces + text.lstrip(" ") if num_spaces else text
 
 
 def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:

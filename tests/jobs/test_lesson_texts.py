@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secondguess.api import load
+from secondguess.api import Generation, load
 from secondguess.errors import BadInputError
 from secondguess.jobs.lesson_texts import (
     AnswerSettings,
@@ -117,15 +117,14 @@ def test_stored_answers_are_not_written_again(llm, tmp_path: Path, monkeypatch: 
     documents = [Document(f"def f{number}(items):", "") for number in range(11)]
     whole = write_answers(llm, documents, SETTINGS, tmp_path / "whole", lambda *_: None, lambda: None)
     calls: list[int] = []
-    generate = llm.generate_batch
 
-    def counting(prompts, params):
+    def counting(llm, prompts, params):
         calls.append(len(prompts))
         if len(calls) == 5:
             raise KeyboardInterrupt
-        return generate(prompts, params)
+        return Generation(llm, prompts, params)
 
-    monkeypatch.setattr(llm, "generate_batch", counting)
+    monkeypatch.setattr("secondguess.jobs.lesson_texts.Generation", counting)
     with pytest.raises(KeyboardInterrupt):
         write_answers(llm, documents, SETTINGS, tmp_path / "cut", lambda *_: None, lambda: None)
     again = write_answers(llm, documents, SETTINGS, tmp_path / "cut", lambda *_: None, lambda: None)

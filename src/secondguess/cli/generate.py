@@ -30,15 +30,16 @@ def generate(
     prompt_file: Annotated[
         Path | None,
         Option(
-            help="One JSON object per line, answered in order: a prompt, and settings "
-            "(max_tokens, seed, ...) that replace those given here.",
+            help="One JSON object per line, answered in order: a prompt (or messages, for a model with a "
+            "chat template), settings (max_tokens, seed, ...) that replace those given here, and metadata, "
+            "which --json repeats. Other fields are refused.",
             rich_help_panel=options.OUTPUT,
         ),
     ] = None,
     batch_size: Annotated[
         int | None,
         Option(
-            help="How many prompts of the file decode together.",
+            help="How many prompts of the file decode together, each with all its samples.",
             show_default="1",
             rich_help_panel=options.OUTPUT,
         ),
@@ -66,6 +67,7 @@ def generate(
     logit_bias: options.LogitBias = None,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
+    n: options.NumSamples = 1,
     seed: options.Seed = None,
     logprobs: options.Logprobs = None,
     draft_length: options.DraftLength = None,
@@ -97,6 +99,7 @@ def generate(
         logit_bias=read_logit_bias(logit_bias or []),
         stop=tuple(stop or ()),
         stop_token_ids=tuple(stop_token_id or ()),
+        n=n,
         seed=seed,
         logprobs=logprobs,
         draft_length=draft_length,
@@ -128,7 +131,7 @@ def answer(
     prompts = [_encode(llm, request, settings) for request, settings in zip(requests, params, strict=True)]
     writer = make_writer(llm)
     for batch in _batches(len(requests), batch_size):
-        writer.begin([requests[index].prompt for index in batch])
+        writer.begin([requests[index] for index in batch for _ in range(params[index].n)])
         generation = Generation(llm, [prompts[index] for index in batch], [params[index] for index in batch])
         try:
             with Interruption() as interruption:

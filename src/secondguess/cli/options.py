@@ -100,6 +100,12 @@ Stop = Annotated[
 StopTokenId = Annotated[
     list[int] | None, Option(help="End at this token id; repeatable.", rich_help_panel=SAMPLING)
 ]
+NumSamples = Annotated[
+    int,
+    Option(
+        "--n", help="Samples per prompt; more than 1 needs a temperature above 0.", rich_help_panel=SAMPLING
+    ),
+]
 Seed = Annotated[
     int | None,
     Option(

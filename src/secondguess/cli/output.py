@@ -13,7 +13,8 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from secondguess.api import LLM, Output
-    from secondguess.core import TokenLogprob
+    from secondguess.cli.prompts import Request
+    from secondguess.core import FinishReason, TokenLogprob
     from secondguess.text import Piece
 
 PROMPT_STYLE, DRAFTED_STYLE, TARGET_STYLE, ASIDE_STYLE = "dim", "green", "bright_blue", "dim"
@@ -21,43 +22,47 @@ PROMPT_STYLE, DRAFTED_STYLE, TARGET_STYLE, ASIDE_STYLE = "dim", "green", "bright
 # What a model writes must not steer the terminal: control characters are shown, not obeyed.
 _SHOWN = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
+ENDINGS: dict[FinishReason | None, str] = {None: "interrupted: ", "context": "context full: "}
+"""What the closing line begins with after these reasons to finish."""
+
 Pieces: TypeAlias = "Sequence[tuple[int, Piece]]"
 
 
 class Writer(Protocol):
-    """Shows batches of prompts, one after the other."""
+    """Shows batches, one after the other. A request with several samples has a place in the batch for each."""
 
-    def begin(self, prompts: Sequence[str]) -> None:
+    def begin(self, requests: Sequence[Request]) -> None:
         """A batch starts."""
 
     def show(self, pieces: Pieces) -> None:
-        """Prompts gained text, each named by its place in the batch."""
+        """Texts grew, each named by its place in the batch."""
 
     def end(self, outputs: Sequence[Output]) -> None:
         """The batch is over, or was interrupted."""
 
 
 class JsonWriter:
-    """One object per prompt and line, nothing else."""
+    """One object per sample and line, nothing else."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
+        self._requests: list[Request] = []
 
-    def begin(self, prompts: Sequence[str]) -> None:
-        pass
+    def begin(self, requests: Sequence[Request]) -> None:
+        self._requests = list(requests)
 
     def show(self, pieces: Pieces) -> None:
         pass
 
     def end(self, outputs: Sequence[Output]) -> None:
-        for output in outputs:
-            print_json(describe_output(self._llm, output))
+        for request, output in zip(self._requests, outputs, strict=True):
+            print_json(describe_output(self._llm, output) | dict(request.metadata))
 
 
 class TerminalWriter:
     """Prompt and text, each token coloured by who wrote it (on a terminal), then one line of figures.
 
-    The first prompt of a batch streams; the text of the others is held until its turn.
+    The first text of a batch streams; the others are held until their turn.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -75,10 +80,10 @@ class TerminalWriter:
                 f"[{TARGET_STYLE}]written by the target[/]\n"
             )
 
-    def begin(self, prompts: Sequence[str]) -> None:
-        self._prompts = list(prompts)
-        self._held = [[] for _ in prompts]
-        self._write_prompt(prompts[0])
+    def begin(self, requests: Sequence[Request]) -> None:
+        self._prompts = [request.shown for request in requests]
+        self._held = [[] for _ in requests]
+        self._write_prompt(self._prompts[0])
 
     def show(self, pieces: Pieces) -> None:
         for place, piece in pieces:
@@ -88,13 +93,15 @@ class TerminalWriter:
                 self._held[place].append(piece)
 
     def end(self, outputs: Sequence[Output]) -> None:
+        several = any(output.index > 0 for output in outputs)
         for place, output in enumerate(outputs):
             if place > 0:
                 self._write_prompt(self._prompts[place])
             for piece in self._held[place]:
                 self._write_piece(piece)
-            interrupted = "interrupted: " if output.finish_reason is None else ""
-            self._write(f"\n\n{interrupted}{output.stats}\n", ASIDE_STYLE)
+            sample = f"sample {output.index + 1}: " if several else ""
+            ending = ENDINGS.get(output.finish_reason, "")
+            self._write(f"\n\n{sample}{ending}{output.stats}\n", ASIDE_STYLE)
 
     def _write_prompt(self, prompt: str) -> None:
         if self._any_shown:
@@ -135,9 +142,10 @@ def describe_team(llm: LLM) -> str:
 
 
 def describe_output(llm: LLM, output: Output) -> dict[str, object]:
-    """What `--json` prints for one prompt."""
+    """What `--json` prints for one sample."""
     record: dict[str, object] = {
         "text": output.text,
+        "index": output.index,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
         "exactness": str(output.exactness),
@@ -154,8 +162,11 @@ def describe_output(llm: LLM, output: Output) -> dict[str, object]:
 
 
 def _describe_logprob(each: TokenLogprob) -> dict[str, object]:
-    alternatives = [{"token": token, "logprob": value} for token, value in each.alternatives.items()]
-    return {"token": each.token, "logprob": each.logprob, "alternatives": alternatives}
+    alternatives = [
+        {"token": token, "text": each.alternative_texts[token], "logprob": value}
+        for token, value in each.alternatives.items()
+    ]
+    return {"token": each.token, "text": each.text, "logprob": each.logprob, "alternatives": alternatives}
 
 
 def _finite(value: object) -> object:

@@ -12,14 +12,32 @@ from pathlib import Path
 
 from secondguess.errors import BadInputError
 
+FIELDS = ("prompt", "messages", "metadata")
+"""Fields of a line beside sampling settings."""
+
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with the settings that came with it, and where it stood (for error messages)."""
+    """A prompt with the fields that came with it.
 
-    prompt: str
+    Args:
+        prompt: its text, or the messages of a conversation.
+        settings: sampling settings that replace those of the command line.
+        source: where it was read, for error messages.
+        metadata: the field `metadata` under its name, which `--json` repeats; empty where there was none.
+    """
+
+    prompt: str | list[dict[str, str]]
     settings: Mapping[str, object] = field(default_factory=dict)
     source: str = "prompt"
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        """The prompt as people see it: of a conversation, a line per message."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "".join(f"{message['role']}: {message['content']}\n" for message in self.prompt)
 
 
 def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]:
@@ -79,34 +97,63 @@ def _read_line(line: str, source: str) -> Request:
         raise BadInputError(
             f'{source}: expected an object such as {{"prompt": "..."}}, got {line.strip()[:40]}'
         )
-    prompt = record.pop("prompt", None)
+    _refuse_unknown_fields(record, source)
+    metadata = {name: value for name, value in record.items() if name == "metadata"}
+    return Request(_prompt(record, source), _settings(record, source), source, metadata)
+
+
+def _prompt(record: Mapping[str, object], source: str) -> str | list[dict[str, str]]:
+    from secondguess.prompts import checked_messages
+
+    if ("prompt" in record) == ("messages" in record):
+        got = "both" if "prompt" in record else "neither"
+        raise BadInputError(f"{source}: expected either prompt or messages, got {got}")
+    if "messages" in record:
+        try:
+            return checked_messages(record["messages"])
+        except BadInputError as error:
+            raise BadInputError(f"{source}: {error}") from None
+    prompt = record["prompt"]
     if not isinstance(prompt, str) or not prompt:
         raise BadInputError(f"{source}: expected a field prompt with at least one character, got {prompt!r}")
     _require_valid_text(prompt, source)
-    return Request(prompt, _settings(record, source), source)
+    return prompt
 
 
-def _settings(record: Mapping[str, object], source: str) -> dict[str, object]:
-    """The sampling settings among a line's fields.
-
-    Prompt sets carry fields of their own (`task_id`, `test`), which are not ours to judge; but what looks
-    like a setting and is none would be ignored silently, so that is refused. So is what belongs to `load`:
-    one team answers all lines.
-    """
-    from secondguess.api import load
+def _setting_names() -> list[str]:
     from secondguess.sampling import SamplingParams
 
-    known = [setting.name for setting in fields(SamplingParams)]
+    return [setting.name for setting in fields(SamplingParams)]
+
+
+def _refuse_unknown_fields(record: Mapping[str, object], source: str) -> None:
+    """Refuse what would otherwise be ignored, and options of `load`, which are the same for every line."""
+    from secondguess.api import load
+
+    settings = _setting_names()
+    known = [*FIELDS, *settings]
     for name in record:
+        if name in known:
+            continue
         if name in signature(load).parameters:
             option = f"--{name.replace('_', '-')}"
             raise BadInputError(
                 f"{source}: expected sampling settings, got {name!r}, which is the same for every line; "
                 f"use {option}"
             )
-        if name not in known and (meant := get_close_matches(name, known, n=1, cutoff=0.8)):
-            raise BadInputError(f"{source}: unknown setting {name!r}; did you mean {meant[0]!r}?")
-    settings = {name: value for name, value in record.items() if name in known}
+        meant = get_close_matches(name, known, n=1, cutoff=0.8)
+        advice = (
+            f"did you mean {meant[0]!r}?" if meant else "if it is data of your own, put it under metadata"
+        )
+        raise BadInputError(
+            f"{source}: expected the fields {', '.join(FIELDS)} and sampling settings ({', '.join(settings)}), "
+            f"got {name!r}; {advice}"
+        )
+
+
+def _settings(record: Mapping[str, object], source: str) -> dict[str, object]:
+    """The sampling settings among a line's fields."""
+    settings = {name: record[name] for name in _setting_names() if name in record}
     bias = settings.get("logit_bias")
     if isinstance(bias, dict):
         # The keys of a JSON object are texts.

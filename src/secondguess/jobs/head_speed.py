@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from secondguess.api import LLM, NO_DRAFTING, load
+from secondguess.api import LLM, NO_DRAFTING, Generation, load
 from secondguess.bench.summary import add_up
 from secondguess.controllers import make_controller
 from secondguess.drafters.none import NoDrafter
@@ -66,5 +66,5 @@ def _play(llm: LLM, prompts: Sequence[list[int]]) -> list[Stats]:
     for prompt in prompts:
         room = llm.target.runtime.context_length - len(prompt)
         params = SamplingParams(max_tokens=min(NUM_TOKENS, room), temperature=0.0)
-        found.append(llm.generate_batch([prompt], [params])[0].stats)
+        found.append(Generation(llm, [prompt], [params]).run()[0].stats)
     return found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from secondguess.api import LLM
+from secondguess.api import LLM, Generation
 from secondguess.bench.prompt_files import (
     CHAT_KEYS,
     Prompt,
@@ -283,7 +283,7 @@ def _answered(
         )
         for row in range(len(prompts))
     ]
-    outputs = llm.generate_batch(prompts, params)
+    outputs = Generation(llm, prompts, params).run()
     return [
         TaughtText([*prompt, *output.token_ids], [False] * len(prompt) + [True] * len(output.token_ids))
         for prompt, output in zip(prompts, outputs, strict=True)

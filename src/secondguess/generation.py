@@ -1,0 +1,183 @@
+"""Prompts decoded to outputs: rows, their text, and what is reported about them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from secondguess.core import Commit, FinishReason, Row, TokenLogprob
+from secondguess.decode import Team, decode
+from secondguess.errors import BadInputError
+from secondguess.prompts import Prompt, encode
+from secondguess.runtime.loading import LoadedModel
+from secondguess.runtime.memory import check_cache_memory
+from secondguess.sampling import SamplingParams
+from secondguess.stats import Ledger, Stats
+from secondguess.text import Piece, TextStream, text_of_token
+from secondguess.verifiers.base import Exactness, Verifier
+
+if TYPE_CHECKING:
+    from secondguess.api import LLM
+
+
+@dataclass(frozen=True)
+class Output:
+    """One generated text: a sample of one prompt.
+
+    Args:
+        text: the generated text, cut before a stop string; the prompt is not part of it.
+        token_ids: the generated tokens, up to and including the one that ended the row.
+        drafted: per token, whether the drafter wrote it.
+        finish_reason: `stop` (an end token or a stop string), `length` (`max_tokens` tokens) or `context` (the model's
+            context is full); None when the caller interrupted.
+        exactness: what the text promises: `lossless`, `drafter-invariant` or `lossy`.
+        stats: what it took.
+        logprobs: per token, when the request asked for them.
+        index: of the sample among the `n` of its prompt.
+    """
+
+    text: str
+    token_ids: list[int]
+    drafted: list[bool]
+    finish_reason: FinishReason | None
+    exactness: Exactness
+    stats: Stats
+    logprobs: list[TokenLogprob]
+    index: int = 0
+
+
+class Generation:
+    """Prompts on their way to outputs: iterate for `(row index, piece)`, then ask for `outputs()`.
+
+    The samples of all prompts decode as one batch: one row for each of the `n` samples of the first prompt, then
+    those of the second, and so on. `generate`, `stream` and the command line all run this. After an interruption
+    `outputs()` holds what was decided so far.
+    """
+
+    def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        self._llm = llm
+        self._ledger = Ledger()
+        self._texts: list[TextStream] = []
+        self._rows: list[Row] = []
+        self._commits: list[list[Commit]] = []
+        self._pieces: list[list[Piece]] = []
+        if len(prompts) != len(params):
+            raise BadInputError(
+                f"expected sampling settings for each of {len(prompts)} prompts, got {len(params)}; give one per prompt"
+            )
+        for prompt, settings in zip(prompts, params, strict=True):
+            ids = encode(llm.target, prompt)
+            for sample in range(settings.n):
+                watcher = TextStream(llm.target.tokenizer, ids, stop=settings.stop)
+                self._rows.append(make_row(llm.target, llm.verifier, ids, settings, watcher, sample))
+                self._texts.append(watcher)
+                self._commits.append([])
+                self._pieces.append([])
+        longest = max((len(row.tokens) for row in self._rows), default=0)
+        num_new = llm.target.runtime.cache.num_to_allocate(len(self._rows), longest)
+        check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
+
+    def run(self) -> list[Output]:
+        """Decode all rows to their ends and return the outputs."""
+        for _ in self.rounds():
+            pass
+        return self.outputs()
+
+    def __iter__(self) -> Iterator[tuple[int, Piece]]:
+        for pieces in self.rounds():
+            yield from pieces
+
+    def rounds(self) -> Iterator[list[tuple[int, Piece]]]:
+        """What each round gave; between rounds everything agrees, so that is where to stop early."""
+        llm = self._llm
+        team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._ledger)
+        index_of = {row: index for index, row in enumerate(self._rows)}
+        for commits in decode(team, self._rows):
+            yield [self._take(index_of[commit.row], commit) for commit in commits]
+
+    def _take(self, index: int, commit: Commit) -> tuple[int, Piece]:
+        self._commits[index].append(commit)
+        piece = self._texts[index].take(commit)
+        self._pieces[index].append(piece)
+        return index, piece
+
+    def flush(self) -> list[tuple[int, Piece]]:
+        """After an interruption: the text that unfinished rows still held back, told once."""
+        held = [
+            (index, self._texts[index].flush()) for index, row in enumerate(self._rows) if not row.finished
+        ]
+        for index, piece in held:
+            self._pieces[index].append(piece)
+        return held
+
+    def outputs(self) -> list[Output]:
+        """One output per row, in order."""
+        self.flush()
+        return [self._output(index) for index in range(len(self._rows))]
+
+    def _output(self, index: int) -> Output:
+        row, commits = self._rows[index], self._commits[index]
+        return Output(
+            text="".join(piece.text for piece in self._pieces[index]),
+            token_ids=row.output,
+            drafted=[drafted for commit in commits for drafted in commit.drafted],
+            finish_reason=row.finish_reason,
+            exactness=self._llm.verifier.promise(row),
+            stats=self._ledger.of(row),
+            logprobs=[self._with_texts(each) for commit in commits for each in commit.logprobs],
+            index=row.stream,
+        )
+
+    def _with_texts(self, logprob: TokenLogprob) -> TokenLogprob:
+        tokenizer = self._llm.target.tokenizer
+        alternative_texts = {token: text_of_token(tokenizer, token) for token in logprob.alternatives}
+        text = text_of_token(tokenizer, logprob.token)
+        return replace(logprob, text=text, alternative_texts=alternative_texts)
+
+
+def check_request(
+    target: LoadedModel, verifier: Verifier, ids: Sequence[int], params: SamplingParams
+) -> None:
+    """Refuse, before any work is spent, what could not be decoded.
+
+    Raises:
+        BadInputError: a prompt that leaves no place in the model's context, settings that name tokens outside
+            its vocabulary, or settings that the verifier cannot serve.
+    """
+    context = target.runtime.context_length
+    if len(ids) >= context:
+        raise BadInputError(
+            f"expected a prompt of at most {context - 1} tokens (the model's context is {context} and one "
+            f"place must stay free), got {len(ids)}; shorten it"
+        )
+    params.check_vocab(target.runtime.vocab_size)
+    verifier.check(params)
+
+
+def make_row(
+    target: LoadedModel,
+    verifier: Verifier,
+    ids: list[int],
+    params: SamplingParams,
+    watcher: TextStream | None = None,
+    sample: int = 0,
+) -> Row:
+    """A row for one sample of a prompt; without a seed its noise is keyed by fresh entropy.
+
+    Raises:
+        BadInputError: what `check_request` refuses.
+    """
+    check_request(target, verifier, ids, params)
+    seeded = params.seed is not None
+    return Row(
+        tokens=list(ids),
+        params=params,
+        seed=params.seed if params.seed is not None else secrets.randbits(64),
+        stream=sample,
+        coupled=verifier.couples(seeded),
+        end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
+        context_length=target.runtime.context_length,
+        watcher=watcher,
+    )

@@ -1,0 +1,161 @@
+"""Prompts: text, token ids or a conversation, checked and encoded."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
+
+import numpy
+from torch import Tensor
+
+from secondguess.errors import BadInputError
+from secondguess.runtime.loading import LoadedModel
+
+Message = Mapping[str, str]
+"""`{"role": ..., "content": ...}`, both text."""
+
+Prompt = str | Sequence[int] | numpy.ndarray | Tensor | Sequence[Message]
+"""Text; token ids: a sequence of whole numbers, or an array or a tensor `[position]` of them; or a conversation, which
+the tokenizer's chat template formats, up to the beginning of the next reply."""
+
+MESSAGE_FIELDS = ("role", "content")
+
+_ARRAYS = (numpy.ndarray, Tensor)
+
+
+def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Return True for one prompt (or what cannot hold several), False for a list of prompts."""
+    if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence):
+        return True
+    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, *_ARRAYS))
+
+
+def checked_prompt(prompt: object) -> str | list[int]:
+    """Text that can be encoded, or token ids as plain numbers.
+
+    Raises:
+        BadInputError: anything else, naming it.
+    """
+    if isinstance(prompt, str):
+        return _checked_text(prompt)
+    if isinstance(prompt, bytes | bytearray):
+        raise BadInputError("expected text or token ids, got bytes; decode them first: prompt.decode()")
+    if isinstance(prompt, _ARRAYS):
+        if prompt.ndim != 1:
+            raise BadInputError(
+                f"expected token ids of one prompt [position], got an array of shape {list(prompt.shape)}; "
+                "give a list of prompts, each without its padding"
+            )
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence):
+        raise BadInputError(
+            f"expected text or a list of token ids, got {type(prompt).__name__}; "
+            'give "text", [5, 6, 7], [{"role": "user", "content": "text"}], or a list of such prompts'
+        )
+    return [_checked_token(token, place) for place, token in enumerate(prompt)]
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInputError(
+            f"expected text that UTF-8 can write, got the lone surrogate {text[error.start]!r} at character "
+            f"{error.start}; remove it"
+        ) from None
+    return text
+
+
+def _checked_token(token: object, place: int) -> int:
+    # Python lets True pass for 1; nobody means that as a token.
+    if not isinstance(token, bool):
+        try:
+            return operator.index(token)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise BadInputError(f"expected token ids to be whole numbers, got {token!r} at place {place}")
+
+
+def is_conversation(prompt: object) -> TypeGuard[Sequence[object]]:
+    """Return True for a list that begins with a message."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def checked_messages(messages: object) -> list[dict[str, str]]:
+    """Return the messages of a conversation, each with a role and a content.
+
+    Raises:
+        BadInputError: anything else, naming the message and the field.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise BadInputError(
+            "expected messages to be a list of at least one message such as "
+            f'{{"role": "user", "content": "text"}}, got {messages!r:.60}'
+        )
+    return [_checked_message(message, place) for place, message in enumerate(messages)]
+
+
+def _checked_message(message: object, place: int) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise BadInputError(
+            f"expected messages[{place}] to be an object with role and content, got {message!r:.60}"
+        )
+    for name in message:
+        if name not in MESSAGE_FIELDS:
+            raise BadInputError(
+                f"expected messages[{place}] to have role and content alone, got also {name!r}; for what else a "
+                "template reads, call the tokenizer's apply_chat_template and give the token ids"
+            )
+    for name in MESSAGE_FIELDS:
+        if name not in message:
+            raise BadInputError(f"expected messages[{place}] to have {name}, got {message!r:.60}")
+        if not isinstance(message[name], str):
+            raise BadInputError(f"expected {name} of messages[{place}] to be text, got {message[name]!r:.60}")
+        _checked_text(message[name])
+    if not message["role"]:
+        raise BadInputError(
+            f"expected role of messages[{place}] with at least one character, got an empty one"
+        )
+    return {name: message[name] for name in MESSAGE_FIELDS}
+
+
+def _encode_messages(target: LoadedModel, messages: list[dict[str, str]]) -> list[int]:
+    """Format a conversation; the template writes the special tokens, so the tokenizer adds none."""
+    if not target.tokenizer.chat_template:
+        raise BadInputError(
+            f"expected a model with a chat template for messages, got {target.name}, whose tokenizer has none; "
+            "use a model that was trained for chats, set tokenizer.chat_template, or give the prompt as text"
+        )
+    try:
+        ids: list[int] = target.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False}
+        )
+    except Exception as error:  # a template is a program of the checkpoint: it may raise anything
+        raise BadInputError(
+            f"expected messages that the chat template of {target.name} can format, got an error from it: {error}; "
+            "change the messages"
+        ) from error
+    return ids
+
+
+def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Raises:
+        BadInputError: what is no prompt or has no tokens, token ids outside the vocabulary, or messages that cannot be
+            formatted.
+    """
+    if is_conversation(prompt):
+        ids = _encode_messages(target, checked_messages(prompt))
+    elif isinstance(checked := checked_prompt(prompt), str):
+        # A tokenizer may put special tokens around nothing.
+        ids = target.encode(checked) if checked else []
+    else:
+        ids = checked
+    if not ids:
+        raise BadInputError("expected a prompt with at least one token, got an empty one")
+    vocab_size = target.runtime.vocab_size
+    if any(not 0 <= token < vocab_size for token in ids):
+        raise BadInputError(f"expected token ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
+    return ids

@@ -1,0 +1,171 @@
+"""What `LLM.generate` and `LLM.stream` return: samples, settings per prompt, reasons to finish, log-probabilities."""
+
+from __future__ import annotations
+
+import pytest
+
+import secondguess
+from secondguess import SamplingParams, load
+from secondguess.errors import BadInputError
+from secondguess.sampling import MAX_SAMPLES
+
+PROMPT = "def quicksort(items):"
+OTHER_PROMPT = "class Stack:\n"
+SAMPLED = {"max_tokens": 24, "temperature": 1.0, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_checkpoint):
+    return load(tiny_checkpoint, "none", dtype="float32")
+
+
+def ids_of(outputs):
+    return [output.token_ids for output in outputs]
+
+
+class TestSamples:
+    def test_one_prompt_gives_a_list_of_different_samples(self, llm):
+        outputs = llm.generate(PROMPT, n=4, **SAMPLED)
+        assert [output.index for output in outputs] == [0, 1, 2, 3]
+        assert len({output.text for output in outputs}) == 4
+
+    def test_a_list_of_prompts_gives_a_list_per_prompt(self, llm):
+        outputs = llm.generate([PROMPT, OTHER_PROMPT], n=2, **SAMPLED)
+        assert [[output.index for output in samples] for samples in outputs] == [[0, 1], [0, 1]]
+        assert ids_of(outputs[1]) == ids_of(llm.generate(OTHER_PROMPT, n=2, **SAMPLED))
+
+    def test_one_sample_keeps_the_shapes_without_lists(self, llm):
+        single = llm.generate(PROMPT, n=1, **SAMPLED)
+        assert (single.index, single.token_ids) == (0, llm.generate(PROMPT, **SAMPLED).token_ids)
+        (listed,) = llm.generate([PROMPT], n=1, **SAMPLED)
+        assert listed.token_ids == single.token_ids
+
+    def test_the_same_seed_gives_the_same_samples_and_another_seed_others(self, llm):
+        samples = ids_of(llm.generate(PROMPT, n=3, **SAMPLED))
+        assert ids_of(llm.generate(PROMPT, n=3, **SAMPLED)) == samples
+        others = ids_of(llm.generate(PROMPT, n=3, **{**SAMPLED, "seed": 2}))
+        assert not any(other in samples for other in others)
+
+    def test_samples_without_a_seed_differ_between_calls(self, llm):
+        unseeded = {name: value for name, value in SAMPLED.items() if name != "seed"}
+        first, second = (ids_of(llm.generate(PROMPT, n=2, **unseeded)) for _ in range(2))
+        assert len({tuple(ids) for ids in first + second}) == 4
+
+    def test_a_sample_does_not_depend_on_how_many_there_are(self, llm):
+        four = ids_of(llm.generate(PROMPT, n=4, **SAMPLED))
+        assert ids_of(llm.generate(PROMPT, n=2, **SAMPLED)) == four[:2]
+        assert llm.generate(PROMPT, **SAMPLED).token_ids == four[0]
+
+    def test_a_sample_does_not_depend_on_the_order_of_the_batch(self, llm):
+        forward = llm.generate([PROMPT, OTHER_PROMPT], n=3, **SAMPLED)
+        backward = llm.generate([OTHER_PROMPT, PROMPT], n=3, **SAMPLED)
+        assert [ids_of(samples) for samples in forward] == [ids_of(samples) for samples in reversed(backward)]
+
+    @pytest.mark.parametrize("drafter", ["suffix", "model:{}", "model:{},tree=2x2"])
+    def test_a_sample_does_not_depend_on_the_drafter(
+        self, llm, tiny_checkpoint, tiny_draft_checkpoint, drafter
+    ):
+        drafting = load(
+            tiny_checkpoint, drafter.format(tiny_draft_checkpoint), dtype="float32", controller="fixed:3"
+        )
+        # Few tokens, which repeat: `suffix` drafts from repetitions.
+        settings = {**SAMPLED, "logit_bias": {5: 90.0, 6: 90.0, 7: 90.0}}
+        samples = drafting.generate([PROMPT, OTHER_PROMPT], n=3, **settings)
+        assert sum(output.stats.num_drafted for output in samples[0]) > 0
+        plain = llm.generate([PROMPT, OTHER_PROMPT], n=3, **settings)
+        assert [ids_of(each) for each in samples] == [ids_of(each) for each in plain]
+
+    def test_all_samples_decode_as_one_batch(self, llm, monkeypatch):
+        batches = []
+        monkeypatch.setattr(
+            "secondguess.generation.decode", lambda team, rows: batches.append(len(rows)) or iter(())
+        )
+        llm.generate([PROMPT, OTHER_PROMPT], n=3, **SAMPLED)
+        assert batches == [6]
+
+    def test_a_stream_refuses_several_samples(self, llm):
+        with pytest.raises(BadInputError, match=r"n=1.* got 2; .*generate"):
+            llm.stream(PROMPT, n=2, **SAMPLED)
+
+    def test_greedy_samples_are_refused(self, llm):
+        with pytest.raises(BadInputError, match=r"n to be 1 at temperature 0.* got 2; .*temperature"):
+            llm.generate(PROMPT, n=2)
+
+    @pytest.mark.parametrize("n", [0, -1, 1.5, True, None, "2", MAX_SAMPLES + 1])
+    def test_numbers_of_samples_that_make_no_sense(self, llm, n):
+        with pytest.raises(BadInputError, match="expected n to be"):
+            llm.generate(PROMPT, n=n, temperature=1)
+
+
+class TestSettingsPerPrompt:
+    def test_each_prompt_has_its_own(self, llm):
+        params = [
+            SamplingParams(max_tokens=3),
+            SamplingParams(max_tokens=5, temperature=1.0, seed=4),
+        ]
+        first, second = llm.generate([PROMPT, OTHER_PROMPT], params)
+        assert first.token_ids == llm.generate(PROMPT, max_tokens=3).token_ids
+        assert second.token_ids == llm.generate(OTHER_PROMPT, params[1]).token_ids
+
+    def test_named_settings_change_all_of_them(self, llm):
+        params = (SamplingParams(max_tokens=3), SamplingParams(max_tokens=9))
+        first, second = llm.generate([PROMPT, OTHER_PROMPT], params, logprobs=0, max_tokens=2)
+        assert len(first.logprobs) == len(second.logprobs) == 2
+
+    def test_every_prompt_gives_a_list_where_any_asks_for_several_samples(self, llm):
+        params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, temperature=1.0, seed=4, n=2)]
+        outputs = llm.generate([PROMPT, OTHER_PROMPT], params)
+        assert [[output.index for output in samples] for samples in outputs] == [[0], [0, 1]]
+
+    @pytest.mark.parametrize(
+        ("prompts", "params", "words"),
+        [
+            ([PROMPT, OTHER_PROMPT], [SamplingParams()], "each of 2 prompts, got 1"),
+            ([PROMPT], [SamplingParams()] * 2, "each of 1 prompts, got 2"),
+            ([PROMPT], [{"max_tokens": 2}], r"params\[0\] to be SamplingParams, got dict"),
+            ([PROMPT, PROMPT], [SamplingParams(), None], r"params\[1\] to be SamplingParams, got NoneType"),
+            (PROMPT, [SamplingParams()], "list of settings only together with a list of prompts"),
+            ([PROMPT], "greedy", "params to be SamplingParams, got str"),
+        ],
+    )
+    def test_settings_that_do_not_match_the_prompts(self, llm, prompts, params, words):
+        with pytest.raises(BadInputError, match=words):
+            llm.generate(prompts, params)
+
+    def test_there_is_one_way_to_give_them(self, llm):
+        with pytest.raises(AttributeError):
+            llm.generate_batch  # noqa: B018
+
+
+class TestReasonsToFinish:
+    def test_a_full_context_is_told_from_max_tokens(self, llm):
+        prompt = [7] * 250
+        full = llm.generate(prompt, max_tokens=100, min_tokens=100)
+        assert (full.finish_reason, len(full.token_ids)) == ("context", 6)
+        assert llm.generate(prompt, max_tokens=5, min_tokens=5).finish_reason == "length"
+        assert llm.generate(prompt, max_tokens=6, min_tokens=6).finish_reason == "length"
+
+
+class TestLogprobs:
+    def test_tokens_and_alternatives_have_their_text(self, llm):
+        output = llm.generate("naïve ", max_tokens=6, logprobs=3)
+        tokenizer = llm.target.tokenizer
+        assert [each.text for each in output.logprobs] == [tokenizer.decode([i]) for i in output.token_ids]
+        for each in output.logprobs:
+            assert each.alternative_texts == {token: tokenizer.decode([token]) for token in each.alternatives}
+            assert len(each.alternative_texts) == 3
+
+    def test_a_special_token_is_named(self, llm):
+        output = llm.generate("x", max_tokens=1, logprobs=1, logit_bias={0: 100.0})
+        assert (output.text, output.token_ids, output.logprobs[0].text) == ("", [0], "<|end|>")
+
+    def test_a_token_inside_a_character_is_shown_as_a_replacement(self, llm):
+        first, _second = llm.target.tokenizer("—").input_ids[:2]
+        output = llm.generate("x", max_tokens=1, logprobs=0, logit_bias={first: 100.0})
+        assert output.token_ids == [first]
+        assert output.logprobs[0].text == "\ufffd"
+
+
+def test_dir_lists_the_public_names():
+    assert set(secondguess.__all__) <= set(dir(secondguess))
+    assert "__version__" in dir(secondguess)
