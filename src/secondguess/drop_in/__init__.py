@@ -1,7 +1,8 @@
-"""The drop-in for Transformers users: `model.generate(**inputs, custom_generate=secondguess.custom_generate, drafter="ngram")`.
+"""Drop-in for Transformers users: `model.generate(..., custom_generate=custom_generate)`.
 
-Transformers prepares prompts and settings as usual and hands them to this function instead of its own loop. Every setting is
-carried out or refused by name; none is ignored (`arguments.py`, `processors.py`).
+Transformers prepares prompts and settings as usual and hands them to this function instead of its
+own loop. Every setting is carried out or refused by name; none is ignored (`arguments.py`,
+`processors.py`).
 """
 
 from __future__ import annotations
@@ -57,30 +58,37 @@ def custom_generate(
 ) -> Any:
     """Generate with speculation, through `model.generate(custom_generate=...)`.
 
-    Sampled text follows `torch.manual_seed`, as with Transformers (the text itself is another one than that of
-    Transformers, with the same distribution): without `seed` each prompt gets one from torch's global generator.
-    Seeded rows are decoded with coupled verification (see `docs/verifiers.md`), because the text must not depend on
-    the drafts: the default controller decides by the clock how far to draft. Another `verifier` than `auto` or `coupled`
-    repeats a text only with a controller that always drafts alike, such as `fixed:4`.
+    Sampled text follows `torch.manual_seed`, as with Transformers (the text itself is another one
+    than that of Transformers, with the same distribution): without `seed` each prompt gets one
+    from torch's global generator. Seeded rows are decoded with coupled verification (see
+    `docs/verifiers.md`) because the text must not depend on the drafts: the default controller
+    decides by the clock how far to draft. Another `verifier` than `auto` or `coupled` repeats a
+    text only with a controller that always drafts alike, such as `fixed:4`.
 
     Args:
         model: the user's own model; given back as it was found.
         input_ids: `[row, position]`, left-padded where rows differ in length.
-        logits_processor, stopping_criteria: what Transformers made of the settings, and the user's own; those that
-            correspond to our settings are carried out with the values that they hold, others are refused.
+        logits_processor, stopping_criteria: what Transformers made of the settings, and the
+            user's own; those that correspond to our settings are carried out with the values that
+            they hold, others are refused.
         generation_config: Transformers' settings; a field that is not carried out is refused.
-        drafter, verifier, controller: names as for `secondguess.load`. A draft model is kept for later calls, and so is what
-            the controller has learnt of this model with this drafter; what was trained for the model (a head) is read anew by
-            every call, as it works on a model that is lent for one call only.
-        seed: makes sampled text reproducible and, with the default verifier, independent of the drafter. Every prompt
-            gives the text that it gives alone; samples of one prompt (`num_return_sequences`) differ.
-        stop_strings, tokenizer: as for `generate`: a row ends with the token that completes one of the strings.
+        drafter, verifier, controller: names as for `secondguess.load`. A draft model is kept for
+            later calls, and so is what the controller has learnt of this model with this drafter;
+            what was trained for the model (a head) is read anew by every call, as it works on a
+            model that is lent for one call only.
+        seed: makes sampled text reproducible and, with the default verifier, independent of the
+            drafter. Every prompt gives the text that it gives alone; samples of one prompt
+            (`num_return_sequences`) differ.
+        stop_strings, tokenizer: as for `generate`: a row ends with the token that completes one
+            of the strings.
         streamer: as for `generate`: gets each token as it is decided.
-        model_kwargs: `attention_mask` `[row, position]`, 0 at padding, and what Transformers always adds.
+        model_kwargs: `attention_mask` `[row, position]`, 0 at padding, and what Transformers
+            always adds.
 
     Returns:
         `[row, position]` prompts and new tokens, padded on the right as Transformers does; with
-        `return_dict_in_generate` a `GenerateDecoderOnlyOutput` that holds them as `sequences`, and nothing else.
+        `return_dict_in_generate` a `GenerateDecoderOnlyOutput` that holds them as `sequences`,
+        and nothing else.
 
     Raises:
         BadInputError: a setting or an input that is not carried out exactly, named.
@@ -127,7 +135,8 @@ def custom_generate(
 
 
 def _decode(team: Team, rows: Sequence[Row], streamer: Any, padding: int) -> None:
-    """Decode all rows; the streamer gets the new tokens only, because `generate` has given it the prompt."""
+    """Decode all rows; the streamer gets the new tokens only, because `generate` has given it the
+    prompt."""
     streamed = None if streamer is None else StreamedRows(streamer, rows, padding)
     with closing(decode(team, rows)) as rounds:  # type: ignore[type-var]
         for _ in rounds:
@@ -178,7 +187,8 @@ def _sampling_params(
 
 
 def _seeded(params: SamplingParams, num_rows: int, num_samples: int) -> list[SamplingParams]:
-    """Return the settings of each row, with a seed for each prompt if tokens are drawn and none was given."""
+    """Return the settings of each row, with a seed for each prompt if tokens are drawn and none
+    was given."""
     if params.seed is not None or params.temperature == 0:
         return [params] * num_rows
     seeds = torch.randint(2**63 - 1, (num_rows // num_samples,), device="cpu").tolist()
@@ -201,7 +211,8 @@ def _draft_runtime(target: LoadedModel, path: str) -> Runtime:
 
 
 _controllers: WeakKeyDictionary[Any, dict[tuple[str | None, str], Controller]] = WeakKeyDictionary()
-"""Model -> names of controller and drafter -> the controller of earlier calls. A controller holds on to no model."""
+"""Model -> names of controller and drafter -> the controller of earlier calls. A controller holds
+on to no model."""
 
 
 def _controller_of(model: Any, name: str | None, drafter: Drafter) -> Controller:
@@ -214,5 +225,6 @@ def _controller_of(model: Any, name: str | None, drafter: Drafter) -> Controller
 
 @lru_cache(maxsize=1)
 def _loaded_draft_model(path: str, dtype: str, device: str) -> LoadedModel:
-    """Return the draft model, kept until another one is asked for: `generate` is called for every prompt."""
+    """Return the draft model, kept until another one is asked for: `generate` is called for every
+    prompt."""
     return load_runtime(path, dtype=dtype, device=device, drafts=True)

@@ -1,6 +1,7 @@
-"""Arguments of `model.generate`: which of them are carried out, which have no effect, and which are refused by name.
+"""Arguments of `model.generate`: carried out, without effect, or refused by name.
 
-A setting that a later Transformers adds is in none of these lists and is refused until it is classified.
+A setting that a later Transformers adds is in none of these lists and is refused until it is
+classified.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CARRIED_OUT = frozenset(
         "top_p",
     }
 )
-"""Fields of `GenerationConfig` whose every value has its effect, or is refused with the value's name."""
+"""Fields of `GenerationConfig` whose every value has its effect or is refused."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -70,19 +71,20 @@ _HANDED_ON = frozenset(
         "kwargs",
     }
 )
-"""Parameters of `GenerationMixin.generate` that reach `custom_generate`, or that it reads by itself."""
+"""Parameters of `GenerationMixin.generate` that reach `custom_generate` or are read by it."""
 
 _FORWARD_ONLY = ("logits_to_keep", "cache_position")
 """Model inputs that concern Transformers' own forwards and not the text."""
 
 
 def arguments_of_generate(model: Any) -> dict[str, Any]:
-    """Return the arguments of the running `model.generate` by name; empty if there is no such call.
+    """Return the arguments of the running `model.generate` by name; empty without such a call.
 
-    Transformers 5 does not hand `streamer`, `tokenizer`, `assistant_model` and a few more to a function given as
-    `custom_generate`: it collects them and then overwrites the collection with the function's own parameters. So they
-    are read where they still are: in the frame of `GenerationMixin.generate`, and in that of the `torch.no_grad`
-    decorator around it, which keeps the keyword arguments as they were given.
+    Transformers 5 does not hand `streamer`, `tokenizer`, `assistant_model` and a few more to a
+    function given as `custom_generate`: it collects them and then overwrites the collection with
+    the function's own parameters. So they are read where they still are: in the frame of
+    `GenerationMixin.generate`, and in that of the `torch.no_grad` decorator around it, which
+    keeps the keyword arguments as they were given.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -93,12 +95,10 @@ def arguments_of_generate(model: Any) -> dict[str, Any]:
     arguments = {
         name: frame.f_locals.get(name) for name in inspect.signature(GenerationMixin.generate).parameters
     }
-    arguments |= arguments["kwargs"] or {}
+    arguments |= arguments.get("kwargs") or {}
     decorator = frame.f_back
     if decorator is not None and decorator.f_code is GenerationMixin.generate.__code__:
-        arguments |= {
-            name: value for name, value in decorator.f_locals["kwargs"].items() if name not in arguments
-        }
+        arguments = (decorator.f_locals.get("kwargs") or {}) | arguments
     return arguments
 
 
@@ -116,7 +116,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_generation_config(config: Any) -> None:
-    """Refuse fields of the generation config that are not carried out, unless they are switched off.
+    """Refuse fields of the generation config that are set and not carried out.
 
     Raises:
         BadInputError: naming the field and its value.
@@ -135,11 +135,13 @@ def prompt_mask(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:
 
     Args:
         input_ids: `[row, position]`.
-        model_kwargs: what Transformers would hand to the model's forward: an empty cache and the usual positions with
-            every call, the mask where there is padding, and whatever else the user gave.
+        model_kwargs: what Transformers would hand to the model's forward: an empty cache and the
+            usual positions with every call, the mask where there is padding, and whatever else
+            the user gave.
 
     Raises:
-        BadInputError: an input that would change the text, an empty prompt, or padding that is not on the left.
+        BadInputError: an input that would change the text, an empty prompt, or padding that is
+            not on the left.
     """
     inputs = dict(model_kwargs)
     cache, mask, positions = (
@@ -185,7 +187,7 @@ def _check_mask(mask: Tensor, input_ids: Tensor) -> None:
 
 
 def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
-    """Require the positions that Transformers makes: those that count each row's own tokens from 0."""
+    """Require positions that count each row's own tokens from 0, as those of Transformers do."""
     usual = mask.long().cumsum(-1) - 1
     if positions is None:
         return

@@ -34,7 +34,7 @@ class StopStringWatcher:
 
 
 def padding_token(config: Any, ending: Ending, num_rows: int) -> int:
-    """Return what stands behind a finished row: `pad_token_id`, else the first end token, as in Transformers.
+    """Return the padding after a finished row: `pad_token_id`, else the first end token.
 
     Raises:
         BadInputError: several rows of which one may end first, and nothing to pad it with.

@@ -1,7 +1,8 @@
 """Logits processors and stopping criteria of Transformers as our settings.
 
-Transformers merges the user's lists with those that it makes from the generation config, and hands on what it would
-have run itself. So the objects are read, not the config: what they say is what is carried out.
+Transformers merges the user's lists with those that it makes from the generation config, and
+hands on what it would have run itself. So the objects are read, not the config: what they say is
+what is carried out.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def read_stopping_criteria(criteria: Sequence[Any]) -> Ending:
     """Return what the criteria say; any of them ends a row.
 
     Raises:
-        BadInputError: a criterion of another class, subclasses included, or none that limits the length.
+        BadInputError: a criterion of another class, subclasses included, or none that limits the
+            length.
     """
     lengths: list[int] = []
     ends: list[list[int]] = []
@@ -156,24 +158,25 @@ _PLACES: dict[type, tuple[int, Callable[[_Reading, Any], None]]] = {
     TopPLogitsWarper: (3, _Reading.top_p),
     MinPLogitsWarper: (4, _Reading.min_p),
 }
-"""Class -> its place in our order of settings, and how it is read. Those of one place may stand in any order."""
+"""Class -> its place in our order of settings, and how it is read. Those of one place may stand
+in any order."""
 
 
 def read_logits_processors(
     processors: Sequence[Any], *, width: int, padding: list[int], end_tokens: frozenset[int], do_sample: bool
 ) -> dict[str, Any]:
-    """Return the settings for `SamplingParams` that have the effect of these processors, applied in their order.
+    """Return the settings for `SamplingParams` that have the effect of these processors.
 
     Args:
-        processors: what Transformers would apply to the logits.
+        processors: what Transformers would apply to the logits, in this order.
         width: tokens of each prompt, padding included.
         padding: of them, how many are padding, per row.
         end_tokens: token ids that end a row.
         do_sample: tokens are drawn; otherwise the largest logit is taken.
 
     Raises:
-        BadInputError: a processor of another class, subclasses included, twice the same, in an order that is not
-            ours, or with values that our settings do not have.
+        BadInputError: a processor of another class, subclasses included, twice the same, in an
+            order that is not ours, or with values that our settings do not have.
     """
     reading = _Reading(width, padding, end_tokens, {"temperature": 1.0 if do_sample else 0.0})
     last = -1

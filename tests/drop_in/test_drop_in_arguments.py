@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import (
     CompileConfig,
     DynamicCache,
@@ -15,15 +14,12 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     WatermarkingConfig,
 )
-from transformers.generation.streamers import BaseStreamer
 
 import secondguess
-from drop_in_cases import PROMPT, ours, theirs, tiny_model
+from drop_in_cases import END, LENGTH, PROMPT, SAME_DISTRIBUTION, ours, theirs, tiny_model
 from secondguess.drop_in import arguments
 
-LENGTH = {"max_new_tokens": 12}
-ENDING = {"eos_token_id": 9, **LENGTH}
-"""The model's greedy text has this token early."""
+ENDING = {"eos_token_id": END, **LENGTH}
 
 SAME_GREEDY_TEXT = {
     "eos_token_id": ENDING,
@@ -35,18 +31,8 @@ SAME_GREEDY_TEXT = {
 }
 """Fields that change greedy text."""
 
-SAME_DISTRIBUTION = {
-    "do_sample": {"top_k": 0},
-    "temperature": {"temperature": 0.5, "top_k": 0},
-    "top_k": {"top_k": 2},
-    "top_p": {"top_p": 0.5, "top_k": 0},
-    "min_p": {"min_p": 0.4, "top_k": 0},
-    "num_return_sequences": {"top_k": 0},
-}
-"""Fields that change what is drawn."""
-
 TESTED_APART = {"bos_token_id", "pad_token_id", "return_dict_in_generate", "stop_strings"}
-"""Fields with a test of their own below, or in `test_custom_generate.py`."""
+"""Fields with a test of their own in the other files."""
 
 WITHOUT_EFFECT = {
     "decoder_start_token_id": 5,
@@ -156,6 +142,21 @@ def test_a_setting_of_sampling_may_stand_in_the_config_of_a_greedy_call(model, n
     assert torch.equal(ours(model, PROMPT, **settings), theirs(model, PROMPT, **settings))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache_implementation": "dynamic"},
+        {"guidance_scale": 1.0},
+        {"penalty_alpha": 0.0},
+        {"output_scores": False},
+        {"dola_layers": []},
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_switched_off_is_accepted(model, settings):
+    assert torch.equal(ours(model, PROMPT, **settings, **LENGTH), theirs(model, PROMPT, **LENGTH))
+
+
 def test_a_field_that_a_later_transformers_adds_is_refused(monkeypatch):
     class Later(GenerationConfig):
         def __init__(self, **kwargs):
@@ -166,82 +167,6 @@ def test_a_field_that_a_later_transformers_adds_is_refused(monkeypatch):
     arguments.check_generation_config(Later())
     with pytest.raises(secondguess.BadInputError, match=r"curiosity.*0\.5"):
         arguments.check_generation_config(Later(curiosity=0.5))
-
-
-FEW_TOKENS = {"vocab_size": 8, "eos_token_id": None}
-SHORT = torch.tensor([[3, 4, 5]])
-
-
-@pytest.fixture(scope="module")
-def model_of_few_tokens():
-    return tiny_model(**FEW_TOKENS)
-
-
-def first_tokens(generate, model, num_samples=400, **settings):
-    torch.manual_seed(1)
-    return generate(
-        model, SHORT, max_new_tokens=1, do_sample=True, num_return_sequences=num_samples, **settings
-    )
-
-
-def distribution_of_first_token(model, **settings):
-    """What Transformers draws the first token from."""
-    report = {"return_dict_in_generate": True, "output_scores": True}
-    return first_tokens(theirs, model, num_samples=1, **settings, **report).scores[0][0].double().softmax(-1)
-
-
-def agrees(tokens, probs):
-    """p-value that the tokens were drawn from these probabilities; 0 if one has probability 0."""
-    counts = torch.bincount(tokens[:, -1], minlength=len(probs)).double()
-    if counts[probs == 0].any():
-        return 0.0
-    kept = probs > 0
-    return 1.0 if kept.sum() == 1 else chisquare(counts[kept], (probs * len(tokens))[kept]).pvalue
-
-
-@pytest.mark.parametrize("name", SAME_DISTRIBUTION)
-def test_a_setting_of_sampling_gives_the_distribution_of_transformers(model_of_few_tokens, name):
-    settings = SAME_DISTRIBUTION[name]
-    tokens = first_tokens(ours, model_of_few_tokens, **settings)
-    assert agrees(tokens, distribution_of_first_token(model_of_few_tokens, **settings)) > 1e-3
-    if settings != {"top_k": 0}:
-        assert agrees(tokens, distribution_of_first_token(model_of_few_tokens, top_k=0)) < 1e-6
-
-
-def test_two_tokens_have_the_joint_distribution_of_transformers(model_of_few_tokens):
-    settings = {
-        "temperature": 1.3,
-        "top_k": 5,
-        "top_p": 0.9,
-        "repetition_penalty": 1.4,
-        "max_new_tokens": 2,
-        "do_sample": True,
-    }
-    torch.manual_seed(2)
-    report = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 60}
-    known = theirs(model_of_few_tokens, SHORT, **settings, **report)
-    first = known.scores[0][0].double().softmax(-1)
-    second = torch.zeros(8, 8, dtype=torch.double)
-    second[known.sequences[:, 3]] = known.scores[1].double().softmax(-1)
-    joint = (first[:, None] * second).flatten()
-    assert joint.sum() == pytest.approx(1), "Transformers has drawn every possible first token"
-    drawn = ours(model_of_few_tokens, SHORT, num_return_sequences=800, **settings)
-    pairs = (drawn[:, -2] * 8 + drawn[:, -1])[:, None]
-    assert agrees(pairs, joint) > 1e-3
-    assert len(joint.nonzero()) > 10
-
-
-class Steps(BaseStreamer):
-    """A streamer that keeps what it got."""
-
-    def __init__(self):
-        self.steps = []
-
-    def put(self, value):
-        self.steps.append(value.tolist())
-
-    def end(self):
-        self.steps.append("end")
 
 
 def any_token(batch, ids):
