@@ -186,6 +186,7 @@ def test_rows_end_apart_at_their_stop_strings(text_model, tokenizer, text_prompt
         ({"tokenizer": None}, "tokenizer for stop_strings"),
         ({"min_new_tokens": 3}, "min_new_tokens"),
         ({"stop_strings": [""]}, "at least one character"),
+        ({"stop_strings": 5}, "at least one character"),
     ],
 )
 def test_stop_strings_that_cannot_be_met_exactly_are_refused(

@@ -147,19 +147,20 @@ def _decode(team: Team, rows: Sequence[Row], streamer: Any, padding: int) -> Non
 
 
 def _with_stop_strings(ending: Ending, strings: str | Sequence[str], tokenizer: Any) -> Ending:
-    strings = [strings] if isinstance(strings, str) else list(strings)
+    strings = [strings] if isinstance(strings, str) else strings
+    if not isinstance(strings, Sequence) or not all(isinstance(text, str) and text for text in strings):
+        raise BadInputError(
+            f"expected stop_strings to be strings of at least one character, got {strings!r}; "
+            'give a string or a list of strings, such as ["\\n\\n"]'
+        )
     if not strings:
         return ending
-    if not all(isinstance(string, str) and string for string in strings):
-        raise BadInputError(
-            f"expected stop_strings of at least one character, got {strings!r}; remove the empty one"
-        )
     if tokenizer is None:
         raise BadInputError(
             f"expected a tokenizer for stop_strings {strings!r}, got none; give tokenizer=..., or "
             "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]"
         )
-    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=list(strings))
     return replace(ending, stop_strings=(*ending.stop_strings, criterion))
 
 
