@@ -6,10 +6,11 @@ import weakref
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, NoRepeatNGramLogitsProcessor
+from transformers import NoRepeatNGramLogitsProcessor
 
 import secondguess
 import secondguess.drop_in
+from drop_in_cases import PROMPT, tiny_model
 from secondguess.errors import StrangerWarning
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
@@ -21,25 +22,7 @@ from secondguess.testing import LawTreeDrafter
 
 @pytest.fixture
 def model():
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return LlamaForCausalLM(config).eval()
-
-
-PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    return tiny_model()
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "suffix"])

@@ -131,7 +131,7 @@ def test_sibling_variants_never_import_each_other(name, tree):
 @pytest.mark.parametrize(
     ("library", "homes"),
     [
-        ("transformers", {"runtime", "train", "bench"}),
+        ("transformers", {"runtime", "train", "bench", "drop_in"}),
         ("fastapi", {"server"}),
         ("typer", {"cli"}),
     ],

@@ -1,0 +1,231 @@
+"""Drop-in for Transformers users: `model.generate(..., custom_generate=custom_generate)`.
+
+Transformers prepares prompts and settings as usual and hands them to this function instead of its
+own loop. Every setting is carried out or refused by name; none is ignored (`arguments.py`,
+`processors.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from secondguess.api import check_verifier, choose_controller, encode, make_row
+from secondguess.controllers.base import Controller
+from secondguess.core import Row
+from secondguess.decode import Team, decode
+from secondguess.drafters import make_drafter
+from secondguess.drafters.base import Drafter
+from secondguess.drop_in.arguments import (
+    arguments_of_generate,
+    check_arguments,
+    check_generation_config,
+    prompt_mask,
+)
+from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_output, padding_token
+from secondguess.drop_in.processors import Ending, read_logits_processors, read_stopping_criteria
+from secondguess.errors import BadInputError
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.loading import LoadedModel, borrow_model, check_vocabularies, load_runtime
+from secondguess.sampling import SamplingParams
+from secondguess.verifiers import make_verifier
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    generation_config: Any,
+    *,
+    drafter: str = "suffix",
+    verifier: str = "auto",
+    controller: str | None = None,
+    seed: int | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Generate with speculation, through `model.generate(custom_generate=...)`.
+
+    Sampled text follows `torch.manual_seed`, as with Transformers (the text itself is another one
+    than that of Transformers, with the same distribution): without `seed` each prompt gets one
+    from torch's global generator. Seeded rows are decoded with coupled verification (see
+    `docs/verifiers.md`) because the text must not depend on the drafts: the default controller
+    decides by the clock how far to draft. Another `verifier` than `auto` or `coupled` repeats a
+    text only with a controller that always drafts alike, such as `fixed:4`.
+
+    Args:
+        model: the user's own model; given back as it was found.
+        input_ids: `[row, position]`, left-padded where rows differ in length.
+        logits_processor, stopping_criteria: what Transformers made of the settings, and the
+            user's own; those that correspond to our settings are carried out with the values that
+            they hold, others are refused.
+        generation_config: Transformers' settings; a field that is not carried out is refused.
+        drafter, verifier, controller: names as for `secondguess.load`. A draft model is kept for
+            later calls, and so is what the controller has learnt of this model with this drafter;
+            what was trained for the model (a head) is read anew by every call, as it works on a
+            model that is lent for one call only.
+        seed: makes sampled text reproducible and, with the default verifier, independent of the
+            drafter. Every prompt gives the text that it gives alone; samples of one prompt
+            (`num_return_sequences`) differ.
+        stop_strings, tokenizer: as for `generate`: a row ends with the token that completes one
+            of the strings.
+        streamer: as for `generate`: gets each token as it is decided.
+        model_kwargs: `attention_mask` `[row, position]`, 0 at padding, and what Transformers
+            always adds.
+
+    Returns:
+        `[row, position]` prompts and new tokens, padded on the right as Transformers does; with
+        `return_dict_in_generate` a `GenerateDecoderOnlyOutput` that holds them as `sequences`,
+        and nothing else.
+
+    Raises:
+        BadInputError: a setting or an input that is not carried out exactly, named.
+    """
+    arguments = arguments_of_generate(model)
+    check_arguments(arguments)
+    tokenizer = arguments.get("tokenizer") if tokenizer is None else tokenizer
+    streamer = arguments.get("streamer") if streamer is None else streamer
+    check_generation_config(generation_config)
+    mask = prompt_mask(input_ids, model_kwargs)
+    ending = read_stopping_criteria(stopping_criteria)
+    if stop_strings is not None:
+        ending = _with_stop_strings(ending, stop_strings, tokenizer)
+    padding = padding_token(generation_config, ending, len(input_ids))
+    params = _sampling_params(logits_processor, mask, ending, bool(generation_config.do_sample), seed)
+    num_samples = generation_config.num_return_sequences or 1
+    chosen_verifier = make_verifier(verifier)
+    with borrow_model(model) as target:
+        _require_room(target, input_ids.shape[1] + params.max_tokens)
+        prompts = [encode(target, ids[kept].tolist()) for ids, kept in zip(input_ids, mask, strict=True)]
+        rows = [
+            make_row(target, chosen_verifier, prompt, own)
+            for prompt, own in zip(prompts, _seeded(params, len(prompts), num_samples), strict=True)
+        ]
+        for index, row in enumerate(rows):
+            row.stream = index % num_samples
+            row.end_tokens = ending.end_tokens
+            if ending.stop_strings:
+                row.watcher = StopStringWatcher(ending.stop_strings, input_ids[index].tolist())
+        chosen_drafter = make_drafter(
+            drafter,
+            target_vocab_size=target.runtime.vocab_size,
+            load_draft_model=lambda path: _draft_runtime(target, path),
+            target=target,
+        )
+        check_verifier(chosen_verifier, chosen_drafter)
+        chosen_controller = _controller_of(model, controller, chosen_drafter)
+        team = Team(target.runtime, chosen_drafter, chosen_verifier, chosen_controller)
+        _decode(team, rows, streamer, padding)
+    sequences = padded_output(input_ids, rows, padding)
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+    return sequences
+
+
+def _decode(team: Team, rows: Sequence[Row], streamer: Any, padding: int) -> None:
+    """Decode all rows; the streamer gets the new tokens only, because `generate` has given it the
+    prompt."""
+    streamed = None if streamer is None else StreamedRows(streamer, rows, padding)
+    with closing(decode(team, rows)) as rounds:  # type: ignore[type-var]
+        for _ in rounds:
+            if streamed is not None:
+                streamed.put_ready()
+    if streamer is not None:
+        streamer.end()
+
+
+def _with_stop_strings(ending: Ending, strings: str | Sequence[str], tokenizer: Any) -> Ending:
+    strings = [strings] if isinstance(strings, str) else strings
+    if not isinstance(strings, Sequence) or not all(isinstance(text, str) and text for text in strings):
+        raise BadInputError(
+            f"expected stop_strings to be strings of at least one character, got {strings!r}; "
+            'give a string or a list of strings, such as ["\\n\\n"]'
+        )
+    if not strings:
+        return ending
+    if tokenizer is None:
+        raise BadInputError(
+            f"expected a tokenizer for stop_strings {strings!r}, got none; give tokenizer=..., or "
+            "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]"
+        )
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=list(strings))
+    return replace(ending, stop_strings=(*ending.stop_strings, criterion))
+
+
+def _sampling_params(
+    processors: Sequence[Any], mask: Tensor, ending: Ending, do_sample: bool, seed: int | None
+) -> SamplingParams:
+    """Return our sampling settings of every row."""
+    width = mask.shape[1]
+    settings = read_logits_processors(
+        processors,
+        width=width,
+        padding=(~mask).sum(-1).tolist(),
+        end_tokens=ending.end_tokens,
+        do_sample=do_sample,
+    )
+    # Transformers checks the criteria after each new token, so it generates at least one.
+    max_tokens = max(1, ending.max_length - width)
+    min_tokens = min(settings.pop("min_tokens", 0), max_tokens)
+    if min_tokens and ending.stop_strings:
+        raise BadInputError(
+            "expected no min_length or min_new_tokens beside stop strings, got both: custom_generate would let a row "
+            "go on behind a stop string until it is long enough; leave one out"
+        )
+    return SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, **settings)
+
+
+def _seeded(params: SamplingParams, num_rows: int, num_samples: int) -> list[SamplingParams]:
+    """Return the settings of each row, with a seed for each prompt if tokens are drawn and none
+    was given."""
+    if params.seed is not None or params.temperature == 0:
+        return [params] * num_rows
+    seeds = torch.randint(2**63 - 1, (num_rows // num_samples,), device="cpu").tolist()
+    return [replace(params, seed=seeds[row // num_samples]) for row in range(num_rows)]
+
+
+def _require_room(target: LoadedModel, max_length: int) -> None:
+    context = target.runtime.context_length
+    if max_length > context:
+        raise BadInputError(
+            f"expected prompt and new tokens within the model's context of {context}, got a max_length of "
+            f"{max_length}; shorten the prompt or lower max_new_tokens"
+        )
+
+
+def _draft_runtime(target: LoadedModel, path: str) -> Runtime:
+    loaded = _loaded_draft_model(path, target.dtype, target.device)
+    check_vocabularies(target, loaded)
+    return loaded.runtime
+
+
+_controllers: WeakKeyDictionary[Any, dict[tuple[str | None, str], Controller]] = WeakKeyDictionary()
+"""Model -> names of controller and drafter -> the controller of earlier calls. A controller holds
+on to no model."""
+
+
+def _controller_of(model: Any, name: str | None, drafter: Drafter) -> Controller:
+    of_model = _controllers.setdefault(model, {})
+    key = (name, drafter.name)
+    if key not in of_model:
+        of_model[key] = choose_controller(name, drafter)
+    return of_model[key]
+
+
+@lru_cache(maxsize=1)
+def _loaded_draft_model(path: str, dtype: str, device: str) -> LoadedModel:
+    """Return the draft model, kept until another one is asked for: `generate` is called for every
+    prompt."""
+    return load_runtime(path, dtype=dtype, device=device, drafts=True)

@@ -1,0 +1,221 @@
+"""Arguments of `model.generate`: carried out, without effect, or refused by name.
+
+A setting that a later Transformers adds is in none of these lists and is refused until it is
+classified.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, equal
+from transformers import GenerationConfig, GenerationMixin
+
+from secondguess.errors import BadInputError
+
+CARRIED_OUT = frozenset(
+    {
+        # Read here, or by Transformers before it calls us: the prompt, the lengths, the processors and the criteria.
+        "bos_token_id",
+        "do_sample",
+        "eos_token_id",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "min_p",
+        "num_return_sequences",
+        "pad_token_id",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "stop_strings",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+"""Fields of `GenerationConfig` whose every value has its effect or is refused."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "decoder_start_token_id",  # encoder-decoders only
+        "disable_compile",  # nothing is compiled here
+        "early_stopping",  # beam search only
+        "length_penalty",  # beam search only
+        "transformers_version",
+    }
+)
+"""Fields that change no text, because the models or the search that read them are refused."""
+
+SAMPLING_ONLY = frozenset({"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"})
+"""Fields that are not carried out, and that Transformers does not read unless `do_sample` is set."""
+
+_ALSO_OFF: dict[str, object] = {
+    "cache_implementation": "dynamic",
+    "guidance_scale": 1.0,
+    "penalty_alpha": 0.0,
+}
+"""Values that switch a field off, where they are neither the default nor empty."""
+
+_HANDED_ON = frozenset(
+    {
+        "self",
+        "inputs",
+        "generation_config",
+        "logits_processor",
+        "stopping_criteria",
+        "streamer",
+        "custom_generate",
+        "kwargs",
+    }
+)
+"""Parameters of `GenerationMixin.generate` that reach `custom_generate` or are read by it."""
+
+_FORWARD_ONLY = ("logits_to_keep", "cache_position")
+"""Model inputs that concern Transformers' own forwards and not the text."""
+
+
+def arguments_of_generate(model: Any) -> dict[str, Any]:
+    """Return the arguments of the running `model.generate` by name; empty without such a call.
+
+    Transformers 5 does not hand `streamer`, `tokenizer`, `assistant_model` and a few more to a
+    function given as `custom_generate`: it collects them and then overwrites the collection with
+    the function's own parameters. So they are read where they still are: in the frame of
+    `GenerationMixin.generate`, and in that of the `torch.no_grad` decorator around it, which
+    keeps the keyword arguments as they were given.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") is model):
+        frame = frame.f_back
+    if frame is None:
+        return {}
+    arguments = {
+        name: frame.f_locals.get(name) for name in inspect.signature(GenerationMixin.generate).parameters
+    }
+    arguments |= arguments.get("kwargs") or {}
+    decorator = frame.f_back
+    if decorator is not None and decorator.f_code is GenerationMixin.generate.__code__:
+        arguments = (decorator.f_locals.get("kwargs") or {}) | arguments
+    return arguments
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of `generate` that it does not hand on and that are not carried out.
+
+    Raises:
+        BadInputError: naming the argument.
+    """
+    parameters = inspect.signature(GenerationMixin.generate).parameters
+    not_carried_out = {*parameters, "assistant_tokenizer", "past_key_values"} - _HANDED_ON
+    for name in sorted(not_carried_out):
+        if not _is_off(name, arguments.get(name), {}):
+            raise not_supported(name)
+
+
+def check_generation_config(config: Any) -> None:
+    """Refuse fields of the generation config that are set and not carried out.
+
+    Raises:
+        BadInputError: naming the field and its value.
+    """
+    defaults = config._get_default_generation_params()
+    accepted = CARRIED_OUT | WITHOUT_EFFECT | (frozenset() if config.do_sample else SAMPLING_ONLY)
+    for name in vars(GenerationConfig()):
+        if name not in accepted and not name.startswith("_"):
+            value = getattr(config, name, None)
+            if not _is_off(name, value, defaults):
+                raise not_supported(name, value)
+
+
+def prompt_mask(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:
+    """Return which prompt tokens are no padding, `[row, position]` bool.
+
+    Args:
+        input_ids: `[row, position]`.
+        model_kwargs: what Transformers would hand to the model's forward: an empty cache and the
+            usual positions with every call, the mask where there is padding, and whatever else
+            the user gave.
+
+    Raises:
+        BadInputError: an input that would change the text, an empty prompt, or padding that is
+            not on the left.
+    """
+    inputs = dict(model_kwargs)
+    cache, mask, positions = (
+        inputs.pop(name, None) for name in ("past_key_values", "attention_mask", "position_ids")
+    )
+    if inputs.pop("use_cache", True) is False:
+        raise not_supported("use_cache", False)
+    for name, value in inputs.items():
+        if name not in _FORWARD_ONLY and not _is_off(name, value, {}):
+            raise not_supported(name)
+    if cache is not None and cache.get_seq_length() > 0:
+        raise not_supported("past_key_values")
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise BadInputError(
+            f"expected input_ids [row, position] with at least one token per row, got shape {list(input_ids.shape)}; "
+            "give each prompt a token, such as the model's bos_token_id"
+        )
+    mask = input_ids.new_ones(input_ids.shape) if mask is None else mask
+    _check_mask(mask, input_ids)
+    _check_positions(positions, mask)
+    return mask.bool()
+
+
+def _check_mask(mask: Tensor, input_ids: Tensor) -> None:
+    if mask.shape != input_ids.shape:
+        raise BadInputError(
+            f"expected attention_mask of shape {list(input_ids.shape)} as input_ids, got {list(mask.shape)}; "
+            "give the mask that the tokenizer made"
+        )
+    if not ((mask == 0) | (mask == 1)).all():
+        raise BadInputError(
+            "expected attention_mask of zeros and ones, got other values; use 1 for tokens that count"
+        )
+    mask = mask.bool()
+    padded_elsewhere = ~mask[:, -1] | (mask[:, :-1] & ~mask[:, 1:]).any(-1)
+    if padded_elsewhere.any():
+        row = int(padded_elsewhere.nonzero()[0])
+        raise BadInputError(
+            f"expected padding on the left of each row only, got a masked token to the right of a prompt's first one in "
+            f"row {row} of attention_mask; tokenize with padding_side='left', or, if that is the prompt's own token and "
+            "no padding, give attention_mask=torch.ones_like(input_ids)"
+        )
+
+
+def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
+    """Require positions that count each row's own tokens from 0, as those of Transformers do."""
+    usual = mask.long().cumsum(-1) - 1
+    if positions is None:
+        return
+    if positions.ndim != 2 or positions.shape[1] != mask.shape[1] or len(positions) not in (1, len(mask)):
+        raise not_supported("position_ids")
+    kept = mask.bool()
+    if not equal(positions.expand_as(usual)[kept], usual[kept]):
+        raise BadInputError(
+            "expected position_ids that count each row's tokens from 0, got others; leave them out "
+            "or generate without custom_generate"
+        )
+
+
+def _is_off(name: str, value: object, defaults: Mapping[str, object]) -> bool:
+    """Return whether a value leaves generation as it is without it."""
+    if value is None:
+        return True
+    if defaults.get(name) is not None:
+        return bool(value == defaults[name])
+    if isinstance(value, bool | int | float | str) and value == _ALSO_OFF.get(name):
+        return True
+    return value is False or (isinstance(value, list | tuple | dict | str) and not value)
+
+
+def not_supported(name: str, value: object = None) -> BadInputError:
+    """Return the refusal of an argument that is not carried out."""
+    got = "" if value is None else f", got {value!r}"
+    return BadInputError(
+        f"expected {name} to be unset{got}: custom_generate does not support it; "
+        "leave it out or generate without custom_generate"
+    )

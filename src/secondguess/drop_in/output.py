@@ -1,0 +1,87 @@
+"""Rows on their way to what `generate` gives: stop strings, streamed tokens, the padded result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secondguess.core import Row
+from secondguess.drop_in.processors import Ending, token_ids
+from secondguess.errors import BadInputError
+
+
+class StopStringWatcher:
+    """A row's tokens, shown to `StopStringCriteria` one by one as Transformers shows them.
+
+    Args:
+        criteria: `StopStringCriteria`.
+        prompt: token ids, padding included.
+    """
+
+    def __init__(self, criteria: Sequence[Any], prompt: Sequence[int]) -> None:
+        self._criteria = criteria
+        self._length = max(criterion.maximum_token_len for criterion in criteria)
+        self._tokens = list(prompt)[-self._length :]
+
+    def push(self, token: int) -> bool:
+        """Take the row's next token; True when it completes a stop string."""
+        self._tokens = [*self._tokens, token][-self._length :]
+        tokens = torch.tensor([self._tokens])
+        return any(bool(criterion(tokens, None)) for criterion in self._criteria)
+
+
+def padding_token(config: Any, ending: Ending, num_rows: int) -> int:
+    """Return the padding after a finished row: `pad_token_id`, else the first end token.
+
+    Raises:
+        BadInputError: several rows of which one may end first, and nothing to pad it with.
+    """
+    if num_rows == 1 or not ending.may_be_early:
+        return 0
+    if not ending.has_end_tokens:
+        raise BadInputError(
+            "expected eos_token_id beside stop strings for several rows, got none: without it Transformers does not "
+            "pad a row that has ended; give eos_token_id, or generate row by row"
+        )
+    for name in ("pad_token_id", "eos_token_id"):
+        value = getattr(config, name)
+        if value is not None:
+            return token_ids(name, value)[0]
+    raise BadInputError("expected pad_token_id for rows that end apart, got none; give pad_token_id")
+
+
+class StreamedRows:
+    """The tokens of a batch, handed to a streamer step by step as Transformers does.
+
+    Args:
+        streamer: gets one tensor `[row]` per step.
+        rows: all rows of the batch.
+        padding: token id that stands for finished rows.
+    """
+
+    def __init__(self, streamer: Any, rows: Sequence[Row], padding: int) -> None:
+        self._streamer = streamer
+        self._rows = rows
+        self._padding = padding
+        self._num_streamed = 0
+
+    def put_ready(self) -> None:
+        """Hand on every step to which all unfinished rows have come."""
+        lengths = [row.num_output for row in self._rows if not row.finished]
+        ready = min(lengths) if lengths else max(row.num_output for row in self._rows)
+        for step in range(self._num_streamed, ready):
+            self._streamer.put(torch.tensor([self._token(row, step) for row in self._rows]))
+        self._num_streamed = ready
+
+    def _token(self, row: Row, step: int) -> int:
+        return row.tokens[row.num_prompt + step] if step < row.num_output else self._padding
+
+
+def padded_output(input_ids: Tensor, rows: Sequence[Row], padding: int) -> Tensor:
+    """Return the prompts as they came, each followed by its output, padded on the right."""
+    width = max(row.num_output for row in rows)
+    new = [[*row.output, *([padding] * (width - row.num_output))] for row in rows]
+    return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1)
