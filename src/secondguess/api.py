@@ -18,6 +18,7 @@ from secondguess.errors import BadInputError
 from secondguess.generation import Generation, Output, check_request, make_row
 from secondguess.pairing import UnloadedTarget, require_model_to_quantize, understand_drafter
 from secondguess.prompts import Prompt, encode, is_single
+from secondguess.round_lock import RoundLock
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import (
     LoadedModel,
@@ -57,7 +58,8 @@ class LLM:
     """A target with a drafter, ready to generate. Made by `load`.
 
     Calls share the controller, which goes on learning from each of them what drafts cost and how many are accepted: later
-    calls may draft otherwise, and are faster or slower for it; the law of the text stays.
+    calls may draft otherwise, and are faster or slower for it; the law of the text stays. Calls from several threads take
+    turns, a round each.
 
     Args:
         target: the model whose law the text follows, its tokenizer, and what was decided while loading it.
@@ -76,6 +78,7 @@ class LLM:
         cache_bytes: int = 0,
     ) -> None:
         self.cache_bytes = cache_bytes
+        self.round_lock = RoundLock()
         self.target = target
         self.drafter = drafter
         self.verifier = verifier

@@ -8,7 +8,7 @@ benchmarks all run this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -41,7 +41,7 @@ class Team:
         return self.make_noise(rows) if self.make_noise else KeyedNoise.of_rows(rows, self.target.device)
 
 
-def decode(team: Team, rows: Sequence[Row]) -> Iterator[list[Commit]]:
+def decode(team: Team, rows: Sequence[Row]) -> Generator[list[Commit], None, None]:
     """Decode rows to their ends, yielding after each round what every live row gained; closed early, release what they hold.
 
     Args:

@@ -94,8 +94,12 @@ class Generation:
         llm = self._llm
         team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._ledger)
         index_of = {row: index for index, row in enumerate(self._rows)}
-        for commits in decode(team, self._rows):
-            yield [self._take(index_of[commit.row], commit) for commit in commits]
+        loop = decode(team, self._rows)
+        try:
+            while (commits := llm.round_lock.play_round(loop)) is not None:
+                yield [self._take(index_of[commit.row], commit) for commit in commits]
+        finally:
+            llm.round_lock.close(loop)
 
     def _take(self, index: int, commit: Commit) -> tuple[int, Piece]:
         self._commits[index].append(commit)

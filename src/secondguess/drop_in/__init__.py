@@ -138,7 +138,7 @@ def _decode(team: Team, rows: Sequence[Row], streamer: Any, padding: int) -> Non
     """Decode all rows; the streamer gets the new tokens only, because `generate` has given it the
     prompt."""
     streamed = None if streamer is None else StreamedRows(streamer, rows, padding)
-    with closing(decode(team, rows)) as rounds:  # type: ignore[type-var]
+    with closing(decode(team, rows)) as rounds:
         for _ in rounds:
             if streamed is not None:
                 streamed.put_ready()

@@ -1,0 +1,139 @@
+"""Calls from several threads on one `LLM`, and streams that are abandoned."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import secondguess
+from secondguess.core import Commit
+from secondguess.round_lock import RoundLock
+
+PROMPTS = (
+    "def add(a, b):",
+    "for i in range(3):\n    print(i)\nfor i in range(3):\n",
+    "class Stack:\n    def push(self, item):\n",
+    "import os\nimport sys\n",
+    "x = 1\ny = 2\nx = 1\ny =",
+)
+DRAFTERS = (
+    "none", "ngram", "suffix", "model:builtin-draft", "suffix+model:builtin-draft", "early-exit", "medusa",
+    "mtp", "eagle", "dspark", "model:builtin-draft,tree=2x2x1", "model:builtin-draft,tree=dynamic,nodes=6",
+    "eagle,tree=2x2x1",
+)  # fmt: skip
+NUM_TOKENS, NUM_CALLS = 6, 100
+
+
+@pytest.fixture(scope="module")
+def plain_texts() -> list[list[int]]:
+    llm = secondguess.load("builtin", "none")
+    return [llm.generate(prompt, max_tokens=NUM_TOKENS).token_ids for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_two_threads_get_the_texts_that_one_gets(drafter: str, plain_texts: list[list[int]]) -> None:
+    llm = secondguess.load("builtin", drafter)
+
+    def call(number: int) -> bool:
+        index = number % len(PROMPTS)
+        if number % 10 == 9:
+            tokens = [
+                token for piece in llm.stream(PROMPTS[index], max_tokens=NUM_TOKENS) for token in piece.tokens
+            ]
+        else:
+            tokens = llm.generate(PROMPTS[index], max_tokens=NUM_TOKENS).token_ids
+        return tokens == plain_texts[index]
+
+    with ThreadPoolExecutor(2) as threads:
+        right = list(threads.map(call, range(2 * NUM_CALLS)))
+    assert right.count(True) == 2 * NUM_CALLS
+
+
+def test_streams_in_one_thread_take_turns(plain_texts: list[list[int]]) -> None:
+    llm = secondguess.load("builtin", "suffix+model:builtin-draft")
+    streams = [llm.stream(prompt, max_tokens=NUM_TOKENS) for prompt in PROMPTS]
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+    for _ in range(NUM_TOKENS):
+        for index, stream in enumerate(streams):
+            piece = next(stream, None)
+            tokens[index] += piece.tokens if piece else []
+    assert tokens == plain_texts
+
+
+def test_an_abandoned_stream_holds_nothing(plain_texts: list[list[int]]) -> None:
+    llm = secondguess.load("builtin", "model:builtin-draft")
+    stream = llm.stream(PROMPTS[0], max_tokens=NUM_TOKENS)
+    next(stream)
+    assert llm.target.runtime.num_live_rows
+    del stream
+    gc.collect()
+    assert not llm.target.runtime.num_live_rows
+
+
+class Loop:
+    """Rounds that can be interrupted by a function, and that remember being closed."""
+
+    def __init__(self, during: object = None) -> None:
+        self.closed_in_round: bool | None = None
+        self.during = during
+
+    def rounds(self, state: dict[str, bool]) -> Iterator[list[Commit]]:
+        try:
+            while True:
+                state["in_round"] = True
+                if callable(self.during):
+                    self.during()
+                state["in_round"] = False
+                yield []
+        finally:
+            self.closed_in_round = state["in_round"]
+
+
+def test_a_loop_that_is_closed_inside_a_round_of_another_waits_for_its_end() -> None:
+    """The garbage collector may close an abandoned stream at any moment, in the thread that plays a round."""
+    lock, state = RoundLock(), {"in_round": False}
+    abandoned = Loop()
+    first = abandoned.rounds(state)
+    lock.play_round(first)  # type: ignore[arg-type]
+    other = Loop(during=lambda: lock.close(first))  # type: ignore[arg-type]
+    second = other.rounds(state)
+    lock.play_round(second)  # type: ignore[arg-type]
+    assert abandoned.closed_in_round is False
+    lock.close(second)  # type: ignore[arg-type]
+    assert other.closed_in_round is False
+
+
+def test_a_loop_under_way_is_not_collected() -> None:
+    lock, state = RoundLock(), {"in_round": False}
+    loop = Loop()
+    rounds = loop.rounds(state)
+    lock.play_round(rounds)  # type: ignore[arg-type]
+    del rounds
+    gc.collect()
+    assert loop.closed_in_round is None
+
+
+def test_a_thread_waits_for_the_round_of_another() -> None:
+    lock = RoundLock()
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert leave.wait(10)
+
+    first, second = Loop(during=wait).rounds({}), Loop().rounds({})
+    slow = threading.Thread(target=lock.play_round, args=(first,))
+    slow.start()
+    assert entered.wait(10)
+    done = threading.Event()
+    fast = threading.Thread(target=lambda: (lock.play_round(second), done.set()))  # type: ignore[arg-type]
+    fast.start()
+    assert not done.wait(0.05)
+    leave.set()
+    assert done.wait(10)
+    slow.join()
+    fast.join()
