@@ -219,7 +219,7 @@ def test_an_option_reaches_the_sampling_settings(secondguess_command, monkeypatc
     assert seen == [LLM.sampling(SamplingParams(), **{name: value})]
 
 
-def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypatch):
+def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypatch, tiny_checkpoint):
     seen = {}
 
     def load(model, drafter, **others):
@@ -227,7 +227,18 @@ def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypat
 
     monkeypatch.setattr("secondguess.api.load", load)
     monkeypatch.setattr("secondguess.cli.generate.answer", lambda *_: 0)
-    expected = {name: name.upper() for name in TEAM}
+    expected = {
+        "model": str(tiny_checkpoint),
+        "drafter": "ngram",
+        "verifier": "block",
+        "controller": "fixed:3",
+        "dtype": "float64",
+        "device": "cuda:7",
+        "quantize": "int8",
+        "drafter_quantize": "int8",
+        "runtime": "fused",
+    }
+    assert expected.keys() == set(TEAM)
     arguments = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", value)]
     assert secondguess_command("generate", "x", "--json", *arguments).code == 0
     assert seen == expected
@@ -487,7 +498,9 @@ def test_inspect_tells_sliding_layers_from_full_ones(secondguess_command, tmp_pa
     assert record["sliding_window"] == 32
 
 
-def test_bench_passes_its_options_on_and_saves_the_report(secondguess_command, tmp_path, monkeypatch):
+def test_bench_passes_its_options_on_and_saves_the_report(
+    secondguess_command, tmp_path, monkeypatch, tiny_checkpoint
+):
     from secondguess.bench import BenchConfig
 
     seen = []
@@ -518,8 +531,8 @@ def test_bench_passes_its_options_on_and_saves_the_report(secondguess_command, t
 
     options = {
         "--against": ("transformers",), "--prompts": ("builtin", "gsm8k"), "--num-prompts": 3, "--max-tokens": 5,
-        "--temperature": (0.5, 2.0), "--draft-length": (1, 2), "--seed": 4, "--model": "m", "--drafter": ("ngram",),
-        "--dtype": "float32", "--device": "cuda", "--threads": 1, "--name": "n", "--task": ("qa", "rag"),
+        "--temperature": (0.5, 2.0), "--draft-length": (1, 2), "--seed": 4, "--model": str(tiny_checkpoint),
+        "--drafter": ("ngram",), "--dtype": "float32", "--device": "cuda", "--threads": 1, "--name": "n", "--task": ("qa", "rag"),
         "--controller": ("fixed:2", "confidence"), "--batch-size": (1, 8),
     }  # fmt: skip
     arguments = [

@@ -22,13 +22,19 @@ CONFIGURATION = Path("secondguess.toml")
 def tune(
     model: Annotated[
         str,
-        Argument(metavar="MODEL", help="A directory, a cached model's name, or builtin.", show_default=False),
+        Argument(
+            metavar="MODEL",
+            help="A directory, a cached model's name, or builtin.",
+            callback=options.check_model,
+            show_default=False,
+        ),
     ],
     drafter: Annotated[
         list[str] | None,
         Option(
             help=f"A drafter to weigh: {options.FROM_THE_TEXT_ALONE}, or several joined by + (what borrows from the "
             "target is refused); repeatable.",
+            callback=options.check_drafter,
             show_default="the target's own, suffix, ngram, and suffix+model:PATH",
             rich_help_panel=options.TEAM,
         ),

@@ -24,7 +24,8 @@ def verify(
     model: Annotated[
         str | None,
         Option(
-            help="Target: a directory, a cached model's name, or builtin.",
+            help=options.MODEL_NAMES,
+            callback=options.check_model,
             show_default="a random model of three tokens, whose every text is enumerated",
             rich_help_panel=options.TEAM,
         ),
@@ -33,6 +34,7 @@ def verify(
         str | None,
         Option(
             help=f"{options.DRAFTER_NAMES}; each with ,key=value options; several joined by + take turns.",
+            callback=options.check_drafter,
             show_default="a perturbed copy of the random model; as in generate for another",
             rich_help_panel=options.TEAM,
         ),
@@ -41,11 +43,21 @@ def verify(
     controller: options.Controller = None,
     dtype: Annotated[
         str | None,
-        Option(help="As in generate, for --model.", show_default="auto", rich_help_panel=options.TEAM),
+        Option(
+            help="As in generate, for --model.",
+            callback=options.check_dtype,
+            show_default="auto",
+            rich_help_panel=options.TEAM,
+        ),
     ] = None,
     device: Annotated[
         str | None,
-        Option(help="As in generate, for --model.", show_default="auto", rich_help_panel=options.TEAM),
+        Option(
+            help="As in generate, for --model.",
+            callback=options.check_device,
+            show_default="auto",
+            rich_help_panel=options.TEAM,
+        ),
     ] = None,
     prompt: Annotated[
         str | None,
