@@ -48,6 +48,13 @@ OTHER = -1
 MIN_EXPECTED = 5.0
 LEAST_P_VALUE = 1e-6
 
+Progress = Callable[[int, int, str], None]
+"""Told (done, total, what is being done)."""
+
+
+def _no_progress(done: int, total: int, what: str) -> None:
+    """Show nothing."""
+
 
 @dataclass(frozen=True)
 class CertifyOptions:
@@ -235,17 +242,17 @@ def _own_attention(model: Any) -> Iterator[None]:
 def certify(
     subject: Subject,
     options: CertifyOptions = CertifyOptions(),
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = _no_progress,
 ) -> Certificate:
     """Draw texts through the shipping path and compare their law with the target's.
 
     Args:
         subject: what to test; see `tiny_subject` and `subject_of`.
         options: how hard to look.
-        progress: told after each batch how many of how many texts there are.
+        progress: told how many cells have their exact probability, and then how many texts are drawn.
     """
     start = time.perf_counter()
-    cells = Cells.of(_next_law(subject, options.temperature), options.num_tokens, options.num_cells)
+    cells = Cells.of(_next_law(subject, options.temperature), options.num_tokens, options.num_cells, progress)
     counts, (num_drafted, num_accepted, num_rounds) = _sample(subject, options, cells, progress)
     distance = 0.5 * sum(
         abs(counts[cell] / options.num_samples - mass) for cell, mass in cells.masses.items()
@@ -302,16 +309,24 @@ class Cells:
     branches: dict[Text, frozenset[int]]
 
     @classmethod
-    def of(cls, next_law: Callable[[Text], Tensor], num_tokens: int, num_cells: int) -> Cells:
+    def of(
+        cls,
+        next_law: Callable[[Text], Tensor],
+        num_tokens: int,
+        num_cells: int,
+        progress: Progress = _no_progress,
+    ) -> Cells:
         """Split the likeliest prefix into its likeliest tokens and the rest, until there are enough cells."""
         masses: dict[Text, float] = {}
         branches: dict[Text, frozenset[int]] = {}
         open_prefixes: list[tuple[float, Text]] = [(-1.0, ())]
         while open_prefixes and len(masses) + len(open_prefixes) < num_cells:
+            progress(len(masses) + len(open_prefixes), num_cells, "exact probabilities")
             negative_mass, prefix = heapq.heappop(open_prefixes)
-            chances, tokens = next_law(prefix).topk(min(4, len(next_law(prefix))))
+            probs = next_law(prefix)
+            chances, tokens = probs.topk(min(4, len(probs)))
             branches[prefix] = frozenset(tokens.tolist())
-            if len(next_law(prefix)) > len(tokens):
+            if len(probs) > len(tokens):
                 masses[(*prefix, OTHER)] = -negative_mass * max(0.0, 1 - float(chances.sum()))
             for token, chance in zip(tokens.tolist(), chances.tolist(), strict=True):
                 longer, mass = (*prefix, token), -negative_mass * chance
@@ -335,7 +350,7 @@ class Cells:
 
 
 def _sample(
-    subject: Subject, options: CertifyOptions, cells: Cells, progress: Callable[[int, int], None]
+    subject: Subject, options: CertifyOptions, cells: Cells, progress: Progress
 ) -> tuple[Counter[Text], tuple[int, int, int]]:
     """How often each cell came up; nodes drafted and accepted; rounds."""
     params = SamplingParams(temperature=options.temperature, max_tokens=options.num_tokens)
@@ -349,14 +364,14 @@ def _sample(
             for stream in range(first, last)
         ]
         team = replace(subject.team, ledger=Ledger())
+        progress(first, options.num_samples, "drawing texts")
         for _ in decode(team, rows):
-            pass
+            progress(first + sum(row.finished for row in rows), options.num_samples, "drawing texts")
         texts.update(tuple(row.output) for row in rows)
         for stats in map(team.ledger.of, rows):
             num_drafted += stats.num_drafted
             num_accepted += stats.num_accepted
             num_rounds += stats.num_rounds
-        progress(last, options.num_samples)
     counts: Counter[Text] = Counter()
     for text, count in texts.items():
         counts[cells.cell_of(text)] += count

@@ -9,7 +9,8 @@ from typer import Argument, Context, Option, Typer
 
 from secondguess.cli import options
 from secondguess.cli.exit_codes import INTERRUPTED
-from secondguess.cli.output import aside, progress_bar
+from secondguess.cli.output import aside
+from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 from secondguess.names import ALL
 

@@ -13,14 +13,13 @@ from typer import Context, Option, Typer
 
 from secondguess.cli import options
 from secondguess.cli.interruption import Interruption
+from secondguess.cli.progress import SECONDS_PER_LINE
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
     from secondguess.train.head_trainer import Progress as Step
 
 DATA, TRAINING = "What it learns from", "How it learns"
-SECONDS_PER_LINE = 10.0
-"""Between plain lines, where there is no terminal for a bar."""
 SHOWN_DEPTHS = 5
 OF_ANSWERS = ("max_tokens", "temperature", "answer_batch")
 

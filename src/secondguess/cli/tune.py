@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from secondguess.cli import options
-from secondguess.cli.output import aside, progress_bar
+from secondguess.cli.output import aside
+from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
