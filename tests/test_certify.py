@@ -57,6 +57,12 @@ def test_a_bent_law_fails(monkeypatch):
     assert "FAILED" in str(certificate)
 
 
+def test_a_certificate_of_plain_decoding_has_no_acceptance():
+    certificate = certify(tiny_subject("none", controller="fixed:0"), SMALL)
+    assert certificate.as_dict()["acceptance_rate"] is None
+    assert "nothing drafted, 1.00 tokens per target pass" in str(certificate)
+
+
 def test_too_few_samples_for_the_limit_fail():
     certificate = certify(tiny_subject(), CertifyOptions(num_samples=2000, limit=0.01))
     assert certificate.p_value > 1e-6

@@ -55,7 +55,9 @@ TEAM = [
     "runtime",
 ]
 PROGRAM = [sys.executable, "-c", "import sys; from secondguess.cli import main; sys.exit(main())"]
-CLOSING_LINE = re.compile(r"[\d.]+ tokens/s, acceptance \d+%, [\d.]+ tokens per target pass\n$")
+CLOSING_LINE = re.compile(
+    r"[\d.]+ tokens/s, (?:acceptance \d+%|nothing drafted), [\d.]+ tokens per target pass\n$"
+)
 
 
 @pytest.fixture
@@ -100,6 +102,12 @@ def test_the_model_in_the_json_is_a_name_that_the_options_accept(secondguess_com
     assert second["token_ids"] == first["token_ids"]
     # A model that drafts for itself is never wrong.
     assert second["stats"]["acceptance_rate"] == 1.0
+
+
+def test_plain_decoding_has_no_acceptance(secondguess_command, team):
+    plain = ["generate", "x = ", "--max-tokens", 4, *team, "--drafter", "none"]
+    assert ", nothing drafted, 1.00 tokens per target pass" in secondguess_command(*plain).out
+    assert secondguess_command(*plain, "--json").records[0]["stats"]["acceptance_rate"] is None
 
 
 def test_text_is_what_the_api_gives(secondguess_command, team, tiny_checkpoint):

@@ -36,7 +36,7 @@ from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
-from secondguess.stats import Ledger
+from secondguess.stats import Ledger, acceptance_rate_of
 from secondguess.verifiers import make_verifier
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Certificate:
         p_value: of the G-test, chance of frequencies this far off if the laws are equal.
         num_cells: cells that texts were sorted into.
         covers_all_texts: each text has a cell of its own; otherwise what happens inside a cell is not seen.
-        acceptance_rate: accepted over drafted nodes while sampling: what the test had to bite on.
+        acceptance_rate: accepted over drafted nodes while sampling; None when nothing was drafted.
         acceptance_length: tokens per target pass.
     """
 
@@ -143,7 +143,7 @@ class Certificate:
     limit: float
     delta: float
     p_value: float
-    acceptance_rate: float
+    acceptance_rate: float | None
     acceptance_length: float
     seconds: float
 
@@ -163,14 +163,15 @@ class Certificate:
             else f"{self.num_cells} cells: the likeliest beginnings of a text of {self.num_tokens} tokens, the rest "
             "lumped behind each; a difference inside a cell is not seen"
         )
+        rate = self.acceptance_rate
+        accepted = "nothing drafted" if rate is None else f"{rate:.0%} of drafted tokens accepted"
         return "\n".join(
             [
                 f"target       {self.model} ({self.dtype}), temperature {self.temperature:g}",
                 f"drafter      {self.drafter}, controller {self.controller}",
                 f"verifier     {self.verifier} ({self.exactness})",
                 f"compared     {self.num_samples:,} sampled texts with the model's own forward, over {cells}",
-                f"drafting     {self.acceptance_rate:.0%} of drafted tokens accepted, "
-                f"{self.acceptance_length:.2f} tokens per target pass",
+                f"drafting     {accepted}, {self.acceptance_length:.2f} tokens per target pass",
                 f"G-test       p = {self.p_value:.3g} (fails below {LEAST_P_VALUE:g})",
                 f"certificate  total variation <= {self.bound:.4f} with confidence 1 - {self.delta:g} "
                 f"(observed {self.distance:.4f}, limit {self.limit:g})",
@@ -278,7 +279,7 @@ def certify(
             [counts[cell] for cell in cells.masses],
             [options.num_samples * mass for mass in cells.masses.values()],
         ),
-        acceptance_rate=num_accepted / max(num_drafted, 1),
+        acceptance_rate=acceptance_rate_of(num_accepted, num_drafted),
         acceptance_length=options.num_samples * options.num_tokens / num_rounds,
         seconds=time.perf_counter() - start,
     )

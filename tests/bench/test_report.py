@@ -90,6 +90,15 @@ def test_rounds_are_summed_over_prompts():
     assert sum(summary.share_of_seconds.values()) == pytest.approx(1.0)
 
 
+def test_a_system_that_drafted_nothing_has_no_acceptance():
+    names = ["ours plain", "ours fast"]
+    by_system = {name: {Setting(0.0): runs([4.0], stats=stats_of([(0, 0)] * 4))} for name in names}
+    told = make_results(systems()[:2], by_system, dict.fromkeys(names, COSTS), {1: ["x"]}, seed=0)
+    shown = dataclasses.replace(report(), results=told)
+    assert json.loads(shown.to_json())["results"][1]["rounds"]["acceptance_rate"] is None
+    assert "| ours fast | 1.00 | nothing drafted |" in shown.to_markdown()
+
+
 def test_predicted_speed_leaves_prefill_out_of_both_sides():
     """A round of three nodes costs 0.13 + 3 * 0.01 = 0.16 s; it took 0.2 s after 0.8 s of prefill."""
     summary = summarise_rounds([Run([1] * 4, 1.0, stats_of([(3, 3)], prefill=0.8))], COSTS)

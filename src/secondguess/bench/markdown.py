@@ -139,7 +139,7 @@ def _rounds_table(results: Sequence[Result]) -> str:
             [
                 result.system,
                 f"{rounds.acceptance_length:.2f}",
-                f"{rounds.acceptance_rate:.1%}" if result.speculates else "",
+                _show_acceptance(rounds.acceptance_rate) if result.speculates else "",
                 by_position,
                 f"{rounds.draft_length:.2f}",
                 f"{rounds.cost_ratio:.3f}",
@@ -150,6 +150,10 @@ def _rounds_table(results: Sequence[Result]) -> str:
         )
     header = ["system", "tau", "accepted", "by position", "draft length", "c"]
     return table([*header, "predicted tokens/s", "measured/predicted", "time"], rows)
+
+
+def _show_acceptance(rate: float | None) -> str:
+    return "nothing drafted" if rate is None else f"{rate:.1%}"
 
 
 def _equality_table(results: Sequence[Result]) -> str:

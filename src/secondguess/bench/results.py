@@ -24,7 +24,7 @@ class Rounds:
 
     Args:
         acceptance_length: tokens per target pass and row, correction or bonus included (tau).
-        acceptance_rate: accepted over drafted nodes.
+        acceptance_rate: accepted over drafted nodes; None when nothing was drafted.
         acceptance_by_position: accepted over drafted nodes at each depth.
         drafted_by_position: how many nodes were drafted at each depth.
         draft_length: mean number of nodes per round.
@@ -38,7 +38,7 @@ class Rounds:
     """
 
     acceptance_length: float
-    acceptance_rate: float
+    acceptance_rate: float | None
     acceptance_by_position: list[float]
     drafted_by_position: list[int]
     draft_length: float

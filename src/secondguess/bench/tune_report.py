@@ -179,9 +179,7 @@ class TuneReport:
                 workload=self.findings.workload.name,
                 workload_sha256=self.findings.workload.sha256,
                 model_sha256=hash_weights(Path(models.target.path)),
-                acceptance_rate=self._speeds_of_chosen()[smallest][chosen].acceptance_rate
-                if chosen.speculates
-                else None,
+                acceptance_rate=self._speeds_of_chosen()[smallest][chosen].acceptance_rate,
                 acceptance_by_position=None if rates is None else tuple(round(rate, 3) for rate in rates),
                 draft_length=self.best_constant_length(smallest),
                 cost_ratio=round(sum(steps) / costs.plain[1], 4) if steps else None,
@@ -377,9 +375,15 @@ def _advice(report: TuneReport, size: int) -> str:
     worst, place = speed.worst_over(plain)
     unit = "prompt" if size == 1 else "batch"
     slower = " (slower than plain)" if worst < 1 else ""
+    rate = speed.acceptance_rate
+    drafts = (
+        "Nothing was drafted"
+        if rate is None
+        else f"Text like this accepts {rate:.0%} of {speed.draft_length:.1f} guesses a round"
+    )
     return (
-        f"{at}: {show_choice(best)}. Text like this accepts {speed.acceptance_rate:.0%} of {speed.draft_length:.1f} guesses "
-        f"a round: expect {speed.over(plain):.2f} times plain decoding ({how}: {speed.tokens_per_second:.0f} against "
+        f"{at}: {show_choice(best)}. {drafts}: "
+        f"expect {speed.over(plain):.2f} times plain decoding ({how}: {speed.tokens_per_second:.0f} against "
         f"{plain.tokens_per_second:.0f} tokens/s), {worst:.2f} times on the worst {unit}, number {place + 1}{slower}."
     )
 
