@@ -161,7 +161,7 @@ def _save(report: TuneReport, output: Path | None, config_out: Path) -> list[Pat
     from secondguess.bench.tune_charts import draw_charts
     from secondguess.train.files import write_atomically
 
-    files = {config_out: report.configuration().to_toml().encode()}
+    files = {config_out: report.to_toml().encode()}
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         charts = draw_charts(report) if can_draw() else {}
