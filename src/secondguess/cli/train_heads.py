@@ -143,7 +143,9 @@ def _layer_skip(
     with Interruption() as interruption, _shown(interruption) as show:
         found = search_layers(job, show)
     print(f"skipped layers: {', '.join(map(str, found.skipped))}")
-    print(f"expected: {found.acceptance:.1%} accepted, c = {found.cost_ratio:.2f}, {found.speedup:.2f}x")
+    print(
+        f"expected: {found.acceptance:.1%} accepted at temperature 1, c = {found.cost_ratio:.2f}, {found.speedup:.2f}x"
+    )
     print(f"wrote {out}", flush=True)
     return 0
 
