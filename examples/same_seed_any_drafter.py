@@ -9,6 +9,6 @@ for drafter in ("none", "model:builtin-draft", "ngram", "suffix"):
     llm = secondguess.load(drafter=drafter, dtype="float32")
     output = llm.generate(prompt, max_tokens=60, temperature=1.0, seed=7)
     texts[drafter] = output.text
-    print(f"{drafter:22} {output.exactness}, acceptance {output.stats.acceptance_rate:.0%}")
+    print(f"{drafter:22} {output.exactness}: {output.stats}")
 assert len(set(texts.values())) == 1
 print(prompt + texts["none"])

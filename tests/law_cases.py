@@ -25,7 +25,8 @@ from secondguess.enumeration import Branch, enumerate_rounds, exact_law, largest
 from secondguess.noise import Noise
 from secondguess.sampling import SamplingParams
 from secondguess.testing import Law, LawTreeDrafter, ScriptedDrafter, TableModel, random_law
-from secondguess.verifiers import Verifier, make_verifier
+from secondguess.verifiers import make_verifier
+from secondguess.verifiers.base import Verifier
 
 ROUNDING = 1e-12
 PROMPT = (0, 1)

@@ -57,6 +57,12 @@ def test_a_bent_law_fails(monkeypatch):
     assert "FAILED" in str(certificate)
 
 
+def test_a_certificate_of_plain_decoding_has_no_acceptance():
+    certificate = certify(tiny_subject("none", controller="fixed:0"), SMALL)
+    assert certificate.as_dict()["acceptance_rate"] is None
+    assert "nothing drafted, 1.00 tokens per target pass" in str(certificate)
+
+
 def test_too_few_samples_for_the_limit_fail():
     certificate = certify(tiny_subject(), CertifyOptions(num_samples=2000, limit=0.01))
     assert certificate.p_value > 1e-6
@@ -99,6 +105,32 @@ def test_batches_do_not_matter(verifier):
     whole = CertifyOptions(num_samples=1000, limit=0.5, batch_size=1000)
     subject = tiny_subject(verifier=verifier)
     assert certify(subject, small).distance == certify(subject, whole).distance
+
+
+def test_progress_tells_of_exact_probabilities_and_then_of_texts():
+    told = []
+    certify(tiny_subject(), SMALL, lambda *now: told.append(now))
+    phases = {what: [(done, total) for done, total, each in told if each == what] for *_, what in told}
+    assert list(phases) == ["exact probabilities", "drawing texts"]
+    assert phases["exact probabilities"][0] == (1, 81)
+    assert {total for _, total in phases["exact probabilities"]} == {81}
+    drawn = [done for done, _ in phases["drawing texts"]]
+    assert drawn == sorted(drawn)
+    # Told within the batches of 1,000, too.
+    assert (drawn[0], drawn[-1]) == (0, 4000)
+    assert any(done % 1000 for done in drawn)
+    assert {total for _, total in phases["drawing texts"]} == {4000}
+
+
+def test_the_models_own_forward_runs_once_for_a_beginning():
+    law, asked = random_law(50, seed=1), []
+
+    def next_law(text):
+        asked.append(text)
+        return law(text)
+
+    Cells.of(next_law, num_tokens=3, num_cells=30)
+    assert len(asked) == len(set(asked))
 
 
 def test_cells_split_the_likeliest_beginnings():

@@ -56,7 +56,9 @@ TEAM = [
     "runtime",
 ]
 PROGRAM = [sys.executable, "-c", "import sys; from secondguess.cli import main; sys.exit(main())"]
-CLOSING_LINE = re.compile(r"[\d.]+ tokens/s, acceptance \d+%, [\d.]+ tokens per target pass\n$")
+CLOSING_LINE = re.compile(
+    r"[\d.]+ tokens/s, (?:acceptance \d+%|nothing drafted), [\d.]+ tokens per target pass\n$"
+)
 
 
 @pytest.fixture
@@ -101,6 +103,12 @@ def test_the_model_in_the_json_is_a_name_that_the_options_accept(secondguess_com
     assert second["token_ids"] == first["token_ids"]
     # A model that drafts for itself is never wrong.
     assert second["stats"]["acceptance_rate"] == 1.0
+
+
+def test_plain_decoding_has_no_acceptance(secondguess_command, team):
+    plain = ["generate", "x = ", "--max-tokens", 4, *team, "--drafter", "none"]
+    assert ", nothing drafted, 1.00 tokens per target pass" in secondguess_command(*plain).out
+    assert secondguess_command(*plain, "--json").records[0]["stats"]["acceptance_rate"] is None
 
 
 def test_text_is_what_the_api_gives(secondguess_command, team, tiny_checkpoint):
@@ -283,7 +291,7 @@ def test_an_option_reaches_the_sampling_settings(secondguess_command, monkeypatc
     assert seen == [LLM.sampling(base, **{name: value})]
 
 
-def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypatch):
+def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypatch, tiny_checkpoint):
     seen = {}
 
     def load(model, drafter, **others):
@@ -291,7 +299,18 @@ def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypat
 
     monkeypatch.setattr("secondguess.api.load", load)
     monkeypatch.setattr("secondguess.cli.generate.answer", lambda *_: 0)
-    expected = {name: name.upper() for name in TEAM}
+    expected = {
+        "model": str(tiny_checkpoint),
+        "drafter": "ngram",
+        "verifier": "block",
+        "controller": "fixed:3",
+        "dtype": "float64",
+        "device": "cuda:7",
+        "quantize": "int8",
+        "drafter_quantize": "int8",
+        "runtime": "fused",
+    }
+    assert expected.keys() == set(TEAM)
     arguments = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", value)]
     assert secondguess_command("generate", "x", "--json", *arguments).code == 0
     assert seen == expected
@@ -551,7 +570,9 @@ def test_inspect_tells_sliding_layers_from_full_ones(secondguess_command, tmp_pa
     assert record["sliding_window"] == 32
 
 
-def test_bench_passes_its_options_on_and_saves_the_report(secondguess_command, tmp_path, monkeypatch):
+def test_bench_passes_its_options_on_and_saves_the_report(
+    secondguess_command, tmp_path, monkeypatch, tiny_checkpoint
+):
     from secondguess.bench import BenchConfig
 
     seen = []
@@ -582,8 +603,8 @@ def test_bench_passes_its_options_on_and_saves_the_report(secondguess_command, t
 
     options = {
         "--against": ("transformers",), "--prompts": ("builtin", "gsm8k"), "--num-prompts": 3, "--max-tokens": 5,
-        "--temperature": (0.5, 2.0), "--draft-length": (1, 2), "--seed": 4, "--model": "m", "--drafter": ("ngram",),
-        "--dtype": "float32", "--device": "cuda", "--threads": 1, "--name": "n", "--task": ("qa", "rag"),
+        "--temperature": (0.5, 2.0), "--draft-length": (1, 2), "--seed": 4, "--model": str(tiny_checkpoint),
+        "--drafter": ("ngram",), "--dtype": "float32", "--device": "cuda", "--threads": 1, "--name": "n", "--task": ("qa", "rag"),
         "--controller": ("fixed:2", "confidence"), "--batch-size": (1, 8),
     }  # fmt: skip
     arguments = [

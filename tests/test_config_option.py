@@ -18,6 +18,15 @@ KEYS = {
     "drafter_quantize": "int8",
     "runtime": "fused",
 }
+OPTIONS = KEYS | {
+    "drafter": "suffix",
+    "verifier": "auto",
+    "controller": "cost",
+    "dtype": "auto",
+    "device": "auto",
+    "runtime": "auto",
+}
+"""What is given on the command line; some of it is the option's own default."""
 LOADING = [["generate", "x"], ["verify"]]
 COMMANDS = [*LOADING, ["inspect"], ["export", "--to", "vllm"]]
 
@@ -61,18 +70,17 @@ def test_every_key_reaches_load(loaded, write, command):
     assert loaded(*command, "--config", write("somewhere", **KEYS)) == {"model": "somewhere", **KEYS}
 
 
-def test_a_key_that_is_absent_leaves_the_default_of_the_option(loaded, write):
-    with_file = loaded("generate", "x", "--config", write("somewhere", dtype="float32"))
-    without = loaded("generate", "x", "--model", "somewhere", "--dtype", "float32")
+def test_a_key_that_is_absent_leaves_the_default_of_the_option(loaded, write, tiny_checkpoint):
+    with_file = loaded("generate", "x", "--config", write(tiny_checkpoint, dtype="float32"))
+    without = loaded("generate", "x", "--model", tiny_checkpoint, "--dtype", "float32")
     assert with_file == without
 
 
 @pytest.mark.parametrize("name", KEYS)
 def test_an_option_wins_over_the_file(loaded, write, name):
     option = f"--{name.replace('_', '-')}"
-    # Given, although it may be what the option would have been anyway.
-    settings = loaded("generate", "x", "--config", write("somewhere", **KEYS), option, "auto")
-    assert settings[name] == "auto"
+    path = write("somewhere", **KEYS | {name: "of-the-file"})
+    assert loaded("generate", "x", "--config", path, option, OPTIONS[name])[name] == OPTIONS[name]
 
 
 def test_what_was_chosen_for_the_drafter_goes_with_it(secondguess_command, loaded, write):
@@ -94,11 +102,11 @@ def test_it_is_told_that_something_went_with_the_drafter(secondguess_command, wr
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_file_of_another_model_is_refused(secondguess_command, write, command):
-    model = ["org/other"] if command == ["inspect"] else ["--model", "org/other"]
+def test_a_file_of_another_model_is_refused(secondguess_command, write, command, tiny_checkpoint):
+    model = [tiny_checkpoint] if command == ["inspect"] else ["--model", tiny_checkpoint]
     done = secondguess_command(*command, *model, "--config", write("org/one"))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    for words in ("org/one", "org/other", "give no --model", "tune"):
+    for words in ("org/one", str(tiny_checkpoint), "give no --model", "tune"):
         assert words in done.err
 
 

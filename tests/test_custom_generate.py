@@ -4,6 +4,7 @@ import gc
 import warnings
 import weakref
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
@@ -14,7 +15,6 @@ from drop_in_cases import PROMPT, tiny_model
 from secondguess.errors import StrangerWarning
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
-from secondguess.runtime import loading
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import borrow_model
 from secondguess.testing import LawTreeDrafter
@@ -103,13 +103,7 @@ def draft_with(model, head):
 @pytest.mark.parametrize("name", ["org/tiny", "org/gone", ""], ids=["cached", "gone", "nameless"])
 def test_a_head_for_a_model_known_by_its_name_is_no_stranger(model, head, monkeypatch, name):
     found = {"org/tiny": str(head.parent / "target" / "config.json")}
-
-    def cached_file(name, *_, **__):
-        if name not in found:
-            raise OSError(name)
-        return found[name]
-
-    monkeypatch.setattr(loading, "cached_file", cached_file)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: found.get(name))
     model.name_or_path = name
     with warnings.catch_warnings():
         warnings.simplefilter("error", StrangerWarning)

@@ -62,6 +62,9 @@ def test_its_card_says_what_was_measured(kind: str) -> None:
     card = (folder_of(kind) / "README.md").read_text()
     written = card_text(provenance, f"secondguess generate PROMPT --model builtin --drafter {kind}:FOLDER")
     assert card == written
+    assert "sampling at temperature 1 without filters" in card
+    assert "held-out text that the target wrote at temperatures 0, 0.7, 1." in card
+    assert "greedy decoding (temperature 0)" in card
 
 
 def test_together_they_are_small() -> None:

@@ -66,9 +66,19 @@ def test_what_lies_behind_a_cut_is_not_counted():
     assert stats.accepted_per_position == [1, 1, 0]
 
 
-def test_ratios_of_nothing_are_zero():
+def test_ratios_of_nothing():
     stats = Stats()
-    assert (stats.acceptance_rate, stats.acceptance_length, stats.tokens_per_second) == (0, 0, 0)
+    assert (stats.acceptance_length, stats.tokens_per_second) == (0, 0)
+    assert stats.acceptance_rate is None
+
+
+def test_nothing_drafted_is_no_acceptance_of_zero():
+    plain = Stats(num_rounds=2, num_tokens=2, seconds={"score": 1.0})
+    assert str(plain) == "2.0 tokens/s, nothing drafted, 1.00 tokens per target pass"
+    assert plain.as_dict()["acceptance_rate"] is None
+    rejected = Stats(num_rounds=2, num_tokens=2, num_drafted=3, seconds={"score": 1.0})
+    assert str(rejected) == "2.0 tokens/s, acceptance 0%, 1.00 tokens per target pass"
+    assert rejected.as_dict()["acceptance_rate"] == 0.0
 
 
 def test_seconds_of_a_round_go_to_its_phases_and_the_rest_to_other(clock):

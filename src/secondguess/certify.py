@@ -36,7 +36,7 @@ from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
-from secondguess.stats import Ledger
+from secondguess.stats import Ledger, acceptance_rate_of
 from secondguess.verifiers import make_verifier
 
 if TYPE_CHECKING:
@@ -47,6 +47,13 @@ OTHER = -1
 """Stands in a cell for every token that has no cell of its own behind that prefix."""
 MIN_EXPECTED = 5.0
 LEAST_P_VALUE = 1e-6
+
+Progress = Callable[[int, int, str], None]
+"""Told (done, total, what is being done)."""
+
+
+def _no_progress(done: int, total: int, what: str) -> None:
+    """Show nothing."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ class Certificate:
         p_value: of the G-test, chance of frequencies this far off if the laws are equal.
         num_cells: cells that texts were sorted into.
         covers_all_texts: each text has a cell of its own; otherwise what happens inside a cell is not seen.
-        acceptance_rate: accepted over drafted nodes while sampling: what the test had to bite on.
+        acceptance_rate: accepted over drafted nodes while sampling; None when nothing was drafted.
         acceptance_length: tokens per target pass.
     """
 
@@ -136,7 +143,7 @@ class Certificate:
     limit: float
     delta: float
     p_value: float
-    acceptance_rate: float
+    acceptance_rate: float | None
     acceptance_length: float
     seconds: float
 
@@ -156,14 +163,15 @@ class Certificate:
             else f"{self.num_cells} cells: the likeliest beginnings of a text of {self.num_tokens} tokens, the rest "
             "lumped behind each; a difference inside a cell is not seen"
         )
+        rate = self.acceptance_rate
+        accepted = "nothing drafted" if rate is None else f"{rate:.0%} of drafted tokens accepted"
         return "\n".join(
             [
                 f"target       {self.model} ({self.dtype}), temperature {self.temperature:g}",
                 f"drafter      {self.drafter}, controller {self.controller}",
                 f"verifier     {self.verifier} ({self.exactness})",
                 f"compared     {self.num_samples:,} sampled texts with the model's own forward, over {cells}",
-                f"drafting     {self.acceptance_rate:.0%} of drafted tokens accepted, "
-                f"{self.acceptance_length:.2f} tokens per target pass",
+                f"drafting     {accepted}, {self.acceptance_length:.2f} tokens per target pass",
                 f"G-test       p = {self.p_value:.3g} (fails below {LEAST_P_VALUE:g})",
                 f"certificate  total variation <= {self.bound:.4f} with confidence 1 - {self.delta:g} "
                 f"(observed {self.distance:.4f}, limit {self.limit:g})",
@@ -235,17 +243,17 @@ def _own_attention(model: Any) -> Iterator[None]:
 def certify(
     subject: Subject,
     options: CertifyOptions = CertifyOptions(),
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = _no_progress,
 ) -> Certificate:
     """Draw texts through the shipping path and compare their law with the target's.
 
     Args:
         subject: what to test; see `tiny_subject` and `subject_of`.
         options: how hard to look.
-        progress: told after each batch how many of how many texts there are.
+        progress: told how many cells have their exact probability, and then how many texts are drawn.
     """
     start = time.perf_counter()
-    cells = Cells.of(_next_law(subject, options.temperature), options.num_tokens, options.num_cells)
+    cells = Cells.of(_next_law(subject, options.temperature), options.num_tokens, options.num_cells, progress)
     counts, (num_drafted, num_accepted, num_rounds) = _sample(subject, options, cells, progress)
     distance = 0.5 * sum(
         abs(counts[cell] / options.num_samples - mass) for cell, mass in cells.masses.items()
@@ -271,7 +279,7 @@ def certify(
             [counts[cell] for cell in cells.masses],
             [options.num_samples * mass for mass in cells.masses.values()],
         ),
-        acceptance_rate=num_accepted / max(num_drafted, 1),
+        acceptance_rate=acceptance_rate_of(num_accepted, num_drafted),
         acceptance_length=options.num_samples * options.num_tokens / num_rounds,
         seconds=time.perf_counter() - start,
     )
@@ -302,16 +310,24 @@ class Cells:
     branches: dict[Text, frozenset[int]]
 
     @classmethod
-    def of(cls, next_law: Callable[[Text], Tensor], num_tokens: int, num_cells: int) -> Cells:
+    def of(
+        cls,
+        next_law: Callable[[Text], Tensor],
+        num_tokens: int,
+        num_cells: int,
+        progress: Progress = _no_progress,
+    ) -> Cells:
         """Split the likeliest prefix into its likeliest tokens and the rest, until there are enough cells."""
         masses: dict[Text, float] = {}
         branches: dict[Text, frozenset[int]] = {}
         open_prefixes: list[tuple[float, Text]] = [(-1.0, ())]
         while open_prefixes and len(masses) + len(open_prefixes) < num_cells:
+            progress(len(masses) + len(open_prefixes), num_cells, "exact probabilities")
             negative_mass, prefix = heapq.heappop(open_prefixes)
-            chances, tokens = next_law(prefix).topk(min(4, len(next_law(prefix))))
+            probs = next_law(prefix)
+            chances, tokens = probs.topk(min(4, len(probs)))
             branches[prefix] = frozenset(tokens.tolist())
-            if len(next_law(prefix)) > len(tokens):
+            if len(probs) > len(tokens):
                 masses[(*prefix, OTHER)] = -negative_mass * max(0.0, 1 - float(chances.sum()))
             for token, chance in zip(tokens.tolist(), chances.tolist(), strict=True):
                 longer, mass = (*prefix, token), -negative_mass * chance
@@ -335,7 +351,7 @@ class Cells:
 
 
 def _sample(
-    subject: Subject, options: CertifyOptions, cells: Cells, progress: Callable[[int, int], None]
+    subject: Subject, options: CertifyOptions, cells: Cells, progress: Progress
 ) -> tuple[Counter[Text], tuple[int, int, int]]:
     """How often each cell came up; nodes drafted and accepted; rounds."""
     params = SamplingParams(temperature=options.temperature, max_tokens=options.num_tokens)
@@ -349,14 +365,14 @@ def _sample(
             for stream in range(first, last)
         ]
         team = replace(subject.team, ledger=Ledger())
+        progress(first, options.num_samples, "drawing texts")
         for _ in decode(team, rows):
-            pass
+            progress(first + sum(row.finished for row in rows), options.num_samples, "drawing texts")
         texts.update(tuple(row.output) for row in rows)
         for stats in map(team.ledger.of, rows):
             num_drafted += stats.num_drafted
             num_accepted += stats.num_accepted
             num_rounds += stats.num_rounds
-        progress(last, options.num_samples)
     counts: Counter[Text] = Counter()
     for text, count in texts.items():
         counts[cells.cell_of(text)] += count

@@ -16,6 +16,9 @@ from secondguess.errors import BadInputError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+ALL = "all"
+"""Instead of names: every one that there is."""
+
 OptionsT = TypeVar("OptionsT", bound="DataclassInstance")
 
 

@@ -18,6 +18,11 @@ Clock = Callable[[], float]
 """Seconds from some moment on; tests and replays hand in clocks of their own."""
 
 
+def acceptance_rate_of(num_accepted: int, num_drafted: int) -> float | None:
+    """Return accepted over drafted nodes; None when nothing was drafted."""
+    return num_accepted / num_drafted if num_drafted else None
+
+
 @dataclass
 class Stats:
     """Counters of one row, or of many added together.
@@ -44,9 +49,9 @@ class Stats:
     drafting_seconds: float = 0.0
 
     @property
-    def acceptance_rate(self) -> float:
-        """Accepted over drafted nodes; 0 when nothing was drafted. Low for trees, which guess several times at one place."""
-        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted nodes; None when nothing was drafted. Low for trees, which draft several nodes at one place."""
+        return acceptance_rate_of(self.num_accepted, self.num_drafted)
 
     @property
     def acceptance_length(self) -> float:
@@ -85,8 +90,10 @@ class Stats:
         }
 
     def __str__(self) -> str:
+        rate = self.acceptance_rate
         return (
-            f"{self.tokens_per_second:.1f} tokens/s, acceptance {self.acceptance_rate:.0%}, "
+            f"{self.tokens_per_second:.1f} tokens/s, "
+            f"{'nothing drafted' if rate is None else f'acceptance {rate:.0%}'}, "
             f"{self.acceptance_length:.2f} tokens per target pass"
         )
 

@@ -52,14 +52,22 @@ def test_without_matplotlib_the_report_is_saved_without_charts(tmp_path, monkeyp
 
 
 def test_speeds_are_bars_with_their_intervals():
-    told = report()
+    told = with_results(report(), interval=(1.0, 99.0))
     (axis,) = draw_speeds(told).axes
+    assert axis.get_xlabel().endswith("95 % interval")
     assert labels(axis) == [result.system for result in told.results]
     assert [bar.get_width() for bar in axis.patches] == [result.tokens_per_second for result in told.results]
     (lines,) = (each for each in axis.collections if len(each.get_segments()) == 4)
     ends = [sorted(point[0] for point in segment) for segment in lines.get_segments()]
     assert ends == [pytest.approx(sorted(result.interval)) for result in told.results]
     assert axis.get_title() == "temperature 0"
+
+
+def test_speeds_of_too_few_prompts_are_bars_without_intervals():
+    (axis,) = draw_speeds(report()).axes
+    assert len(axis.patches) == 4
+    assert not axis.collections
+    assert "interval" not in axis.get_xlabel()
 
 
 def test_every_temperature_and_batch_size_has_a_panel_of_speeds():

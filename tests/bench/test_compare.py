@@ -85,10 +85,11 @@ def test_nothing_changed_is_no_difference(compare):
 
 
 def test_few_prompts_allow_no_verdict(compare):
-    four = compare(stored(SPEEDS[:4], TASKS[:4]), stored([9.0] * 4, TASKS[:4]))
-    assert overall(four).verdict == UNKNOWN
-    assert "[" not in four.to_markdown().split("---")[-1]
-    assert overall(compare(stored(SPEEDS[:5], TASKS[:5]), stored([99.0] * 5, TASKS[:5]))).verdict == FASTER
+    five = compare(stored(SPEEDS[:5], TASKS[:5]), stored([99.0] * 5, TASKS[:5]))
+    assert overall(five).verdict == UNKNOWN
+    assert (overall(five).low, overall(five).high) == (None, None)
+    assert "[" not in five.to_markdown().split("---")[-1]
+    assert overall(compare(stored(SPEEDS[:6], TASKS[:6]), stored([99.0] * 6, TASKS[:6]))).verdict == FASTER
 
 
 def test_tasks_are_compared_too(compare):

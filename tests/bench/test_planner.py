@@ -94,7 +94,7 @@ def test_a_long_text_tends_to_tokens_over_cost_per_round():
 def test_plain_decoding_takes_plain_rounds_and_no_prefill_of_a_draft_model():
     speed = predict(PLAIN, evidence(10, 1), 1)
     assert speed.seconds == (pytest.approx(0.5 + 10 * PLAIN_ROUND),)
-    assert (speed.draft_length, speed.acceptance_rate) == (0, 0)
+    assert (speed.draft_length, speed.acceptance_rate) == (0, None)
 
 
 def test_a_controller_that_never_drafts_does_not_let_the_draft_model_read():

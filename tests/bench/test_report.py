@@ -90,6 +90,15 @@ def test_rounds_are_summed_over_prompts():
     assert sum(summary.share_of_seconds.values()) == pytest.approx(1.0)
 
 
+def test_a_system_that_drafted_nothing_has_no_acceptance():
+    names = ["ours plain", "ours fast"]
+    by_system = {name: {Setting(0.0): runs([4.0], stats=stats_of([(0, 0)] * 4))} for name in names}
+    told = make_results(systems()[:2], by_system, dict.fromkeys(names, COSTS), {1: ["x"]}, seed=0)
+    shown = dataclasses.replace(report(), results=told)
+    assert json.loads(shown.to_json())["results"][1]["rounds"]["acceptance_rate"] is None
+    assert "| ours fast | 1.00 | nothing drafted |" in shown.to_markdown()
+
+
 def test_predicted_speed_leaves_prefill_out_of_both_sides():
     """A round of three nodes costs 0.13 + 3 * 0.01 = 0.16 s; it took 0.2 s after 0.8 s of prefill."""
     summary = summarise_rounds([Run([1] * 4, 1.0, stats_of([(3, 3)], prefill=0.8))], COSTS)
@@ -155,13 +164,34 @@ def test_tasks_have_their_own_medians_and_ratios_to_plain():
 
 
 def test_a_task_of_few_prompts_shows_no_interval():
-    told = results()
     page = report().to_markdown()
     assert "| system | code (1) | talk (2) |" in page
     assert "| ours fast | 40.0, 4.00x, tau 4.00 | 50.0, 2.00x, tau 4.00 |" in page
-    assert [dataclasses.replace(told[1].by_task["code"], num_batches=count).has_interval for count in (4, 5)] == [
-        False, True,
-    ]  # fmt: skip
+
+
+def results_over(num_prompts, batch_size=1):
+    """Two systems over so many prompts of one task."""
+    by_system = {
+        name: {Setting(0.0, batch_size): runs([speed + place for place in range(num_prompts)])}
+        for name, speed in (("ours plain", 10.0), ("ours fast", 20.0))
+    }
+    return make_results(systems()[:2], by_system, {}, {batch_size: ["same"] * num_prompts}, seed=0)
+
+
+@pytest.mark.parametrize(("batch_size", "units"), [(1, "prompts"), (4, "batches")])
+def test_an_interval_takes_enough_prompts(batch_size, units):
+    """Of five, not even the whole range of the values is a 95 % interval of their median."""
+    few, enough = (dataclasses.replace(report(), results=results_over(count, batch_size)) for count in (5, 6))
+    words = f"Too few {units} for an interval: 5; it takes at least 6 (--num-prompts)."
+    assert words in few.to_markdown()
+    assert "| ours fast | 22.0 | 1.83x, worst 1.71x |" in few.to_markdown()
+    told = json.loads(few.to_json())["results"][1]
+    assert told["interval"] is None
+    assert (told["against"]["ours plain"]["low"], told["against"]["ours plain"]["high"]) == (None, None)
+    assert "Too few" not in enough.to_markdown()
+    assert "| ours fast | 22.5 | 1.80x [1." in enough.to_markdown()
+    low, high = json.loads(enough.to_json())["results"][1]["interval"]
+    assert low < 22.5 < high
 
 
 def test_one_task_needs_no_table():
@@ -247,7 +277,7 @@ def test_json_holds_everything_under_stable_names(tmp_path):
     data, page, *_ = report().save(tmp_path / "results")
     assert (data.name, page.name) == ("2026-01-02-tiny.json", "2026-01-02-tiny.md")
     told = json.loads(data.read_text())
-    assert told["schema"] == 3
+    assert told["schema"] == 4
     assert set(told) == {
         "schema", "name", "complete", "workbench", "costs", "results", "provenance", "possessions",
     }  # fmt: skip
@@ -270,8 +300,7 @@ def test_an_interrupted_run_is_saved_as_such(tmp_path):
 
 def test_the_page_shows_ratios_flips_costs_and_where_it_comes_from():
     page = report().to_markdown()
-    assert "| ours fast | 40.0 | 2.00x [" in page
-    assert "worst 0.50x" in page
+    assert "| ours fast | 40.0 | 2.00x, worst 0.50x |" in page
     assert "| ours fast | ours plain | 3 of 3 | 6 of 12 |" in page
     assert "| theirs plain | ours plain | 3 of 3 | 3 of 12 |" in page
     assert "| system | tokens/s | against ours plain | against theirs plain | against theirs fast |" in page

@@ -21,7 +21,7 @@ def test_a_ratio_is_of_medians_and_its_worst_is_paired():
 
 def test_prompts_are_resampled_in_pairs():
     """Whatever prompts are drawn, a system that is twice as fast on each of them is twice as fast."""
-    baseline = [1.0, 100.0, 7.0, 30.0, 0.5]
+    baseline = [1.0, 100.0, 7.0, 30.0, 0.5, 3.0]
     ratio = compare([2 * speed for speed in baseline], baseline)
     assert (ratio.low, ratio.high) == (2.0, 2.0)
 
@@ -43,13 +43,14 @@ def test_the_interval_of_a_median_is_the_known_one():
 
 
 def test_the_same_seed_gives_the_same_interval():
-    speeds, baseline = [3.0, 5.0, 9.0, 4.0], [2.0, 2.0, 3.0, 8.0]
+    speeds, baseline = [3.0, 5.0, 9.0, 4.0, 6.0, 2.0], [2.0, 2.0, 3.0, 8.0, 1.0, 5.0]
+    assert compare(speeds, baseline, seed=5).low is not None
     assert compare(speeds, baseline, seed=5) == compare(speeds, baseline, seed=5)
 
 
 def test_speeds_apart_are_resampled_each_by_itself():
     """Twice as fast on every prompt: certain in pairs, not apart."""
-    baseline = [1.0, 100.0, 7.0, 30.0, 0.5]
+    baseline = [1.0, 100.0, 7.0, 30.0, 0.5, 3.0]
     ratio = compare_apart([2 * speed for speed in baseline], baseline)
     assert ratio.of_medians == 2.0
     assert ratio.low < 1 < ratio.high
@@ -60,7 +61,7 @@ def test_speeds_apart_are_resampled_each_by_itself():
 
 def test_equal_speeds_apart_are_not_drawn_alike():
     """With the same draws on both sides the ratio would be 1 without any doubt."""
-    speeds = [1.0, 100.0, 7.0, 30.0, 0.5]
+    speeds = [1.0, 100.0, 7.0, 30.0, 0.5, 3.0]
     ratio = compare_apart(speeds, speeds)
     assert ratio.low < 1 < ratio.high
 
@@ -68,7 +69,16 @@ def test_equal_speeds_apart_are_not_drawn_alike():
 def test_the_interval_of_one_systems_median():
     low, high = median_interval([float(value) for value in range(1, 21)])
     assert (low, high) == (pytest.approx(6.5, abs=1.0), pytest.approx(14.5, abs=1.0))
-    assert median_interval([3.0]) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_too_few_prompts_have_no_interval(count):
+    few, enough = [float(value) for value in range(1, count + 1)], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert median_interval(few) is None
+    for ratio in (compare(few, few), compare_apart(few, enough), compare_apart(enough, few)):
+        assert (ratio.low, ratio.high) == (None, None)
+    assert ratio.of_medians == median(enough) / median(few)
+    assert median_interval(enough) is not None
 
 
 def test_the_median_of_an_even_number_lies_between():

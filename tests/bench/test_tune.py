@@ -290,6 +290,43 @@ def test_where_all_lose_the_words_and_the_configuration_say_for_which_batch_size
     assert loaded.tuned.speedup == {1: 2.3}, "what it loses at is not what it serves"
 
 
+def test_what_one_choice_for_all_batch_sizes_loses_is_said(findings):
+    short, long = Choice("suffix", "fixed:2"), Choice("suffix", "fixed:5")
+    speeds = {1: {PLAIN: 100, short: 150, long: 230}, 2: {PLAIN: 100, short: 110, long: 80}}
+    report = decided(findings, speeds)
+    assert (report.chosen, report.best) == (short, {1: long, 2: short})
+    words = [
+        "The configuration has one choice for all batch sizes. Compared with the best choice for each:",
+        "- One at a time: the best is suffix fixed:5; the configuration's choice has 0.65 of its speed.",
+        "- 2 at a time: it is the best choice.",
+    ]
+    assert "\n".join(words) in report.to_text()
+    assert report.to_toml().startswith("".join(f"# {line}\n" for line in words))
+    by_size = json.loads(report.to_json())["recommendation"]["by_batch_size"]
+    assert by_size["1"]["chosen_relative_speed"] == pytest.approx(150 / 230)
+    assert by_size["2"]["chosen_relative_speed"] == 1.0
+
+
+def test_what_it_loses_where_it_was_not_run_is_predicted(findings):
+    choice = Choice("suffix", "fixed:5")
+    predicted = {PLAIN: Speed((100,), (1.0,)), choice: Speed((100,), (2.0,), 0.6, 5.0)}
+    foretold = replace(findings, predictions=findings.predictions | {2: findings.predictions[2] | predicted})
+    report = decided(foretold, {1: {PLAIN: 100, choice: 230}, 2: {PLAIN: 50}})
+    assert report.chosen == choice
+    words = "- 2 at a time: the best is plain decoding; the configuration's choice has 0.50 of its speed (predicted)."
+    assert words in report.to_text()
+
+
+def test_the_comment_stays_a_comment_whatever_a_drafter_is_called(findings, monkeypatch):
+    monkeypatch.setattr("secondguess.bench.tune_report.compromise", lambda _: ["model:a\n[b"])
+    assert tomllib.loads(make_report(findings).to_toml())["schema"] == 1
+
+
+def test_of_one_batch_size_nothing_is_compared(findings):
+    one = replace(findings, predictions={1: findings.predictions[1]})
+    assert "for all batch sizes" not in make_report(replace(one, verified=[])).to_text()
+
+
 def test_a_machine_that_changed_its_pace_is_named(findings):
     choice = Choice("suffix", "fixed:5")
     quiet = decided(findings, {1: {PLAIN: 100, choice: 101}, 2: {PLAIN: 100, choice: 50}})
@@ -352,6 +389,7 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
     assert done.code == 0, done.err
     assert "One at a time: " in done.out
     assert "no charts without matplotlib: pip install" in done.err
+    assert place.read_text().startswith("# The configuration has one choice for all batch sizes.")
     written = tomllib.loads(place.read_text())
     assert written["load"]["model"] == "builtin"
     assert written["tuned"]["num_threads"] == 1

@@ -43,5 +43,13 @@ def test_a_drafter_that_rested_has_none(tiny_checkpoint: Path) -> None:
     assert "cost ratio" not in card
 
 
+def test_a_card_names_the_temperature_of_its_texts_where_the_target_wrote_them() -> None:
+    answers = {"temperatures": [0.0, 0.7]}
+    card = card_text(Provenance("mtp", "tiny", "0" * 64, {"as_is": False, "answers": answers}), "use")
+    assert "on held-out text that the target wrote at temperatures 0, 0.7." in card
+    card = card_text(Provenance("mtp", "tiny", "0" * 64, {"as_is": True, "answers": answers}), "use")
+    assert "on held-out text." in card
+
+
 def test_figures_of_what_cannot_draft_tell_of_no_speed() -> None:
     assert figures_as_told({"held_out_acceptance": [0.5]}) == {"held_out_acceptance": [0.5]}

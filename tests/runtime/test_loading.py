@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -253,18 +254,13 @@ def test_a_borrowed_model_is_given_back(checkpoint):
 
 def test_a_borrowed_model_knows_the_folder_behind_its_name(checkpoint, monkeypatch):
     """Of a model that was loaded by its name in the cache; one whose files nobody finds has none."""
-    monkeypatch.setattr(loading, "cached_file", lambda name, *_, **__: _in_the_cache(name, checkpoint))
+    cached = {"org/tiny": str(checkpoint / "config.json")}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: cached.get(name))
     model = plain_model(checkpoint)
     for name, path in (("org/tiny", str(checkpoint)), ("org/gone", "org/gone"), ("", "")):
         model.name_or_path = name
         with borrow_model(model) as loaded:
             assert (loaded.name, loaded.path) == (name, path)
-
-
-def _in_the_cache(name, checkpoint):
-    if name != "org/tiny":
-        raise OSError(name)
-    return str(checkpoint / "config.json")
 
 
 @pytest.mark.parametrize(

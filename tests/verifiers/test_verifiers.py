@@ -8,8 +8,8 @@ from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
 from secondguess.noise import KeyedNoise
 from secondguess.sampling import SamplingParams
-from secondguess.verifiers import VERIFIERS, Exactness, make_verifier
-from secondguess.verifiers.base import follow, query_depths
+from secondguess.verifiers import VERIFIERS, make_verifier
+from secondguess.verifiers.base import Exactness, follow, query_depths
 from secondguess.verifiers.block import prefix_weights
 from secondguess.verifiers.traversal import traverse
 from secondguess.verifiers.trees import shape_of

@@ -69,26 +69,28 @@ def draw_speeds(report: Report) -> Any:
     for axis, ((temperature, batch_size), results) in zip(axes, panels.items(), strict=True):
         places = range(len(results))
         speeds = [result.tokens_per_second for result in results]
-        # A percentile interval need not hold the median itself; an error bar has to.
+        # A percentile interval need not hold the median itself; an error bar has to. Of too few prompts there is none.
+        intervals = [result.interval or (result.tokens_per_second,) * 2 for result in results]
         beside = [
-            [max(0.0, speed - result.interval[0]) for speed, result in zip(speeds, results, strict=True)],
-            [max(0.0, result.interval[1] - speed) for speed, result in zip(speeds, results, strict=True)],
+            [max(0.0, speed - low) for speed, (low, _) in zip(speeds, intervals, strict=True)],
+            [max(0.0, high - speed) for speed, (_, high) in zip(speeds, intervals, strict=True)],
         ]
         families = list(dict.fromkeys(result.family for result in results))
         colours = [
             COLOURS[families.index(result.family) % len(COLOURS)] if result.speculates else PLAIN_COLOUR
             for result in results
         ]
-        axis.barh(places, speeds, xerr=beside, color=colours, height=0.7, error_kw=_thin())
-        farthest = max(max(speed, result.interval[1]) for speed, result in zip(speeds, results, strict=True))
-        for place, speed, result in zip(places, speeds, results, strict=True):
-            end = max(speed, result.interval[1]) + 0.015 * farthest
+        told = all(result.interval for result in results)
+        axis.barh(places, speeds, xerr=beside if told else None, color=colours, height=0.7, error_kw=_thin())
+        farthest = max(max(speed, high) for speed, (_, high) in zip(speeds, intervals, strict=True))
+        for place, speed, (_, high) in zip(places, speeds, intervals, strict=True):
+            end = max(speed, high) + 0.015 * farthest
             axis.text(end, place, f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}", va="center", fontsize=8)
         axis.set_xlim(0, farthest * 1.14)
         axis.set_yticks(places, [_short(result.system) for result in results], fontsize=8)
         # As many places in every panel, so that a bar is as thick everywhere.
         axis.set_ylim(most - 0.4, -0.6)
-        axis.set_xlabel("tokens/s, median over prompts, 95 % interval")
+        axis.set_xlabel("tokens/s, median over prompts" + (", 95 % interval" if told else ""))
         axis.set_title(_setting(temperature, batch_size))
         axis.grid(axis="x", **_faint())
     title(figure, f"Speed\n{_what(report)}")
@@ -154,13 +156,15 @@ def draw_tasks(report: Report) -> Any:
         for number, result in enumerate(results):
             ratios = [result.by_task[task].against_plain for task in tasks]
             middles = [each.of_medians if each else 0.0 for each in ratios]
-            told = [
-                each if result.by_task[task].has_interval else None
-                for task, each in zip(tasks, ratios, strict=True)
-            ]
             beside = [
-                [max(0.0, each.of_medians - each.low) if each else nan for each in told],
-                [max(0.0, each.high - each.of_medians) if each else nan for each in told],
+                [
+                    nan if each is None or each.low is None else max(0.0, each.of_medians - each.low)
+                    for each in ratios
+                ],
+                [
+                    nan if each is None or each.high is None else max(0.0, each.high - each.of_medians)
+                    for each in ratios
+                ],
             ]
             places = [place + (number - (len(results) - 1) / 2) * width for place in range(len(tasks))]
             axis.bar(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from secondguess.bench.markdown import table
+from secondguess.bench.markdown import show_interval, table
 from secondguess.bench.stored import StoredReport, StoredResult, read_report
 from secondguess.bench.summary import FEWEST_PROMPTS, Ratio, compare, compare_apart, median
 
@@ -33,7 +33,7 @@ class Change:
         task: the task that it is about; None for all prompts.
         before, after: median tokens/s.
         ratio: after over before.
-        low, high: 95 % bootstrap interval of the ratio.
+        low, high: 95 % bootstrap interval of the ratio; None of too few prompts.
         paired: whether prompts were resampled in pairs.
         num_before, num_after: how many batches (at batch size 1: prompts) each is a median of.
         verdict: `faster`, `slower`, `no difference beyond noise`, or that there are too few prompts to say.
@@ -46,8 +46,8 @@ class Change:
     before: float
     after: float
     ratio: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     paired: bool
     num_before: int
     num_after: int
@@ -129,9 +129,9 @@ def compare_reports(before: StoredReport, after: StoredReport, seed: int = 0) ->
     )
 
 
-def verdict_on(ratio: Ratio, num_prompts: int) -> str:
-    """What an interval over so many prompts allows to say."""
-    if num_prompts < FEWEST_PROMPTS:
+def verdict_on(ratio: Ratio) -> str:
+    """What an interval allows to say."""
+    if ratio.low is None or ratio.high is None:
         return UNKNOWN
     if ratio.low > 1:
         return FASTER
@@ -181,7 +181,7 @@ def _change(
         paired=paired,
         num_before=len(before),
         num_after=len(after),
-        verdict=verdict_on(ratio, min(len(before), len(after))),
+        verdict=verdict_on(ratio),
     )
 
 
@@ -212,7 +212,7 @@ def _value(value: object) -> str:
 
 
 def _row(change: Change) -> list[str]:
-    interval = "" if change.verdict == UNKNOWN else f" [{change.low:.2f}, {change.high:.2f}]"
+    interval = show_interval(change.low, change.high)
     count = min(change.num_before, change.num_after)
     return [
         change.system,

@@ -9,10 +9,9 @@ from secondguess.bench.inventory import all_drafters
 from secondguess.bench.server import ServerAddress, is_address
 from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError
+from secondguess.names import ALL
 
 PEERS = ("transformers",)
-ALL = "all"
-"""Instead of names: every drafter that there is for the target."""
 
 
 @dataclass(frozen=True)

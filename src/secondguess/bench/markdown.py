@@ -61,6 +61,7 @@ def _at_setting(report: Report, temperature: float, batch_size: int) -> str:
     batched = f", batch size {batch_size}" if batch_size > 1 else ""
     parts = [
         f"## Temperature {temperature:g}{batched}",
+        _note_on_intervals(results),
         _speed_table(results),
         _task_table(results),
         _rounds_table(results),
@@ -71,6 +72,14 @@ def _at_setting(report: Report, temperature: float, batch_size: int) -> str:
             _equality_table(results),
         ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _note_on_intervals(results: Sequence[Result]) -> str:
+    """Why there are none, where there are none."""
+    if all(result.interval for result in results):
+        return ""
+    units = "prompts" if results[0].batch_size == 1 else "batches"
+    return f"Too few {units} for an interval: {len(results[0].per_batch)}; it takes at least {FEWEST_PROMPTS} (--num-prompts)."
 
 
 def _task_table(results: Sequence[Result]) -> str:
@@ -94,7 +103,7 @@ def _show_task(each: TaskResult) -> str:
     ratio = each.against_plain
     parts = [
         f"{each.tokens_per_second:.1f}",
-        "" if ratio is None else show_ratio(ratio, with_interval=each.has_interval, with_worst=False),
+        show_ratio(ratio, with_worst=False),
         "" if ratio is None or each.acceptance_length is None else f"tau {each.acceptance_length:.2f}",
     ]
     return ", ".join(part for part in parts if part)
@@ -130,7 +139,7 @@ def _rounds_table(results: Sequence[Result]) -> str:
             [
                 result.system,
                 f"{rounds.acceptance_length:.2f}",
-                f"{rounds.acceptance_rate:.1%}" if result.speculates else "",
+                _show_acceptance(rounds.acceptance_rate) if result.speculates else "",
                 by_position,
                 f"{rounds.draft_length:.2f}",
                 f"{rounds.cost_ratio:.3f}",
@@ -141,6 +150,10 @@ def _rounds_table(results: Sequence[Result]) -> str:
         )
     header = ["system", "tau", "accepted", "by position", "draft length", "c"]
     return table([*header, "predicted tokens/s", "measured/predicted", "time"], rows)
+
+
+def _show_acceptance(rate: float | None) -> str:
+    return "nothing drafted" if rate is None else f"{rate:.1%}"
 
 
 def _equality_table(results: Sequence[Result]) -> str:
@@ -212,11 +225,16 @@ def show(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def show_ratio(ratio: Ratio | None, with_interval: bool = True, with_worst: bool = True) -> str:
+def show_ratio(ratio: Ratio | None, with_worst: bool = True) -> str:
     if ratio is None:
         return ""
-    interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if with_interval else ""
+    interval = show_interval(ratio.low, ratio.high)
     return f"{ratio.of_medians:.2f}x{interval}" + (f", worst {ratio.worst:.2f}x" if with_worst else "")
+
+
+def show_interval(low: float | None, high: float | None) -> str:
+    """An interval behind its ratio, or nothing where there are too few prompts for one."""
+    return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
 
 
 def show_count(number: int, noun: str) -> str:

@@ -15,7 +15,7 @@ from secondguess.bench.round_costs import RoundCosts
 from secondguess.bench.traces import Guess, Trace
 from secondguess.controllers import CONTROLLERS, make_controller
 from secondguess.errors import BadInputError
-from secondguess.stats import Clock
+from secondguess.stats import Clock, acceptance_rate_of
 
 FIXED_LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 WORTH_IT = 1.02
@@ -49,13 +49,13 @@ class Speed:
 
     Args:
         tokens, seconds: of each batch, from token ids to token ids.
-        acceptance_rate: accepted over drafted nodes; 0 when nothing was drafted.
+        acceptance_rate: accepted over drafted nodes; None when nothing was drafted.
         draft_length: mean nodes per row and round.
     """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
-    acceptance_rate: float = 0.0
+    acceptance_rate: float | None = None
     draft_length: float = 0.0
 
     def __post_init__(self) -> None:
@@ -250,7 +250,7 @@ def speed_of(done: Sequence[Replayed]) -> Speed:
     return Speed(
         tuple(each.num_tokens for each in done),
         tuple(each.seconds for each in done),
-        sum(each.num_accepted for each in done) / drafted if drafted else 0.0,
+        acceptance_rate_of(sum(each.num_accepted for each in done), drafted),
         drafted / sum(each.num_rounds for each in done),
     )
 

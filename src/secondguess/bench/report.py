@@ -14,8 +14,9 @@ from secondguess.bench.predict import Costs
 from secondguess.bench.provenance import Provenance
 from secondguess.bench.results import Result
 
-SCHEMA = 3
-"""Of the JSON. 2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`. 3: possessions."""
+SCHEMA = 4
+"""Of the JSON. 2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`. 3: possessions.
+4: no intervals (null) of fewer than `FEWEST_PROMPTS` prompts."""
 
 
 @dataclass(frozen=True)

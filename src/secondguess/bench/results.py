@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from secondguess.bench.measurement import Setting
 from secondguess.bench.predict import Costs, predicted_seconds
 from secondguess.bench.summary import (
-    FEWEST_PROMPTS,
     Ratio,
     add_up,
     compare,
@@ -25,7 +24,7 @@ class Rounds:
 
     Args:
         acceptance_length: tokens per target pass and row, correction or bonus included (tau).
-        acceptance_rate: accepted over drafted nodes.
+        acceptance_rate: accepted over drafted nodes; None when nothing was drafted.
         acceptance_by_position: accepted over drafted nodes at each depth.
         drafted_by_position: how many nodes were drafted at each depth.
         draft_length: mean number of nodes per round.
@@ -39,7 +38,7 @@ class Rounds:
     """
 
     acceptance_length: float
-    acceptance_rate: float
+    acceptance_rate: float | None
     acceptance_by_position: list[float]
     drafted_by_position: list[int]
     draft_length: float
@@ -86,11 +85,6 @@ class TaskResult:
     against_plain: Ratio | None
     acceptance_length: float | None
 
-    @property
-    def has_interval(self) -> bool:
-        """Whether the interval means anything: of a few prompts, resampling gives one that is far too narrow."""
-        return self.num_batches >= FEWEST_PROMPTS
-
 
 @dataclass(frozen=True)
 class Result:
@@ -99,7 +93,7 @@ class Result:
     Args:
         batch_size: prompts decoded together.
         tokens_per_second: median over batches of all new tokens over seconds, prefill included.
-        interval: 95 % percentile-bootstrap interval of that.
+        interval: 95 % percentile-bootstrap interval of that; None of too few batches (`summary.FEWEST_PROMPTS`).
         per_batch: tokens per second of each batch, in the workload's order; at batch size 1 that is each prompt.
         against: ratios to each plain system and to each family's fastest speculating one, by their names.
         by_task: the same on the prompts of each task.
@@ -114,7 +108,7 @@ class Result:
     temperature: float
     batch_size: int
     tokens_per_second: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     per_batch: list[float]
     against: dict[str, Ratio]
     by_task: dict[str, TaskResult]

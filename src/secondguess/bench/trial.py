@@ -14,7 +14,7 @@ from secondguess.core import Row
 from secondguess.decode import Team, decode
 from secondguess.drafters.base import Drafter
 from secondguess.runtime.base import Runtime
-from secondguess.stats import Clock
+from secondguess.stats import Clock, acceptance_rate_of
 from secondguess.verifiers.base import Verifier
 
 
@@ -91,6 +91,6 @@ def _speed(of_batches: Sequence[Sequence[BatchRun]]) -> Speed:
     return Speed(
         tuple(round(median(run.num_tokens for run in runs)) for runs in of_batches),
         tuple(median(run.seconds for run in runs) for runs in of_batches),
-        sum(run.num_accepted for run in everything) / drafted if drafted else 0.0,
+        acceptance_rate_of(sum(run.num_accepted for run in everything), drafted),
         drafted / sum(run.num_rounds for run in everything),
     )

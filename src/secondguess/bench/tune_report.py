@@ -97,6 +97,16 @@ class TuneReport:
         """A table, then the recommendation in words."""
         return "\n".join([*table(self), "", *recommendation(self), "", *asides(self)]) + "\n"
 
+    def to_toml(self) -> str:
+        """The configuration, and as a comment how its one choice compares with the best for each batch size."""
+        comment = [line if line.isprintable() else repr(line) for line in compromise(self)]
+        return "".join(f"# {line}\n" for line in comment) + self.configuration().to_toml()
+
+    def relative_speed(self, batch_size: int) -> float:
+        """The chosen one's speed over that of the best choice for a batch size."""
+        speeds = _known_everywhere(self.findings, self.speeds)[batch_size]
+        return speeds[self.chosen].over(speeds[self.best[batch_size]])
+
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
 
@@ -118,7 +128,10 @@ class TuneReport:
                 "num_tokens": [trace.num_tokens for trace in findings.traces],
             },
             "recommendation": {
-                "by_batch_size": {size: _choice(choice) for size, choice in self.best.items()},
+                "by_batch_size": {
+                    size: _choice(choice) | {"chosen_relative_speed": self.relative_speed(size)}
+                    for size, choice in self.best.items()
+                },
                 "chosen": _choice(self.chosen),
                 "words": recommendation(self),
             },
@@ -179,9 +192,7 @@ class TuneReport:
                 workload=self.findings.workload.name,
                 workload_sha256=self.findings.workload.sha256,
                 model_sha256=hash_weights(Path(models.target.path)),
-                acceptance_rate=self._speeds_of_chosen()[smallest][chosen].acceptance_rate
-                if chosen.speculates
-                else None,
+                acceptance_rate=self._speeds_of_chosen()[smallest][chosen].acceptance_rate,
                 acceptance_by_position=None if rates is None else tuple(round(rate, 3) for rate in rates),
                 draft_length=self.best_constant_length(smallest),
                 cost_ratio=round(sum(steps) / costs.plain[1], 4) if steps else None,
@@ -353,6 +364,7 @@ def recommendation(report: TuneReport) -> list[str]:
             )
     else:
         lines.append("The configuration has the drafter none: plain decoding.")
+    lines += compromise(report)
     if report.findings.config.temperature == 0:
         lines.append("Verifier auto: at temperature 0 every lossless verifier accepts the same guesses.")
     else:
@@ -360,6 +372,23 @@ def recommendation(report: TuneReport) -> list[str]:
             "Verifier auto: it takes the lossless rule that accepts most; others were not measured here."
         )
     return [*lines, *_about_int8(report)]
+
+
+def compromise(report: TuneReport) -> list[str]:
+    """How the configuration's one choice compares with the best for each batch size; nothing where there is one size."""
+    if len(report.best) == 1:
+        return []
+    lines = ["The configuration has one choice for all batch sizes. Compared with the best choice for each:"]
+    for size, best in report.best.items():
+        how = "" if report.chosen in report.measured.get(size, {}) else " (predicted)"
+        name = show_choice(best) if best.speculates else "plain decoding"
+        compared = (
+            "it is the best choice"
+            if best == report.chosen
+            else f"the best is {name}; the configuration's choice has {report.relative_speed(size):.2f} of its speed{how}"
+        )
+        lines.append(f"- {_at(size)}: {compared}.")
+    return lines
 
 
 def _advice(report: TuneReport, size: int) -> str:
@@ -377,9 +406,15 @@ def _advice(report: TuneReport, size: int) -> str:
     worst, place = speed.worst_over(plain)
     unit = "prompt" if size == 1 else "batch"
     slower = " (slower than plain)" if worst < 1 else ""
+    rate = speed.acceptance_rate
+    drafts = (
+        "Nothing was drafted"
+        if rate is None
+        else f"Text like this accepts {rate:.0%} of {speed.draft_length:.1f} guesses a round"
+    )
     return (
-        f"{at}: {show_choice(best)}. Text like this accepts {speed.acceptance_rate:.0%} of {speed.draft_length:.1f} guesses "
-        f"a round: expect {speed.over(plain):.2f} times plain decoding ({how}: {speed.tokens_per_second:.0f} against "
+        f"{at}: {show_choice(best)}. {drafts}: "
+        f"expect {speed.over(plain):.2f} times plain decoding ({how}: {speed.tokens_per_second:.0f} against "
         f"{plain.tokens_per_second:.0f} tokens/s), {worst:.2f} times on the worst {unit}, number {place + 1}{slower}."
     )
 

@@ -9,10 +9,20 @@ from typer import Argument, Context, Option, Typer
 
 from secondguess.cli import options
 from secondguess.cli.exit_codes import INTERRUPTED
-from secondguess.cli.output import aside, progress_bar
+from secondguess.cli.output import aside
+from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
+from secondguess.names import ALL
 
 WORKLOAD = "What is measured"
+
+
+def _check_drafters(names: list[str] | None) -> list[str] | None:
+    """Refuse a wrong name at once; `all` alone is every drafter there is."""
+    if names != [ALL]:
+        options.check_drafter(names)
+    return names
+
 
 app = Typer()
 
@@ -75,6 +85,7 @@ def bench(
         Option(
             help="A controller to try with every drafter, beside its default one (with --drafters all instead of it); "
             "repeatable.",
+            callback=options.check_controller,
             show_default="none",
             rich_help_panel=WORKLOAD,
         ),
@@ -88,6 +99,7 @@ def bench(
             "--drafters",
             help=f"A drafter to compare: {options.DRAFTER_NAMES}; or all for every one that there is for the target; "
             "repeatable.",
+            callback=_check_drafters,
             show_default="the target's own, ngram and suffix",
             rich_help_panel=options.TEAM,
         ),

@@ -17,12 +17,14 @@ def export(
         Option(
             metavar="ENGINE",
             help="vllm, sglang, llama.cpp, transformers or tensorrt-llm.",
+            callback=options.check_engine,
             rich_help_panel=options.OUTPUT,
         ),
     ],
     json: options.Json = False,
     config: options.Config = None,
-    model: options.Model = "builtin",
+    # Not checked: a model that only the other engine will fetch can be exported.
+    model: Annotated[str, Option(help=options.MODEL_NAMES, rich_help_panel=options.TEAM)] = "builtin",
     drafter: options.Drafter = None,
     draft_length: Annotated[
         int | None,

@@ -33,6 +33,7 @@ def inspect(
         Argument(
             metavar="MODEL",
             help="A directory, a cached model's name, or builtin; --config names one, too.",
+            callback=options.check_model,
             show_default=False,
         ),
     ] = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +26,33 @@ DRAFTER_NAMES = (
 FROM_THE_TEXT_ALONE = "model:PATH, ngram or suffix"
 """Those of them that guess and borrow nothing from the target."""
 
+
+def checked_by(place: str) -> Callable[[Any], Any]:
+    """Return an option's callback that passes every value to the check at `module:function`, imported when it is called.
+
+    The checks need neither torch nor Transformers, which take seconds to import: a wrong name is refused at once.
+    """
+
+    def callback(value: Any) -> Any:
+        module, _, function = place.partition(":")
+        check = getattr(import_module(module), function)
+        for name in [value] if isinstance(value, str) else value or ():
+            check(name)
+        return value
+
+    return callback
+
+
+check_model = checked_by("secondguess.runtime.resolve:find_checkpoint")
+check_drafter = checked_by("secondguess.drafters:parse_drafter_name")
+check_verifier = checked_by("secondguess.verifiers:check_verifier_name")
+check_controller = checked_by("secondguess.controllers:parse_controller_name")
+check_dtype = checked_by("secondguess.runtime.resolve:check_dtype")
+check_device = checked_by("secondguess.runtime.resolve:check_device")
+check_quantization = checked_by("secondguess.runtime.resolve:check_quantization_name")
+check_runtime = checked_by("secondguess.runtime.resolve:check_runtime")
+check_engine = checked_by("secondguess.export:check_engine")
+
 Config = Annotated[
     Path | None,
     Option(
@@ -33,38 +62,62 @@ Config = Annotated[
         rich_help_panel=TEAM,
     ),
 ]
-Model = Annotated[
-    str, Option(help="Target: a directory, a cached model's name, or builtin.", rich_help_panel=TEAM)
-]
+MODEL_NAMES = "Target: a directory, a cached model's name, or builtin."
+Model = Annotated[str, Option(help=MODEL_NAMES, callback=check_model, rich_help_panel=TEAM)]
 Drafter = Annotated[
     str | None,
     Option(
         help=f"{DRAFTER_NAMES}; each with ,key=value options; several joined by + take turns.",
+        callback=check_drafter,
         show_default="suffix+model:builtin-draft for builtin, else suffix",
         rich_help_panel=TEAM,
     ),
 ]
 Verifier = Annotated[
-    str, Option(help="auto, greedy, rejection, block, recursive, traversal or coupled.", rich_help_panel=TEAM)
+    str,
+    Option(
+        help="auto, greedy, rejection, block, recursive, traversal or coupled.",
+        callback=check_verifier,
+        rich_help_panel=TEAM,
+    ),
 ]
 Controller = Annotated[
     str | None,
     Option(
         help="How far to draft: cost, fixed:K, confidence, entropy, learned, each with ,key=value options.",
+        callback=check_controller,
         show_default="what suits the drafter",
         rich_help_panel=TEAM,
     ),
 ]
-Dtype = Annotated[str, Option(help="auto, float64, float32, bfloat16 or float16.", rich_help_panel=TEAM)]
-Device = Annotated[str, Option(help="auto, cpu or cuda[:N].", rich_help_panel=TEAM)]
+Dtype = Annotated[
+    str,
+    Option(help="auto, float64, float32, bfloat16 or float16.", callback=check_dtype, rich_help_panel=TEAM),
+]
+Device = Annotated[str, Option(help="auto, cpu or cuda[:N].", callback=check_device, rich_help_panel=TEAM)]
 Quantize = Annotated[
-    str | None, Option(help="int8: store the target's weights in 8 bits.", rich_help_panel=TEAM)
+    str | None,
+    Option(
+        help="int8: store the target's weights in 8 bits.",
+        callback=check_quantization,
+        rich_help_panel=TEAM,
+    ),
 ]
 DrafterQuantize = Annotated[
-    str | None, Option(help="int8: store the draft model's weights in 8 bits.", rich_help_panel=TEAM)
+    str | None,
+    Option(
+        help="int8: store the draft model's weights in 8 bits.",
+        callback=check_quantization,
+        rich_help_panel=TEAM,
+    ),
 ]
 Runtime = Annotated[
-    str, Option(help="What runs the target: auto, native, fused or transformers.", rich_help_panel=TEAM)
+    str,
+    Option(
+        help="What runs the target: auto, native, fused or transformers.",
+        callback=check_runtime,
+        rich_help_panel=TEAM,
+    ),
 ]
 
 MaxTokens = Annotated[int, Option(help="Most tokens to generate.", rich_help_panel=SAMPLING)]

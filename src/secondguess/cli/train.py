@@ -96,7 +96,9 @@ def acceptance(
     drafter: Annotated[
         str | None,
         Option(
-            help="The drafter whose nodes are judged: model:PATH.", show_default="builtin-draft for builtin"
+            help="The drafter whose nodes are judged: model:PATH.",
+            callback=options.check_drafter,
+            show_default="builtin-draft for builtin",
         ),
     ] = None,
     prompts: Annotated[

@@ -13,14 +13,13 @@ from typer import Context, Option, Typer
 
 from secondguess.cli import options
 from secondguess.cli.interruption import Interruption
+from secondguess.cli.progress import SECONDS_PER_LINE
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
     from secondguess.train.head_trainer import Progress as Step
 
 DATA, TRAINING = "What it learns from", "How it learns"
-SECONDS_PER_LINE = 10.0
-"""Between plain lines, where there is no terminal for a bar."""
 SHOWN_DEPTHS = 5
 OF_ANSWERS = ("max_tokens", "temperature", "answer_batch")
 
@@ -144,7 +143,9 @@ def _layer_skip(
     with Interruption() as interruption, _shown(interruption) as show:
         found = search_layers(job, show)
     print(f"skipped layers: {', '.join(map(str, found.skipped))}")
-    print(f"expected: {found.acceptance:.1%} accepted, c = {found.cost_ratio:.2f}, {found.speedup:.2f}x")
+    print(
+        f"expected: {found.acceptance:.1%} accepted at temperature 1, c = {found.cost_ratio:.2f}, {found.speedup:.2f}x"
+    )
     print(f"wrote {out}", flush=True)
     return 0
 

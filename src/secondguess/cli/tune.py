@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from secondguess.cli import options
-from secondguess.cli.output import aside, progress_bar
+from secondguess.cli.output import aside
+from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -22,13 +23,19 @@ CONFIGURATION = Path("secondguess.toml")
 def tune(
     model: Annotated[
         str,
-        Argument(metavar="MODEL", help="A directory, a cached model's name, or builtin.", show_default=False),
+        Argument(
+            metavar="MODEL",
+            help="A directory, a cached model's name, or builtin.",
+            callback=options.check_model,
+            show_default=False,
+        ),
     ],
     drafter: Annotated[
         list[str] | None,
         Option(
             help=f"A drafter to weigh: {options.FROM_THE_TEXT_ALONE}, or several joined by + (what borrows from the "
             "target is refused); repeatable.",
+            callback=options.check_drafter,
             show_default="the target's own, suffix, ngram, and suffix+model:PATH",
             rich_help_panel=options.TEAM,
         ),
@@ -154,7 +161,7 @@ def _save(report: TuneReport, output: Path | None, config_out: Path) -> list[Pat
     from secondguess.bench.tune_charts import draw_charts
     from secondguess.train.files import write_atomically
 
-    files = {config_out: report.configuration().to_toml().encode()}
+    files = {config_out: report.to_toml().encode()}
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         charts = draw_charts(report) if can_draw() else {}

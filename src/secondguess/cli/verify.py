@@ -8,7 +8,8 @@ from typer import Context, Option
 
 from secondguess.cli import options
 from secondguess.cli.exit_codes import CHECK_FAILED
-from secondguess.cli.output import print_json, progress_bar
+from secondguess.cli.output import print_json
+from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def verify(
     model: Annotated[
         str | None,
         Option(
-            help="Target: a directory, a cached model's name, or builtin.",
+            help=options.MODEL_NAMES,
+            callback=options.check_model,
             show_default="a random model of three tokens, whose every text is enumerated",
             rich_help_panel=options.TEAM,
         ),
@@ -33,6 +35,7 @@ def verify(
         str | None,
         Option(
             help=f"{options.DRAFTER_NAMES}; each with ,key=value options; several joined by + take turns.",
+            callback=options.check_drafter,
             show_default="a perturbed copy of the random model; as in generate for another",
             rich_help_panel=options.TEAM,
         ),
@@ -41,11 +44,21 @@ def verify(
     controller: options.Controller = None,
     dtype: Annotated[
         str | None,
-        Option(help="As in generate, for --model.", show_default="auto", rich_help_panel=options.TEAM),
+        Option(
+            help="As in generate, for --model.",
+            callback=options.check_dtype,
+            show_default="auto",
+            rich_help_panel=options.TEAM,
+        ),
     ] = None,
     device: Annotated[
         str | None,
-        Option(help="As in generate, for --model.", show_default="auto", rich_help_panel=options.TEAM),
+        Option(
+            help="As in generate, for --model.",
+            callback=options.check_device,
+            show_default="auto",
+            rich_help_panel=options.TEAM,
+        ),
     ] = None,
     prompt: Annotated[
         str | None,
@@ -75,35 +88,35 @@ def verify(
     if not 0 <= seed < 2**64:
         raise BadInputError(f"expected --seed from 0 to {2**64 - 1}, got {seed}")
 
-    from secondguess.certify import CertifyOptions, certify
-    from secondguess.sampling import SamplingParams
+    with progress_bar("loading") as progress:
+        from secondguess.certify import CertifyOptions, certify
+        from secondguess.sampling import SamplingParams
 
-    how = CertifyOptions(
-        num_samples=samples,
-        num_tokens=max_tokens,
-        num_cells=cells,
-        temperature=temperature,
-        limit=limit,
-        delta=delta,
-        batch_size=batch_size,
-        seed=seed,
-    )
-    settings = options.load_settings(context, config)
-    if "model" not in settings:
-        for name, value in (("--dtype", dtype), ("--device", device), ("--prompt", prompt)):
-            if value is not None:
-                raise BadInputError(f"expected --model together with {name}, got {name} {value} alone")
-        subject = _random_subject(drafter, verifier, controller)
-    else:
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-        subject = _loaded_subject(settings, prompt, params)
-    room = subject.team.target.context_length - len(subject.prompt)
-    if max_tokens > room:
-        raise BadInputError(
-            f"expected --max-tokens of at most {room} (the model's context), got {max_tokens}"
+        how = CertifyOptions(
+            num_samples=samples,
+            num_tokens=max_tokens,
+            num_cells=cells,
+            temperature=temperature,
+            limit=limit,
+            delta=delta,
+            batch_size=batch_size,
+            seed=seed,
         )
-    with progress_bar("drawing texts") as advance:
-        certificate = certify(subject, how, lambda done, total: advance(done, total, "drawing texts"))
+        settings = options.load_settings(context, config)
+        if "model" not in settings:
+            for name, value in (("--dtype", dtype), ("--device", device), ("--prompt", prompt)):
+                if value is not None:
+                    raise BadInputError(f"expected --model together with {name}, got {name} {value} alone")
+            subject = _random_subject(drafter, verifier, controller)
+        else:
+            params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+            subject = _loaded_subject(settings, prompt, params)
+        room = subject.team.target.context_length - len(subject.prompt)
+        if max_tokens > room:
+            raise BadInputError(
+                f"expected --max-tokens of at most {room} (the model's context), got {max_tokens}"
+            )
+        certificate = certify(subject, how, progress)
     if json:
         print_json(certificate.as_dict())
     else:

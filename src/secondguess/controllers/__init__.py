@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from secondguess.controllers.base import Controller
-from secondguess.names import parse_name
+from secondguess.names import Name, parse_name
+
+if TYPE_CHECKING:
+    from secondguess.controllers.base import Controller
 
 CONTROLLERS = {
     "fixed": "secondguess.controllers.fixed:FixedController",
@@ -17,13 +20,22 @@ CONTROLLERS = {
 """Kind of controller -> where its class is; imported only when it is asked for."""
 
 
+def parse_controller_name(text: str) -> Name:
+    """Split a controller's name such as `fixed:5` or `confidence:8,threshold=0.2`, without importing torch.
+
+    Raises:
+        BadInputError: a kind that does not exist, or options that are not `key=value`.
+    """
+    return parse_name(text, "controller", CONTROLLERS)
+
+
 def make_controller(text: str) -> Controller:
     """Make the controller that a name such as `fixed:5` or `confidence:8,threshold=0.2` asks for.
 
     Raises:
         BadInputError: a kind, an argument, an option or a value that does not exist or makes no sense.
     """
-    name = parse_name(text, "controller", CONTROLLERS)
+    name = parse_controller_name(text)
     module, _, class_name = CONTROLLERS[name.kind].partition(":")
     controller_class: type[Controller] = getattr(import_module(module), class_name)
     return controller_class.build(name)

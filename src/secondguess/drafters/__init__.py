@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from secondguess.drafters.alternating import AlternatingDrafter, check_parts
-from secondguess.drafters.base import Drafter, Supplies
-from secondguess.heads.files import find_head_folder, warn_of_stranger
 from secondguess.names import Name, parse_name
-from secondguess.runtime.base import Runtime
+
+if TYPE_CHECKING:
+    from secondguess.drafters.base import Drafter, Supplies
+    from secondguess.runtime.base import Runtime
 
 DRAFTERS = {
     "none": "secondguess.drafters.none:NoDrafter",
@@ -76,6 +76,11 @@ def make_drafter(
     Raises:
         BadInputError: a kind, an argument, an option or a value that does not exist, or parts that do not mix.
     """
+    # Imported here, because they import torch: a name is to be refused without it.
+    from secondguess.drafters.alternating import AlternatingDrafter, check_parts
+    from secondguess.drafters.base import Supplies
+    from secondguess.heads.files import warn_of_stranger
+
     names = parse_drafter_name(text)
     supplies = Supplies(target_vocab_size, load_draft_model)
     heads: dict[str, Path] = {}
@@ -96,6 +101,8 @@ def make_drafter(
 
 def _find_head(target: Target, found: dict[str, Path], name: Name) -> Path:
     """The folder of what was trained for the target, noted by kind in `found`."""
+    from secondguess.heads.files import find_head_folder
+
     found[name.kind] = find_head_folder(name, target.name, target.path)
     return found[name.kind]
 

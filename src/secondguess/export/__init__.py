@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from secondguess.errors import BadInputError
-from secondguess.export.base import Engine, Exported, Recommendation
+
+if TYPE_CHECKING:
+    from secondguess.export.base import Engine, Exported, Recommendation
 
 ENGINES = {
     "vllm": "secondguess.export.vllm:VLLM",
@@ -17,14 +20,23 @@ ENGINES = {
 """Name of an engine -> where its `Engine` is; imported only when it is asked for."""
 
 
+def check_engine(name: str) -> None:
+    """Refuse an engine that does not exist, without importing torch.
+
+    Raises:
+        BadInputError: listing those there are.
+    """
+    if name not in ENGINES:
+        raise BadInputError(f"expected an engine among {', '.join(ENGINES)}, got {name!r}")
+
+
 def export(recommendation: Recommendation, engine: str) -> Exported:
     """The recommendation in the words of an engine.
 
     Raises:
         BadInputError: no such engine, or one that has no counterpart of the drafter, its length or the dtype.
     """
-    if engine not in ENGINES:
-        raise BadInputError(f"expected an engine among {', '.join(ENGINES)}, got {engine!r}")
+    check_engine(engine)
     module, _, name = ENGINES[engine].partition(":")
     found: Engine = getattr(import_module(module), name)
     return found.export(recommendation)

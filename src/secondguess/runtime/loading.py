@@ -20,23 +20,18 @@ from secondguess.runtime.native.decoder import can_run_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import can_pack, pack_linears
 from secondguess.runtime.quiet import quiet
+from secondguess.runtime.resolve import DTYPE_NAMES, check_dtype, check_quantization_name
+from secondguess.runtime.resolve import check_runtime as check_runtime
+from secondguess.runtime.resolve import find_checkpoint as find_checkpoint
 from secondguess.runtime.support import check_class, check_config, has_bfloat16
 from secondguess.runtime.transformers import TransformersRuntime
 
 with quiet():
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.utils import cached_file
     from transformers.utils import logging as transformers_logging
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-QUANTIZATIONS = ("int8",)
-RUNTIMES = ("auto", "native", "fused", "transformers")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -46,7 +41,7 @@ class LoadedModel:
 
     Attributes:
         runtime: the model; its contract is `runtime.base`.
-        kind: which runtime that is, one of `RUNTIMES` but `auto`.
+        kind: which runtime that is, one of `resolve.RUNTIMES` but `auto`.
         tokenizer: a Transformers tokenizer; None for a borrowed model.
         name: what the user called it.
         path: the directory it was read from; of a borrowed model that came from none that is known, its name.
@@ -217,12 +212,6 @@ def make_runtime(
     return TransformersRuntime(model)
 
 
-def check_runtime(kind: str) -> None:
-    """Refuse the name of a runtime that does not exist."""
-    if kind not in RUNTIMES:
-        raise BadInputError(f"expected runtime {', '.join(RUNTIMES)}, got {kind!r}")
-
-
 def not_covered(
     kind: str, config: Any, dtype: torch.dtype, place: torch.device, quantize: str | None
 ) -> UnsupportedModelError:
@@ -327,15 +316,13 @@ def pick_dtype(dtype: str, device: torch.device, config: Any, runtime: str = "au
     if dtype == "auto":
         by_kernels = runtime in ("auto", "native") and can_run_native(config, torch.bfloat16, device)
         return torch.bfloat16 if by_kernels or has_bfloat16(device) else torch.float32
-    if dtype not in DTYPES:
-        raise BadInputError(f"expected dtype auto, {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     return DTYPES[dtype]
 
 
 def check_quantization(quantize: str | None, by_kernels: bool = False) -> None:
     """Refuse unknown names, and known ones whose library is missing where our kernels will not do it."""
-    if quantize is not None and quantize not in QUANTIZATIONS:
-        raise BadInputError(f"expected quantize {', '.join(QUANTIZATIONS)} or nothing, got {quantize!r}")
+    check_quantization_name(quantize)
     if quantize is None or by_kernels:
         return
     try:
@@ -343,40 +330,6 @@ def check_quantization(quantize: str | None, by_kernels: bool = False) -> None:
             import torchao  # noqa: F401 - only whether it is there
     except ImportError as error:
         raise BadInputError("quantize='int8' needs torchao; run `pip install secondguess[quant]`") from error
-
-
-def find_checkpoint(name: str) -> str:
-    """The directory of a model that is on this machine.
-
-    Raises:
-        CheckpointError: naming the places that were looked at.
-    """
-    if name in ("builtin", "builtin-draft"):
-        from secondguess.builtin import builtin_paths
-
-        target, drafter = builtin_paths()
-        return str(target if name == "builtin" else drafter)
-    directory = Path(name)
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise CheckpointError(
-                f"expected a model directory in Transformers format, got {name} without a config.json"
-            )
-        return name
-    try:
-        with quiet():
-            found = cached_file(name, "config.json", local_files_only=True)
-    except (OSError, ValueError) as error:
-        # What begins like a path, or has more parts than organisation and name, is the name of no repository.
-        is_path = directory.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-        advice = (
-            "check the path" if is_path else f"check the path, or fetch it first with `hf download {name}`"
-        )
-        raise CheckpointError(
-            f"expected a model directory or a model in the local Hugging Face cache, got {name!r}, "
-            f"which is neither; {advice}"
-        ) from error
-    return str(Path(found).parent)
 
 
 def read_config(path: str) -> Any:

@@ -36,10 +36,28 @@ def card_text(provenance: Provenance, how_to_use: str) -> str:
         f"Made by `secondguess train {provenance.kind}` for the weights with SHA-256 `{provenance.fingerprint}`. For other "
         "weights the text stays right and the guesses become poor.\n\n"
         f"```\n{how_to_use}\n```\n\n"
-        "## What it reaches\n\nAcceptance is the mean overlap of the two laws on held-out text, by depth of the guess, given "
-        f"the text before; speeds are of the machine below.\n\n{figures}\n"
+        f"## What it reaches\n\n{_conditions(provenance)}\n\n{figures}\n"
         f"## How it was made\n\n{training}"
     )
+
+
+def _conditions(provenance: Provenance) -> str:
+    """At which temperatures the figures were measured, and on what."""
+    temperatures = provenance.training.get("answers", {}).get("temperatures", ())
+    as_is = provenance.training.get("as_is", True)
+    written = (
+        ""
+        if as_is
+        else f" that the target wrote at temperatures {', '.join(f'{each:g}' for each in temperatures)}"
+    )
+    expected = (
+        "The held-out acceptance (by depth of the draft, given the text before) and the predicted acceptance length are for "
+        "sampling at temperature 1 without filters: the mean overlap of the target's and the drafter's probabilities on "
+        f"held-out text{written}."
+    )
+    if "tokens_per_second" not in provenance.figures:
+        return expected
+    return f"{expected} The other figures were measured with greedy decoding (temperature 0) on the machine below."
 
 
 def figures_as_told(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""A model's name or path -> its directory, or one clear error."""
+
+import huggingface_hub
+import pytest
+
+from secondguess.errors import CheckpointError
+from secondguess.runtime.loading import find_checkpoint
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """The directory of `org/tiny` in a Hugging Face cache, as `hf download` lays it out."""
+    repository = tmp_path / "models--org--tiny"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    return snapshot
+
+
+def test_a_name_is_looked_up_in_the_cache(cached):
+    assert find_checkpoint("org/tiny") == str(cached)
+
+
+@pytest.mark.parametrize("name", ["org/gone", "gone", "no name?", "x" * 200, "org/tiny.git"])
+def test_a_name_that_is_not_in_the_cache_is_refused(cached, name):
+    with pytest.raises(CheckpointError, match="hf download"):
+        find_checkpoint(name)
+
+
+def test_a_cached_repository_without_a_configuration_is_refused(cached):
+    (cached / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="org/tiny"):
+        find_checkpoint("org/tiny")
