@@ -18,7 +18,7 @@ INSTRUCTIONS = {
     ],
     "avx2": ["avx2", "fma"],
 }
-HEADERS = ("attention", "decoder", "product*", "vectors*")
+HEADERS = ("attention", "decoder", "product*", "team", "vectors*")
 
 kernels = [
     Extension(
@@ -29,13 +29,13 @@ kernels = [
         extra_compile_args=[
             "-std=c++17",
             "-O3",
-            "-fopenmp",
+            "-pthread",
             # GCC 12 means its own intrinsics
             "-Wno-uninitialized",
             "-Wno-maybe-uninitialized",
             *(f"-m{each}" for each in instructions),
         ],
-        extra_link_args=["-fopenmp"],
+        extra_link_args=["-pthread"],
         optional=True,
     )
     for kind, instructions in INSTRUCTIONS.items()

@@ -3,8 +3,14 @@
 The public surface; each name is imported when it is first used, so that `import secondguess` costs nothing.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+# OpenMP's threads, which torch computes with, spin at barriers for as long as a scheduler's slice; processes that share
+# cores then stand still. Read when torch is imported (docs/runtimes.md).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 if TYPE_CHECKING:
     from secondguess.api import LLM, load

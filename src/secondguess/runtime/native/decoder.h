@@ -1,11 +1,9 @@
-// One forward of a dense decoder in one parallel region: between two products nothing returns to Python, and threads meet five
+// One forward of a dense decoder in one call of all threads: between two products nothing returns to Python, and threads meet five
 // times a layer. Compiled once for each kind of processor (see `vectors.h`).
 //
 // Numbers are rounded to bfloat16 where the modules of Transformers round, so that a probe can compare the two.
 
 #pragma once
-
-#include <omp.h>
 
 #include <exception>
 #include <new>
@@ -13,6 +11,7 @@
 
 #include "attention.h"
 #include "product.h"
+#include "team.h"
 
 enum Activation { SILU, GELU, GELU_TANH };
 
@@ -150,9 +149,7 @@ struct Worker {
     const int64_t num_indices = forward.num_known + forward.num_tokens;
     const bool alone = num_rows <= TILE;  // whether each thread normalises for itself
 
-    void wait() const {
-#pragma omp barrier
-    }
+    void wait() const { Team::get().barrier(); }
 
     // Rows that this thread makes for everybody, when it does not make all of them for itself.
     int64_t first_row() const { return alone ? 0 : thread * num_rows / num_threads; }
@@ -416,19 +413,18 @@ void secondguess_free(void* workspace) { delete (Workspace*)workspace; }
 // Read memory from front to back, each thread its share of every piece, and do nothing with it: what a forward cannot beat.
 // Returns a number that depends on all of it.
 int64_t secondguess_read(const char* const* pieces, const int64_t* sizes, int64_t num_pieces, int64_t num_threads) {
-    uint64_t found = 0;
-#pragma omp parallel num_threads((int)num_threads) reduction(+ : found)
-    {
+    std::atomic<uint64_t> found{0};
+    Team::get().run(num_threads, [&](int thread, int num_threads) {
         constexpr int AT_ONCE = 32;  // as many sums, so that none waits for itself
         uint64_t sums[AT_ONCE] = {};
         for (int64_t piece = 0; piece < num_pieces; piece++) {
-            const int64_t share = sizes[piece] / omp_get_num_threads() / sizeof sums * sizeof sums;
-            const uint64_t* data = (const uint64_t*)(pieces[piece] + share * omp_get_thread_num());
+            const int64_t share = sizes[piece] / num_threads / sizeof sums * sizeof sums;
+            const uint64_t* data = (const uint64_t*)(pieces[piece] + share * thread);
             for (int64_t i = 0; i < share / (int64_t)sizeof(uint64_t); i += AT_ONCE)
                 for (int part = 0; part < AT_ONCE; part++) sums[part] += data[i + part];
         }
         for (const uint64_t sum : sums) found += sum;
-    }
+    });
     return (int64_t)found;
 }
 
@@ -445,8 +441,9 @@ int secondguess_run(const Decoder* decoder, const Forward* forward, void* worksp
     } catch (const std::exception&) {
         return 1;
     }
-#pragma omp parallel num_threads((int)forward->num_threads)
-    Worker{*decoder, *forward, space, omp_get_thread_num(), omp_get_num_threads()}.run();
+    Team::get().run(forward->num_threads, [&](int thread, int num_threads) {
+        Worker{*decoder, *forward, space, thread, num_threads}.run();
+    });
     return 0;
 }
 

@@ -78,7 +78,8 @@ class NativeRuntime(LayeredRuntime):
         self._workspace = c_void_p(kernels.secondguess_workspace())
         if not self._workspace:
             raise OutOfMemoryError("expected memory for a model's workspace, got none")
-        weakref.finalize(self, kernels.secondguess_free, self._workspace)
+        # Not at exit: a daemon thread may still be in a forward.
+        weakref.finalize(self, kernels.secondguess_free, self._workspace).atexit = False
         levels = decoder.num_layers + 1
         self._keys, self._values = (c_void_p * decoder.num_layers)(), (c_void_p * decoder.num_layers)()
         self._turns = (c_void_p * len(decoder.rotaries))()

@@ -1,0 +1,95 @@
+"""Measure what processes get that share cores, against their fair share.
+
+    python benchmarks/shared_cores.py --model builtin --model pairs/88m/target
+
+Plain decoding in one process, then in two at the same time. The figure is the slower process's tokens/s over
+half of what one process has alone. With `--runtime transformers` torch computes, else our kernels where they
+run the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+PROMPT = [5, 6, 7, 8] * 8
+NUM_TOKENS = 16
+
+
+def decode(options: argparse.Namespace) -> float:
+    """Tokens per second of this process, from a moment that all processes wait for."""
+    import torch
+
+    import secondguess
+
+    torch.set_num_threads(options.threads)
+    llm = secondguess.load(options.model[0], "none", runtime=options.runtime)
+    llm.generate(PROMPT, max_tokens=2 * NUM_TOKENS)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    start, num_tokens = time.monotonic(), 0
+    while time.monotonic() < start + options.seconds:
+        num_tokens += len(llm.generate(PROMPT, max_tokens=NUM_TOKENS).token_ids)
+    return num_tokens / (time.monotonic() - start)
+
+
+def run_together(options: argparse.Namespace, model: str, count: int) -> list[float]:
+    """Tokens per second of so many processes that decode at the same time."""
+    command = [sys.executable, __file__, "--worker", "--model", model, "--runtime", options.runtime]
+    command += ["--seconds", str(options.seconds), "--threads", str(options.threads)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(count)]  # type: ignore[call-overload]
+    for process in processes:
+        assert process.stdout.readline().strip() == "ready"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return [float(process.communicate()[0]) for process in processes]
+
+
+def measure(options: argparse.Namespace, model: str) -> dict[str, object]:
+    alone, together = [], []
+    for _ in range(options.repeats):
+        alone += run_together(options, model, 1)
+        together.append(run_together(options, model, 2))
+    fair = median(alone) / 2
+    shares = [min(pair) / fair for pair in together]
+    return {
+        "model": Path(model).parent.name if "/" in model else model,
+        "runtime": options.runtime,
+        "alone": alone,
+        "together": together,
+        "share_of_fair": {"median": median(shares), "least": min(shares)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", action="append", help="builtin (default) or a directory; repeatable")
+    parser.add_argument("--runtime", default="auto")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=None, help="a JSON file for the results")
+    options = parser.parse_args()
+    options.model = options.model or ["builtin"]
+    if options.worker:
+        print(decode(options))
+        return
+    results = [measure(options, model) for model in options.model]
+    for result in results:
+        print(json.dumps(result))
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
