@@ -78,7 +78,8 @@ class TestSamples:
     def test_all_samples_decode_as_one_batch(self, llm, monkeypatch):
         batches = []
         monkeypatch.setattr(
-            "secondguess.generation.decode", lambda team, rows: batches.append(len(rows)) or iter(())
+            "secondguess.generation.decode",
+            lambda team, rows: batches.append(len(rows)) or (commits for commits in ()),
         )
         llm.generate([PROMPT, OTHER_PROMPT], n=3, **SAMPLED)
         assert batches == [6]

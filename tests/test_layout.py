@@ -30,7 +30,7 @@ LAYERS = [
         "controllers",
         "train",
     ),
-    ("decode", "testing", "configuration", "pairing", "prompts"),
+    ("decode", "testing", "configuration", "pairing", "prompts", "round_lock"),
     ("generation",),
     ("api", "certify", "enumeration"),
     ("drop_in", "export"),

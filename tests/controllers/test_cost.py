@@ -29,7 +29,7 @@ from secondguess.controllers.cost.averages import CostCurve
 from secondguess.controllers.cost.controller import CostController, CostOptions
 from secondguess.controllers.cost.disturbance import Disturbance
 from secondguess.controllers.cost.experience import Experience
-from secondguess.controllers.cost.round_times import AGE, RoundTimes
+from secondguess.controllers.cost.round_times import AGE, NUM_CHECKS, RoundTimes
 from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
@@ -348,6 +348,9 @@ def test_probing_slows_down_while_it_fails() -> None:
 
 def test_income_is_halved_by_failures_and_restored_by_success() -> None:
     probes = Probes()
+    for _ in range(200):  # those that are free come first
+        probes.may_begin(1.0, plain=1.0)
+        probes.count_round()
     probes.earn(10.0, plain=1.0)
     assert probes.balance == pytest.approx(10 * PROBING)
     probes.failed()
@@ -512,7 +515,7 @@ def test_costs_of_rounds_are_learned_by_batch_size_and_length() -> None:
     assert times.plain(4) == pytest.approx(1 + 3 / 7)
     assert times.rest(1, 0) == 1.0
     assert [times.rest(1, width) for width in (1, 2, 4, 6, 8)] == pytest.approx(
-        [1.15, 1.2, 1.6, 2.0, 2.3], abs=0.06
+        [1.1, 1.2, 1.6, 2.0, 2.2], abs=0.06
     )
     assert times.drafting("part", 1, 2) == pytest.approx(0.5)
     for _ in range(30):
@@ -571,7 +574,7 @@ def test_slow_drafted_rounds_are_compared_with_plain_ones() -> None:
         times.see(1, 2, 2.4)
     known = times.rest(1, 2)
     assert known < 1.6
-    for _ in range(4):
+    for _ in range(NUM_CHECKS):
         assert times.needs_plain(1, 10)
         times.see_plain(1, 10, [1.0])
     assert not times.needs_plain(1, 10)
@@ -621,8 +624,8 @@ def test_free_trials_come_soon_after_a_change_and_then_more_rarely() -> None:
             while probes.may_go_on(0.25):
                 probes.pay(0.1)
             probes.failed()
-        probes.wait(1)
-    assert begun == [0, 16, 48, 112]
+        probes.count_round()
+    assert begun == [0, 16, 48]
 
 
 def test_a_free_trial_ends_when_it_has_lost_enough() -> None:

@@ -22,6 +22,7 @@ round's loss and what was outstanding: R in both cases. Up to each further stop 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from secondguess.core import Row
@@ -33,8 +34,8 @@ LARGEST_PROBE = 6.0
 MOST_HALVINGS = 5
 SERIES = 4
 """Probes come in series of about so many."""
-NUM_FREE, FIRST_WAIT = 4, 16
-"""After the machine has changed its speed, so many series are free; the plain rounds between them double."""
+NUM_FREE, FIRST_WAIT = 3, 8
+"""At the beginning, and after the machine has changed its speed, so many series are free; the rounds between them double."""
 FREE_TRIAL = 1.0
 """A free trial ends when it has lost so many plain rounds."""
 PATIENCE = 16.0
@@ -66,8 +67,8 @@ class Probes:
     def __init__(self) -> None:
         self.balance = 0.0
         self._halvings = 0
-        self._num_free = 0  # free trials left
-        self._wait = 0  # plain rounds until the next of them
+        self._num_free = NUM_FREE  # free trials left
+        self._wait = FIRST_WAIT  # rounds until the next of them
         self._free_probes = 0  # left in the free trial under way
         self._free_loss = 0.0  # seconds that it may still lose
 
@@ -80,9 +81,15 @@ class Probes:
         income = PROBING * seconds / 2**self._halvings
         self.balance = min(self.balance + income, LARGEST_PROBE * plain)
 
-    def wait(self, num_rounds: int) -> None:
-        """Count rounds without drafts."""
-        self._wait = max(self._wait - num_rounds, 0)
+    def count_round(self) -> None:
+        """Count a round, until the next free series is due."""
+        if self._wait:
+            self._wait -= 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a free series may begin."""
+        return self._num_free > 0 and not self._wait
 
     def may_begin(self, price: float, plain: float) -> bool:
         """Return whether a series of probes may begin, and begin it.
@@ -91,8 +98,8 @@ class Probes:
             price: expected seconds of the series.
             plain: seconds of a plain round.
         """
-        if self._num_free and not self._wait:
-            self._wait = FIRST_WAIT << (NUM_FREE - self._num_free)
+        if self.is_due:
+            self._wait = FIRST_WAIT << (NUM_FREE + 1 - self._num_free)
             self._num_free -= 1
             self._free_probes, self._free_loss = SERIES, FREE_TRIAL * plain
             return True
@@ -109,7 +116,9 @@ class Probes:
             self.balance -= lost
             return
         self._free_loss -= lost
-        self._free_probes = self._free_probes - 1 if self._free_loss > 0 else 0
+        self._free_probes -= 1
+        if self._free_loss <= 0:  # too expensive to be repeated soon
+            self._free_probes, self._num_free = 0, min(self._num_free, 1)
 
     def failed(self) -> None:
         if not self._num_free:
@@ -171,7 +180,7 @@ class Guard:
         self._doublings = 0
         self._num_waiting = 0
         self._outstanding = Outstanding()
-        self._booked: list[tuple[float, float]] = []
+        self._booked: deque[tuple[float, float]] = deque(maxlen=NUM_REVIEWED)
         self._review: Review | None = None
 
     def spread(self, row: Row, cost: float, num_rounds: float) -> None:
@@ -187,7 +196,7 @@ class Guard:
             seconds: its duration.
             plain: seconds of the plain rounds that `won` was counted in.
         """
-        self._booked = [*self._booked[1 - NUM_REVIEWED :], (seconds, plain)]
+        self._booked.append((seconds, plain))
         due = self._outstanding.fall_due(rows) if self._outstanding else 0.0
         self._balance = min(self._balance + won - due, CREDIT)
         if self._balance >= 0:
@@ -196,8 +205,8 @@ class Guard:
             self._stop()
 
     def _stop(self) -> None:
-        self._review = Review(self._booked, self._limit, self._doublings)
-        self._booked = []
+        self._review = Review(tuple(self._booked), self._limit, self._doublings)
+        self._booked.clear()
         self._num_waiting = COOLING * 2**self._doublings
         self._doublings = min(self._doublings + 1, MOST_DOUBLINGS)
         # What was read will not be used for a while, and may never be.
@@ -226,7 +235,8 @@ class Guard:
         """Let drafting go on: the machine on which it made a loss has changed its speed."""
         self._balance = min(max(self._balance, -PATIENCE / 2), 0.0)
         self._num_waiting, self._limit, self._doublings = 0, -PATIENCE, 0
-        self._booked, self._review = [], None
+        self._booked.clear()
+        self._review = None
 
     def end(self, row: Row) -> None:
         """A row has ended: what was read of it will serve no more."""

@@ -14,8 +14,8 @@ FADING = 1 - 1 / 64
 """Of the weight of what was measured, so much is left after another round with a draft."""
 FIRST_NODE_COST = 0.03
 """A drafted token makes a pass more expensive by this share of a plain round, until it was measured."""
-PRIOR_LENGTH = 2
-"""That first belief weighs as much as one draft of this length."""
+NEIGHBOUR = 0.3
+"""What a draft length costs is known this well from another that is longer or shorter by one."""
 JUMP = 1.3
 """Plain rounds that have become slower or faster by this factor mean that the machine has changed its speed."""
 NUM_RECENT = 5
@@ -68,18 +68,25 @@ class Average:
 class Line:
     """Cost of a draft as a start and so much per step, fitted to recent drafts by least squares.
 
+    The first draft loads caches and allocates memory: it is left out.
+
     Attributes:
-        start: cost before the first step.
-        slope: cost per step.
+        count: drafts seen.
+        start: cost before the first step; 0 before the second draft.
+        slope: cost per step; 0 before the second draft.
     """
 
-    __slots__ = ("_weight", "_x", "_xx", "_xy", "_y", "slope", "start")
+    __slots__ = ("_weight", "_x", "_xx", "_xy", "_y", "count", "slope", "start")
 
     def __init__(self) -> None:
+        self.count = 0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self.start = self.slope = 0.0
 
     def add(self, num_steps: int, cost: float) -> None:
+        self.count += 1
+        if self.count == 1:
+            return
         if self._weight:
             expected = self.start + self.slope * num_steps
             if cost * FARTHEST < expected:
@@ -114,24 +121,25 @@ class Line:
 class CostCurve:
     """Cost of a target pass by draft length, in plain rounds.
 
-    A running average for each length, drawn towards a straight line through all of them. The weight of a length
-    fades while others are drafted, so a single disturbed round does not decide its cost for good.
+    A running average for each length, drawn towards its neighbours and a straight line through all of them. The
+    weight of a length fades while others are drafted, so a single disturbed round does not decide its cost for good.
     """
 
     def __init__(self) -> None:
         self._now = 0
         self._cells: dict[int, _CurveCell] = {}
-        # Sums of a least-squares line through cost 1 at length 0.
-        self._xx = float(PRIOR_LENGTH**2)
-        self._xy = FIRST_NODE_COST * PRIOR_LENGTH**2
+        # Sums of a least-squares line through what lengths cost beyond a plain round.
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._start, self._slope = 0.0, FIRST_NODE_COST
 
     def at(self, length: int) -> float:
         line = self._line(length)
-        cell = self._cells.get(length)
-        if cell is None:
-            return line
-        weight = cell.weight * FADING ** (self._now - cell.time)
-        return max((cell.cost * weight + line) / (weight + 1), 1.0)
+        total, above = 1.0, 0.0
+        for other, cell in self._cells.items():
+            weight = cell.weight * FADING ** (self._now - cell.time) * NEIGHBOUR ** abs(other - length)
+            total += weight
+            above += weight * (cell.cost - self._line(other))
+        return max(line + above / total, 1.0)
 
     def add(self, length: int, cost: float) -> None:
         """Add the cost of one pass over a draft of this length."""
@@ -140,8 +148,7 @@ class CostCurve:
         disturbed_before = cost * FARTHEST < expected
         cell = self._cells.get(length)
         cost = min(cost, expected * (FARTHEST if cell else FARTHEST_AT_FIRST))
-        self._xx = self._xx * FADING + length * length
-        self._xy = self._xy * FADING + length * (cost - 1)
+        self._fit(length, max(cost - 1, 0.0))
         if cell is None:
             cell = self._cells[length] = _CurveCell(cost)
         most = 1.0 if disturbed_before else NUM_REMEMBERED - 1.0
@@ -154,8 +161,23 @@ class CostCurve:
         for cell in self._cells.values():
             cell.weight = min(cell.weight, 1.0)
 
+    def _fit(self, length: int, excess: float) -> None:
+        self._weight = self._weight * FADING + 1
+        self._x = self._x * FADING + length
+        self._y = self._y * FADING + excess
+        self._xx = self._xx * FADING + length * length
+        self._xy = self._xy * FADING + length * excess
+        mean = self._y / self._x
+        spread = self._xx * self._weight - self._x * self._x
+        if spread < 1e-6 * self._xx * self._weight:
+            slope = FIRST_SLOPE * mean  # only one length was seen
+        else:
+            slope = (self._xy * self._weight - self._x * self._y) / spread
+        self._slope = min(max(slope, min(FIRST_NODE_COST, mean)), mean)
+        self._start = (self._y - self._slope * self._x) / self._weight
+
     def _line(self, length: int) -> float:
-        return 1 + max(self._xy / self._xx, 0.0) * length
+        return 1 + self._start + self._slope * length
 
 
 class _CurveCell:

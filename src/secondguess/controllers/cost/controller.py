@@ -32,6 +32,10 @@ from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime,
 from secondguess.names import Name, read_options, require_between, with_argument
 
 PLAIN = Plan(0, 0)
+PROBE_LENGTH = 2
+"""Levels of a probe at most. Of a single one the fixed cost of drafting may exceed what it can bring."""
+LONGEST_AT_FIRST = 2
+"""Levels of the first drafts, whose cost is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,9 @@ class CostController(Controller):
         self._place = _place(prospects)
         plans = [PLAIN] * num_rows
         # A series of probes is seen through, whatever else is on offer by now.
-        self._resting = self._rests.cover(rows, prospects) and not was_probing
+        self.probes.count_round()
+        paused = self._rests.cover(rows, prospects)
+        self._resting = paused and not was_probing and not self.probes.is_due
         if self._resting:
             return plans
         self._learn_of_rest()
@@ -107,6 +113,8 @@ class CostController(Controller):
             self._rests.end()
         self._offers = taken
         for offer in taken:
+            if self.times.is_new(offer.part):
+                offer.length = min(offer.length, LONGEST_AT_FIRST)
             plans[offer.row] = Plan(offer.part, offer.length)
         return plans
 
@@ -122,7 +130,7 @@ class CostController(Controller):
         return offers
 
     def _probe(self, offers: list[Offer], rows: Sequence[Row], was_probing: bool) -> list[Offer]:
-        """Try one node of the best (of several that are alike), if that can be paid for; a series, once there is enough."""
+        """Try a short draft of the best (of several that are alike), if that can be paid for; a series, once there is enough."""
         part = offers[0].part
         price = self._prices.drafting(part, len(offers), 1) + self._prices.wider(0, 1)
         price += self.times.reading(part, sum([offer.prospect.unread for offer in offers])) / SERIES
@@ -134,7 +142,7 @@ class CostController(Controller):
             return []
         self._probing = True
         for offer in offers:
-            offer.length = 1
+            offer.length = min(offer.length, PROBE_LENGTH)
         return offers
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
@@ -206,7 +214,6 @@ class CostController(Controller):
         for place, num in rounds.places.items():
             self._prices.book_plain(place, 1.0, num)
         self.probes.earn(total, plain)
-        self.probes.wait(rounds.num)
         self.guard.wait(rows, rounds.num, total)
         if changed:
             self._begin_anew()

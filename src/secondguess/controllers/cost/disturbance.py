@@ -30,16 +30,17 @@ class Disturbance:
     def __init__(self) -> None:
         self.excess = 1.0
         self._count = 0
-        self._slow: tuple[bool, ...] = ()
+        self._slow = 0  # a bit for each of the last rounds, 1 for a disturbed one
+        self._num_seen = 0
         self._was_busy = False
 
     @property
     def is_busy(self) -> bool:
-        return sum(self._slow) >= NUM_BUSY
+        return self._slow.bit_count() >= NUM_BUSY
 
     @property
     def is_quiet(self) -> bool:
-        return len(self._slow) == WINDOW and sum(self._slow) <= NUM_QUIET
+        return self._num_seen >= WINDOW and self._slow.bit_count() <= NUM_QUIET
 
     def add(self, ratio: float) -> bool:
         """Add a plain round over its usual time; return True if a busy machine has become quiet."""
@@ -52,7 +53,10 @@ class Disturbance:
         return self._see(ratio)
 
     def _see(self, ratio: float) -> bool:
-        self._slow = (*self._slow, ratio > SLOW)[-WINDOW:]
+        self._slow = (self._slow << 1 | (ratio > SLOW)) & (1 << WINDOW) - 1
+        self._num_seen += 1
+        if not self._slow and not self._was_busy and self.excess <= QUIET_EXCESS:
+            return False
         if self.is_busy:
             self._was_busy = True
         if not self.is_quiet:
@@ -63,4 +67,5 @@ class Disturbance:
 
     def restart(self) -> None:
         """Forget all rounds: their usual time has changed."""
-        self.excess, self._count, self._slow, self._was_busy = 1.0, 0, (), False
+        self.excess, self._count, self._was_busy = 1.0, 0, False
+        self._slow = self._num_seen = 0

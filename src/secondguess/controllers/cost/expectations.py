@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import ClassVar
 
@@ -19,6 +19,9 @@ from secondguess.core import Prospect, Row
 
 CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 """Confidences between two edges are expected to be accepted alike."""
+BIN_CENTRES = [(low + high) / 2 for low, high in pairwise((0.0, *CONFIDENCE_EDGES, 1.0))]
+LEAST_CHANCE = 0.02
+"""A confidence that is corrected stays so far from 0 and 1."""
 FIRST_GAIN, FIRST_WIDTH, FIRST_SHARE = 1.0, 2.0, 0.7
 """What is believed of guesses of which nothing is known: worth a try."""
 DOUBT = 1.0
@@ -98,6 +101,7 @@ class Kind:
         bins = range(len(CONFIDENCE_EDGES) + 1)
         self.by_confidence = [nodes.path(("own", pool, own, number)) for number in bins]
         self.behind = [nodes.path(("next", pool, own), ("next", pool, own, number)) for number in bins]
+        self.miscalibration = nodes.path(("miscalibration", pool, own))
         self.comes = drafts.path(("comes", pool, own))
         self.of_pool, self.of_kind = of_pool, Fates()
         self.at_level = [Fates() for _ in range(Standing.NUM_LEVELS)]
@@ -152,7 +156,10 @@ class Expectations:
         The chances are those of nodes before which all are accepted.
         """
         level = bisect_right(CONFIDENCE_EDGES, confidence)
-        own = self.nodes.mean(kind.by_confidence[level], confidence)
+        # While a bin has seen little, what all bins have shown says more than the drafter's word.
+        corrected = confidence + self.nodes.mean(kind.miscalibration, 0.0)
+        expected = min(max(corrected, LEAST_CHANCE), 1 - LEAST_CHANCE)
+        own = self.nodes.mean(kind.by_confidence[level], expected)
         return level, own, self.nodes.mean(kind.behind[level], FIRST_SHARE)
 
     def learn(
@@ -170,7 +177,9 @@ class Expectations:
                 add(kind.anywhere, outcome)
                 add(kind.by_position[min(place, DEEP)], outcome)
             if place < num_levels:
-                add(kind.by_confidence[levels[place]], outcome)
+                level = levels[place]
+                add(kind.by_confidence[level], outcome)
+                add(kind.miscalibration, outcome - BIN_CENTRES[level])
             if 0 < place <= num_levels:
                 add(kind.behind[levels[place - 1]], outcome)
         standing = self.standings.get(row)

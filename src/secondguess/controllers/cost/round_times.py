@@ -15,14 +15,20 @@ from secondguess.controllers.cost.averages import CostCurve, Line, PlainTime
 from secondguess.controllers.cost.disturbance import Disturbance
 from secondguess.core import Row
 
-AGE = 256
+AGE = 64
 """After so many rounds with drafts a plain one is timed again: everything is compared with it."""
+FRESH = 8
+"""So many drafted rounds after a plain one are compared with it in full; later ones may be slower because the machine is."""
 AGE_IF_BUSY = 32
 """The same while other load disturbs the rounds."""
 SURPRISE = 1.3
 """Drafted rounds that take this many times as long as expected, or as short, are looked into."""
-NUM_SURPRISES, NUM_CHECKS = 4, 4
+NUM_SURPRISES, NUM_CHECKS = 4, 2
 """All but one of so many drafted rounds must agree in that; then so many plain rounds are timed."""
+NUM_NEW = 3
+"""After so many drafts the cost of a part's steps is trusted."""
+PAUSE = 16
+"""After plain rounds that did not explain it, so many drafted rounds pass before that happens again."""
 IMPOSSIBLE = 0.9
 """A pass over a draft cannot take less than this share of a plain round, which then must have become faster."""
 NEAR = 1.3
@@ -46,7 +52,7 @@ class RoundTimes:
         self._reading: dict[Hashable, Line] = {}
         self._num_since_plain = 0
         self._surprises: tuple[float, ...] = ()
-        self._num_checks = 0
+        self._num_checks = self._pause = 0
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
         """Return whether a plain round has to be timed before anything is compared with one.
@@ -91,6 +97,7 @@ class RoundTimes:
             return
         self._num_checks = 0 if changed else max(self._num_checks - num_rounds, 0)
         if not self._num_checks and not changed:
+            self._pause = PAUSE
             # The machine is as fast as before, so drafted rounds do cost something else.
             for curve in self._curves.values():
                 curve.doubt()
@@ -108,14 +115,21 @@ class RoundTimes:
         if cost < IMPOSSIBLE:
             self._num_checks = NUM_CHECKS
             return
-        self._notice(cost / curve.at(width))
-        curve.add(width, cost)
+        expected = curve.at(width)
+        self._notice(cost / expected)
+        if cost <= expected or self._is_fresh:
+            curve.add(width, cost)
+
+    @property
+    def _is_fresh(self) -> bool:
+        return self._num_since_plain <= FRESH
 
     def _notice(self, ratio: float) -> None:
         """Compare a drafted round with what was expected of it."""
         self.disturbance.add_drafted(ratio)
         self._surprises = (*self._surprises, ratio)[-NUM_SURPRISES:]
-        if len(self._surprises) == NUM_SURPRISES:
+        self._pause = max(self._pause - 1, 0)
+        if len(self._surprises) == NUM_SURPRISES and not self._pause:
             ordered = sorted(self._surprises)
             if ordered[1] > SURPRISE or ordered[-2] < 1 / SURPRISE:
                 self._num_checks, self._surprises = NUM_CHECKS, ()
@@ -126,7 +140,9 @@ class RoundTimes:
         line = seen.get(num_rows)
         if line is None:
             line = seen[num_rows] = Line()
-        line.add(num_steps, seconds / self.plain(num_rows))
+        cost = seconds / self.plain(num_rows)
+        if self._is_fresh or line.count < NUM_NEW or cost <= line.start + line.slope * num_steps:
+            line.add(num_steps, cost)
 
     def see_reading(self, part: Hashable, num_tokens: int, seconds: float) -> None:
         """Add the time in which a drafter has prefilled so many tokens."""
@@ -175,6 +191,10 @@ class RoundTimes:
         """Seconds of a draft of so many steps; 0 before one was seen."""
         line = _at_nearest(self._steps.get(part), num_rows)
         return (line.start + line.slope * num_steps) * self.plain(num_rows) if line else 0.0
+
+    def is_new(self, part: Hashable) -> bool:
+        """Return whether too few drafts of a part have been timed to trust their cost."""
+        return sum(line.count for line in self._steps.get(part, {}).values()) < NUM_NEW
 
     def most_rows(self, part: Hashable) -> int:
         """The most rows that a draft step was seen to take; 0 before one was seen."""
