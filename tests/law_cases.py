@@ -187,7 +187,7 @@ def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> Cost
             for depth in range(plan.length - 1):
                 if not certain:
                     law = torch.tensor([[0.5, 0.3, 0.2]])
-                    if not controller.go_on([row], DraftLaws(law), depth)[0]:
+                    if not controller.go_on([row], DraftLaws(law.log()), depth)[0]:
                         plan = plan._replace(length=depth + 1)
                         break
             kept = plan.length if fate < accepted else 0

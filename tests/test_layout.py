@@ -46,7 +46,7 @@ SIDEWAYS = {
     "verifiers": {"noise"},
     "sampling": {"runtime"},
     "runtime": {"builtin"},
-    "controllers": {"builtin"},
+    "controllers": {"builtin", "runtime"},
     "train": {"builtin", "runtime", "controllers", "heads", "sampling"},
 }
 FOLDERS_OF_VARIANTS = {

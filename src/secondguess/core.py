@@ -364,10 +364,10 @@ class Plan(NamedTuple):
 
 
 class GoOn(Protocol):
-    """Says per row, from the laws `[row, vocab]` of the nodes just drawn, whether to draw another one after them."""
+    """Decides per row, from the logits `[row, vocab]` of the nodes just drawn, whether to draw another one after them."""
 
     def __call__(
-        self, laws: Tensor, depth: int, foretold: Sequence[float] | None = None, /
+        self, logits: Tensor, depth: int, foretold: Sequence[float] | None = None, /
     ) -> list[bool]: ...
 
 
@@ -378,13 +378,13 @@ class Budgets:
     Args:
         lengths: per row, the largest number of levels; in a chain, nodes. How many nodes a level of a tree has is its
             drafter's affair.
-        go_on: given the drafter's laws `[row, vocab]` of the nodes just drawn (of a tree's level, the law
+        go_on: given the drafter's logits `[row, vocab]` of the nodes just drawn (of a tree's level, those
             behind its likeliest parent), before sampling settings, and the depth of those nodes, says per row whether
             to draw another level *after* them. It is never shown the drawn tokens: that is the non-anticipation rule
             (docs/controllers.md, "Why a controller may not see the tokens"). Rows that drew no node at this depth have
             a line too; it means nothing. A drafter that was trained to foretell how likely each node is accepted may
             hand these chances in, as third argument.
-        reads_laws: False when `go_on` always says yes, so that nobody makes a law just to ask it.
+        reads_laws: False when `go_on` always says yes, so that drafters need not call it.
         parts: per row, which part of a drafter made of several is to guess; empty for the first everywhere.
     """
 

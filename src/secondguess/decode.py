@@ -126,12 +126,12 @@ def _go_on(
     controller: Controller,
     rows: Sequence[Row],
     wishes: Sequence[int | None],
-    probs: Tensor,
+    logits: Tensor,
     depth: int,
     foretold: Sequence[float] | None = None,
 ) -> list[bool]:
     """The controller's answers, but for rows whose request set its own draft length."""
-    answers = controller.go_on(rows, DraftLaws(probs, foretold), depth)
+    answers = controller.go_on(rows, DraftLaws(logits, foretold), depth)
     return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
 
 

@@ -144,12 +144,6 @@ class SamplingParams:
         penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         return penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
-    @cached_property
-    def keeps_laws(self) -> bool:
-        """Whether these settings leave a model's law as it is."""
-        truncates = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return self.temperature == 1 and not truncates and not self.edits_logits
-
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids that a model with `vocab_size` tokens does not have.
 

@@ -34,7 +34,7 @@ def tensor_with(*confidences: float) -> Tensor:
 
 
 def laws_with(*confidences: float) -> DraftLaws:
-    return DraftLaws(tensor_with(*confidences))
+    return DraftLaws(tensor_with(*confidences).log())
 
 
 def alike(confidence: float) -> TableModel:
@@ -102,7 +102,7 @@ def test_confidence_takes_the_product_along_each_rows_own_path() -> None:
 
 def test_confidence_trusts_a_drafter_that_was_trained_to_foretell() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
-    laws = DraftLaws(tensor_with(0.9, 0.3), [0.4, 0.8])
+    laws = DraftLaws(tensor_with(0.9, 0.3).log(), [0.4, 0.8])
     assert controller.go_on(rows_of(2), laws, 0) == [False, True]
     assert laws.confidences == [pytest.approx(0.9), pytest.approx(0.3)]  # what others read stays the law's
 

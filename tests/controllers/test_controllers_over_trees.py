@@ -86,7 +86,7 @@ def play_draft(controller: EntropyController | CostController, parents: list[int
         torch.zeros(1, len(parents), dtype=torch.long), torch.tensor([parents]), torch.tensor([len(parents)])
     )
     for depth in range(int(draft.depths) + 1):
-        controller.go_on(rows, DraftLaws(torch.full((1, 4), 0.25)), depth)
+        controller.go_on(rows, DraftLaws(torch.zeros(1, 4)), depth)
     verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
     seconds = 0.1 if parents else 0.0
     controller.learn(rows, draft, verdict, RoundTime(0.0, seconds, 1 + seconds))

@@ -107,7 +107,7 @@ def test_prices_are_not_worked_out_anew_in_every_round(num_rows: int) -> None:
 def test_it_comes_back_when_guesses_become_good() -> None:
     simulation = Simulation(lambda number, depth: 0.0 if number < 500 else 0.9).play(CostController(), 3000)
     late = [length for (length,) in simulation.drafted[2000:]]
-    assert sum(late) / len(late) > 2
+    assert sum(late) / len(late) > 4, "second nodes that were not accepted before are tried again"
 
 
 def test_it_gives_way_when_guesses_become_bad() -> None:
@@ -535,7 +535,7 @@ def test_one_disturbed_round_does_not_set_the_cost_of_a_length_for_good() -> Non
     curve = CostCurve()
     curve.add(4, 9.0)
     assert curve.at(4) < 3, "far from what is expected: it counts for less"
-    for _ in range(100):
+    for _ in range(150):
         curve.add(1, 1.05)
     assert curve.at(4) < 1.6, "other lengths say how much a token costs"
     for _ in range(3):

@@ -26,7 +26,7 @@ def even_law(num_tokens: int) -> torch.Tensor:
 
 
 def laws(*num_tokens: int) -> DraftLaws:
-    return DraftLaws(torch.stack([even_law(count) for count in num_tokens]))
+    return DraftLaws(torch.stack([even_law(count) for count in num_tokens]).log())
 
 
 def rows(count: int) -> list[Row]:

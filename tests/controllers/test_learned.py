@@ -56,7 +56,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 def laws_with(*confidences: float) -> DraftLaws:
     """Laws over ten tokens whose largest probability is the one given."""
     laws = [[confidence, *[(1 - confidence) / 9] * 9] for confidence in confidences]
-    return DraftLaws(torch.tensor(laws, dtype=torch.float64))
+    return DraftLaws(torch.tensor(laws, dtype=torch.float64).log())
 
 
 def rows_of(num_rows: int, temperature: float = 0.0, coupled: bool = False) -> list[Row]:
@@ -139,9 +139,10 @@ def test_answers_do_not_change_when_tokens_are_renamed() -> None:
     controller = LearnedController(LearnedOptions(length=6, threshold=0.5))
     laws = torch.softmax(torch.randn(12, 3, 10, generator=torch.Generator().manual_seed(0)) * 2, -1)
     rows = rows_of(3, temperature=1.0)
-    plain = [controller.go_on(rows, DraftLaws(law), depth) for depth, law in enumerate(laws)]
+    plain = [controller.go_on(rows, DraftLaws(law.log()), depth) for depth, law in enumerate(laws)]
     renamed = [
-        controller.go_on(rows, DraftLaws(law[:, torch.randperm(10)]), depth) for depth, law in enumerate(laws)
+        controller.go_on(rows, DraftLaws(law[:, torch.randperm(10)].log()), depth)
+        for depth, law in enumerate(laws)
     ]
     assert plain == renamed
 
@@ -173,14 +174,21 @@ def test_coupling_says_nothing_at_temperature_0() -> None:
     assert node_features(0.5, 0.2, 1.0, 0, 0.0, 1.0, True) != node_features(0.5, 0.2, 1.0, 0, 0.0, 1.0, False)
 
 
-def test_laws_are_summarised_rightly() -> None:
-    laws = torch.softmax(torch.randn(5, 40, generator=torch.Generator().manual_seed(1)), -1)
-    laws[4] = torch.nn.functional.one_hot(torch.tensor(7), 40)
-    summary = DraftLaws(laws)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [3, 16, 40])
+def test_draft_laws_summarise_the_softmax_of_logits(width: int, dtype: torch.dtype) -> None:
+    logits = 5 * torch.randn(6, width, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    logits[4] = torch.nn.functional.one_hot(torch.tensor(1), width).log()
+    logits[5] = -1000.0
+    wider = torch.nn.functional.pad(logits, (0, 5), value=100.0)[
+        :, :width
+    ]  # rows that do not lie one behind the other
+    laws = logits.softmax(-1)
     largest = laws.topk(2).values
-    assert summary.confidences == pytest.approx(largest[:, 0].tolist())
-    assert summary.runners_up == pytest.approx(largest[:, 1].tolist())
-    assert summary.entropies == pytest.approx(torch.special.entr(laws).sum(-1).tolist(), abs=1e-5)
+    for summary in (DraftLaws(logits), DraftLaws(wider)):
+        assert summary.confidences == pytest.approx(largest[:, 0].tolist(), rel=1e-5)
+        assert summary.runners_up == pytest.approx(largest[:, 1].tolist(), rel=1e-5)
+        assert summary.entropies == pytest.approx(torch.special.entr(laws).sum(-1).tolist(), abs=1e-5)
 
 
 def test_the_predictor_in_the_box_is_whole_and_names_its_source() -> None:

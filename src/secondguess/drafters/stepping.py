@@ -85,7 +85,6 @@ class SteppingDrafter(Drafter):
         active = [index for index, limit in enumerate(limits) if limit > 0]
         edits = any(row.params.edits_logits for row in rows)
         plain = noise.all_greedy and not edits
-        own_laws = all(row.params.keeps_laws for row in rows)
         chains: list[list[int]] = [[] for _ in rows]
         drawn: list[Tensor] = []
         laws: list[Tensor] = []
@@ -111,8 +110,7 @@ class SteppingDrafter(Drafter):
             self.extend(rows, active, as_list)
             active = [index for index in active if depth + 1 < limits[index]]
             if active and budgets.reads_laws:
-                asked = law if own_laws else logits.softmax(-1)
-                going_on = budgets.go_on(asked, depth, self.foretell(depth))
+                going_on = budgets.go_on(logits, depth, self.foretell(depth))
                 active = [index for index in active if going_on[index]]
         probs = None if noise.all_greedy else self._probs(laws, len(rows))
         return Draft.chains(chains, probs, self.device)

@@ -483,7 +483,7 @@ def grow_trees(
         depth += 1
         active = [index for index in active if depth < grove.limits[index] and grove.frontiers[index]]
         if active and go_on is not None:
-            answers = go_on(telling.softmax(-1), depth - 1)
+            answers = go_on(telling, depth - 1)
             active = [index for index in active if answers[index]]
     grove.prune()
     return grove.draft(with_laws=not noise.all_greedy)

@@ -10,12 +10,14 @@ FARTHEST_AT_FIRST = 2.5
 """The same for the first value of its kind, of which little could be expected."""
 NUM_COLD = 3
 """Of so many first plain rounds the least counts: the first ones allocate and fill caches."""
-FADING = 1 - 1 / 64
-"""Of the weight of what was measured, so much is left after another round with a draft."""
+FADING = 1 - 1 / 96
+"""Weight of a round with a draft after the next one, in the costs of drafts."""
+MOST_WEIGHT = 24
+"""Largest weight of one draft length, in rounds."""
 FIRST_NODE_COST = 0.03
 """A drafted token makes a pass more expensive by this share of a plain round, until it was measured."""
-NEIGHBOUR = 0.3
-"""What a draft length costs is known this well from another that is longer or shorter by one."""
+NEIGHBOUR = 0.1
+"""Weight of a round in the cost of a draft length that is longer or shorter by one."""
 JUMP = 1.3
 """Plain rounds that have become slower or faster by this factor mean that the machine has changed its speed."""
 NUM_RECENT = 5
@@ -92,12 +94,11 @@ class Line:
             if cost * FARTHEST < expected:
                 self.doubt()  # a disturbance makes a draft slower, never faster: what came before was disturbed
             cost = min(cost, expected * FARTHEST)
-        decay = 1 - 1 / (4 * NUM_REMEMBERED)
-        self._weight = self._weight * decay + 1
-        self._x = self._x * decay + num_steps
-        self._y = self._y * decay + cost
-        self._xx = self._xx * decay + num_steps * num_steps
-        self._xy = self._xy * decay + num_steps * cost
+        self._weight = self._weight * FADING + 1
+        self._x = self._x * FADING + num_steps
+        self._y = self._y * FADING + cost
+        self._xx = self._xx * FADING + num_steps * num_steps
+        self._xy = self._xy * FADING + num_steps * cost
         self.slope = self._fitted_slope()
         self.start = max(self._y - self.slope * self._x, 0.0) / self._weight
 
@@ -151,7 +152,7 @@ class CostCurve:
         self._fit(length, max(cost - 1, 0.0))
         if cell is None:
             cell = self._cells[length] = _CurveCell(cost)
-        most = 1.0 if disturbed_before else NUM_REMEMBERED - 1.0
+        most = 1.0 if disturbed_before else MOST_WEIGHT - 1.0
         cell.weight = min(cell.weight * FADING ** (self._now - cell.time), most) + 1
         cell.time = self._now
         cell.cost += (cost - cell.cost) / cell.weight

@@ -160,7 +160,7 @@ class Expectations:
         corrected = confidence + self.nodes.mean(kind.miscalibration, 0.0)
         expected = min(max(corrected, LEAST_CHANCE), 1 - LEAST_CHANCE)
         own = self.nodes.mean(kind.by_confidence[level], expected)
-        return level, own, self.nodes.mean(kind.behind[level], FIRST_SHARE)
+        return level, own, self.nodes.mean(kind.behind[level], own)
 
     def learn(
         self, row: Row, kind: Kind, levels: Sequence[int], certain: bool, length: int, accepted: int
@@ -182,6 +182,8 @@ class Expectations:
                 add(kind.miscalibration, outcome - BIN_CENTRES[level])
             if 0 < place <= num_levels:
                 add(kind.behind[levels[place - 1]], outcome)
+        if accepted == length <= num_levels:
+            self.nodes.age(kind.behind[levels[length - 1]])
         standing = self.standings.get(row)
         if standing is None:
             standing = self.standings[row] = Standing()

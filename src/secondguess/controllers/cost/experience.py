@@ -13,6 +13,10 @@ STRENGTH = 4.0
 """How many observations the expectation handed in is worth."""
 
 
+AGEING = 1 - 1 / 300
+"""Weight of observations after a round that could have brought another one and did not."""
+
+
 class Cell:
     """A decayed sum of observations, and how many there are in it."""
 
@@ -48,6 +52,13 @@ class Experience:
         for cell in path:
             cell.total = cell.total * decay + value
             cell.count = cell.count * decay + 1.0
+
+    @staticmethod
+    def age(path: Path) -> None:
+        """Reduce the weight of the observations in these cells, so that they do not prevent new ones for good."""
+        for cell in path:
+            cell.total *= AGEING
+            cell.count *= AGEING
 
     @staticmethod
     def mean(path: Path, expected: float) -> float:

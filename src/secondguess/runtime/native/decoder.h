@@ -428,6 +428,24 @@ int64_t secondguess_read(const char* const* pieces, const int64_t* sizes, int64_
     return (int64_t)found;
 }
 
+// Per row of `width` logits, the largest probability of their softmax. Rows lie `stride` numbers apart.
+void secondguess_confidences(const float* logits, int64_t num_rows, int64_t width, int64_t stride, double* confidences) {
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* from = logits + row * stride;
+        const int64_t whole = width / 16 * 16;
+        const Lanes rest = lanes(width - whole);
+        const Floats least = all(-INFINITY);
+        Floats most = least;
+        for (int64_t i = 0; i < whole; i += 16) most = largest(most, load(from + i));
+        if (whole < width) most = largest(most, keep(rest, load(from + whole, rest), least));
+        const Floats shift = all(largest_of(most));
+        Floats sum = zeros();
+        for (int64_t i = 0; i < whole; i += 16) sum = sum + exponential(load(from + i) - shift);
+        if (whole < width) sum = sum + keep(rest, exponential(load(from + whole, rest) - shift), zeros());
+        confidences[row] = 1 / sum_of(sum);
+    }
+}
+
 // Returns 0; 1 when there was no memory for what lies between the layers; 2 when a token has no embedding.
 int secondguess_run(const Decoder* decoder, const Forward* forward, void* workspace) {
     Workspace& space = *(Workspace*)workspace;

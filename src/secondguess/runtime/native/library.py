@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import sysconfig
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 
 class Weight(Structure):
@@ -162,7 +163,24 @@ def _open(kind: str) -> ctypes.CDLL | None:
         kernels.secondguess_unembed.argtypes = [
             *(POINTER(Decoder), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
         ]
+        kernels.secondguess_confidences.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p]
+        kernels.secondguess_confidences.restype = None
         kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
     except AttributeError:
         return None
     return kernels if list(sizes) == expected else None
+
+
+def confidences(logits: Tensor) -> list[float]:
+    """Return the largest probability of each row's softmax.
+
+    Args:
+        logits: `[row, vocab]`.
+    """
+    if not units() or logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.stride(1) != 1:
+        largest: list[float] = logits.softmax(-1).amax(-1).tolist()
+        return largest
+    num_rows, width = logits.shape
+    found = (c_double * num_rows)()
+    units()[0].kernels.secondguess_confidences(logits.data_ptr(), num_rows, width, logits.stride(0), found)
+    return list(found)
