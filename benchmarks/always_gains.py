@@ -156,22 +156,20 @@ class Worker:
         return self.burst(at_start=experiment == "burst at start")
 
 
-def run_processes(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Run every experiment of every pair and temperature in fresh processes; one result for each process."""
-    results: list[dict[str, object]] = []
+def run_processes(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run every experiment of every pair and temperature in fresh processes; yield the result of each."""
     for number in range(options.processes):
         for pair in options.pair:
             for temperature in options.temperature:
                 for experiment in options.experiment:
                     found = run_process(options, pair, temperature, experiment)
                     about = {"pair": Pair.of(pair).name, "temperature": temperature, "experiment": experiment}
-                    results.append({**about, **found})
+                    yield {**about, **found}
                     print(
                         f"process {number}: {pair} T={temperature:g} {experiment}",
                         file=sys.stderr,
                         flush=True,
                     )
-    return results
 
 
 def run_process(
@@ -264,20 +262,26 @@ def main() -> None:
     if options.worker:
         print(json.dumps(Worker(options).run(options.experiment[0])))
         return
-    results = run_processes(options)
-    summary = summarise(results)
-    show(summary)
-    if options.output is not None:
-        about = gather(
-            num_threads=options.threads,
-            device="cpu",
-            dtype=options.dtype,
-            seed=0,
-            models={"builtin": builtin_paths()[0]},
-            runtimes={},
-        )
-        record = {"summary": summary, "results": results, "provenance": about.__dict__}
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    results: list[dict[str, Any]] = []
+    for result in run_processes(options):
+        results.append(result)
+        if options.output is not None:
+            write(options.output, results, options)
+    show(summarise(results))
+
+
+def write(path: Path, results: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Write what there is so far, so that an interrupted run is not lost."""
+    about = gather(
+        num_threads=options.threads,
+        device="cpu",
+        dtype=options.dtype,
+        seed=0,
+        models={"builtin": builtin_paths()[0]},
+        runtimes={},
+    )
+    record = {"summary": summarise(results), "results": results, "provenance": about.__dict__}
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
