@@ -107,6 +107,27 @@ def test_a_loop_that_is_closed_inside_a_round_of_another_waits_for_its_end() -> 
     assert other.closed_in_round is False
 
 
+def test_a_loop_that_is_closed_while_another_is_being_closed_waits_for_its_end() -> None:
+    lock, state = RoundLock(), {"in_round": False}
+    abandoned = Loop()
+    first = abandoned.rounds(state)
+    lock.play_round(first)  # type: ignore[arg-type]
+    closing: list[bool] = []
+
+    def other() -> Iterator[list[Commit]]:
+        try:
+            yield []
+        finally:
+            lock.close(first)  # type: ignore[arg-type]
+            closing.append(abandoned.closed_in_round is None)
+
+    second = other()
+    lock.play_round(second)  # type: ignore[arg-type]
+    lock.close(second)  # type: ignore[arg-type]
+    assert closing == [True]
+    assert abandoned.closed_in_round is False
+
+
 def test_a_loop_under_way_is_not_collected() -> None:
     lock, state = RoundLock(), {"in_round": False}
     loop = Loop()

@@ -22,7 +22,7 @@ class RoundLock:
 
     def __init__(self) -> None:
         self._lock = RLock()
-        self._in_round = False
+        self._is_busy = False
         self._loops: set[Loop] = set()
         self._to_close: deque[Loop] = deque()
 
@@ -30,22 +30,26 @@ class RoundLock:
         """Play the next round of a loop; return None when it has ended."""
         with self._lock:
             self._loops.add(loop)
-            self._in_round = True
+            self._is_busy = True
             try:
                 return next(loop, None)
             finally:
-                self._in_round = False
                 self._close_abandoned()
 
     def close(self, loop: Loop) -> None:
         """Release what a loop still holds, at once or after the round that is being played."""
         self._to_close.append(loop)
         with self._lock:
-            if not self._in_round:  # the lock may be held by this very thread
+            # The lock may be held by this very thread, in a round or while it closes another loop.
+            if not self._is_busy:
+                self._is_busy = True
                 self._close_abandoned()
 
     def _close_abandoned(self) -> None:
-        while self._to_close:
-            loop = self._to_close.popleft()
-            self._loops.discard(loop)
-            loop.close()
+        try:
+            while self._to_close:
+                loop = self._to_close.popleft()
+                self._loops.discard(loop)
+                loop.close()
+        finally:
+            self._is_busy = False

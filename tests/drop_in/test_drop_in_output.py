@@ -1,5 +1,6 @@
 """Streamers, stop strings and results, beside Transformers' own loop."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Thread
 
@@ -205,3 +206,20 @@ def test_a_dictionary_is_returned_when_asked_for(model):
 
 def test_the_result_has_the_dtype_that_transformers_gives_it(model):
     assert ours(model, PROMPT.int(), **LENGTH).dtype == theirs(model, PROMPT.int(), **LENGTH).dtype
+
+
+def test_calls_from_two_threads_queue(tiny_checkpoint, tiny_draft_checkpoint):
+    """They share the draft model and the controller of earlier calls."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32).eval()
+    prompts = [PROMPT + offset for offset in range(4)]
+    expected = [theirs(model, prompt, do_sample=False, **LENGTH).tolist() for prompt in prompts]
+
+    def call(number):
+        prompt = prompts[number % len(prompts)]
+        return ours(
+            model, prompt, drafter=f"model:{tiny_draft_checkpoint}", do_sample=False, **LENGTH
+        ).tolist()
+
+    with ThreadPoolExecutor(2) as threads:
+        texts = list(threads.map(call, range(40)))
+    assert texts == expected * 10

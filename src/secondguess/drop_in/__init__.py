@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -85,6 +86,8 @@ def custom_generate(
         model_kwargs: `attention_mask` `[row, position]`, 0 at padding, and what Transformers
             always adds.
 
+    Calls from several threads queue: their models and draft models may be the same.
+
     Returns:
         `[row, position]` prompts and new tokens, padded on the right as Transformers does; with
         `return_dict_in_generate` a `GenerateDecoderOnlyOutput` that holds them as `sequences`,
@@ -106,7 +109,7 @@ def custom_generate(
     params = _sampling_params(logits_processor, mask, ending, bool(generation_config.do_sample), seed)
     num_samples = generation_config.num_return_sequences or 1
     chosen_verifier = make_verifier(verifier)
-    with borrow_model(model) as target:
+    with _lock, borrow_model(model) as target:
         _require_room(target, input_ids.shape[1] + params.max_tokens)
         prompts = [encode(target, ids[kept].tolist()) for ids, kept in zip(input_ids, mask, strict=True)]
         rows = [
@@ -211,6 +214,8 @@ def _draft_runtime(target: LoadedModel, path: str) -> Runtime:
     return loaded.runtime
 
 
+_lock = RLock()
+"""Held by a call while it decodes. A streamer may call `generate` in its turn."""
 _controllers: WeakKeyDictionary[Any, dict[tuple[str | None, str], Controller]] = WeakKeyDictionary()
 """Model -> names of controller and drafter -> the controller of earlier calls. A controller holds
 on to no model."""
