@@ -1,9 +1,11 @@
-"""What the controller `cost` itself takes, in microseconds of processor time: no model, rounds on paper, a clock that is made up.
+"""Measure the processor time of the `cost` controller per round, in microseconds, without a model.
 
     OMP_NUM_THREADS=1 python benchmarks/controller_overhead.py
 
-The controller is driven directly: prospects go in, a fate is drawn for what it plans, and made-up seconds are handed to `learn`.
-Processor time of `plan`, `go_on` and `learn` per round; the least of `--repeats` runs, since whatever else happens only adds.
+The controller is driven directly with synthetic rounds: it plans from draft candidates,
+acceptance is drawn at random, and `learn` gets synthetic timings. Printed is the processor time
+of `plan`, `go_on` and `learn` per round, the minimum over `--repeats` runs, since other load
+only adds time.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
 PASS, STEP, NODE = 1e-3, 0.15e-3, 0.03e-3
-"""Made-up seconds of a plain round, of a draft step, and by which a node makes the pass dearer."""
+"""Synthetic seconds of a plain round, of a draft step, and that each node adds to the pass."""
 
 
 class SpokenLaws(DraftLaws):
-    """Laws that are nothing but a confidence: what a law's summary costs is the drafter's size, not the controller's doing."""
+    """Draft distributions that consist of given confidences only.
+
+    Computing confidences from logits depends on the vocabulary size and is no controller overhead.
+    """
 
     def __init__(self, confidences: Sequence[float]) -> None:
         self.foretold = None
@@ -36,11 +41,11 @@ class SpokenLaws(DraftLaws):
 
 @dataclass(frozen=True)
 class Scene:
-    """Rounds on paper.
+    """Synthetic workload.
 
     Args:
-        prospects: per round, of every row.
-        chance: that a node is accepted; a confidence is drawn around it.
+        prospects: returns the draft candidates of every row, by round number.
+        chance: acceptance probability of a node; confidences are drawn around it.
     """
 
     name: str
@@ -68,7 +73,7 @@ METHODS = ("plan", "go_on", "learn", "nothing")
 
 @dataclass
 class Meter:
-    """Processor time by method, and how often each was called."""
+    """Processor time and number of calls by method."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(METHODS, 0.0))
     calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(METHODS, 0))
@@ -146,7 +151,7 @@ def main() -> None:
             play(controller, scene, options.rounds // 3, Meter())
             play(controller, scene, options.rounds, meter)
             calls = meter.calls["go_on"] / options.rounds
-            # What it takes to time nothing, in between everything else, is taken off.
+            # The time measured for an empty call is subtracted.
             nothing = meter.seconds["nothing"] / meter.calls["nothing"]
             for name in METHODS[:3]:
                 spent = 1e6 * (meter.seconds[name] - nothing * meter.calls[name]) / options.rounds

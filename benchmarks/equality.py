@@ -1,12 +1,13 @@
-"""Is the text the same with and without speculation? Counts differences over a prompt set and explains each one.
+"""Count texts that differ with and without speculation over a prompt set, and explain each one.
 
     python benchmarks/equality.py --prompts ../shared/data/humaneval.jsonl --dtype float32
-    python benchmarks/equality.py --prompts words:64 --model pairs/88m/target --draft-model pairs/88m/drafter
+    python benchmarks/equality.py --prompts words:64 --model PAIR/target --draft-model PAIR/drafter
 
-Every way of drafting and batch size is compared with plain decoding (no drafter, batch 1), greedy and with a seed: chains of
-the lengths given, trees in which every node has a sibling that is wrong, and look-ups. A text that
-differs is a *flip*: for each, the gap that decided it is measured (greedy: between the two best logits; seeded: between the
-two best arrivals of the race, in log units), so that a near-tie can be told from a mistake.
+Every drafting mode and batch size is compared with plain decoding (no drafter, the first of
+`--batch-sizes`), greedy and with a seed: chains of the given lengths, trees in which every node
+has a wrong sibling, and n-gram and suffix lookup. A text that differs is a *flip*. For each
+flip the gap between the two best tokens is measured (greedy: of their logits; seeded: of their
+log arrival times in the exponential race), which distinguishes a near-tie from an error.
 """
 
 import argparse
@@ -31,7 +32,10 @@ SEED = 7
 
 
 class Branching(Drafter):
-    """Another drafter's chains as trees: in front of each node stands a sibling, so that every path has to be moved."""
+    """Drafter that turns another drafter's chains into trees.
+
+    A wrong sibling precedes each node, so every accepted path has to be moved in the KV cache.
+    """
 
     name = "tree"
     certain = True
@@ -59,7 +63,7 @@ class Branching(Drafter):
 
 
 def load_way(way: str, options: argparse.Namespace) -> LLM:
-    """The target with one way of drafting: `plain`, `chain K`, `tree`, or the name of a drafter."""
+    """Load the target with a drafting mode: `plain`, `chain K`, `tree`, or a drafter's name."""
     kind, _, length = way.partition(" ")
     model = f"model:{options.draft_model}"
     if kind in ("chain", "tree"):
@@ -72,7 +76,7 @@ def load_way(way: str, options: argparse.Namespace) -> LLM:
 
 
 def read_prompts(source: str, count: int | None) -> list[str]:
-    """From a file, or `words:N` texts of random tokens for the calibrated pair."""
+    """Read prompts from a file, or make N random texts for the calibrated pair (`words:N`)."""
     kind, _, number = source.partition(":")
     if kind == "words":
         generator = torch.Generator().manual_seed(SEED)
@@ -82,7 +86,7 @@ def read_prompts(source: str, count: int | None) -> list[str]:
 
 
 def texts(llm: LLM, prompts: list[str], params: SamplingParams, batch_size: int) -> list[list[int]]:
-    """Output tokens of every prompt."""
+    """Return the output tokens of every prompt."""
     tokens: list[list[int]] = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
@@ -91,7 +95,7 @@ def texts(llm: LLM, prompts: list[str], params: SamplingParams, batch_size: int)
 
 
 def deciding_gap(runtime: Runtime, context: list[int], params: SamplingParams) -> float:
-    """How close the two best tokens were behind this context: the smaller, the nearer a tie."""
+    """Return the gap between the two best tokens after a context; 0 is a tie."""
     row = Row(context, params, seed=params.seed or 0, coupled=params.seed is not None)
     runtime.begin([row])
     empty = Draft.empty(1, runtime.device)

@@ -1,11 +1,12 @@
-"""Is `cost` as good as hindsight? Against every constant draft length, on code, prose and repetitive text.
+"""Compare `cost` with the best constant draft length, on code, prose and repetitive text.
 
     python benchmarks/hindsight.py --num-prompts 14
 
-Twice: in replay, over traces recorded here and costs measured here, where the comparison is exact; and for real, everybody at
-once on every prompt, a round of each in turn. Speeds are all tokens over all seconds of a part: without prefill in replay, with
-and without it for real.
-"Best for the part" is the constant length that was best for that very part, chosen afterwards.
+The comparison is made twice: in replay, over traces and costs recorded in this run, where it is
+exact; and measured, with all controllers decoding every prompt at the same time, one round of
+each in turn. Speeds are all tokens over all seconds of a part (code, prose or repetitive text):
+without prefill in replay, with and without it in the measured run. "Best constant" is the
+length that was best for that part, chosen afterwards.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ REPETITIVE = (
 
 
 def workload(num_prompts: int) -> Workload:
-    """As many prompts of each part, mixed: code, prose, repetitive text."""
+    """Return equally many prompts of code, prose and repetitive text, interleaved."""
     code = load_workload(("humaneval",), num_prompts)
     prose = load_workload(("spec-bench",), max(num_prompts, 6))
     parts = {
@@ -74,7 +75,7 @@ def workload(num_prompts: int) -> Workload:
 def in_replay(
     options: argparse.Namespace, controllers: Sequence[str], temperature: float
 ) -> dict[str, dict[str, float]]:
-    """Tokens per second of each controller, by part and for `all`."""
+    """Return tokens/s of each controller in replay, by part and for `all`."""
     llm = load("builtin", options.drafter, controller="fixed:3", dtype=options.dtype)
     mix = workload(options.num_prompts)
     prompts = encode_workload(llm.target, mix, options.max_tokens + 20).prompts
@@ -113,7 +114,7 @@ def in_replay(
 def for_real(
     options: argparse.Namespace, controllers: Sequence[str], temperature: float
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    """Tokens per second of each controller by part, and the same without the reading of prompts."""
+    """Return measured tokens/s of each controller by part, with and without prefill."""
     models = Models("builtin", options.dtype, "cpu")
     mix = workload(options.num_prompts)
     prompts = encode_workload(models.target, mix, options.max_tokens).prompts
@@ -135,7 +136,7 @@ def for_real(
 def speeds_of(
     seconds: dict[str, list[list[float]]], tasks: Sequence[str], num_tokens: int
 ) -> dict[str, dict[str, float]]:
-    """Tokens per second by name and part, from seconds by name, prompt and run."""
+    """Return tokens/s by name and part, from seconds by name, prompt and run."""
     speeds = {}
     for name, of_prompts in seconds.items():
         typical = [median(runs) for runs in of_prompts]
@@ -149,7 +150,7 @@ def speeds_of(
 
 
 def show(title: str, speeds: dict[str, dict[str, float]]) -> dict[str, object]:
-    """Print a table of ratios to the best constant length, of the mix and of each part."""
+    """Print speeds and their ratios to the best constant length, for each part and for `all`."""
     fixed = [name for name in speeds if name.startswith("fixed")]
     parts = list(next(iter(speeds.values())))
     best = {part: max(fixed, key=lambda name: speeds[name][part]) for part in parts}

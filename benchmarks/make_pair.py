@@ -1,14 +1,15 @@
-"""A calibrated pair: a target of any public shape with random weights, and a drafter that agrees with it as often as asked.
+"""Make a calibrated pair: a random target of any public shape and a drafter of given agreement.
 
     python benchmarks/make_pair.py pairs/88m --shape 88m --agreement 0.75
-    python benchmarks/make_pair.py pairs/1b --config config.json --drafter-layers 2 --agreement 0.75
+    python benchmarks/make_pair.py pairs/1b --config config.json --agreement 0.75
 
-Nothing is downloaded, the compute is that of the real shape, and every engine can be given the same weights. The drafter is
-the target's first layers with its norm and head; what the target's later layers add is damped until the two name the same
-token as often as asked. A random model says nothing, and says it at full cost.
+Nothing is downloaded, compute cost is that of the real shape, and every engine can load the
+same weights. The drafter consists of the target's first layers with its norm and head; the
+outputs of the target's later layers are damped until both models have the same greedy token as
+often as requested. The generated texts are meaningless.
 
-Written are `target` and `drafter`, two Transformers checkpoints with a tokenizer of one word per token (`t0 t1 ...`), and
-`pair.json` with what was measured along random text.
+Output: `target` and `drafter`, two Transformers checkpoints with a tokenizer of one word per
+token (`t0 t1 ...`), and `pair.json` with the agreement measured on random text.
 """
 
 import argparse
@@ -48,24 +49,29 @@ SHAPES = {
     },
 }
 NUM_TEXTS, TEXT_LENGTH, UNREAD = 16, 64, 16
-"""Random texts along which agreement is measured, to a random model as good as its own: 768 places, so a standard error of
-0.016."""
+"""Random texts on which agreement is measured, and their first positions, which are skipped.
+
+To a random model, random text is as good as its own. 768 positions give a standard error of 0.016.
+"""
 
 TABLE_SIZE = 0.2
-"""Length of a row of the embedding and of the head. Small, or a model whose two tables are one would repeat its input."""
+"""Norm of a row of the embedding and of the head.
+
+Small, since a model with tied embeddings would otherwise repeat its input.
+"""
 
 SEARCH_STEPS = 7
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How alike two models are.
+    """Agreement of two models.
 
     Args:
-        greedy: share of places where both name the same token.
-        overlap: mean of the sum over tokens of min(p, q), which is the share of guesses that token-level
-            rejection accepts at temperature 1.
-        certainty: mean probability of the target's likeliest token.
+        greedy: share of positions at which both have the same greedy token.
+        overlap: mean of the sum over tokens of min(p, q), which is the share of draft tokens that
+            token-level rejection accepts at temperature 1.
+        certainty: mean probability of the target's most likely token.
     """
 
     greedy: float
@@ -74,11 +80,11 @@ class Agreement:
 
 
 def random_target(config: LlamaConfig, sharpness: float) -> Any:
-    """A Llama whose layers all count alike and whose logits have standard deviation `sharpness`."""
+    """Return a Llama with equally contributing layers and logits of deviation `sharpness`."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # `to_empty` left its buffers unset
     for name, weight in model.named_parameters():
         if name == "model.norm.weight":
             weight.data.fill_(sharpness / TABLE_SIZE)
@@ -93,13 +99,13 @@ def random_target(config: LlamaConfig, sharpness: float) -> Any:
 
 
 def _scale_output(layer: Any, factor: float) -> None:
-    """Make what a layer adds to the residual stream larger or smaller."""
+    """Scale what a layer adds to the residual stream."""
     layer.self_attn.o_proj.weight.data.mul_(factor)
     layer.mlp.down_proj.weight.data.mul_(factor)
 
 
 def first_layers(target: Any, num_layers: int) -> Any:
-    """A model of the target's first layers that shares its weights."""
+    """Return a model of the target's first layers that shares its weights."""
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = num_layers
     with torch.device("meta"):
@@ -113,8 +119,8 @@ def first_layers(target: Any, num_layers: int) -> Any:
 
 
 def laws(model: Any, tokens: Tensor) -> Tensor:
-    """`[text, place, vocab]`: what follows each place from the first `UNREAD` on."""
-    # Cut out and copied here: over a strided view torch's bfloat16 product is a hundred times slower.
+    """Return next-token probabilities `[text, position, vocab]` from position `UNREAD` on."""
+    # Copied: over a strided view torch's bfloat16 product is a hundred times slower.
     states = model.model(tokens, use_cache=False).last_hidden_state[:, UNREAD:].contiguous()
     return model.lm_head(states).float().softmax(-1)
 
@@ -129,11 +135,13 @@ def measure(target: Any, drafter: Any, tokens: Tensor) -> Agreement:
 
 
 def damp_until(target: Any, num_kept: int, agreement: float) -> tuple[float, Agreement]:
-    """Damp what the layers behind the first `num_kept` add until the agreement is about as asked.
+    """Damp the outputs of layers after the first `num_kept` until `agreement` is about reached.
+
+    Agreement grows almost monotonically as the factor shrinks; the best factor that bisection
+    tries is used.
 
     Returns:
-        The factor, with which the target is left, and what was measured with it. A smaller factor is more agreement,
-        nearly: of those that bisection tries the best is kept.
+        The factor, which stays applied to the target, and the agreement measured with it.
     """
     drafter = first_layers(target, num_kept)
     tokens = torch.randint(target.config.vocab_size, (NUM_TEXTS, TEXT_LENGTH))
@@ -148,7 +156,7 @@ def damp_until(target: Any, num_kept: int, agreement: float) -> tuple[float, Agr
         low, high = (middle, high) if tried[middle].greedy > agreement else (low, middle)
     best = min(tried, key=lambda factor: abs(tried[factor].greedy - agreement))
     _damp(target, num_kept, best / current)
-    return best, measure(target, drafter, tokens)  # what was multiplied back and forth has been rounded
+    return best, measure(target, drafter, tokens)  # repeated scaling has rounded the weights
 
 
 def _damp(target: Any, num_kept: int, factor: float) -> None:
@@ -157,7 +165,7 @@ def _damp(target: Any, num_kept: int, factor: float) -> None:
 
 
 def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of one word per token, so that any sequence of ids is a text."""
+    """Return a tokenizer of one word per token, so that any sequence of ids is a text."""
     words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(vocab_size)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words)

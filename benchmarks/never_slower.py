@@ -1,13 +1,15 @@
-"""What drafting costs where it cannot help: `cost` against plain decoding, with drafters that are useless.
+"""Measure the cost of speculation where it cannot help: `cost` with useless drafters.
 
     python benchmarks/never_slower.py --num-prompts 40 --batch-size 1
 
-Drafters: one of random weights (its guesses are noise), and the target itself (its guesses are perfect and far too slow).
-Every prompt is decoded by everybody at the same time, a round of each in turn, `--repeats` times (a batch begins at each of the
-prompts). One controller lives over all prompts, as it does in a loaded model. A prompt's ratio is the median over its runs, each
-compared with plain decoding in the same run: of these `median_prompt` is the median and `worst` the least. `median` is of the
-prompts' median times, `all` of all seconds there were, and `first` of the very first text, on which everything is yet to be
-learnt. What plain decoding shows against itself is the noise.
+Drafters: a model with random weights (its drafts are noise), and the target itself (its drafts
+are perfect but far too slow). All systems decode every prompt at the same time, one round of
+each in turn, `--repeats` times (a batch starts at each of the prompts). One controller is kept
+over all prompts, as in a loaded model. A prompt's ratio is the median over its runs, each
+compared with plain decoding in the same run: `median_prompt` is the median and `worst` the
+minimum of these ratios. `median` is the ratio of the medians over prompts' median times, `all`
+that of all seconds, and `first` that of the first text, before the controller has learnt
+anything. A second plain decoding shows the noise.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from secondguess.builtin import builtin_paths
 
 @contextmanager
 def noise_model() -> Iterator[str]:
-    """A checkpoint shaped like the built-in drafter, its weights drawn at random."""
+    """Make a temporary checkpoint shaped like the built-in drafter, with random weights."""
     trained = builtin_paths()[1]
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
@@ -46,7 +48,7 @@ def noise_model() -> Iterator[str]:
 
 
 def speed_ratios(plain: list[list[float]], ours: list[list[float]]) -> list[float]:
-    """Our speed over plain decoding's by prompt: the median over runs, of which each was decoded in turn with its like."""
+    """Return our speed over plain decoding's by prompt: the median over runs decoded in turn."""
     return [
         median(theirs / mine for theirs, mine in zip(*runs, strict=True))
         for runs in zip(plain, ours, strict=True)
@@ -56,10 +58,10 @@ def speed_ratios(plain: list[list[float]], ours: list[list[float]]) -> list[floa
 def summarise(
     seconds: dict[str, list[list[float]]], temperature: float, batch_size: int
 ) -> list[dict[str, object]]:
-    """Rows of the table at one temperature, one per drafter.
+    """Return the rows of the table at one temperature, one per drafter.
 
     Args:
-        seconds: by system and by batch, how long each run took.
+        seconds: seconds of each run, by system and batch.
     """
     plain = seconds["plain"]
     rows: list[dict[str, object]] = []
@@ -85,7 +87,7 @@ def summarise(
 
 
 def tell(rows: list[dict[str, object]], to: TextIO) -> None:
-    """A line for each row, without what is told by prompt."""
+    """Print one line per row, without the ratios by prompt."""
     for row in rows:
         words = [
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
@@ -96,11 +98,14 @@ def tell(rows: list[dict[str, object]], to: TextIO) -> None:
 
 
 def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[str, object]]:
-    """The whole table: one row per temperature and drafter. Standard error hears of every repeat, for whoever waits."""
+    """Return the table, one row per temperature and drafter.
+
+    Intermediate rows are printed to standard error after every repeat.
+    """
     models = Models("builtin", options.dtype, "cpu")
     workload = load_workload(options.prompts, options.num_prompts)
     prompts = encode_workload(models.target, workload, options.max_tokens).prompts
-    # Plain decoding twice: what parts the two is the machine's noise.
+    # Plain decoding twice: the difference between the two is the machine's noise.
     drafters = {"plain": "none", "plain again": "none", **drafters}
     systems = {
         name: Speculator(ModelsApart(models), drafter, None if drafter == "none" else options.controller)
@@ -118,7 +123,8 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
         seconds: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in systems}
         for _ in range(options.repeats):
             for system in systems.values():
-                # What lies where in memory makes a difference to caches: drawn anew, it is noise and no trait of a system.
+                # Memory placement affects processor caches: allocating KV caches anew turns this
+                # into noise instead of a constant advantage of one system.
                 system.release()
             for number, batch in enumerate(batches):
                 runs = in_turns(systems, batch, options.max_tokens, temperature, number)

@@ -1,11 +1,12 @@
-"""Where a round's time goes: what the forwards cost, what we add, and which calls add it.
+"""Break down the time of a round: phases, forward passes, overhead, and functions.
 
     python benchmarks/profile_round.py --controller fixed:5
 
-For each phase it prints milliseconds per round; then what the forwards of those rounds cost when nothing else
-runs (the cost model of `secondguess.bench.predict`); the difference is our overhead. Of the forwards it tells how long it
-takes merely to read their weights from where they lie: what is missing from that is arithmetic, waiting and calls. A second,
-slower pass under cProfile names the functions in which our time is spent.
+Prints milliseconds per round for each phase, then the cost of the rounds' forward passes in
+isolation (the cost model of `secondguess.bench.predict`); the difference is our overhead. If our
+kernels run all models, it also prints the time to read their weights from memory; the rest is
+arithmetic, waiting and calls. A second, slower run under cProfile lists the functions with the
+most time.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def show_phases(system: Speculator, models: Models, runs: list[Run], probe: CostProbe) -> None:
-    """Medians over prompts, in milliseconds per round."""
+    """Print medians over prompts, in milliseconds per round."""
     costs = probe.costs(system.draft_model)
     told = [(run, run.stats) for run in runs if run.stats is not None]
 
@@ -82,7 +83,7 @@ def show_phases(system: Speculator, models: Models, runs: list[Run], probe: Cost
 
 
 def show_bytes(system: Speculator, models: Models, told: list[tuple[Run, Stats]], measured: float) -> None:
-    """How much of a round is reading weights, where the kernels run the models."""
+    """Print the share of a round spent reading weights, if our kernels run all models."""
     target = models.target.runtime
     drafters = [models.draft_model(name).runtime for name in draft_models([system])]
     if not all(isinstance(runtime, NativeRuntime) for runtime in (target, *drafters)):
@@ -102,7 +103,7 @@ def show_bytes(system: Speculator, models: Models, told: list[tuple[Run, Stats]]
 
 
 def reading_time(decoder: NativeDecoder) -> tuple[float, int]:
-    """Median seconds to read a decoder's weights once, and how many bytes they are."""
+    """Return the median seconds to read a decoder's weights once, and their size in bytes."""
     found = []
     for _ in range(READINGS):
         start = time.perf_counter()
@@ -112,7 +113,7 @@ def reading_time(decoder: NativeDecoder) -> tuple[float, int]:
 
 
 def show_functions(system: Speculator, prompts: list[list[int]], options: argparse.Namespace) -> None:
-    """The functions with the most time of their own; the profiler itself inflates small calls."""
+    """Print the functions with the most time of their own; cProfile inflates small calls."""
     profile = cProfile.Profile()
     profile.enable()
     num_rounds = 0

@@ -1,9 +1,10 @@
-"""What rounding costs: bits per byte of a text under a model in bfloat16 and in 8 bits, over the same windows.
+"""Compare bits per byte of texts under a model in bfloat16 and in 8 bits, over the same windows.
 
-    python benchmarks/quality.py --texts ../shared/data/humaneval.jsonl --output benchmarks/results/int8.json
+    python benchmarks/quality.py --texts ../shared/data/humaneval.jsonl --output int8.json
 
-Texts are JSON objects, one per line, whose string fields named by `--fields` are read one behind the other. Each text is cut into
-windows of the given length; a window's first token is not counted.
+Texts are JSON objects, one per line; the string fields named by `--fields` are concatenated.
+Each text is cut into windows of the given length that overlap by one token, so that all tokens
+but a text's first are counted.
 """
 
 import argparse
@@ -22,7 +23,7 @@ PRECISIONS = {"bfloat16": None, "int8": "int8"}
 
 
 def bits_of(loaded: LoadedModel, text: str, window: int) -> float:
-    """Bits that the model needs for a text, its windows' first tokens aside."""
+    """Return the negative log-likelihood of a text in bits, its first token excluded."""
     ids = loaded.encode(text)
     bits = 0.0
     for start in range(0, len(ids) - 1, window - 1):

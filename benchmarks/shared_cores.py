@@ -1,10 +1,10 @@
-"""Measure what processes get that share cores, against their fair share.
+"""Measure the speed of two processes that share cores, relative to their fair share.
 
     python benchmarks/shared_cores.py --model builtin --model pairs/88m/target
 
-Plain decoding in one process, then in two at the same time. The figure is the slower process's tokens/s over
-half of what one process has alone. With `--runtime transformers` torch computes, else our kernels where they
-run the model.
+Plain decoding runs in one process, then in two at the same time. The result is the slower
+process's tokens/s over half of the tokens/s of a single process. With `--runtime transformers`
+torch computes, otherwise our kernels if they support the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_TOKENS = 16
 
 
 def decode(options: argparse.Namespace) -> float:
-    """Tokens per second of this process, from a moment that all processes wait for."""
+    """Return the tokens/s of this process, measured from a common start signal on."""
     import torch
 
     import secondguess
@@ -39,7 +39,7 @@ def decode(options: argparse.Namespace) -> float:
 
 
 def run_together(options: argparse.Namespace, model: str, count: int) -> list[float]:
-    """Tokens per second of so many processes that decode at the same time."""
+    """Return the tokens/s of `count` processes that decode at the same time."""
     command = [sys.executable, __file__, "--worker", "--model", model, "--runtime", options.runtime]
     command += ["--seconds", str(options.seconds), "--threads", str(options.threads)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -1,8 +1,8 @@
-"""Which controller suits a drafter best, on our own prompts: speed of each in turns, as ratios to plain decoding.
+"""Measure a drafter's speed under several controllers, in turns, relative to plain decoding.
 
     python benchmarks/sweep_controllers.py --temperatures 0 1
 
-The prompts are those of `builtin`, never the ones that results are published on.
+The prompts are those of `builtin`, never those used for published results.
 """
 
 import argparse

@@ -1,9 +1,11 @@
-"""Ours, Transformers, OpenVINO GenAI and llama.cpp on a calibrated pair: same weights, in turns, in one run.
+"""Compare our engine with Transformers, OpenVINO GenAI and llama.cpp on a calibrated pair.
 
-    python benchmarks/peers/compare.py pairs/88m --llama-cpp BUILD/bin --openvino ENV/bin/python --name 88m
+    python benchmarks/peers/compare.py pairs/88m --llama-cpp BIN --openvino PYTHON --name 88m
 
-The pair comes from `make_pair.py`, prepared for the engines by `prepare.sh`. An engine that was not prepared is left out, and
-the report says so. Every engine speculates at several draft lengths; the report compares the best of each.
+All engines have the same weights and run in turns. The pair comes from `make_pair.py`, prepared
+for the engines by `prepare.sh`. The report lists the engines that were left out because they
+were not prepared. Every engine speculates at several draft lengths; the report compares the
+best of each.
 """
 
 import argparse
@@ -22,7 +24,10 @@ from secondguess.bench.provenance import gather
 from secondguess.bench.systems import Models, Run, Speculator, System
 
 LOSSLESS_WHEN_SAMPLING = ("secondguess", "transformers", "llama.cpp")
-"""OpenVINO's sampled speculation is not (local-engines page, section 2); its plain decoding is."""
+"""Families whose speculation is lossless when sampling.
+
+OpenVINO's is not (local-engines page, section 2), but its plain decoding is.
+"""
 
 
 def ours(pair: Path, lengths: Sequence[int], quantize: str | None) -> tuple[list[System], Models]:
@@ -58,7 +63,7 @@ def make_systems(options: argparse.Namespace) -> tuple[list[System], Models, lis
             process = OpenVino.start(options.openvino, *folders, threads, precision)
             systems += [OpenVino(process, length, label) for length in (0, *lengths)]
             rounded = pair / "openvino" / "int8" / "drafter"
-            if label == "bfloat16" and rounded.is_dir():  # as ours: the drafter in 8 bits, the target not
+            if label == "bfloat16" and rounded.is_dir():  # as ours: 8-bit drafter
                 process = OpenVino.start(options.openvino, folders[0], rounded, threads, precision)
                 systems += [OpenVino(process, length, label, "8-bit draft") for length in lengths]
         else:
@@ -98,12 +103,12 @@ def measure(
 
 
 def is_lossless(system: System) -> bool:
-    """Whether what it says at a temperature above zero has the target's law."""
+    """Return whether the system samples from the target's distribution at temperatures above 0."""
     return not system.speculates or system.family.startswith(LOSSLESS_WHEN_SAMPLING)
 
 
 def summarise(systems: Sequence[System], runs: dict[str, list[Run]]) -> list[dict[str, object]]:
-    """Per system the median tokens per second with its range, how ours compares, and whether greedy texts agree."""
+    """Return per system the median tokens/s with its range, and the number of differing texts."""
     lines = []
     for system in systems:
         found = runs[system.name]
@@ -139,7 +144,7 @@ def best(lines: Sequence[dict[str, object]], family: str, speculates: bool) -> d
 
 
 def comparisons(lines: Sequence[dict[str, object]]) -> list[list[str]]:
-    """Our plain and best speculative speed over each family's, by precision."""
+    """Return rows of our plain and best speculative speed over each family's, by precision."""
     rows = []
     for label in ("bfloat16", "int8"):
         own = {mode: best(lines, f"secondguess {label}", mode) for mode in (False, True)}

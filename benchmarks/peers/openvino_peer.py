@@ -1,9 +1,10 @@
-"""OpenVINO GenAI behind a line of JSON per request; run by `compare.py` in OpenVINO's own environment.
+"""Serve OpenVINO GenAI with one line of JSON per request, in OpenVINO's own environment.
 
     python openvino_peer.py TARGET DRAFTER THREADS PRECISION
 
-Requests and answers are those of `process.py`. Settings are the engine's best: continuous batching with paged attention for
-both ways, so that plain decoding and speculation differ in the draft alone.
+Started by `systems.py`, which defines requests and responses. Settings are the engine's
+fastest: continuous batching with paged attention in both modes, so that plain decoding and
+speculation differ in the draft only.
 """
 
 import json

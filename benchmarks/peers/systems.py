@@ -1,6 +1,7 @@
-"""The other local engines, as systems that the benchmark harness can run in turn with ours.
+"""Other local engines as benchmark systems that run in turn with ours.
 
-Each runs in a process and an environment of its own, with its own kernels, threads and sampling; only token ids pass.
+Each runs in its own process and environment, with its own kernels, threads and sampling; only
+token ids are exchanged.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from pathlib import Path
 from secondguess.bench.systems import Run, System
 
 TRIES = 4
-"""llama.cpp's programs now and then end before their last lines are logged."""
+"""Maximum number of attempts, since llama.cpp's programs sometimes exit before logging times."""
 
 
 class PeerError(RuntimeError):
-    """An engine that did not answer; the message says what it said."""
+    """Failure of an engine; the message contains the engine's own output."""
 
 
 class OpenVino(System):
     """OpenVINO GenAI's pipelines behind `openvino_peer.py`, loaded once and shared by its systems.
 
     Args:
-        process: from `start`.
+        process: process returned by `start`.
         draft_length: tokens to draft per round; 0 for plain decoding.
         label: precision, for the name.
-        draft: what the name calls the draft.
+        draft: label of the draft, for the name.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class OpenVino(System):
 
 
 class LlamaCpp(System):
-    """llama.cpp's own programs, one call per text; its own clock, without loading the model.
+    """llama.cpp's programs, one call per text, timed by their own clock without model loading.
 
     Args:
         programs: directory of the built programs.
         target, drafter: GGUF files, made by `to_gguf.py`.
         draft_length: tokens to draft per round; 0 for plain decoding.
-        num_threads: of each program.
+        num_threads: threads of each program.
         label: precision, for the name.
     """
 
@@ -117,7 +118,7 @@ class LlamaCpp(System):
                 break
         else:
             raise PeerError(f"{self.name}: no times in what it logged")
-        if self.speculates:  # may run over by part of a draft: its seconds are taken per token
+        if self.speculates:  # may overrun by part of a draft, hence scaled per token
             found = re.findall(r"(?:encoded|decoded)\s+(\d+) tokens in\s+([\d.]+) seconds", said)
             (_, prompt_seconds), (count, seconds) = found
             total = float(prompt_seconds) + float(seconds) * num_tokens / int(count)

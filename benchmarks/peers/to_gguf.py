@@ -1,9 +1,9 @@
-"""The calibrated pair's checkpoints in the format of llama.cpp, in bfloat16 as they are.
+"""Convert a checkpoint of the calibrated pair to llama.cpp's GGUF format, in bfloat16.
 
     PYTHONPATH=<llama.cpp>/gguf-py python benchmarks/peers/to_gguf.py CHECKPOINT OUT.gguf
 
-llama.cpp's own converter wants a tokenizer that it knows; the pair's has one word per token. Here each token is one
-user-defined word `<17>`, so that prompts go in and texts come out as ids.
+llama.cpp's own converter requires a known tokenizer, but the pair's has one word per token.
+Here each token is a user-defined word such as `<17>`, so that prompts and texts consist of ids.
 """
 
 import json
@@ -34,7 +34,7 @@ WHOLE = {
 
 
 def name_in_gguf(name: str) -> str:
-    """What llama.cpp calls a weight of a Transformers Llama."""
+    """Return llama.cpp's name of a weight of a Transformers Llama."""
     if name in WHOLE:
         return WHOLE[name]
     _, _, layer, part = name.removesuffix(".weight").split(".", 3)
@@ -42,7 +42,7 @@ def name_in_gguf(name: str) -> str:
 
 
 def interleaved(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of a query or key projection in the order that llama.cpp's rotary embedding turns them: neighbours are a pair."""
+    """Reorder query or key projection rows for llama.cpp, whose RoPE pairs neighbouring rows."""
     rows, width = weight.shape
     return weight.view(num_heads, 2, rows // num_heads // 2, width).transpose(1, 2).reshape(rows, width)
 

@@ -1,14 +1,15 @@
-"""Speculative decoding for any Hugging Face causal language model, with exactly the model's own output distribution.
+"""Lossless speculative decoding for any Hugging Face causal language model.
 
-The public surface; each name is imported when it is first used, so that `import secondguess` costs nothing.
+Public API. Names are imported on first use, so that `import secondguess` stays fast.
 """
 
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# OpenMP's threads, which torch computes with, spin at barriers for as long as a scheduler's slice; processes that share
-# cores then stand still. Read when torch is imported (docs/runtimes.md).
+# By default, OpenMP threads (used by torch) spin at barriers for a whole scheduler time slice,
+# which stalls processes that share their cores. The variable is read when torch is imported
+# (docs/runtimes.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 

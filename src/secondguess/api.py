@@ -1,6 +1,6 @@
-"""What the README shows: `load()` once, then `generate()` or `stream()`.
+"""Public API: `load()` once, then `generate()` or `stream()`.
 
-Everything here is preparation and bookkeeping around `decode.decode`; no token is decided in this file.
+This module validates input and loads models; all tokens are decided in `decode.decode`.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ __all__ = [
 ]
 
 NO_DRAFTING = "fixed:0"
-"""Controller of whoever never drafts."""
+"""Default controller of drafters that never draft."""
 
 
 class LLM:
-    """A target with a drafter, ready to generate. Made by `load`.
+    """Target model with a drafter, ready to generate. Created by `load`.
 
-    Calls share the controller, which goes on learning from each of them what drafts cost and how many are accepted: later
-    calls may draft otherwise, and are faster or slower for it; the law of the text stays. Calls from several threads take
-    turns, a round each.
+    Calls share the controller, which learns the costs and acceptance rates of drafts from each
+    call. Later calls may therefore use other draft lengths and run faster or slower; the output
+    distribution does not change. Calls from several threads alternate, one round at a time.
 
     Args:
-        target: the model whose law the text follows, its tokenizer, and what was decided while loading it.
-        drafter: who guesses.
-        verifier: who decides which guesses become text.
-        controller: who says how far to draft.
-        cache_bytes: what one token takes in the caches of all models; 0 leaves batches unchecked.
+        target: model whose distribution the output follows, with its tokenizer and load settings.
+        drafter: proposes draft tokens.
+        verifier: decides which draft tokens are accepted.
+        controller: chooses the draft lengths.
+        cache_bytes: KV cache bytes per token, over all models; 0 skips the memory check.
     """
 
     def __init__(
@@ -93,19 +93,21 @@ class LLM:
         """Generate for one prompt, or for a list of prompts, which decode as one batch.
 
         Args:
-            prompts: text, token ids, or a conversation (a list of `{"role": ..., "content": ...}`, which the tokenizer's
-                chat template formats); a list of such prompts is a batch.
-            params: sampling settings of every prompt, or a list with those of each prompt of a batch. `settings`
-                (`max_tokens=128, temperature=0.7, ...`, see `SamplingParams`) make or change them.
+            prompts: text, token ids, or a conversation (a list of `{"role": ..., "content": ...}`,
+                formatted by the tokenizer's chat template). A list of such prompts is a batch.
+            params: sampling settings of all prompts, or a list with one per prompt of a batch.
+            settings: fields of `SamplingParams` (`max_tokens=128, temperature=0.7, ...`), which
+                override those of `params`.
 
         Returns:
-            An `Output` for a prompt, a list of them for a list of prompts. Where settings ask for more than one sample
-            (`n`), each prompt gives a list with its samples instead of an `Output`.
+            An `Output` for a prompt, a list of them for a list of prompts. If any settings ask for
+            several samples (`n`), a list of outputs per prompt replaces the `Output`.
 
         Raises:
-            BadInputError: what is no prompt, an empty one, one that fills the context, messages that cannot be formatted,
-                a setting that makes no sense, or not as many settings as prompts.
-            OutOfMemoryError: the prompts' caches would not fit; nothing was allocated.
+            BadInputError: a value that is not a prompt, an empty prompt, one that fills the
+                context, messages that cannot be formatted, an invalid setting, or a number of
+                settings that differs from the number of prompts.
+            OutOfMemoryError: the prompts' KV caches do not fit; nothing was allocated.
         """
         single = is_single(prompts)
         batch: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]
@@ -128,11 +130,12 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: object
     ) -> Iterator[Piece]:
-        """Yield text as it is decided; each piece knows which of its tokens were drafted.
+        """Yield text as it is generated; each piece reports which of its tokens were drafted.
 
         Raises:
-            BadInputError: as `generate`, and at once: not only when the first piece is asked for; or more than one
-                sample.
+            BadInputError: as in `generate`, and for more than one sample. Raised by the call
+                itself, not by the first `next`.
+            OutOfMemoryError: as in `generate`.
         """
         chosen = self.sampling(params, **settings)
         if chosen.n > 1:
@@ -153,10 +156,10 @@ class LLM:
 
     @staticmethod
     def sampling(params: SamplingParams | None = None, **settings: object) -> SamplingParams:
-        """Sampling settings from a base and changes to it.
+        """Return sampling settings made of a base and changes to it.
 
         Raises:
-            BadInputError: `params` of another type, an unknown name, or a value that makes no sense.
+            BadInputError: `params` of another type, an unknown name, or an invalid value.
         """
         if params is not None and not isinstance(params, SamplingParams):
             raise BadInputError(
@@ -185,29 +188,33 @@ def load(
     """Load a target and its drafter.
 
     Args:
-        model: a directory or a cached model's name; `builtin` is the target in the box.
-        drafter: `none`, `model:PATH`, `ngram`, `suffix`, `early-exit[:PATH]`, `layer-skip:PATH`, `medusa[:PATH]`,
-            `mtp[:PATH]`, `eagle[:PATH]`, `dspark[:PATH]` (see `docs/drafters.md`), each with `,key=value` options, or several
-            joined by `+`, which take turns. Without a path it is what was shipped for the target. Without a name the
-            built-in target gets `suffix` and its own draft model, any other model `suffix`, which needs nothing.
-        verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`, `traversal` or
-            `coupled`.
-        controller: `cost` (the default), `fixed:K`, `confidence`, `entropy`, `learned`, with options (see `docs/controllers.md`).
-        dtype: `auto` is bfloat16 where the processor multiplies it in hardware or our kernels run the model, else float32;
-            or float64, float32, bfloat16, float16.
+        model: a directory or the name of a cached model; `builtin` is the built-in target.
+        drafter: `none`, `model:PATH`, `ngram`, `suffix`, `early-exit[:PATH]`, `layer-skip:PATH`,
+            `medusa[:PATH]`, `mtp[:PATH]`, `eagle[:PATH]` or `dspark[:PATH]`, each with
+            `,key=value` options (see `docs/drafters.md`). Several joined by `+` alternate: the
+            controller picks one per row and round. Without a path, the head shipped with the
+            target is used. By default, the built-in target uses `suffix` and its own draft model,
+            any other target `suffix`, which needs no model.
+        verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`,
+            `traversal` or `coupled`.
+        controller: `cost` (the default), `fixed:K`, `confidence`, `entropy` or `learned`, with
+            options (see `docs/controllers.md`).
+        dtype: `float64`, `float32`, `bfloat16`, `float16`, or `auto`: bfloat16 where the processor
+            multiplies it in hardware or the compiled kernels run the model, else float32.
         device: `auto`, `cpu` or `cuda[:N]`.
-        quantize: `int8` stores the target's weights in 8 bits (where our kernels do not run it,
-            with `pip install secondguess[quant]`).
+        quantize: `int8` stores the target's weights in 8 bits (where the compiled kernels do not
+            run the model, this needs `pip install secondguess[quant]`).
         drafter_quantize: the same for a draft model.
-        runtime: `native` (compiled kernels; dense decoders in bfloat16 or 8 bits on a CPU), `fused` (the same with torch, in
-            any dtype), `transformers` (the module itself), or `auto`: the first that covers a model and says what the
-            module says. A draft model always gets `auto`.
+        runtime: `native` (compiled kernels; dense decoders in bfloat16 or 8 bits on a CPU),
+            `fused` (the same in torch, in any dtype), `transformers` (the unmodified module), or
+            `auto`: the first that covers the model and matches the module's output in a check at
+            loading. A draft model always uses `auto`.
 
     Raises:
         CheckpointError: a model that is missing, broken or cannot be decoded speculatively.
-        BadInputError: a name or a value that does not exist, a controller that the drafter would not ask, or a verifier that
-            cannot judge its drafts.
-        OutOfMemoryError: both models and their caches would not fit.
+        BadInputError: a name or a value that does not exist, a controller that has no effect on
+            the drafter, or a verifier that cannot verify its drafts.
+        OutOfMemoryError: the models and their KV caches do not fit.
     """
     model = fspath(model) if isinstance(model, PathLike) else model
     name = default_drafter(model) if drafter is None else drafter
@@ -216,7 +223,7 @@ def load(
     _require_texts(
         model=model, drafter=name, verifier=verifier, dtype=dtype, device=device, runtime=runtime, **given
     )
-    # Names are cheap to check, weights are not to load.
+    # Checked first: names are cheap to check, weights are expensive to load.
     draft_models_named = draft_model_paths(name)
     chosen_verifier = make_verifier(verifier)
     if controller is not None:
@@ -253,14 +260,20 @@ def load(
 
 
 def _unloaded(model: str, runtime: str) -> UnloadedTarget:
-    """What can be asked of a target before it is loaded; whether its layers run apart is known for certain only then."""
+    """Return the properties of a target that drafters are checked against before it is loaded.
+
+    Whether its layers can run separately is assumed here, and known only after loading.
+    """
     path = find_checkpoint(model)
     num_layers = read_config(path).get_text_config().num_hidden_layers
     return UnloadedTarget(model, path, num_layers, runs_layers_apart=runtime != "transformers")
 
 
 def _cached_bytes(loaded: LoadedModel) -> int:
-    """What a token takes in the cache of a model, in the dtype in use: a probe may have changed the one that was picked."""
+    """Return the KV cache bytes per token of a model, in the dtype in use.
+
+    A probe at loading can replace the dtype that was picked first.
+    """
     need = memory_need(
         loaded.name, dtype=loaded.dtype, device=loaded.device, quantize=loaded.quantize, runtime=loaded.kind
     )
@@ -268,10 +281,10 @@ def _cached_bytes(loaded: LoadedModel) -> int:
 
 
 def choose_controller(name: str | None, drafter: Drafter) -> Controller:
-    """The controller of that name, or what suits the drafter when none is named.
+    """Return the controller of this name, or the drafter's default if the name is None.
 
     Raises:
-        BadInputError: no such controller, or one whose every answer this drafter would leave unheard.
+        BadInputError: no such controller, or one whose decisions have no effect on this drafter.
     """
     if name is None:
         return make_controller(drafter.default_controller)
@@ -290,10 +303,10 @@ def choose_controller(name: str | None, drafter: Drafter) -> Controller:
 
 
 def check_verifier(verifier: Verifier, drafter: Drafter) -> None:
-    """Refuse, before any text is begun, a rule that could not judge what this drafter may propose.
+    """Refuse a verifier that cannot verify this drafter's drafts, before any text is generated.
 
     Raises:
-        BadInputError: a rule for single paths beside a drafter of trees.
+        BadInputError: a verifier for chains, with a drafter that proposes trees.
     """
     if drafter.may_branch and not verifier.judges_trees:
         raise BadInputError(
@@ -309,5 +322,5 @@ def _require_texts(**values: object) -> None:
 
 
 def default_drafter(model: str) -> str:
-    """The drafter of a target for which none was named."""
+    """Return the name of the drafter that a target gets when none is given."""
     return "suffix+model:builtin-draft" if model == "builtin" else "suffix"

@@ -1,18 +1,20 @@
-"""A certificate that what ships draws its text from the target's law: sampled, counted, compared with exact sums.
+"""Statistical certificate that decoding samples from the target's distribution.
 
-The exact side is enumerated with the model's own forward: no cache, no batch, no draft, none of our attention.
-The sampled side is the shipping loop on the shipping runtime: batches, caches, the drafter, keyed noise. Texts of a
-few tokens fall into cells, and two questions are asked of the counts.
+Exact probabilities come from the model's own forward pass, without cache, batch, draft or our
+attention. Samples come from the real decoding loop and runtime: batches, KV caches, the drafter,
+keyed noise. Texts of a few tokens are sorted into cells; the cell counts are tested in two ways.
 
-*Could they come from the target?* The G-test, G = 2 sum n_c ln(n_c / n p_c), cells expected less than 5 times pooled.
+*G-test* of the hypothesis that the counts follow the target's distribution:
+G = 2 sum n_c ln(n_c / n p_c), pooling cells with an expected count below 5.
 
-*How far off could the law be?* With P the target's cell law, Q the unknown law of what ships and Q' the observed
-frequencies, TV(P, Q) <= E TV(P, Q'), because a distance is convex; and one sample moves TV(P, Q') by at most 1/n, so that
-(McDiarmid) with probability 1 - delta
+*Upper bound on the total variation distance.* Let P be the target's distribution over cells, Q the
+unknown one of the decoding loop, and Q' the observed frequencies of n texts. Then
+TV(P, Q) <= E TV(P, Q'), because the distance is convex. One sample changes TV(P, Q') by at most
+1/n, so by McDiarmid's inequality, with probability 1 - delta,
 
     TV(P, Q) <= TV(P, Q') + sqrt(ln(1 / delta) / (2 n))
 
-for every Q. No asymptotics enter, nor does the number of cells but through TV(P, Q').
+for every Q. The bound is not asymptotic; the number of cells enters only through TV(P, Q').
 """
 
 from __future__ import annotations
@@ -44,31 +46,34 @@ if TYPE_CHECKING:
 
 Text = tuple[int, ...]
 OTHER = -1
-"""Stands in a cell for every token that has no cell of its own behind that prefix."""
+"""Placeholder, at the end of a cell, for all tokens without a branch of their own there."""
 MIN_EXPECTED = 5.0
 LEAST_P_VALUE = 1e-6
 
 Progress = Callable[[int, int, str], None]
-"""Told (done, total, what is being done)."""
+"""Callback with (done, total, description)."""
 
 
 def _no_progress(done: int, total: int, what: str) -> None:
-    """Show nothing."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class CertifyOptions:
-    """How hard to look.
+    """Sample size and thresholds of a certificate.
 
     Args:
-        num_samples: texts to draw, 1,000 or more.
-        num_tokens: tokens per text, 1 or more; with several, rounds follow rounds inside a text.
-        num_cells: about how many cells to sort texts into.
-        temperature: of target and drafter alike.
-        limit: the certificate fails when its bound is larger.
-        delta: chance that the bound is wrong.
-        batch_size: rows that decode together.
-        seed: of the noise; the same seed gives the same certificate.
+        num_samples: texts to sample; at least 1,000.
+        num_tokens: tokens per text; at least 1. Longer texts take several rounds.
+        num_cells: approximate number of cells; at least 2.
+        temperature: sampling temperature of target and drafter.
+        limit: largest bound with which the certificate passes, between 0 and 1.
+        delta: probability that the bound is wrong, between 0 and 1.
+        batch_size: rows decoded together; at least 1.
+        seed: seed of the noise; the same seed gives the same certificate.
+
+    Raises:
+        BadInputError: a value is out of range.
     """
 
     num_samples: int = 200_000
@@ -90,20 +95,21 @@ class CertifyOptions:
 
     @property
     def slack(self) -> float:
-        """What the bound adds to the observed distance."""
+        """Difference between the bound and the observed distance."""
         return math.sqrt(math.log(1 / self.delta) / (2 * self.num_samples))
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is put to the test.
+    """Decoding configuration under test.
 
     Args:
-        team: target, drafter, verifier and controller as they ship.
-        plain_logits: the target's logits `[vocab]` behind a text, computed without anything of ours.
+        team: target, drafter, verifier and controller.
+        plain_logits: returns the target's next-token logits `[vocab]` after a text, computed
+            without code of this package.
         prompt: token ids that every text continues.
         model: the target's name.
-        dtype: of the target's weights.
+        dtype: dtype of the target's weights.
     """
 
     team: Team
@@ -115,15 +121,18 @@ class Subject:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was tested, and what came out.
+    """Tested configuration and results.
 
     Args:
-        bound: with probability `1 - delta` the total variation between the cell laws is at most this.
-        distance: total variation between the observed frequencies and the target's cell law.
-        p_value: of the G-test, chance of frequencies this far off if the laws are equal.
-        num_cells: cells that texts were sorted into.
-        covers_all_texts: each text has a cell of its own; otherwise what happens inside a cell is not seen.
-        acceptance_rate: accepted over drafted nodes while sampling; None when nothing was drafted.
+        bound: upper bound on the total variation distance between the cell distributions, with
+            confidence `1 - delta`.
+        distance: total variation distance between the observed frequencies and the target's cell
+            distribution.
+        p_value: p-value of the G-test.
+        num_cells: number of cells.
+        covers_all_texts: each text has a cell of its own; otherwise differences inside a cell are
+            not detected.
+        acceptance_rate: accepted over drafted nodes; None when nothing was drafted.
         acceptance_length: tokens per target pass.
     """
 
@@ -149,11 +158,11 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """The G-test does not object and the bound is within the limit."""
+        """True if the p-value is at least `LEAST_P_VALUE` and the bound is within the limit."""
         return self.p_value >= LEAST_P_VALUE and self.bound <= self.limit
 
     def as_dict(self) -> dict[str, object]:
-        """All of it under public names, ready for JSON."""
+        """Return all fields and `passed`, ready for JSON."""
         return {"passed": self.passed, **asdict(self)}
 
     def __str__(self) -> str:
@@ -183,10 +192,16 @@ class Certificate:
 def tiny_subject(
     drafter: str = "model", verifier: str = "auto", controller: str = "fixed:2", seed: int = 3
 ) -> Subject:
-    """A random model of three tokens, with a real cache and, for `model`, a perturbed copy of it as drafter.
+    """Return a random model with a vocabulary of three tokens and a real KV cache.
+
+    Args:
+        drafter: drafter name; `model` drafts with a perturbed copy of the target.
+        verifier: verifier name.
+        controller: controller name.
+        seed: seed of the weights.
 
     Raises:
-        BadInputError: a name that does not exist, or a drafter with a model of its own.
+        BadInputError: an unknown name, or a drafter with a model of its own.
     """
     from secondguess.runtime.loading import make_runtime
     from secondguess.runtime.tiny import tiny_pair
@@ -194,7 +209,7 @@ def tiny_subject(
     model, _ = tiny_pair(seed=seed)
 
     def runtime(which: int) -> Runtime:
-        # Making one may take its model apart; the one to compare with stays whole.
+        # `make_runtime` may modify its model; the reference model must stay intact.
         return make_runtime(tiny_pair(seed=seed)[which], lambda: tiny_pair(seed=seed)[which])
 
     def load_draft_model(path: str) -> Runtime:
@@ -212,14 +227,17 @@ def tiny_subject(
 
 
 def subject_of(llm: LLM, prompt: Sequence[int]) -> Subject:
-    """A loaded model with its drafter; every text continues the prompt's token ids."""
+    """Return a loaded model and its drafter as a subject whose texts continue the prompt."""
     team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller)
     model = llm.target.module()
     return Subject(team, plain_logits_of(model), tuple(prompt), llm.target.name, _name(model.dtype))
 
 
 def plain_logits_of(model: Any) -> Callable[[Sequence[int]], Tensor]:
-    """The next-token logits of a Transformers model by its own eager forward over the whole text, uncached."""
+    """Return a function from token ids to next-token logits `[vocab]` in float64.
+
+    It runs the Transformers model over the whole text, with eager attention and without a cache.
+    """
 
     def plain_logits(tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor([list(tokens)], device=model.device)
@@ -245,12 +263,13 @@ def certify(
     options: CertifyOptions = CertifyOptions(),
     progress: Progress = _no_progress,
 ) -> Certificate:
-    """Draw texts through the shipping path and compare their law with the target's.
+    """Sample texts with the decoding loop and compare their distribution with the target's.
 
     Args:
-        subject: what to test; see `tiny_subject` and `subject_of`.
-        options: how hard to look.
-        progress: told how many cells have their exact probability, and then how many texts are drawn.
+        subject: configuration to test; see `tiny_subject` and `subject_of`.
+        options: sample size and thresholds.
+        progress: called with the number of cells whose exact probability is computed, then with
+            the number of texts sampled.
     """
     start = time.perf_counter()
     cells = Cells.of(_next_law(subject, options.temperature), options.num_tokens, options.num_cells, progress)
@@ -286,7 +305,10 @@ def certify(
 
 
 def _next_law(subject: Subject, temperature: float) -> Callable[[Text], Tensor]:
-    """The law behind an output, made here so that the proof does not lean on the package's own sampling."""
+    """Return the target's next-token distribution as a function of the output so far.
+
+    It does not use the package's sampling code, so that the certificate tests that code too.
+    """
 
     def next_law(output: Text) -> Tensor:
         logits = subject.plain_logits((*subject.prompt, *output))
@@ -299,10 +321,11 @@ def _next_law(subject: Subject, temperature: float) -> Callable[[Text], Tensor]:
 
 @dataclass(frozen=True)
 class Cells:
-    """A partition of texts by how they begin, with exact probabilities.
+    """Partition of texts by prefix, with exact probabilities.
 
     Args:
-        masses: probability of each cell: a text, or a prefix that ends in `OTHER`, or a prefix of texts.
+        masses: probability of each cell. A cell is a whole text, a prefix, or a prefix that ends
+            in `OTHER`.
         branches: for each prefix that was split, the tokens with a branch of their own.
     """
 
@@ -317,7 +340,17 @@ class Cells:
         num_cells: int,
         progress: Progress = _no_progress,
     ) -> Cells:
-        """Split the likeliest prefix into its likeliest tokens and the rest, until there are enough cells."""
+        """Build cells by repeatedly splitting the most probable prefix.
+
+        Each split gives the prefix's four most probable tokens a branch each, and the others one
+        cell together, until there are about `num_cells` cells.
+
+        Args:
+            next_law: returns the target's distribution `[vocab]` after an output.
+            num_tokens: tokens per text.
+            num_cells: approximate number of cells.
+            progress: called with the number of cells so far.
+        """
         masses: dict[Text, float] = {}
         branches: dict[Text, frozenset[int]] = {}
         open_prefixes: list[tuple[float, Text]] = [(-1.0, ())]
@@ -338,7 +371,7 @@ class Cells:
         return cls(masses | {prefix: -negative for negative, prefix in open_prefixes}, branches)
 
     def cell_of(self, text: Text) -> Text:
-        """The cell that a text falls into."""
+        """Return the cell that contains a text."""
         prefix: Text = ()
         while prefix in self.branches:
             token = text[len(prefix)]
@@ -346,14 +379,14 @@ class Cells:
         return prefix
 
     def covers_all_texts(self, num_tokens: int) -> bool:
-        """Whether every text of that many tokens has a cell of its own."""
+        """Return whether every text of `num_tokens` tokens has a cell of its own."""
         return all(len(cell) == num_tokens and cell[-1] != OTHER for cell in self.masses)
 
 
 def _sample(
     subject: Subject, options: CertifyOptions, cells: Cells, progress: Progress
 ) -> tuple[Counter[Text], tuple[int, int, int]]:
-    """How often each cell came up; nodes drafted and accepted; rounds."""
+    """Return the count of each cell, and numbers of drafted nodes, accepted nodes and rounds."""
     params = SamplingParams(temperature=options.temperature, max_tokens=options.num_tokens)
     coupled = subject.team.verifier.couples(seeded=False)
     texts: Counter[Text] = Counter()
@@ -380,9 +413,10 @@ def _sample(
 
 
 def g_test(observed: Sequence[int], expected: Sequence[float]) -> float:
-    """The p-value of counts against expected counts, cells expected less than 5 times pooled with the next rarest.
+    """Return the p-value of the G-test of observed against expected counts.
 
-    An impossible cell that was observed gives 0.
+    Cells with an expected count below `MIN_EXPECTED` are pooled with the next rarest. The result
+    is 0 if a cell of probability zero was observed, and 1 if fewer than two pooled cells remain.
     """
     pooled: list[tuple[float, int]] = []
     rare_expected, rare_observed = 0.0, 0

@@ -1,10 +1,10 @@
-"""`secondguess.toml`: what `tune` found best for a model on a machine, and what it was measured on.
+"""`secondguess.toml`: settings that `tune` selected for a model on a machine.
 
     schema = 1
-    [load]     what `load()` takes; a key that is absent has load()'s own default
-    [tuned]    what the choice was measured on: for readers, `export` and `inspect`
+    [load]     arguments of `load()`; an absent key has the default of `load()`
+    [tuned]    measurements behind the selection, for readers, `export` and `inspect`
 
-Commands read it with `--config FILE`. A file is understood whole or refused: no key is ignored.
+Commands read it with `--config FILE`. A file with an unknown key or an invalid value is refused.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Unfit(Exception):
-    """A value that is not what its key takes; the text says what it takes."""
+    """Invalid value of a key; the message describes valid ones."""
 
 
-# What keys take: each function returns the value in its one form, or says what was expected.
+# Checks of values: each returns the normalised value, or raises `Unfit` with the valid ones.
 
 
 def _text(value: object) -> str:
@@ -86,7 +86,7 @@ def _rates(value: object) -> tuple[float, ...]:
 
 
 def _speedup(value: object) -> dict[int, float]:
-    """Keys are whole numbers here and texts in TOML."""
+    """Check a table of speed-ups by batch size; keys are integers here and strings in TOML."""
     try:
         if isinstance(value, Mapping):
             return {_batch_size(size): _number(ratio) for size, ratio in value.items()}
@@ -102,13 +102,13 @@ def _batch_size(value: object) -> int:
 
 
 def _key(check: Callable[[object], Any], meaning: str, *, required: bool = False) -> Any:
-    """A key of a table: what it takes and, as the comment beside it, what it means."""
+    """Define a key of a table by its check and its meaning, the comment written beside the key."""
     metadata = {"check": check, "meaning": meaning}
     return field(metadata=metadata) if required else field(default=None, metadata=metadata)
 
 
 class _Table:
-    """A dataclass whose fields are the keys of one table of the file; None is an absent key."""
+    """Dataclass whose fields are the keys of one table of the file; None is an absent key."""
 
     def __post_init__(self) -> None:
         for key in fields(self):  # type: ignore[arg-type]
@@ -121,14 +121,14 @@ class _Table:
                 raise BadInputError(f"expected {key.name} to be {unfit}, got {_shown(value)}") from None
 
     def given(self) -> dict[str, Any]:
-        """The keys that are there."""
+        """Return the keys that are present, with their values."""
         names = [key.name for key in fields(self)]  # type: ignore[arg-type]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True)
 class LoadSettings(_Table):
-    """What `load` takes, by the same names; None leaves a choice to `load`, which also checks names."""
+    """Arguments of `load` by name; None leaves a choice to `load`, which also validates names."""
 
     model: str = _key(_text, "the target: a directory, a cached model's name, or builtin", required=True)
     drafter: str | None = _key(_text, "who guesses: none, model:PATH, ngram, suffix, early-exit, medusa, ...")
@@ -143,7 +143,7 @@ class LoadSettings(_Table):
 
 @dataclass(frozen=True)
 class Tuned(_Table):
-    """What the choice was measured on and what came out; all of it optional, none of it read by `load`."""
+    """Measurements behind the selection. All are optional, and `load` reads none of them."""
 
     date: str | None = _key(_text, "when it was measured")
     processor: str | None = _key(_text, "on what")
@@ -162,13 +162,13 @@ class Tuned(_Table):
 
 @dataclass(frozen=True)
 class Configuration:
-    """A whole file."""
+    """Content of a configuration file."""
 
     load: LoadSettings
     tuned: Tuned = field(default_factory=Tuned)
 
     def to_toml(self) -> str:
-        """The file's text, with a comment for every key."""
+        """Return the text of the file, with a comment for every key."""
         lines = ["# Written by secondguess; read with --config FILE. A key that is left out has its default."]
         lines += [f"schema = {SCHEMA}", "", "[load]", *_lines(self.load)]
         if self.tuned.given():
@@ -179,7 +179,7 @@ class Configuration:
         """Write the file.
 
         Raises:
-            BadInputError: a place that cannot be written to.
+            BadInputError: the file cannot be written.
         """
         try:
             path.write_text(self.to_toml(), encoding="utf-8", newline="\n")
@@ -188,10 +188,11 @@ class Configuration:
 
 
 def read_configuration(path: str | Path) -> Configuration:
-    """Read a file that `Configuration.write` or a person wrote.
+    """Read a configuration file, written by `Configuration.write` or by hand.
 
     Raises:
-        BadInputError: a file that is missing, not TOML, of another schema, or with keys or values that it cannot have.
+        BadInputError: a file that is missing, not TOML, of another schema, or with unknown keys or
+            invalid values.
     """
     try:
         document = tomllib.loads(Path(path).read_bytes().decode())
@@ -238,7 +239,7 @@ def _refuse_unknown(table: Mapping[str, Any], known: list[str], where: str) -> N
 
 
 def same_model(first: str, second: str) -> bool:
-    """Whether two names are those of one model, as far as names and directories tell."""
+    """Return True if two names refer to the same model, as far as names and directories show."""
     if first == second:
         return True
     places = [_place(name) for name in (first, second)]
@@ -253,7 +254,11 @@ def _place(name: str) -> Path | None:
 
 
 def require_same_model(configuration: Configuration, model: str, source: Path) -> None:
-    """Refuse a file that was written for another model than the one that is asked for."""
+    """Refuse a configuration that was written for another model.
+
+    Raises:
+        BadInputError: the message names both models.
+    """
     if not same_model(configuration.load.model, model):
         raise BadInputError(
             f"expected a configuration of the model {model}, got {source}, which is one of "
@@ -262,9 +267,12 @@ def require_same_model(configuration: Configuration, model: str, source: Path) -
 
 
 def require_same_weights(configuration: Configuration, source: Path) -> None:
-    """Refuse a file whose model has other weights by now; a file that names no hash is believed.
+    """Refuse a configuration whose model's weights have changed; without a stored hash, accept it.
 
-    Reads all weights, once in a process (`hash_weights`).
+    Reads all weights, once per process (`hash_weights`).
+
+    Raises:
+        BadInputError: the weights have another hash.
     """
     from secondguess.runtime.fingerprint import hash_weights
     from secondguess.runtime.loading import find_checkpoint
@@ -287,7 +295,7 @@ def _lines(table: _Table) -> list[str]:
 
 def _toml(value: object) -> str:
     if isinstance(value, str):
-        # A JSON text is a TOML text, but that TOML wants the delete character escaped too.
+        # A JSON string is a TOML string, except that TOML requires an escaped delete character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
         return "{ " + ", ".join(f'"{key}" = {_toml(each)}' for key, each in value.items()) + " }"

@@ -1,20 +1,26 @@
-"""The nouns that every other module shares.
+"""Data types shared by all modules: rows, drafts, verdicts and commits.
 
-Glossary (one word per thing, in code, documentation, command line and metrics):
+Glossary:
 
-target      the model whose law we keep           drafter     whoever guesses what it will say
-row         one sequence in flight                pending     a row's last committed token, which the target
-                                                              has not cached yet; it opens the next forward
-draft       guessed nodes, a tree hanging from pending; a chain is the tree with one path
-level       the nodes of one depth; a draft's length is counted in levels, which in a chain are its nodes
-round       draft, score, judge, keep, commit     path        the accepted nodes, root to leaf
-correction  the token drawn after a rejection     bonus       the token drawn after full acceptance
-commit      tokens that became part of a row      room        how many tokens a row may still gain
+    target      model whose output distribution is preserved
+    drafter     proposes draft tokens, which the target verifies
+    row         one sequence of the batch
+    pending     last committed token of a row: not in the target's KV cache yet, first input of the
+                next forward pass
+    node        one draft token
+    draft       tree of nodes below `pending`; a chain is a tree with a single path
+    level       nodes of equal depth; draft lengths count levels, which in a chain are nodes
+    round       draft, score, verify, commit
+    path        accepted nodes, from a child of `pending` downwards
+    correction  token sampled after a rejection
+    bonus       token sampled after all nodes of a path to a leaf were accepted
+    commit      tokens that a row gains in one round
+    room        number of tokens that a row can still gain
 
-Index conventions. Node `i` of a draft is followed by the law `target_probs[row, i + 1]`;
-`target_probs[row, 0]` is the law that follows `pending`. These `num_nodes + 1` places are called *queries*.
-A node at depth `d` (children of pending have depth 0) proposes the token at absolute position
-`len(row.tokens) + d`.
+Index conventions. The target is evaluated at the `num_nodes + 1` *queries* of a draft.
+`target_probs[row, 0]` is the distribution after `pending`, `target_probs[row, i + 1]` the
+distribution after node `i`. A node at depth `d` (children of `pending` have depth 0) is a
+candidate for absolute position `len(row.tokens) + d`.
 """
 
 from __future__ import annotations
@@ -33,30 +39,36 @@ if TYPE_CHECKING:
 
 
 FinishReason = Literal["stop", "length", "context"]
-"""`stop`: an end token or a stop string. `length`: `max_tokens` tokens. `context`: the model's context is full."""
+"""Reason why a row ended.
+
+`stop`: an end token or a stop string. `length`: `max_tokens` tokens were generated. `context`: the
+model's context is full.
+"""
 
 
 class StopWatcher(Protocol):
-    """Sees every committed token and says when the text has met a stop string."""
+    """Detector of stop strings in a row's output."""
 
     def push(self, token: int) -> bool:
-        """Take the next output token; True when the row's text now contains a stop string."""
+        """Add the next output token; return True if the text now contains a stop string."""
         ...
 
 
 @dataclass(eq=False)
 class Row:
-    """One sequence in flight: its prompt, what was committed to it, and when it ends.
+    """One sequence of the batch: its tokens, sampling settings and end.
 
     Args:
         tokens: prompt token ids, at least one; committed tokens are appended.
         params: the request's sampling settings.
-        seed: key of this row's noise (the request's seed, or entropy drawn once when it gave none).
-        stream: which of several samples of one request this is; the second part of the noise key.
-        coupled: draw drafts and verdicts from one race, so that the text depends on the seed alone.
-        end_tokens: tokens that end the row (the model's end tokens and the request's stop tokens).
-        context_length: positions that the target can hold.
-        watcher: looks for stop strings, where the request has any.
+        seed: key of the row's noise: the request's seed, or random bits if it has none.
+        stream: index among the samples of one request; second part of the noise key.
+        coupled: draw draft tokens and output tokens from the same exponential race, so that the
+            text depends on the seed alone.
+        end_tokens: tokens that end the row: the model's end tokens and the request's stop tokens.
+        context_length: number of positions that the target supports.
+        watcher: detects stop strings, if the request has any.
+        finish_reason: None until the row is finished.
     """
 
     tokens: list[int]
@@ -75,11 +87,12 @@ class Row:
 
     @property
     def pending(self) -> int:
+        """Last committed token, not in the target's KV cache yet."""
         return self.tokens[-1]
 
     @property
     def output(self) -> list[int]:
-        """The tokens generated so far."""
+        """Token ids generated so far."""
         return self.tokens[self.num_prompt :]
 
     @property
@@ -88,7 +101,7 @@ class Row:
 
     @property
     def room(self) -> int:
-        """How many more tokens this row may gain."""
+        """Number of tokens that this row can still gain."""
         return min(self.params.max_tokens - self.num_output, self.context_length - len(self.tokens))
 
     @property
@@ -96,10 +109,11 @@ class Row:
         return self.finish_reason is not None
 
     def commit(self, accepted: Sequence[int], next_token: int) -> Commit:
-        """Append the accepted tokens and the one that follows them, up to wherever the row ends.
+        """Append the accepted tokens and the next token, up to the token that ends the row.
 
-        What lies behind an end token, a stop string or the last place is dropped: it is not returned,
-        streamed or counted. A cut always finishes the row, so no live row disagrees with its cache.
+        Tokens after an end token, a stop string or the last free position are dropped: they are
+        not returned, streamed or counted. Tokens are dropped only when the row finishes, so the KV
+        cache of an unfinished row always matches its tokens.
         """
         tokens = [*accepted, next_token]
         for count, token in enumerate(tokens, start=1):
@@ -121,10 +135,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Commit:
-    """What one row gained in one round: first the accepted tokens, then (unless cut) the target's own.
+    """Tokens that one row gained in one round.
 
-    `logprobs` holds, per token, the log-probability under the target's unmodified law and the
-    alternatives that were asked for; it is empty unless the request wanted them.
+    Args:
+        row: the row, already extended.
+        tokens: accepted draft tokens, then the token sampled by the verifier (absent if the row
+            ended before it).
+        num_accepted: number of accepted draft tokens in `tokens`.
+        logprobs: per token, its log-probability and the requested alternatives; empty unless the
+            request asks for them.
     """
 
     row: Row
@@ -134,20 +153,21 @@ class Commit:
 
     @property
     def drafted(self) -> list[bool]:
-        """Per token, whether a drafter wrote it."""
+        """Per token, True if a drafter proposed it."""
         return [index < self.num_accepted for index in range(len(self.tokens))]
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural-log probability of a token under the target's distribution before any sampling setting.
+    """Natural log-probability of a token under the target, before any sampling setting.
 
     Args:
-        token: its id.
+        token: token id.
         logprob: its log-probability.
-        alternatives: ids of the most probable tokens, most probable first, with their log-probabilities.
-        text: the token decoded by itself, special tokens and a leading space included; a token that is only a part of a
-            character gives the replacement character U+FFFD. Empty in a `Commit`, which has no tokenizer.
+        alternatives: log-probability by token id of the most probable tokens, in descending order.
+        text: the token decoded on its own, special tokens and leading spaces included. A token
+            that is only part of a character gives the replacement character U+FFFD. Empty in a
+            `Commit`, which has no tokenizer.
         alternative_texts: the same for each of `alternatives`.
     """
 
@@ -160,19 +180,20 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Draft:
-    """Guessed nodes for a batch of rows, padded to the same number of nodes.
+    """Draft tokens of a batch of rows, padded to the same number of nodes.
 
     Args:
         tokens: `[row, node]` int64.
-        parents: `[row, node]` int64, index of the parent node, -1 for a child of pending; a parent stands
-            before its children, and padding nodes have parent -1.
-        lengths: `[row]` int64, how many of a row's nodes are real.
-        probs: `[row, node, vocab]`, the law each node was drawn from; None when the drafter was certain
-            (its law is one-hot on the token it named). Sampled siblings share their parent's law as it was
-            before any of them was drawn.
-        distinct: siblings were drawn without replacement: each from the parent's law without its earlier
-            siblings, renormalised. False: independently, so twins may occur. Siblings are drawn, and have to be
-            judged, in the order of their indices.
+        parents: `[row, node]` int64, index of the parent node, -1 for a child of `pending`. A
+            parent precedes its children; padding nodes have parent -1.
+        lengths: `[row]` int64, number of real nodes of each row.
+        probs: `[row, node, vocab]`, distribution that each node was drawn from. None for a
+            deterministic drafter, whose distribution is one-hot on the draft token. Sampled
+            siblings share their parent's distribution as it was before any of them was drawn.
+        distinct: True if siblings were drawn without replacement: each from the parent's
+            distribution with its earlier siblings removed, renormalised. False if they were drawn
+            independently, so that equal siblings can occur. Siblings are drawn, and must be
+            verified, in the order of their indices.
     """
 
     tokens: Tensor
@@ -183,11 +204,14 @@ class Draft:
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device | str = "cpu", law_width: int | None = None) -> Draft:
-        """No guess for any row: the round becomes plain decoding.
+        """Return a draft without nodes, which makes the round plain decoding.
 
         Args:
-            law_width: tokens in the laws of a drafter that has some; None for certain drafts. Which of the two a draft is
-                decides what rule judges it, and a row's text must not depend on whether another row had room to draft.
+            num_rows: number of rows.
+            device: device of the tensors.
+            law_width: vocabulary size of `probs`; None for a deterministic draft, without `probs`.
+                It selects the verification rule, and a row's text must not depend on whether
+                another row had room to draft.
         """
         return _empty_draft(num_rows, torch.device(device), law_width)
 
@@ -198,7 +222,7 @@ class Draft:
         probs: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> Draft:
-        """One path per row, from lists of token ids of any lengths.
+        """Build a draft with one path per row from lists of token ids of any lengths.
 
         >>> Draft.chains([[5, 6], [7]]).parents.tolist()
         [[-1, 0], [-1, -1]]
@@ -215,62 +239,66 @@ class Draft:
 
     @property
     def num_nodes(self) -> int:
-        """Width of the padded draft."""
+        """Number of nodes per row, padding included."""
         return self.tokens.shape[1]
 
     @cached_property
     def mask(self) -> Tensor:
-        """`[row, node]` bool, True where a node is real."""
+        """`[row, node]` bool, True for real nodes."""
         return torch.arange(self.num_nodes, device=self.tokens.device) < self.lengths[:, None]
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Per row, the parents of its real nodes; rows of one shape can be judged together."""
+        """Parents of the real nodes of each row; rows of equal shape can be verified together."""
         lengths = self.lengths.tolist()
         return [tuple(row[:length]) for row, length in zip(self.parents.tolist(), lengths, strict=True)]
 
     @cached_property
     def branches(self) -> list[bool]:
-        """Per row, whether its draft is more than a single path."""
+        """Per row, True if its draft is not a single path."""
         chain = tuple(range(-1, self.num_nodes - 1))
         return [shape != chain[: len(shape)] for shape in self.shapes]
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every row's draft is a single path."""
+        """True if the draft of every row is a single path."""
         return not any(self.branches)
 
     @cached_property
     def depths(self) -> Tensor:
-        """`[row]` int64, how many nodes the longest path of each row has; of a chain its length."""
+        """`[row]` int64, number of nodes on the longest path; in a chain, its length."""
         if self.is_chain:
             return self.lengths
         return (self.ancestors().sum(-1) * self.mask).amax(1)
 
     def ancestors(self) -> Tensor:
-        """`[row, node, node]` bool: True where the second node is the first one or an ancestor of it."""
+        """Return `[row, node, node]` bool, True where the second is the first or its ancestor."""
         nodes = torch.arange(self.num_nodes, device=self.tokens.device)
         reach = (self.parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
-        # Squaring a reachability doubles the generations that it spans.
+        # Each squaring doubles the number of generations that `reach` spans.
         for _ in range(max(self.num_nodes - 1, 0).bit_length()):
             reach = (reach.float() @ reach.float()) > 0
         return reach
 
     def select(self, rows: Tensor) -> Draft:
-        """The drafts of some rows, in the order given (`[n]` int64 indices)."""
+        """Return the drafts of some rows, in the given order (`[n]` int64 indices)."""
         probs = None if self.probs is None else self.probs[rows]
         return Draft(self.tokens[rows], self.parents[rows], self.lengths[rows], probs, self.distinct)
 
 
 def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """An int64 tensor of lists of one length, in a fraction of `torch.tensor`'s time behind a forward, which empties caches."""
+    """Return an int64 tensor from lists of equal length.
+
+    After a forward pass, which evicts CPU caches, it takes a fraction of the time of
+    `torch.tensor`.
+    """
     on_host = torch.from_numpy(numpy.array(ids, numpy.int64))
     return on_host if device.type == "cpu" else on_host.to(device)
 
 
 @lru_cache(maxsize=256)
 def _empty_draft(num_rows: int, device: torch.device, law_width: int | None) -> Draft:
-    """Most rounds of a drafter that rests have the same one."""
+    """Build an empty draft; cached, because rounds in backoff use the same one."""
     nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
     laws = None if law_width is None else torch.empty(num_rows, 0, law_width, device=device)
     return Draft(nothing, nothing, torch.zeros(num_rows, dtype=torch.long, device=device), laws)
@@ -278,7 +306,7 @@ def _empty_draft(num_rows: int, device: torch.device, law_width: int | None) -> 
 
 @lru_cache(maxsize=256)
 def _first_nodes(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """`[row, depth]`, the paths along the first so many nodes of chains, padded with -1."""
+    """Return paths `[row, depth]` along the first nodes of chains, padded with -1."""
     index = numpy.arange(max(lengths, default=0))
     paths = numpy.where(index < numpy.array(lengths, numpy.int64)[:, None], index, -1)
     return torch.from_numpy(paths).to(device)
@@ -286,7 +314,7 @@ def _first_nodes(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _chain_form(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Parents and lengths of chains so long; the same few forms come back in every round."""
+    """Return parents and lengths of chains; cached, because the same few lengths recur."""
     width = max(lengths, default=0)
     parents = [[*range(-1, length - 1), *([-1] * (width - length))] for length in lengths]
     as_tensor = partial(torch.tensor, dtype=torch.long, device=device)
@@ -295,12 +323,13 @@ def _chain_form(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor,
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which nodes were accepted and which token follows them.
+    """Result of verification: accepted path and next token of each row.
 
     Args:
-        paths: `[row, depth]` int64, accepted node indices root to leaf, padded with -1.
-        lengths: `[row]` int64, how many nodes each path has.
-        next_tokens: `[row]` int64, the correction or the bonus.
+        paths: `[row, depth]` int64, indices of the accepted nodes from a child of `pending`
+            downwards, padded with -1.
+        lengths: `[row]` int64, number of nodes of each path.
+        next_tokens: `[row]` int64, the correction or bonus token.
     """
 
     paths: Tensor
@@ -309,12 +338,12 @@ class Verdict:
 
     @classmethod
     def of_chain(cls, lengths: Tensor, next_tokens: Tensor) -> Verdict:
-        """A chain's path is its first `lengths` nodes."""
+        """Return the verdict that accepts the first `lengths` nodes of each chain."""
         return cls(_first_nodes(tuple(lengths.tolist()), lengths.device), lengths, next_tokens)
 
     @classmethod
     def merged(cls, parts: Iterable[tuple[Tensor, Verdict]], num_rows: int) -> Verdict:
-        """One verdict from verdicts about disjoint groups of rows, each with its `[n]` row indices."""
+        """Combine the verdicts of disjoint groups of rows, each with its `[n]` row indices."""
         parts = list(parts)
         depth = max((verdict.paths.shape[1] for _, verdict in parts), default=0)
         device = parts[0][1].lengths.device if parts else torch.device("cpu")
@@ -328,25 +357,25 @@ class Verdict:
         return cls(paths, lengths, next_tokens)
 
     def path_lists(self) -> list[list[int]]:
-        """The paths as plain lists, one transfer for the whole batch."""
+        """Return the paths as lists, transferred for the whole batch at once."""
         lengths = self.lengths.tolist()
         return [path[:length] for path, length in zip(self.paths.tolist(), lengths, strict=True)]
 
 
 MAX_DRAFT_LENGTH = 64
-"""No draft is useful beyond this many levels: a larger number is a mistake."""
+"""Largest draft length, in levels. No longer draft is useful, so larger values are refused."""
 
 
 class Prospect(NamedTuple):
-    """One way in which a row could be drafted for, as known before anything is drafted.
+    """Candidate source of a row's next draft, as known before drafting.
 
     Args:
-        part: which of a drafter's parts would guess; 0 for a drafter that is not made of several.
-        kind: what is known of the guess beforehand, such as the length of a match. Guesses of one kind are
-            expected to be accepted alike, so experience is kept by kind.
-        longest: most levels it can give.
-        certain: its nodes have no law; nobody is asked whether to go on after them.
-        unread: tokens that have to be read before the first level can be drafted.
+        part: index of the component drafter; 0 for a drafter without components.
+        kind: property of the draft known in advance, such as the match length of a suffix lookup.
+            Drafts of one kind have similar acceptance rates, so statistics are kept per kind.
+        longest: largest number of levels that it can provide.
+        certain: True if its drafts are deterministic, without `probs`; `go_on` is not called.
+        unread: number of tokens to prefill before the first level can be drafted.
     """
 
     part: int = 0
@@ -357,14 +386,14 @@ class Prospect(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which part of the drafter guesses for a row, and how many levels at most; none is plain decoding."""
+    """Draft plan of a row: component drafter and largest number of levels (0: plain decoding)."""
 
     part: int
     length: int
 
 
 class GoOn(Protocol):
-    """Decides per row, from the logits `[row, vocab]` of the nodes just drawn, whether to draw another one after them."""
+    """Callback that decides per row whether to draft another level; see `Budgets.go_on`."""
 
     def __call__(
         self, logits: Tensor, depth: int, foretold: Sequence[float] | None = None, /
@@ -373,19 +402,20 @@ class GoOn(Protocol):
 
 @dataclass(frozen=True)
 class Budgets:
-    """How far a drafter may go this round, decided without seeing any token it will draw.
+    """Draft lengths of a round, chosen without access to the tokens that will be drawn.
 
     Args:
-        lengths: per row, the largest number of levels; in a chain, nodes. How many nodes a level of a tree has is its
-            drafter's affair.
-        go_on: given the drafter's logits `[row, vocab]` of the nodes just drawn (of a tree's level, those
-            behind its likeliest parent), before sampling settings, and the depth of those nodes, says per row whether
-            to draw another level *after* them. It is never shown the drawn tokens: that is the non-anticipation rule
-            (docs/controllers.md, "Why a controller may not see the tokens"). Rows that drew no node at this depth have
-            a line too; it means nothing. A drafter that was trained to foretell how likely each node is accepted may
-            hand these chances in, as third argument.
-        reads_laws: False when `go_on` always says yes, so that drafters need not call it.
-        parts: per row, which part of a drafter made of several is to guess; empty for the first everywhere.
+        lengths: per row, the largest number of levels, which in a chain are nodes. The drafter
+            chooses the number of nodes per level of a tree.
+        go_on: callback to call after each level. It receives the drafter's logits `[row, vocab]`
+            from which the nodes of the level were drawn, before sampling settings (in a tree, the
+            logits after the most probable parent), and the depth of these nodes. It returns per
+            row whether to draft another level *after* them. It never receives the drawn tokens:
+            this is the non-anticipation rule (docs/controllers.md, "Why a controller may not see
+            the tokens"). Entries of rows that drew no node at this depth are meaningless. A
+            drafter trained to predict acceptance probabilities can pass them as third argument.
+        reads_laws: False if `go_on` always returns True, so that drafters can skip the call.
+        parts: per row, index of the component drafter to use; empty for the first one everywhere.
     """
 
     lengths: list[int]
@@ -395,17 +425,18 @@ class Budgets:
 
     @property
     def longest(self) -> int:
+        """Largest draft length of all rows."""
         return max(self.lengths, default=0)
 
 
 @dataclass(frozen=True)
 class RoundTime:
-    """Seconds that a round has taken.
+    """Duration of a round, in seconds.
 
     Args:
-        prefill: of them, getting a drafter ready (reading what it had not read yet).
-        draft: of them, drafting.
-        total: all of them.
+        prefill: part spent on preparing the drafter, such as prefill of the draft model.
+        draft: part spent on drafting.
+        total: whole round.
     """
 
     prefill: float

@@ -1,9 +1,19 @@
-"""Speculative decoding, whole: draft, score, judge, keep, commit; repeat. Read this first.
+"""Speculative decoding loop: draft, score, verify, commit. Read this first.
 
-Between rounds the target has cached every committed token of a row except the last, its `pending` token, which
-opens the next forward. So prefill samples nothing, the first output token is judged like any other, and plain
-decoding is a round whose draft is empty. There is no other loop: `generate`, `stream`, the command line and the
-benchmarks all run this one.
+Every round decodes one or more tokens per row:
+
+1. The controller chooses a draft length for each row.
+2. The drafter proposes a chain or a tree of draft tokens.
+3. The target scores all of them in one forward pass.
+4. The verifier accepts a path of draft tokens and samples the token that follows it.
+5. The KV cache keeps the accepted path and drops all other draft tokens.
+6. The row gains the accepted tokens and the sampled token.
+7. Drafter and controller update their state from the result.
+
+Invariant: between rounds, the target's KV cache holds every committed token of a row except the
+last one, `pending`, which is the first input of the next forward pass. Therefore prefill samples
+nothing, the first output token is verified like any other, and plain decoding is a round with an
+empty draft. `generate`, `stream`, the command line and the benchmarks all run this loop.
 """
 
 from __future__ import annotations
@@ -27,7 +37,19 @@ from secondguess.verifiers.base import Verifier
 
 @dataclass(frozen=True)
 class Team:
-    """Who takes part: the target, and the three that may vary without changing the law of the text."""
+    """Components of the decoding loop.
+
+    With a lossless verifier, the output follows the target's distribution for any drafter and
+    controller; these only determine the speed.
+
+    Args:
+        target: model whose distribution the output follows.
+        drafter: proposes draft tokens.
+        verifier: decides which draft tokens are accepted.
+        controller: chooses the draft lengths.
+        ledger: collects counters and timings per row.
+        make_noise: returns the noise of a round; None for `KeyedNoise`, keyed by the rows' seeds.
+    """
 
     target: Runtime
     drafter: Drafter
@@ -37,25 +59,31 @@ class Team:
     make_noise: Callable[[Sequence[Row]], Noise] | None = None
 
     def noise(self, rows: Sequence[Row]) -> Noise:
-        """This round's noise; tests hand in one that enumerates."""
+        """Return the noise of this round; tests pass a `make_noise` that enumerates outcomes."""
         return self.make_noise(rows) if self.make_noise else KeyedNoise.of_rows(rows, self.target.device)
 
 
 def decode(team: Team, rows: Sequence[Row]) -> Generator[list[Commit], None, None]:
-    """Decode rows to their ends, yielding after each round what every live row gained; closed early, release what they hold.
+    """Decode rows until all are finished, yielding the commits of each round.
+
+    If the generator is closed early, the state of all unfinished rows is released.
 
     Args:
-        rows: changed in place: they get tokens, and keep them, and a reason to finish; finished ones are left as they are.
+        team: components of the loop.
+        rows: extended in place, with a finish reason at the end. Finished rows are skipped.
+
+    Yields:
+        One `Commit` per unfinished row.
 
     Raises:
-        BadInputError: a draft or a row that the verifier cannot judge exactly.
+        BadInputError: a draft or a row that the verifier cannot verify exactly.
     """
     held = [row for row in rows if not row.finished]
     try:
         begin(team, held)
         while held:
             yield play_round(team, held)
-            # Caches keep their rows packed, so the last ones leave most cheaply.
+            # Slots stay contiguous: releasing the last row first moves the fewest cache entries.
             for row in reversed(held):
                 if row.finished:
                     release(team, row)
@@ -67,7 +95,7 @@ def decode(team: Team, rows: Sequence[Row]) -> Generator[list[Commit], None, Non
 
 @inference_mode()
 def begin(team: Team, rows: Sequence[Row]) -> None:
-    """Prefill: cache all of each prompt but its last token."""
+    """Prefill rows: cache all tokens of each prompt except the last one."""
     with team.ledger.round(rows), team.ledger.phase("prefill"):
         team.target.request_hidden(team.drafter.hidden_layers)
         hidden = team.target.begin(rows)
@@ -75,7 +103,7 @@ def begin(team: Team, rows: Sequence[Row]) -> None:
 
 
 def release(team: Team, row: Row) -> None:
-    """Forget what target, drafter and controller hold for a row."""
+    """Release the state that target, drafter and controller hold for a row."""
     team.target.end(row)
     team.drafter.end(row)
     team.controller.end(row)
@@ -83,7 +111,11 @@ def release(team: Team, row: Row) -> None:
 
 @inference_mode()
 def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
-    """One draft and one target forward; every row gains at least one token."""
+    """Run one round: draft, one target forward pass, verification and commit.
+
+    Returns:
+        One `Commit` per row, with at least one token each.
+    """
     ledger = team.ledger
     with ledger.round(rows):
         noise = team.noise(rows)
@@ -94,6 +126,7 @@ def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
         with ledger.phase("judge"):
             verdict = team.verifier.judge(draft, target_laws(scores.logits, rows, draft), noise)
             paths = verdict.path_lists()
+        # The cache drops rejected nodes before the rows' tokens change.
         team.target.keep(rows, paths)
         commits = _commit(rows, draft, scores, verdict, paths)
         with ledger.phase("draft"):
@@ -104,7 +137,11 @@ def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
 
 
 def _budgets(team: Team, rows: Sequence[Row]) -> Budgets:
-    """How far to draft; a row's last place belongs to the verdict's own token."""
+    """Choose the draft length of every row.
+
+    A request's own `draft_length` overrides the controller. The last free position of a row is
+    reserved for the token that the verifier samples.
+    """
     controller = team.controller
     prospects = team.drafter.prospects(rows)
     plans = controller.plan(rows, prospects)
@@ -113,7 +150,7 @@ def _budgets(team: Team, rows: Sequence[Row]) -> Budgets:
         max(0, min(plan.length if wish is None else wish, row.room - 1))
         for row, plan, wish in zip(rows, plans, wishes, strict=True)
     ]
-    # A request that decides how far to draft leaves it to the drafter who does.
+    # With a draft length of its own, a request gets the drafter's preferred component.
     parts = [
         plan.part if wish is None else choices[0].part
         for plan, wish, choices in zip(plans, wishes, prospects, strict=True)
@@ -130,13 +167,13 @@ def _go_on(
     depth: int,
     foretold: Sequence[float] | None = None,
 ) -> list[bool]:
-    """The controller's answers, but for rows whose request set its own draft length."""
+    """Return whether to draft another level, per row; always True for a request's own length."""
     answers = controller.go_on(rows, DraftLaws(logits, foretold), depth)
     return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
 
 
 def _draft(team: Team, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-    """What is guessed; of a drafter that is to guess for nobody nothing is asked."""
+    """Draft for all rows; skip the drafter when every draft length is 0."""
     if not budgets.longest:
         return team.drafter.decline(len(rows), noise, team.target.vocab_size)
     members = [index for index, length in enumerate(budgets.lengths) if length > 0]
@@ -149,7 +186,7 @@ def _draft(team: Team, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> D
 def _commit(
     rows: Sequence[Row], draft: Draft, scores: Scores, verdict: Verdict, paths: Sequence[Sequence[int]]
 ) -> list[Commit]:
-    """Append each row's accepted path and next token; the row ends where its settings say."""
+    """Append each row's accepted path and next token, up to the token that ends the row."""
     node_tokens = draft.tokens.tolist()
     next_tokens = verdict.next_tokens.tolist()
     commits = []

@@ -1,9 +1,10 @@
-"""The law of a round, exactly: every random decision is answered in every way it can be.
+"""Exact distribution of decoding rounds, by enumerating every outcome of every random decision.
 
-A verifier, drafter or controller of yours is lossless when `text_law` of `enumerate_rounds` equals `exact_law`
-to rounding, over laws with zeros, with certainty, with p = q and with p and q apart. Nothing is sampled: each
-row of one large batch takes one branch of the tree of outcomes and carries its probability. Meant for
-`secondguess.testing.TableModel` with a handful of tokens and draft lengths up to about four.
+A custom verifier, drafter or controller is lossless if `text_law` of `enumerate_rounds` equals
+`exact_law` up to rounding. Test it on distributions with zeros, one-hot distributions, p = q, and
+disjoint supports of p and q. Nothing is sampled: each row of one large batch follows one branch of
+the tree of outcomes and carries its probability. Intended for `secondguess.testing.TableModel`
+with a few tokens and draft lengths up to about four.
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ from secondguess.stats import Ledger
 MAX_BRANCHES = 300_000
 
 Question = tuple[int, str, int]
-"""Round, what is asked, and where: "draft" and node, "accept" and node, "draw" and 0, "race" and query."""
+"""Key of a random decision: (round, kind, index).
+
+The index is the node for "draft" and "accept", 0 for "draw", and the query for "race".
+"""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One way things can go for one row: its probability, what was committed, how much of it was drafted."""
+    """One possible outcome of a row's rounds: its probability and committed tokens.
+
+    `num_accepted` counts the draft tokens among the committed ones.
+    """
 
     probability: float
     tokens: tuple[int, ...]
@@ -41,7 +48,13 @@ class Branch:
 
 @dataclass
 class Drawn:
-    """What one question drafted, for the rows that asked it: `laws` `[row, vocab]`, `tokens` and `depths` `[row]`."""
+    """Tokens drafted for one decision, over all rows.
+
+    Attributes:
+        laws: `[row, vocab]` draft distributions.
+        tokens: `[row]` drafted tokens.
+        depths: `[row]` depths of the drafted nodes; -1 for rows without this decision.
+    """
 
     laws: Tensor
     tokens: Tensor
@@ -55,12 +68,17 @@ class Drawn:
 
 @dataclass
 class Script:
-    """Which answer each row gets to each question, and the probability of the answers it has had so far.
+    """Scripted outcomes of the random decisions of every row.
 
     Args:
         num_rows: rows of the batch, one per branch and original row.
-        outcomes: for each question known beforehand, how many answers it has.
-        digits: for each of these, the answer of every row.
+        outcomes: number of outcomes of each known decision.
+        digits: `[row]` outcome of each of these decisions.
+
+    Attributes:
+        probabilities: `[row]` probability of the outcomes used so far.
+        asked: `[row]` bool for each decision, True for rows that have used it.
+        drafts: drafted tokens of each draft decision.
     """
 
     num_rows: int
@@ -75,7 +93,13 @@ class Script:
 
     @classmethod
     def of(cls, outcomes: dict[Question, int], num_originals: int) -> Script:
-        """All combinations of answers, for each original row; the originals are neighbours."""
+        """Return a script with all combinations of outcomes for each original row.
+
+        Consecutive rows are different original rows with the same outcomes.
+
+        Raises:
+            BadInputError: there are more than `MAX_BRANCHES` rows.
+        """
         num_rows = num_originals
         digits = {}
         for question, count in outcomes.items():
@@ -90,7 +114,13 @@ class Script:
         return cls(num_rows, dict(outcomes), {q: index // digits[q] % outcomes[q] for q in digits})
 
     def answer(self, question: Question, rows: Tensor, num_outcomes: int) -> Tensor:
-        """The scripted answers of some rows; a question met for the first time is noted and answered 0."""
+        """Return the scripted outcomes `[n]` of a decision for some rows.
+
+        A decision that is not in the script is recorded, and its outcome is 0.
+
+        Raises:
+            SecondGuessError: a row uses a decision twice, or the number of outcomes varies.
+        """
         seen = self.asked.setdefault(question, torch.zeros(self.num_rows, dtype=torch.bool))
         if bool(seen[rows].any()):
             raise SecondGuessError(
@@ -106,12 +136,15 @@ class Script:
         return self.digits[question][rows] if question in self.digits else torch.zeros_like(rows)
 
     def weigh(self, rows: Tensor, chances: Tensor) -> None:
-        """Multiply in the probabilities `[row]` of the answers just given."""
+        """Multiply the probabilities of some rows by those `[n]` of their latest outcomes."""
         so_far = self.probabilities[rows]
         self.probabilities[rows] = torch.where(so_far > 0, so_far * chances.double(), 0.0)
 
     def real(self) -> Tensor:
-        """`[row]` bool: possible branches, without copies that differ in an answer nobody asked for."""
+        """Return the `[row]` bool mask of distinct branches of positive probability.
+
+        Copies of a branch that differ only in decisions it never used are left out.
+        """
         real = self.probabilities > 0
         for question, digits in self.digits.items():
             asked = self.asked.get(question)
@@ -120,12 +153,13 @@ class Script:
 
 
 class EnumeratingNoise(Noise):
-    """Noise of one round that reads its answers from a script.
+    """Noise of one round whose outcomes come from a script.
 
-    Draft and race of a coupled row at one depth share their exponentials, and are answered with that joint
-    law; there is none in closed form for several drafts at one depth, so trees of coupled rows are refused.
-    Races of several queries at one depth are answered independently, since a walk reads one query per
-    depth; so are rounds.
+    In a coupled row, the draft and the race at one depth share their exponential variables, so
+    their outcomes follow the joint distribution of `race_joint`. Several drafts at one depth have
+    no joint distribution in closed form, so trees of coupled rows are refused. Races of several
+    queries at one depth are treated as independent, because verification reads one query per
+    depth. Rounds are treated as independent, too.
     """
 
     def __init__(self, script: Script, number: int, rows: Tensor, coupled: Tensor, greedy: Tensor) -> None:
@@ -210,18 +244,19 @@ class EnumeratingNoise(Noise):
 
 
 def race_joint(q: Tensor, p: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """P(argmin_v e_v / q_v = x, argmin_v e_v / p_v = y) for independent e_v ~ Exp(1), in closed form.
+    """Return P(argmin_v e_v / q_v = x, argmin_v e_v / p_v = y) for independent e_v ~ Exp(1).
 
-    With (e_x, e_y) = a (1 - t, t) every other e_v must exceed a A_v(t), where A_v(t) is the larger of
-    (1 - t) q_v / q_x and t p_v / p_y. Integrating over these and over a leaves the integral of A(t)^-2, and
-    A = 1 + sum_v A_v is linear between breakpoints: a stretch from s to t gives (t - s) / (A(s) A(t)).
-    The ends of the range say that x and y beat each other.
+    With (e_x, e_y) = a (1 - t, t), every other e_v must exceed a A_v(t), where A_v(t) is the
+    larger of (1 - t) q_v / q_x and t p_v / p_y. Integrating over these e_v and over a leaves the
+    integral of A(t)^-2 with A = 1 + sum_v A_v. A is linear between breakpoints, so an interval
+    from s to t contributes (t - s) / (A(s) A(t)). The limits of integration follow from x winning
+    against y under q, and y against x under p.
 
     Args:
-        q: `[n, vocab]` laws of the draft.
-        p: `[n, vocab]` laws of the target.
+        q: `[n, vocab]` draft distributions.
+        p: `[n, vocab]` target distributions.
         x: `[n]` drafted tokens.
-        y: `[n]` the target's tokens.
+        y: `[n]` target tokens.
 
     Returns:
         `[n]` probabilities in float64.
@@ -249,21 +284,23 @@ def _at(laws: Tensor, tokens: Tensor) -> Tensor:
 def enumerate_rounds(
     team: Team, make_rows: Callable[[], Sequence[Row]], num_rounds: int = 1
 ) -> list[list[Branch]]:
-    """Everything that the first rounds of the shipping loop can do.
+    """Enumerate all outcomes of the first rounds of the decoding loop.
 
-    Every play begins with a copy of the controller as it was handed in, on a clock that ticks evenly: what it has learnt
-    may be of any kind, what it decides must be the same in every play.
+    The rounds are repeated until no new decision appears. Every repetition starts with a copy of
+    the given controller, which may be in any state, and uses a clock with constant ticks; the
+    controller must decide the same in every repetition.
 
     Args:
-        team: who plays; their `make_noise` and ledger are replaced.
-        make_rows: makes the same fresh rows on every call.
-        num_rounds: rounds to play, fewer for rows that finish earlier. Branches multiply with each.
+        team: target, drafter, verifier and controller; `make_noise` and ledger are replaced.
+        make_rows: returns the same fresh rows on every call.
+        num_rounds: rounds to enumerate, fewer for rows that finish earlier. The number of branches
+            grows exponentially with it.
 
     Returns:
         For each row, its branches; their probabilities sum to one.
 
     Raises:
-        BadInputError: too many branches.
+        BadInputError: there are more than `MAX_BRANCHES` branches, or coupled rows with trees.
     """
     outcomes: dict[Question, int] = {}
     while True:
@@ -308,7 +345,7 @@ def _scripted(team: Team, script: Script, number: int, live: list[int]) -> Team:
 
 
 TextLaw = dict[tuple[int, ...], float]
-"""Probability of each text; a text that met an end token is shorter."""
+"""Probability of each text; texts that end with an end token may be shorter."""
 
 
 def text_law(
@@ -317,12 +354,14 @@ def text_law(
     num_tokens: int,
     end_tokens: frozenset[int] = frozenset(),
 ) -> TextLaw:
-    """The law of the first `num_tokens` tokens when what was enumerated is followed by plain decoding.
+    """Return the distribution of the first `num_tokens` tokens, given enumerated rounds.
+
+    Branches with fewer tokens are continued by plain decoding.
 
     Args:
-        branches: what the rounds can do.
-        next_law: the target's law `[vocab]` behind an output.
-        num_tokens: how many tokens to look at; what branches say beyond them is summed over.
+        branches: outcomes of the rounds, of one row.
+        next_law: returns the target's distribution `[vocab]` after an output.
+        num_tokens: text length; later tokens of branches are marginalised out.
         end_tokens: tokens that end a text.
     """
     law: TextLaw = {}
@@ -341,10 +380,10 @@ def text_law(
 def exact_law(
     next_law: Callable[[tuple[int, ...]], Tensor], num_tokens: int, end_tokens: frozenset[int] = frozenset()
 ) -> TextLaw:
-    """The law of the first `num_tokens` tokens under plain decoding."""
+    """Return the distribution of the first `num_tokens` tokens under plain decoding."""
     return text_law([Branch(1.0, (), 0)], next_law, num_tokens, end_tokens)
 
 
 def largest_difference(one: TextLaw, other: TextLaw) -> float:
-    """The largest difference in the probability of any text."""
+    """Return the largest absolute difference in the probability of any text."""
     return max(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in one.keys() | other.keys())

@@ -1,15 +1,15 @@
-"""The exception tree.
+"""Exception hierarchy.
 
-SecondGuessError                 everything this package raises on purpose
+SecondGuessError                 base of all errors that this package raises on purpose
 ├── BadInputError (ValueError)   a value, option or prompt that cannot be used as given
 ├── CheckpointError              a model or tokenizer that is missing, broken or of the wrong kind
-│   └── UnsupportedModelError    a model we read but cannot speculate on, refused by name
-└── OutOfMemoryError             models and caches that do not fit, told before they are allocated
+│   └── UnsupportedModelError    a model that was found but cannot be decoded speculatively
+└── OutOfMemoryError             models and caches that do not fit; raised before allocation
 
-StrangerWarning (UserWarning) is no error: a drafter that was trained for other weights.
+StrangerWarning (UserWarning) warns of a drafter that was trained for other target weights.
 
-Every message says what was expected, what came and what to do about it; the command line prints it as one
-line and exits with code 2.
+Every message gives what was expected, what was found and how to fix it. The command line prints it
+as one line and exits with code 2.
 """
 
 
@@ -26,12 +26,12 @@ class CheckpointError(SecondGuessError):
 
 
 class UnsupportedModelError(CheckpointError):
-    """A model that was found but cannot be decoded speculatively; the message names the reason."""
+    """A model that was found but cannot be decoded speculatively; the message gives the reason."""
 
 
 class OutOfMemoryError(SecondGuessError):
-    """Models and caches that would not fit; raised before anything large is allocated."""
+    """Models and caches that do not fit; raised before anything large is allocated."""
 
 
 class StrangerWarning(UserWarning):
-    """A trained drafter is used with another target than it was trained for: right text, poor guesses."""
+    """A drafter that was trained for another target: correct text, but low acceptance."""

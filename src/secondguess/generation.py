@@ -1,4 +1,4 @@
-"""Prompts decoded to outputs: rows, their text, and what is reported about them."""
+"""Generation of outputs from prompts: rows, their text and their statistics."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Output:
-    """One generated text: a sample of one prompt.
+    """Generated text of one sample of one prompt.
 
     Args:
-        text: the generated text, cut before a stop string; the prompt is not part of it.
-        token_ids: the generated tokens, up to and including the one that ended the row.
-        drafted: per token, whether the drafter wrote it.
-        finish_reason: `stop` (an end token or a stop string), `length` (`max_tokens` tokens) or `context` (the model's
-            context is full); None when the caller interrupted.
-        exactness: what the text promises: `lossless`, `drafter-invariant` or `lossy`.
-        stats: what it took.
-        logprobs: per token, when the request asked for them.
-        index: of the sample among the `n` of its prompt.
+        text: generated text without the prompt, cut before a stop string.
+        token_ids: generated tokens, up to and including the one that ended the row.
+        drafted: per token, True if the drafter proposed it.
+        finish_reason: `stop` (an end token or a stop string), `length` (`max_tokens` tokens) or
+            `context` (the model's context is full); None if generation was interrupted.
+        exactness: guarantee for the text: `lossless`, `drafter-invariant` or `lossy`.
+        stats: counters and timings.
+        logprobs: per token, if the request asks for them; else empty.
+        index: index among the `n` samples of the prompt.
     """
 
     text: str
@@ -49,11 +49,12 @@ class Output:
 
 
 class Generation:
-    """Prompts on their way to outputs: iterate for `(row index, piece)`, then ask for `outputs()`.
+    """Decoding of a batch of prompts.
 
-    The samples of all prompts decode as one batch: one row for each of the `n` samples of the first prompt, then
-    those of the second, and so on. `generate`, `stream` and the command line all run this. After an interruption
-    `outputs()` holds what was decided so far.
+    Iterate for `(row index, piece)`, then call `outputs()`. The samples of all prompts decode as
+    one batch: one row for each of the `n` samples of the first prompt, then those of the second,
+    and so on. `generate`, `stream` and the command line all use this class. After an interruption,
+    `outputs()` returns the text committed so far.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
@@ -80,7 +81,7 @@ class Generation:
         check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
 
     def run(self) -> list[Output]:
-        """Decode all rows to their ends and return the outputs."""
+        """Decode all rows until they finish and return the outputs."""
         for _ in self.rounds():
             pass
         return self.outputs()
@@ -90,7 +91,10 @@ class Generation:
             yield from pieces
 
     def rounds(self) -> Iterator[list[tuple[int, Piece]]]:
-        """What each round gave; between rounds everything agrees, so that is where to stop early."""
+        """Yield the pieces of each round.
+
+        Rows, caches and texts are consistent between rounds: to stop early, stop iterating.
+        """
         llm = self._llm
         team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._ledger)
         index_of = {row: index for index, row in enumerate(self._rows)}
@@ -108,7 +112,7 @@ class Generation:
         return index, piece
 
     def flush(self) -> list[tuple[int, Piece]]:
-        """After an interruption: the text that unfinished rows still held back, told once."""
+        """Return, after an interruption, the text still held back for unfinished rows, once."""
         held = [
             (index, self._texts[index].flush()) for index, row in enumerate(self._rows) if not row.finished
         ]
@@ -117,7 +121,7 @@ class Generation:
         return held
 
     def outputs(self) -> list[Output]:
-        """One output per row, in order."""
+        """Return one output per row, in order."""
         self.flush()
         return [self._output(index) for index in range(len(self._rows))]
 
@@ -144,11 +148,11 @@ class Generation:
 def check_request(
     target: LoadedModel, verifier: Verifier, ids: Sequence[int], params: SamplingParams
 ) -> None:
-    """Refuse, before any work is spent, what could not be decoded.
+    """Refuse a request that cannot be decoded, before any work is done.
 
     Raises:
-        BadInputError: a prompt that leaves no place in the model's context, settings that name tokens outside
-            its vocabulary, or settings that the verifier cannot serve.
+        BadInputError: a prompt that leaves no free position in the model's context, settings with
+            token ids outside its vocabulary, or settings that the verifier does not support.
     """
     context = target.runtime.context_length
     if len(ids) >= context:
@@ -168,10 +172,10 @@ def make_row(
     watcher: TextStream | None = None,
     sample: int = 0,
 ) -> Row:
-    """A row for one sample of a prompt; without a seed its noise is keyed by fresh entropy.
+    """Return the row of one sample of a prompt; without a seed, random bits key its noise.
 
     Raises:
-        BadInputError: what `check_request` refuses.
+        BadInputError: as in `check_request`.
     """
     check_request(target, verifier, ids, params)
     seeded = params.seed is not None

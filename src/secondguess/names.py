@@ -1,7 +1,7 @@
-"""Names with options, as users write them: `kind`, `kind:argument`, `kind:argument,key=value,...`.
+"""Names with options: `kind`, `kind:argument`, `kind:argument,key=value,...`.
 
-Drafters and controllers are chosen by such names. Options land in frozen dataclasses that validate
-themselves, so a name is either understood whole or refused with what would have been understood.
+Users select drafters and controllers by such names. Options become frozen dataclasses that
+validate themselves, so a name with an unknown part is refused, and the error lists the valid ones.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ALL = "all"
-"""Instead of names: every one that there is."""
+"""Value that stands for all names where a list of names is expected."""
 
 OptionsT = TypeVar("OptionsT", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
 class Name:
-    """The parts of a name: which kind, what follows the colon (if anything does), and the options as text."""
+    """Parsed name: kind, argument after the colon (None without a colon), and options as text."""
 
     kind: str
     argument: str | None
     options: Mapping[str, str]
 
     def __str__(self) -> str:
-        """As it would be written."""
+        """Return the name as a user would write it."""
         argument = "" if self.argument is None else f":{self.argument}"
         return self.kind + argument + "".join(f",{key}={value}" for key, value in self.options.items())
 
@@ -40,9 +40,9 @@ def parse_name(text: str, what: str, kinds: Iterable[str]) -> Name:
     """Split a name and check its kind.
 
     Args:
-        text: what the user wrote.
-        what: what is being named, for the error message ("drafter").
-        kinds: the kinds that exist.
+        text: name as the user wrote it.
+        what: type of the named object, for the error message ("drafter").
+        kinds: valid kinds.
 
     Raises:
         BadInputError: unknown kind, or an option that is not `key=value` or comes twice.
@@ -66,35 +66,35 @@ def parse_name(text: str, what: str, kinds: Iterable[str]) -> Name:
 
 
 def refuse_options(name: Name, what: str) -> None:
-    """Refuse options, for a kind that has none.
+    """Refuse options, for a kind that takes none.
 
     Raises:
-        BadInputError: naming them.
+        BadInputError: the name has options; the message lists them.
     """
     if name.options:
         raise BadInputError(f"expected no options for the {what} {name.kind}, got {', '.join(name.options)}")
 
 
 def refuse_argument(name: Name, what: str) -> None:
-    """Refuse what follows the colon, for a kind that takes nothing there.
+    """Refuse an argument after the colon, for a kind that takes none.
 
     Raises:
-        BadInputError: naming it.
+        BadInputError: the name has an argument; the message shows it.
     """
     if name.argument is not None:
         raise BadInputError(f"expected nothing behind the {what} {name.kind}, got ':{name.argument}'")
 
 
 def read_options(options_type: type[OptionsT], options: Mapping[str, str], whose: str) -> OptionsT:
-    """Make an options dataclass (fields of type int or float) from texts.
+    """Build an options dataclass (fields of type int or float) from text values.
 
     Args:
         options_type: a frozen dataclass; its `__post_init__` checks the values.
-        options: texts by option name.
-        whose: the owner of the options, for the error message ("drafter ngram").
+        options: text values by option name.
+        whose: owner of the options, for the error message ("drafter ngram").
 
     Raises:
-        BadInputError: an option that does not exist or a value that is not a number of the option's type.
+        BadInputError: an unknown option, or a value that is not a number of the option's type.
     """
     types = get_type_hints(options_type)
     known = [field.name for field in dataclasses.fields(options_type)]
@@ -111,7 +111,7 @@ def read_options(options_type: type[OptionsT], options: Mapping[str, str], whose
 
 
 def with_argument(name: Name, option: str) -> Mapping[str, str]:
-    """The options of a name whose argument, if it has one, is short for the option of that name.
+    """Return the options of a name, with its argument (if any) as the value of `option`.
 
     Raises:
         BadInputError: the option was given in both ways.
@@ -124,15 +124,15 @@ def with_argument(name: Name, option: str) -> Mapping[str, str]:
 
 
 def show_options(options: DataclassInstance) -> str:
-    """The options as they would be written behind a name, each with its leading comma."""
+    """Return the options as written after a name, each with a leading comma."""
     return "".join(f",{key}={value:g}" for key, value in dataclasses.asdict(options).items())
 
 
 def require_between(what: str, value: float, low: float, high: float) -> None:
-    """Refuse a number outside `[low, high]` (and not-a-number).
+    """Refuse a number outside of `[low, high]`, or NaN.
 
     Raises:
-        BadInputError: naming `what`, the range and the value.
+        BadInputError: the message gives `what`, the range and the value.
     """
     if not low <= value <= high:
         raise BadInputError(f"expected {what} between {low:g} and {high:g}, got {value:g}")

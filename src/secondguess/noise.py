@@ -1,14 +1,16 @@
-"""Keyed randomness: every random decision is a pure function of (seed, stream, position, purpose).
+"""Keyed noise: every random decision is a pure function of (seed, stream, position, purpose).
 
-There is no generator and no state, so a row's noise does not depend on its neighbours in a batch. Verifiers
-and drafters never see raw uniforms: they ask `Noise` for *decisions* (accept with this probability, draw from
-this law), and a test can answer them exhaustively and so enumerate the law of the outcome.
+There is no generator and no state, so a row's noise does not depend on the other rows of the
+batch. Verifiers and drafters never receive uniforms. They request *decisions* from `Noise` (accept
+with this probability, draw from this distribution), so a test can enumerate all outcomes and
+compute the distribution of the result exactly.
 
-Races are keyed by absolute position alone: whichever rounds meet a position see the same race there, and that
-makes a text independent of the drafter. Everything else is also keyed by the position at which the round
-begins, because a round says something about numbers beyond the tokens that it commits. (Block verification,
-for one, looks at the whole draft: that the prefixes behind the accepted one failed is news about their
-numbers, and to meet these again in the next round would bend the law of the text.)
+Races of coupled rows are keyed by the absolute position alone: all rounds that reach a position
+use the same race there, which makes the text independent of the drafter. All other decisions are
+also keyed by the position at which the round begins, because the outcome of a round depends on
+more random numbers than those of the committed tokens. (Block verification, for example, uses the
+whole draft: its outcome implies that all prefixes longer than the accepted one failed. Using their
+random numbers again in the next round would bias the text.)
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from secondguess.truncation import most_likely
 
 
 class Purpose(IntEnum):
-    """What a number is used for; streams with different purposes are independent."""
+    """Use of a random number; numbers for different purposes are independent."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -39,12 +41,12 @@ class Purpose(IntEnum):
 
 
 class Noise(ABC):
-    """Answers the random questions of one round for a batch of rows.
+    """Random decisions of one round for a batch of rows.
 
     Attributes:
-        coupled: `[row]` bool, rows whose drafts are drawn with the very race that decides their text.
-        greedy: `[row]` bool, rows at temperature 0: their laws are one-hot.
-        device: where drafts and laws live; `coupled` and `greedy` are on the host.
+        coupled: `[row]` bool on the host, rows whose drafts are drawn by the race of their text.
+        greedy: `[row]` bool on the host, rows at temperature 0, with one-hot distributions.
+        device: device of drafts and distributions.
     """
 
     coupled: Tensor
@@ -65,45 +67,47 @@ class Noise(ABC):
 
     @abstractmethod
     def draft(self, laws: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
-        """Draw tokens `[row]` for one node of each row from `laws` `[row, vocab]`.
+        """Draw tokens `[row]` for one node of each row from probabilities `laws` `[row, vocab]`.
 
         Args:
-            laws: any positive total; of siblings that are to be distinct, without the earlier ones.
-            depth: of the node; 0 for a child of pending. Coupled rows race at this position, so that their siblings
-                are the first arrivals of one race.
-            node: index of the node in its row's draft, the key of an uncoupled row's number; None for that of a
-                chain, which is its depth. A sequence has each row's own: a row that was selected several times draws
-                several nodes, each as it would have been drawn alone.
+            laws: unnormalised, with a positive sum. For distinct siblings, without the earlier
+                ones.
+            depth: depth of the node; 0 for a child of `pending`. The race of a coupled row is at
+                this position, so that siblings are the first arrivals of one race.
+            node: index of the node in its row's draft, which keys the noise of uncoupled rows;
+                None in a chain, where it equals the depth. A sequence has one index per row: a row
+                that was selected several times draws several nodes, each as if drawn alone.
         """
 
     @abstractmethod
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
-        """`[row, node]`: True with the given chance, independently; both on the host."""
+        """Return `[row, node]` decisions, each True with its probability; both on the host."""
 
     @abstractmethod
     def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
-        """Draw the token `[row]` that follows a path of `depths` nodes from `laws` `[row, vocab]`."""
+        """Draw tokens `[row]` from `laws` `[row, vocab]`, each after a path of `depths` nodes."""
 
     @abstractmethod
     def race(self, laws: Tensor, depths: Tensor) -> Tensor:
-        """Draw `[row, query]` tokens from `laws` `[row, query, vocab]`, the text of rows that keep what matches.
+        """Draw tokens `[row, query]` from `laws` `[row, query, vocab]`, to be matched with drafts.
 
-        `depths` `[row, query]` is how many nodes lie before each query. Queries of one depth share their noise.
-        For a coupled row it is an exponential race, keyed by the absolute position, and the row's drafts at
-        that depth were drawn by it too (arXiv 2408.07978).
+        `depths` `[row, query]` is the number of nodes before each query. Queries of equal depth
+        share their noise. For a coupled row this is an exponential race keyed by absolute
+        position, and the row's draft tokens at that depth were drawn by the same race
+        (arXiv 2408.07978).
         """
 
     @abstractmethod
     def select(self, rows: Tensor) -> Noise:
-        """The same noise for some of the rows (`[n]` int64 indices)."""
+        """Return the noise of some of the rows (`[n]` int64 indices)."""
 
 
 class KeyedNoise(Noise):
-    """Noise as a hash of each row's seed and stream, the token's absolute position, and the purpose.
+    """Noise computed as a hash of a row's seed and stream, the absolute position and the purpose.
 
     Args:
         keys: `[row]` int64 on the host, hashes of seed and stream.
-        positions: `[row]` int64 on the host, where the round begins.
+        positions: `[row]` int64 on the host, position at which the round begins.
         coupled, greedy, device: as in `Noise`.
     """
 
@@ -123,7 +127,7 @@ class KeyedNoise(Noise):
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
-        """Noise for the round in which these rows continue from their current length."""
+        """Return the noise of the round in which these rows continue from their current length."""
         return cls(
             keys=_on_host([_row_key(row.seed, row.stream) for row in rows], numpy.int64),
             positions=_on_host([len(row.tokens) for row in rows], numpy.int64),
@@ -161,7 +165,7 @@ class KeyedNoise(Noise):
             return most_likely(laws)
         if self.all_coupled:
             return self._race(laws, depths)
-        # No draft was drawn by the race of an uncoupled row, so one number per query serves as well as one per token.
+        # Drafts of uncoupled rows are not drawn by a race: one number per query is enough.
         independent = self._drawn(laws, depths.tolist(), Purpose.RACE)
         if not self.any_coupled:
             return independent
@@ -174,7 +178,7 @@ class KeyedNoise(Noise):
         )
 
     def _drawn(self, laws: Tensor, places: Places, purpose: Purpose) -> Tensor:
-        """Tokens `[row]` or `[row, query]` from `laws` `[..., vocab]`, each with the number of its place."""
+        """Draw tokens `[row]` or `[row, query]` from `laws` `[..., vocab]`, keyed by place."""
         uniforms = self._uniforms(places, purpose)
         if uniforms.size == 1:
             return draw_by_inversion(laws, uniforms.item())
@@ -182,8 +186,8 @@ class KeyedNoise(Noise):
         return draw_by_inversion(laws, columns if laws.ndim == 2 else columns[..., None])
 
     def _uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
-        """`[row, i]`, one number for each place (a depth, or the index of a node) of this round."""
-        # So few numbers that a device, or even an array, would spend its time on starting.
+        """Return `[row, i]` uniforms, one per place (a depth or node index) of this round."""
+        # For a few numbers, the overhead of an array exceeds the computation.
         if sum(map(len, places)) > _FEW:
             keys = _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
             return _to_uniform(_hash(keys[:, None], numpy.array(places), purpose))
@@ -201,11 +205,14 @@ class KeyedNoise(Noise):
         ]
 
     def _race(self, laws: Tensor, depths: Tensor) -> Tensor:
-        """The first arrival when token v waits an exponential time of rate laws[v]; P(v first) = laws[v]."""
+        """Return the first token to arrive; v waits an exponential time of rate `laws[v]`.
+
+        The first token is v with probability `laws[v]`, normalised.
+        """
         return self.arrivals(laws, depths).argmin(-1)
 
     def arrivals(self, laws: Tensor, depths: Tensor) -> Tensor:
-        """When each token of `laws` `[..., vocab]` arrives in the race at `depths` `[...]`."""
+        """Return the arrival time of each token of `laws` `[..., vocab]` at `depths` `[...]`."""
         on_host = laws.device.type == "cpu"
         uniforms = (self._host_uniforms if on_host else self._device_uniforms)(laws, depths)
         return -uniforms.log() / laws
@@ -223,47 +230,53 @@ class KeyedNoise(Noise):
 
 
 def _on_host(values: Sequence[int], dtype: type) -> Tensor:
-    """A small tensor; a fraction of the time of `torch.tensor`."""
+    """Return a small host tensor, in a fraction of the time of `torch.tensor`."""
     return torch.from_numpy(numpy.array(values, dtype))
 
 
 @lru_cache(maxsize=256)
 def _flags(values: tuple[bool, ...]) -> Tensor:
-    """A batch's flags, the same in every round."""
+    """Return a batch's flags as a tensor; cached, because they stay the same between rounds."""
     return torch.tensor(values, dtype=torch.bool)
 
 
 def draw_by_inversion(laws: Tensor, uniforms: Tensor | float) -> Tensor:
-    """Draw from each of `laws` `[..., vocab]` (any positive total) with its uniform `[..., 1]` (or one for all), by inverting
-    the sum.
+    """Draw from each of `laws` `[..., vocab]` by inverting its cumulative sum.
 
-    For a uniform of at most 1 - 2^-53 the product with the total rounds to less than the total, so the token
-    found always has mass.
+    For uniforms of at most 1 - 2^-53, the product with the total rounds to less than the total, so
+    the token found always has a positive probability.
+
+    Args:
+        laws: unnormalised probabilities with a positive sum.
+        uniforms: `[..., 1]`, or one number for all.
     """
     totals = laws.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(totals, uniforms * totals[..., -1:], right=True)[..., 0]
 
 
 Numbers = TypeVar("Numbers", Tensor, NDArray[numpy.int64])
-"""What is hashed: 64-bit integers that wrap around, many on a device or few on the host."""
+"""64-bit integers that wrap around: a tensor on a device, or an array on the host."""
 
 Places = Sequence[Sequence[int]]
-"""Per row, for which depths or nodes numbers are wanted; equally many for each row."""
+"""Depths or node indices that need random numbers, per row; equally many for each row."""
 
 _FEW = 64
-"""So many numbers are hashed one by one: an array of any size costs as much as some fifty of them."""
+"""Up to this many numbers are hashed one by one; any array operation costs as much as about 50."""
 
 _ALL_BITS = (1 << 64) - 1
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio as a signed integer: the step of SplitMix64
 
 
 def _shift_right(values: Numbers, bits: int) -> Numbers:
-    """Logical shift; that of signed integers keeps the sign."""
+    """Shift right logically; the operator alone would extend the sign."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(values: Numbers) -> Numbers:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): each input bit flips half of the output bits."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+
+    Each input bit flips half of the output bits.
+    """
     values = values + _GOLDEN
     values = (values ^ _shift_right(values, 30)) * -4658895280553007687
     values = (values ^ _shift_right(values, 27)) * -7723592293110705685
@@ -276,7 +289,7 @@ def _row_key(seed: int, stream: int) -> int:
 
 
 def _mix_integer(value: int) -> int:
-    """`_mix` of one number, without a tensor's overhead: rows come in thousands."""
+    """Apply `_mix` to one number without tensor overhead, for batches of thousands of rows."""
     value = (value + _GOLDEN) & _ALL_BITS
     value = ((value ^ value >> 30) * -4658895280553007687) & _ALL_BITS
     value = ((value ^ value >> 27) * -7723592293110705685) & _ALL_BITS
@@ -289,29 +302,35 @@ def _hash(keys: Numbers, places: Numbers, purpose: int | Numbers) -> Numbers:
 
 @lru_cache(maxsize=4096)
 def _place_hash(place: int, purpose: int) -> int:
-    """The part of `_hash` that all rows share, as an unsigned integer."""
+    """Return the part of `_hash` that all rows share, as an unsigned integer."""
     return _mix_integer(place * len(Purpose) + purpose)
 
 
 def _beside(per_row: Numbers, places: Numbers) -> Numbers:
-    """`[row]` values shaped to broadcast over `[row, ...]` places."""
+    """Reshape `[row]` values to broadcast over `[row, ...]` places."""
     return per_row.reshape(-1, *([1] * (places.ndim - 1)))
 
 
 def _to_uniform(hashes: NDArray[numpy.int64]) -> NDArray[numpy.float64]:
-    """The top 52 bits as a float64 strictly between 0 and 1 (with 53 the half added would round up to 1)."""
+    """Return the top 52 bits as a float64 strictly between 0 and 1.
+
+    With 53 bits, adding one half would round up to 1.
+    """
     return (_shift_right(hashes, 12).astype(numpy.float64) + 0.5) * 2.0**-52
 
 
 def _uniform_per_token_on_device(hashes: Tensor, width: int) -> Tensor:
-    """`[..., token]` uniforms of `_to_uniform`, without a copy from the device."""
+    """Return `[..., token]` uniforms as `_to_uniform` does, without a copy from the device."""
     tokens = torch.arange(width, device=hashes.device)
     mixed = _mix(hashes[..., None] + tokens * _GOLDEN)
     return (_shift_right(mixed, 12).double() + 0.5) * 2.0**-52
 
 
 def _uniform_per_token(hashes: NDArray[numpy.int64], width: int) -> NDArray[numpy.float64]:
-    """The same numbers on the host, where unsigned arrays that are changed in place take a third of the time."""
+    """Return the same uniforms on the host.
+
+    Unsigned arrays that are modified in place take a third of the time.
+    """
     mixed = hashes[..., None].view(numpy.uint64) + _token_steps(width)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed ^= mixed >> numpy.uint64(shift)
@@ -326,7 +345,7 @@ def _uniform_per_token(hashes: NDArray[numpy.int64], width: int) -> NDArray[nump
 
 @lru_cache(maxsize=8)
 def _token_steps(width: int) -> NDArray[numpy.uint64]:
-    """What `_mix` begins with for each token."""
+    """Return `(v + 1) * _GOLDEN` for each token v; this includes the first addition of `_mix`."""
     return numpy.arange(1, width + 1, dtype=numpy.uint64) * numpy.uint64(_GOLDEN & _ALL_BITS)
 
 

@@ -1,5 +1,7 @@
-"""A drafter's name, understood whole without loading anything: for whoever only wants to know what would take part, and for
-whoever loads, so that what cannot be is refused before weights are read."""
+"""Validation of drafter names without loading models.
+
+Describes the drafter of a name, and lets `load` refuse an invalid one before any weights are read.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,19 @@ from secondguess.runtime.layered import layers_without
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """What a name asks for.
+    """Description of a drafter, as far as its name determines it.
 
     Args:
         name: as the user wrote it.
-        kind: `none`, `model`, `ngram`, ...
-        draft_model: the model that it would load, if any.
-        needs_target: whether it borrows from the target: only when that is loaded can the rest be checked.
-        trained: folder of what was trained for the target, where the name says one.
-        head_bytes: weights of what was trained for the target, where that is known.
+        kind: `none`, `model`, `ngram`, ...; of several drafters, joined by `+`.
+        draft_model: path or name of the draft model, if it uses one.
+        needs_target: True if it uses parts of the target, so that not all of it can be checked
+            before the target is loaded.
+        trained: path of a trained head, if the name gives one.
+        head_bytes: size of the trained head's weights, where known.
         options: values of all its options.
-        given: those that the name gives, as they were written.
-        parts: what takes turns where the name joins several drafters, each understood on its own; else nothing.
+        given: options in the name, as written.
+        parts: descriptions of the component drafters, if the name joins several; else empty.
     """
 
     name: str
@@ -52,21 +55,24 @@ class NamedDrafter:
 
 
 class _Asked(Exception):
-    """A drafter asked for a draft model; stops its making before anything is loaded."""
+    """Raised when a drafter requests a draft model, to stop its construction before loading."""
 
 
 class _Borrows(Exception):
-    """A drafter asked for its target, or for what was trained for it; stops its making likewise."""
+    """Raised when a drafter requests its target or trained head, to stop its construction."""
 
 
 class UnloadedTarget(Runtime):
-    """What is known of a target before it is loaded: whoever wants more of it has said all that could be refused.
+    """Placeholder for a target that is not loaded, with the properties known before loading.
+
+    A drafter that calls its methods has passed all checks that are possible before loading:
+    `_Borrows` stops its construction.
 
     Args:
-        name: what the user calls it.
+        name: name that the user gave.
         path: its folder.
-        num_layers: how deep it is.
-        runs_layers_apart: whether it will be able to.
+        num_layers: number of layers.
+        runs_layers_apart: True if its layers will be able to run separately.
     """
 
     device = torch.device("meta")
@@ -105,16 +111,17 @@ class UnloadedTarget(Runtime):
 
 
 def understand_drafter(name: str, target: UnloadedTarget | None = None) -> NamedDrafter:
-    """Check a drafter's name, argument and options as `load` would, and say what they are.
+    """Check a drafter's name, argument and options as `load` does, and return a description.
 
     Args:
         name: as the user wrote it.
-        target: whom it would draft for. Without one a drafter that borrows is understood only so far.
+        target: target of the drafter. Without it, a drafter that uses parts of the target is
+            checked only in part.
 
     Raises:
-        BadInputError: a kind, an argument, an option or a value that does not exist, or layers that the target lacks.
-        CheckpointError: a folder that is missing, or one of a drafter of another kind.
-        UnsupportedModelError: a target that cannot lend what the drafter borrows.
+        BadInputError: an unknown kind, argument, option or value, or layers that the target lacks.
+        CheckpointError: a folder that is missing, or that holds a drafter of another kind.
+        UnsupportedModelError: a target that does not provide what the drafter uses.
     """
     parts = tuple(_understand(part, target) for part in parse_drafter_name(name))
     if len(parts) == 1:
@@ -128,10 +135,10 @@ def understand_drafter(name: str, target: UnloadedTarget | None = None) -> Named
 
 
 def require_model_to_quantize(drafter_quantize: str | None, drafter: str, has_model: bool) -> None:
-    """Refuse 8 bits for a draft model where the drafter has none.
+    """Refuse 8-bit weights of a draft model for a drafter without one.
 
     Raises:
-        BadInputError: naming the drafter.
+        BadInputError: the message names the drafter.
     """
     if drafter_quantize is not None and not has_model:
         raise BadInputError(
@@ -170,7 +177,10 @@ def _understand(name: Name, target: UnloadedTarget | None) -> NamedDrafter:
 
 
 def _find_head(target: UnloadedTarget, found: list[Path], name: Name) -> Path:
-    """The folder that `load` would read, noted in `found` unless it is the target's own, which is counted there."""
+    """Return the folder that `load` would read, and append it to `found`.
+
+    The target's own folder is not appended, because its weights are counted with the target.
+    """
     folder = find_head_folder(name, target.name, target.path)
     if folder != Path(target.path):
         found.append(folder)

@@ -1,7 +1,8 @@
-"""What is done to logits before they are tempered: bias, penalties, the ban of end tokens.
+"""Edits of logits before temperature is applied: bias, penalties, ban of end tokens.
 
-Each query of a draft counts its own prefix: the row's tokens and the drafted nodes that lie before it. Only
-tokens that occur there are touched, so the cost grows with the text and hardly with the vocabulary.
+Each query of a draft counts the tokens of its own prefix: the row's tokens and the drafted nodes
+before it. Only the logits of tokens that occur there change, so the cost grows with the text and
+hardly with the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogitEdits:
-    """The edits that a batch's settings ask for.
+    """Logit edits for the settings of a batch.
 
     Args:
-        bias: row indices `[n]`, token ids `[n]` and what to add `[n]` float64; None without any logit bias.
-        penalties: None when no row uses one.
-        may_ban: whether a row has `min_tokens`.
+        bias: row indices `[n]`, token ids `[n]` and added values `[n]` float64; None without any
+            logit bias.
+        penalties: None if no row uses one.
+        may_ban: True if a row has `min_tokens`.
     """
 
     bias: tuple[Tensor, Tensor, Tensor] | None
@@ -40,19 +42,19 @@ class LogitEdits:
         return cls(_bias(params, vocab_size, device), Penalties.of(params, device), may_ban)
 
     def are_due(self, rows: Sequence[Row]) -> bool:
-        """Whether any logit will change in this round."""
+        """Return whether any logit changes in this round."""
         if self.bias is not None or self.penalties is not None:
             return True
         return self.may_ban and any(row.num_output < row.params.min_tokens for row in rows)
 
     def apply(self, logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Tensor) -> Tensor:
-        """An edited copy of the logits.
+        """Return an edited copy of the logits.
 
         Args:
             logits: `[row, query, vocab]`.
-            rows: whose tokens are counted.
-            nodes: `[row, node]` drafted tokens.
-            visible: `[row, query, node]` bool, the nodes that lie before each query.
+            rows: rows whose tokens are counted.
+            nodes: `[row, node]` draft tokens.
+            visible: `[row, query, node]` bool, True for nodes that precede the query.
         """
         logits = logits.clone()
         if self.bias is not None:
@@ -70,7 +72,7 @@ class Penalties:
     """Repetition (arXiv 1909.05858), frequency and presence penalties of the rows that use any.
 
     Args:
-        rows: their indices in the batch.
+        rows: indices of these rows in the batch.
         index: the same as `[n]` int64.
         repetition, frequency, presence: `[n, 1, 1]` float64.
     """
@@ -98,15 +100,16 @@ class Penalties:
         return cls(rows, torch.tensor(rows, device=device), per_row[:, 0], per_row[:, 1], per_row[:, 2])
 
     def apply_(self, logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Tensor) -> None:
-        """Penalise in place; the arguments are those of `LogitEdits.apply`."""
+        """Apply penalties in place; arguments as in `LogitEdits.apply`."""
         nodes, visible = nodes[self.index], visible[self.index]
         tokens, in_text, in_output = _padded_tokens([rows[row] for row in self.rows], logits)
-        # The tokens that may have to change; a node beyond this vocabulary stands as token 0 and counts as none.
+        # Tokens whose logits may change. A node outside of this vocabulary becomes token 0 and is
+        # not counted.
         places = torch.cat([tokens, nodes.masked_fill(nodes >= logits.shape[-1], 0)], 1)
         counts = torch.zeros(2, len(self.rows), logits.shape[-1], dtype=logits.dtype, device=logits.device)
         counts[0].scatter_add_(1, tokens, in_text)
         counts[1].scatter_add_(1, tokens, in_output)
-        # A token that occurs twice stands at two places with equal counts; both will write the same number.
+        # A token that occurs twice has equal counts at both places, so the same value is written.
         drafted = (places[:, :, None] == nodes[:, None]).to(logits.dtype)
         drafted = visible.to(logits.dtype) @ drafted.transpose(1, 2)
         num_seen, num_output = (counts.gather(2, places.expand(2, -1, -1))[:, :, None] + drafted).unbind(0)
@@ -123,9 +126,10 @@ class Penalties:
 
 
 def _padded_tokens(rows: Sequence[Row], logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows' tokens `[row, place]` and, of each place, its weight in prompt and output and in the output.
+    """Return the rows' tokens `[row, place]`, and weights for the text and for the output alone.
 
-    Padding, and tokens that this vocabulary lacks, stand as token 0 with no weight.
+    A weight is 1 where the token counts. Padding and tokens outside of this vocabulary are token 0
+    with weight 0.
     """
     longest = max(len(row.tokens) for row in rows)
     padded = [row.tokens + [logits.shape[-1]] * (longest - len(row.tokens)) for row in rows]
@@ -156,7 +160,10 @@ def _bias(
 
 
 def _ban_end_tokens_(logits: Tensor, rows: Sequence[Row], depths: Tensor) -> None:
-    """Ban what would end a row too early; `depths` `[row, query]` is how many nodes lie before each query."""
+    """Ban end tokens at positions before `min_tokens`.
+
+    `depths` `[row, query]` is the number of nodes before each query.
+    """
     for own, depth, row in zip(logits, depths, rows, strict=True):
         num_missing = row.params.min_tokens - row.num_output
         ends = [token for token in _end_tokens(row) if token < logits.shape[-1]]

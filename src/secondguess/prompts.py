@@ -1,4 +1,4 @@
-"""Prompts: text, token ids or a conversation, checked and encoded."""
+"""Prompts as text, token ids or conversations: validation and encoding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.loading import LoadedModel
 
 Message = Mapping[str, str]
-"""`{"role": ..., "content": ...}`, both text."""
+"""Message of a conversation, `{"role": ..., "content": ...}`; both values are text."""
 
 Prompt = str | Sequence[int] | numpy.ndarray | Tensor | Sequence[Message]
-"""Text; token ids: a sequence of whole numbers, or an array or a tensor `[position]` of them; or a conversation, which
-the tokenizer's chat template formats, up to the beginning of the next reply."""
+"""Input of a generation.
+
+Text; token ids, as a sequence of integers or as an array or tensor `[position]`; or a
+conversation, which the tokenizer's chat template formats up to the beginning of the next reply.
+"""
 
 MESSAGE_FIELDS = ("role", "content")
 
@@ -25,17 +28,17 @@ _ARRAYS = (numpy.ndarray, Tensor)
 
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Return True for one prompt (or what cannot hold several), False for a list of prompts."""
+    """Return True for one prompt (or a value that cannot hold several), False for a list."""
     if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence):
         return True
     return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, *_ARRAYS))
 
 
 def checked_prompt(prompt: object) -> str | list[int]:
-    """Text that can be encoded, or token ids as plain numbers.
+    """Return the prompt as text that can be encoded, or as a list of token ids.
 
     Raises:
-        BadInputError: anything else, naming it.
+        BadInputError: any other value; the message describes it.
     """
     if isinstance(prompt, str):
         return _checked_text(prompt)
@@ -68,7 +71,7 @@ def _checked_text(text: str) -> str:
 
 
 def _checked_token(token: object, place: int) -> int:
-    # Python lets True pass for 1; nobody means that as a token.
+    # A bool is an index in Python, but never meant as a token id.
     if not isinstance(token, bool):
         try:
             return operator.index(token)  # type: ignore[arg-type]
@@ -86,7 +89,7 @@ def checked_messages(messages: object) -> list[dict[str, str]]:
     """Return the messages of a conversation, each with a role and a content.
 
     Raises:
-        BadInputError: anything else, naming the message and the field.
+        BadInputError: anything else; the message names the invalid message and field.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise BadInputError(
@@ -121,7 +124,7 @@ def _checked_message(message: object, place: int) -> dict[str, str]:
 
 
 def _encode_messages(target: LoadedModel, messages: list[dict[str, str]]) -> list[int]:
-    """Format a conversation; the template writes the special tokens, so the tokenizer adds none."""
+    """Format a conversation; its template adds the special tokens, so the tokenizer adds none."""
     if not target.tokenizer.chat_template:
         raise BadInputError(
             f"expected a model with a chat template for messages, got {target.name}, whose tokenizer has none; "
@@ -131,7 +134,7 @@ def _encode_messages(target: LoadedModel, messages: list[dict[str, str]]) -> lis
         ids: list[int] = target.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False}
         )
-    except Exception as error:  # a template is a program of the checkpoint: it may raise anything
+    except Exception as error:  # a template is code from the checkpoint and can raise anything
         raise BadInputError(
             f"expected messages that the chat template of {target.name} can format, got an error from it: {error}; "
             "change the messages"
@@ -143,13 +146,13 @@ def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
     """Return the token ids of a prompt.
 
     Raises:
-        BadInputError: what is no prompt or has no tokens, token ids outside the vocabulary, or messages that cannot be
-            formatted.
+        BadInputError: a value that is not a prompt, a prompt without tokens, token ids outside the
+            vocabulary, or messages that cannot be formatted.
     """
     if is_conversation(prompt):
         ids = _encode_messages(target, checked_messages(prompt))
     elif isinstance(checked := checked_prompt(prompt), str):
-        # A tokenizer may put special tokens around nothing.
+        # A tokenizer may add special tokens to an empty text.
         ids = target.encode(checked) if checked else []
     else:
         ids = checked

@@ -1,4 +1,4 @@
-"""Calls from several threads on one `LLM`: their rounds are played one at a time."""
+"""Lock for concurrent calls on one `LLM`: their rounds run one at a time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from threading import RLock
 from secondguess.core import Commit
 
 Loop = Generator[list[Commit], None, None]
-"""The decoding loop of one call (`decode.decode`)."""
+"""Decoding loop of one call (`decode.decode`)."""
 
 
 class RoundLock:
     """Lock around the rounds of all decoding loops that share models.
 
-    Loops of several threads, and of several streams in one thread, take turns round by round. A loop whose
-    caller abandons it is closed by the garbage collector, which may run inside a round of another loop, in the
-    same thread. So loops under way are referenced here, and an abandoned one is closed between two rounds.
+    Loops of several threads, and of several streams in one thread, alternate round by round. A
+    loop abandoned by its caller is closed by the garbage collector, which can run inside a round
+    of another loop in the same thread. Therefore unfinished loops are referenced here, and an
+    abandoned one is closed between two rounds.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class RoundLock:
         self._to_close: deque[Loop] = deque()
 
     def play_round(self, loop: Loop) -> list[Commit] | None:
-        """Play the next round of a loop; return None when it has ended."""
+        """Run the next round of a loop; return None if the loop has ended."""
         with self._lock:
             self._loops.add(loop)
             self._is_busy = True
@@ -37,10 +38,10 @@ class RoundLock:
                 self._close_abandoned()
 
     def close(self, loop: Loop) -> None:
-        """Release what a loop still holds, at once or after the round that is being played."""
+        """Release the state of a loop, at once or after the round in progress."""
         self._to_close.append(loop)
         with self._lock:
-            # The lock may be held by this very thread, in a round or while it closes another loop.
+            # This thread may already hold the lock, in a round or while it closes another loop.
             if not self._is_busy:
                 self._is_busy = True
                 self._close_abandoned()

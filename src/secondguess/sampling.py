@@ -1,12 +1,13 @@
-"""Sampling settings, and the only place where logits become probabilities.
+"""Sampling settings, and the conversion of logits to probabilities.
 
-Every law in the package, the target's and a drafter's alike, is made here, in one order:
+All distributions in the package, the target's and the drafters', are computed here, in this order:
 
-    logit bias, repetition penalty, frequency and presence penalty, ban of end tokens (`min_tokens`),
-    temperature, top-k, top-p, min-p
+    logit bias, repetition penalty, frequency and presence penalty, ban of end tokens
+    (`min_tokens`), temperature, top-k, top-p, min-p
 
-Each query of a draft gets the law that plain decoding would have had after the same prefix: penalties and
-`min_tokens` count a node's drafted ancestors as if they had been committed. That keeps speculation exact.
+Each query of a draft gets the distribution that plain decoding has after the same prefix:
+penalties and `min_tokens` count a node's drafted ancestors as if they were committed. Speculation
+would not be lossless otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_SAMPLES = 16384
 
 
 class TokenBias(Mapping[int, float]):
-    """An immutable, hashable map from token id to what is added to its logit (-inf bans the token)."""
+    """Immutable, hashable map from token id to the value added to its logit (-inf: ban)."""
 
     def __init__(self, values: Mapping[int, float] | None = None) -> None:
         self._values = dict(sorted((values or {}).items()))
@@ -54,30 +55,34 @@ class TokenBias(Mapping[int, float]):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a request asks of its text. Wrong values are refused when the object is made.
+    """Sampling settings of a request, validated on construction.
 
     Args:
-        max_tokens: output tokens at most; 1 or more.
-        min_tokens: before this many, end tokens and `stop_token_ids` cannot be drawn; `stop` does not count.
-        temperature: 0 is greedy, 1 is the model's own law; 0, or from 0.0001 to 100.
-        top_k: keep the k most probable tokens, and those tied with the last of them; 0 turns it off.
-        top_p: keep the fewest of the most probable tokens (lower ids first among equals) whose mass reaches
-            this; 1 turns it off.
-        min_p: keep tokens with at least this share of the top token's probability; 0 turns it off.
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens that occur in
-            prompt or output; 1 turns it off.
-        frequency_penalty: subtracted from a token's logit once per occurrence in the output; -2 to 2.
-        presence_penalty: subtracted from a token's logit if it occurs in the output; -2 to 2.
-        logit_bias: token id to what is added to its logit, -100 to 100, or -inf for a ban.
+        max_tokens: largest number of output tokens; 1 or more.
+        min_tokens: before this many output tokens, end tokens and `stop_token_ids` cannot be
+            sampled, and `stop` does not end the text.
+        temperature: 0 is greedy, 1 is the model's own distribution; 0, or from 0.0001 to 100.
+        top_k: keep the k most probable tokens, and those tied with the last one; 0 disables it.
+        top_p: keep the smallest set of most probable tokens (lower ids first among equals) whose
+            total probability reaches this value; 1 disables it.
+        min_p: keep tokens with at least this fraction of the top token's probability; 0 disables
+            it.
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that
+            occur in prompt or output; 1 disables it.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the output; from
+            -2 to 2.
+        presence_penalty: subtracted from a token's logit if it occurs in the output; from -2 to 2.
+        logit_bias: value added to the logit, by token id; from -100 to 100, or -inf for a ban.
         stop: the text ends before the first of these strings; a single string is accepted.
-        stop_token_ids: tokens that end the text, beside the model's own end tokens.
-        n: samples per prompt. Sample i is the same text for any n, given a seed. More than 1 needs a temperature above 0.
-        seed: makes the text reproducible; under verifier `auto` or `coupled` it is then the same with any drafter, in
-            float32 and float64, and on a CPU in bfloat16 too.
-        logprobs: report each token's log-probability and this many alternatives (0: only its own); None
-            reports nothing.
-        draft_length: draft so many nodes per round for this request, whatever the controller would do; 0 decodes
-            it plainly. The text's law does not depend on it.
+        stop_token_ids: tokens that end the text, in addition to the model's end tokens.
+        n: samples per prompt. With a seed, sample i is the same text for any n. More than 1 needs
+            a temperature above 0.
+        seed: makes the text reproducible. With verifier `auto` or `coupled` the text is then also
+            the same with any drafter, in float32 and float64, and on a CPU in bfloat16.
+        logprobs: report each token's log-probability and this many alternatives (0: only its own);
+            None reports nothing.
+        draft_length: draft this many levels per round for this request, in place of the
+            controller's choice; 0 is plain decoding. It does not change the output distribution.
 
     Raises:
         BadInputError: a value of the wrong type or out of range.
@@ -135,12 +140,12 @@ class SamplingParams:
 
     @cached_property
     def _hash(self) -> int:
-        # Asked for every row in every round, as the key under which a batch's settings are kept as tensors.
+        # Needed for every row in every round: it is the key of the cached setting tensors.
         return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
 
     @cached_property
     def edits_logits(self) -> bool:
-        """Whether these settings may change which logit is the largest."""
+        """True if these settings can change which logit is the largest."""
         penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         return penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
@@ -166,7 +171,7 @@ class SamplingParams:
 
     def _check_number(self, name: str, lowest: float, highest: float, advice: str) -> None:
         value = getattr(self, name)
-        # NaN fails every comparison, and so is refused here too.
+        # NaN fails every comparison, so it is refused here too.
         if not _is_number(value) or not lowest <= value <= highest:
             raise _refusal(name, f"a number from {lowest} to {highest}", value, advice)
         self._set(name, float(value))
@@ -212,7 +217,7 @@ def _checked_tokens(tokens: object) -> tuple[int, ...]:
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
-    """Python's and NumPy's whole numbers; True and False are not meant as numbers."""
+    """Return True for Python and NumPy integers; booleans are not accepted as numbers."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -225,44 +230,44 @@ def _is_token(token: object) -> TypeGuard[int]:
 
 
 def target_laws(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
-    """The laws that the target's text follows, each query with its own true prefix.
+    """Return the target's probabilities after sampling settings, each query with its own prefix.
 
     Args:
-        logits: `[row, node + 1, vocab]`; left as they are.
-        rows: whose settings apply and whose tokens the penalties count.
-        draft: the nodes behind queries 1 and up.
+        logits: `[row, node + 1, vocab]`; not modified.
+        rows: their settings apply, and penalties count their tokens.
+        draft: nodes whose queries are 1 and up.
 
     Returns:
         Probabilities `[row, node + 1, vocab]` in the logits' dtype (float32 for half precision).
 
     Raises:
         BadInputError: the settings ban every token.
-        SecondGuessError: the model's logits are not numbers.
+        SecondGuessError: the model's logits are not finite.
     """
     edits, rules = _settings(rows, logits)
     scores = _at_least_float32(logits)
     if edits.are_due(rows):
-        # Query 0 follows pending: no drafted node lies before it.
+        # Query 0 follows `pending`: no drafted node precedes it.
         visible = torch.nn.functional.pad(draft.ancestors(), (0, 0, 1, 0))
         scores = edits.apply(scores, rows, draft.tokens, visible)
     return _checked(rules.laws(scores), logits)
 
 
 def drafter_laws(logits: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor:
-    """The laws a chain drafter draws its next node from, under each row's own settings.
+    """Return the probabilities from which a chain drafter draws its next node, per row.
 
     Args:
-        logits: `[row, vocab]` after the rows' tokens and `drafted`; left as they are. The vocabulary may be
-            wider or narrower than the target's; settings about tokens beyond it do not apply.
-        rows: whose settings apply and whose tokens the penalties count.
-        drafted: `[row, i]` the nodes drawn so far this round.
+        logits: `[row, vocab]` after the rows' tokens and `drafted`; not modified. The vocabulary
+            can be larger or smaller than the target's; settings for missing tokens do not apply.
+        rows: their settings apply, and penalties count their tokens.
+        drafted: `[row, i]` nodes drawn so far in this round.
 
     Returns:
         Probabilities `[row, vocab]` in the logits' dtype (float32 for half precision).
 
     Raises:
         BadInputError: the settings ban every token.
-        SecondGuessError: the model's logits are not numbers.
+        SecondGuessError: the model's logits are not finite.
     """
     edits, rules = _settings(rows, logits)
     scores = _at_least_float32(logits)[:, None]
@@ -273,15 +278,17 @@ def drafter_laws(logits: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor
 
 
 def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Commit:
-    """Add log-probabilities to a commit whose request asked for them.
+    """Add log-probabilities to a commit if its request asks for them.
 
     Args:
-        commit: what the row gained.
-        logits: `[node + 1, vocab]` of this row; reported is their log-softmax, before any sampling setting.
-        path: the accepted nodes; token i of the commit was judged at query 0, or behind node `path[i - 1]`.
+        commit: tokens that the row gained.
+        logits: `[node + 1, vocab]` of this row. Their log-softmax is reported, before any sampling
+            setting.
+        path: accepted nodes. Token 0 of the commit follows query 0, token i follows node
+            `path[i - 1]`.
 
     Returns:
-        The commit itself when the request wants no log-probabilities, else a copy with them.
+        The commit itself if the request asks for no log-probabilities, else a copy with them.
     """
     num_alternatives = commit.row.params.logprobs
     if num_alternatives is None:
@@ -300,7 +307,7 @@ def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Comm
 
 
 def _settings(rows: Sequence[Row], logits: Tensor) -> tuple[LogitEdits, RowRules]:
-    """The batch's settings as tensors."""
+    """Return the batch's settings as tensors."""
     return _as_tensors(tuple([row.params for row in rows]), logits.shape[-1], logits.device)
 
 
@@ -308,7 +315,7 @@ def _settings(rows: Sequence[Row], logits: Tensor) -> tuple[LogitEdits, RowRules
 def _as_tensors(
     params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device
 ) -> tuple[LogitEdits, RowRules]:
-    """Kept while the same requests decode together."""
+    """Convert settings to tensors; cached while the same requests decode together."""
     return LogitEdits.of(params, vocab_size, device), RowRules.of(params, device)
 
 
@@ -317,7 +324,7 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 
 
 def _checked(laws: Tensor, logits: Tensor) -> Tensor:
-    # Whatever makes a law undefined makes all of it NaN, so one token tells; and one law makes a sum of them NaN.
+    # An undefined distribution is NaN in every entry, and one NaN makes the sum below NaN.
     first = laws[..., 0]
     if math.isnan(first.item() if first.numel() == 1 else first.sum().item()):
         if bool(logits.isnan().any()) or bool((logits == math.inf).any()):

@@ -1,6 +1,6 @@
-"""What happened: counts per round and position, seconds per phase.
+"""Decoding statistics: counts per round and position, seconds per phase.
 
-Only counters are kept; ratios are derived on reading.
+Only counters are stored; ratios are computed on access.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from secondguess.core import Commit, Draft, RoundTime, Row
 PHASES = ("prefill", "draft", "score", "judge", "other")
 
 Clock = Callable[[], float]
-"""Seconds from some moment on; tests and replays hand in clocks of their own."""
+"""Seconds since a fixed moment; tests and replays pass clocks of their own."""
 
 
 def acceptance_rate_of(num_accepted: int, num_drafted: int) -> float | None:
@@ -25,18 +25,21 @@ def acceptance_rate_of(num_accepted: int, num_drafted: int) -> float | None:
 
 @dataclass
 class Stats:
-    """Counters of one row, or of many added together.
+    """Counters of one row, or the sum over several rows.
 
     Args:
-        num_rounds: target passes.
-        num_tokens: tokens committed.
-        num_drafted: nodes drafted; in a tree, those of all its branches.
-        num_accepted: nodes that became text; of a tree, at most one per position.
-        drafted_per_position: how many rounds had a node at depth 0, 1, ...; however many a tree had there, one of them could
-            be accepted.
-        accepted_per_position: how many of them had one accepted there. Over the former, the acceptance by position.
-        seconds: wall-clock seconds, per phase, of the rounds a row took part in; rows of a batch share them.
-        drafting_seconds: of the phase `draft`, in rounds that did draft for the row. In the others a head only listens.
+        num_rounds: number of target passes.
+        num_tokens: number of committed tokens.
+        num_drafted: number of drafted nodes; in a tree, over all branches.
+        num_accepted: number of accepted nodes; in a tree, at most one per position.
+        drafted_per_position: number of rounds with a node at depth 0, 1, ...; a tree counts once
+            per depth, because only one of its nodes there can be accepted.
+        accepted_per_position: number of rounds with an accepted node at that depth. Divided by
+            `drafted_per_position`, the acceptance rate by position.
+        seconds: wall-clock seconds per phase, over the rounds in which the row took part; the rows
+            of a batch share them.
+        drafting_seconds: seconds of phase `draft` in rounds that drafted for the row. In other
+            rounds this phase only updates the drafter's state.
     """
 
     num_rounds: int = 0
@@ -50,22 +53,25 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over drafted nodes; None when nothing was drafted. Low for trees, which draft several nodes at one place."""
+        """Accepted over drafted nodes; None when nothing was drafted.
+
+        Low for trees, which draft several nodes per position.
+        """
         return acceptance_rate_of(self.num_accepted, self.num_drafted)
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per target pass, correction or bonus included (tau); plain decoding has 1."""
+        """Tokens per target pass, correction or bonus included (tau); 1 for plain decoding."""
         return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens over all seconds, prefill included."""
+        """Output tokens per second over all phases, prefill included."""
         total = sum(self.seconds.values())
         return self.num_tokens / total if total else 0.0
 
     def count(self, num_drafted: int, depth: int, commit: Commit) -> None:
-        """Add one round of one row, whose draft had so many nodes on so many levels."""
+        """Add one round of one row, whose draft had `num_drafted` nodes on `depth` levels."""
         self.num_rounds += 1
         self.num_tokens += len(commit.tokens)
         self.num_drafted += num_drafted
@@ -74,7 +80,7 @@ class Stats:
         _count_positions(self.accepted_per_position, depth, up_to=commit.num_accepted)
 
     def as_dict(self) -> dict[str, object]:
-        """Counters and ratios under their public names."""
+        """Return counters and ratios by their public names."""
         return {
             "num_rounds": self.num_rounds,
             "num_tokens": self.num_tokens,
@@ -105,7 +111,10 @@ def _count_positions(counters: list[int], width: int, up_to: int | None = None) 
 
 
 class _Stopwatch:
-    """Adds the time spent inside a `with` to one phase; several times cheaper than a generator that does so."""
+    """Context manager that adds elapsed time to one phase.
+
+    Several times cheaper than a generator with `contextmanager`.
+    """
 
     def __init__(self, seconds: dict[str, float], name: str, clock: Clock) -> None:
         self._seconds = seconds
@@ -120,7 +129,7 @@ class _Stopwatch:
 
 
 class Ledger:
-    """The statistics of the rows that decode together."""
+    """Statistics of rows that decode together."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
@@ -129,24 +138,24 @@ class Ledger:
         self._round_start = 0.0
 
     def of(self, row: Row) -> Stats:
-        """The counters of one row."""
+        """Return the counters of one row."""
         stats = self._stats.get(row)
         if stats is None:
             stats = self._stats[row] = Stats()
         return stats
 
     def phase(self, name: str) -> _Stopwatch:
-        """Time a phase of the current round."""
+        """Return a context manager that times a phase of the current round."""
         return _Stopwatch(self._phase_seconds, name, self._clock)
 
     def round_time(self) -> RoundTime:
-        """What the round under way has taken so far."""
+        """Return the duration of the current round so far."""
         seconds = self._phase_seconds
         return RoundTime(seconds["prefill"], seconds["draft"], self._clock() - self._round_start)
 
     @contextmanager
     def round(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Charge what happens inside to these rows; what no phase claims is `other`."""
+        """Add the time spent inside to these rows; time outside of phases counts as `other`."""
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._round_start = self._clock()
         try:

@@ -1,7 +1,9 @@
-"""Fakes that obey the contracts, for our tests and for yours: no Transformers, no weights, milliseconds.
+"""Fake models and drafters for tests of this package and of extensions.
 
-`TableModel` is a language model given by a function from context to law; it checks its caller as strictly as a real cache
-would. `ScriptedDrafter` proposes whatever it is told to; `LawTreeDrafter` draws trees from a function like that of the model.
+They need neither Transformers nor weights and run in milliseconds. `TableModel` is a language
+model given by a function from context to probabilities; it checks its caller as strictly as a real
+KV cache. `ScriptedDrafter` proposes given tokens; `LawTreeDrafter` samples trees from such a
+function.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ Law = Callable[[tuple[int, ...]], Tensor]
 
 
 class TableModel(Runtime):
-    """A target or a draft model whose next-token law is looked up.
+    """Target or draft model whose next-token distribution is a function of the context.
 
     Args:
         vocab_size: number of tokens.
-        law: maps the whole context (a tuple of token ids) to probabilities `[vocab]`; zeros are allowed.
-        context_length: positions it claims to hold.
+        law: maps the whole context (a tuple of token ids) to probabilities `[vocab]`; zeros are
+            allowed.
+        context_length: reported context length.
     """
 
     def __init__(self, vocab_size: int, law: Law, context_length: int = 10_000) -> None:
@@ -92,18 +95,18 @@ class TableModel(Runtime):
 
     @property
     def num_live_rows(self) -> int:
-        """Rows that have begun and not ended."""
+        """Number of rows that have begun and not ended."""
         return len(self._cached)
 
 
 def random_law(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: float = 0.0) -> Law:
-    """A context-dependent random law: each context has its own, the same on every call.
+    """Return a function that maps each context to a random, but fixed, distribution.
 
     Args:
         vocab_size: number of tokens.
-        seed: two seeds give unrelated laws.
+        seed: different seeds give unrelated distributions.
         sharpness: standard deviation of the logits.
-        zeros: chance of each token to have probability zero (one token always keeps its mass).
+        zeros: probability that a token gets probability zero; the most probable token never does.
     """
     laws: dict[tuple[int, ...], Tensor] = {}
 
@@ -120,7 +123,10 @@ def random_law(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: float 
 
 
 class ScriptedDrafter(Drafter):
-    """Proposes the chain that a function names for each row, cut to the row's budget; certain of it."""
+    """Deterministic drafter whose chains come from a function of the row.
+
+    Chains are truncated to the row's draft length.
+    """
 
     name = "scripted"
     certain = True
@@ -135,7 +141,14 @@ class ScriptedDrafter(Drafter):
 
 @dataclass
 class _Sapling:
-    """One row's tree while it grows to so many levels: its nodes, and under which of them the next ones are to be drawn."""
+    """Draft tree of one row under construction.
+
+    Attributes:
+        context: token ids of the row.
+        num_levels: largest number of levels.
+        tokens, parents, laws: token, parent index and draft distribution of each node.
+        places: parents of the nodes to draw next, in order.
+    """
 
     context: tuple[int, ...]
     num_levels: int
@@ -145,33 +158,35 @@ class _Sapling:
     places: deque[int] = field(default_factory=deque)
 
     def path(self, node: int) -> list[int]:
-        """The nodes from pending down to a node, itself included; none for pending."""
+        """Return the nodes on the path to a node, itself included; empty for pending (-1)."""
         return [] if node < 0 else [*self.path(self.parents[node]), node]
 
     def siblings(self, parent: int) -> list[int]:
-        """The tokens drawn so far under a node."""
+        """Return the tokens of a node's children drawn so far."""
         return [token for token, above in zip(self.tokens, self.parents, strict=True) if above == parent]
 
     def chance(self, node: int) -> float:
-        """The probability of a node's path under the laws that were reported of it."""
+        """Return the probability of a node's path under the reported draft distributions."""
         return float(torch.stack([self.laws[step][self.tokens[step]] for step in self.path(node)]).prod())
 
     def law_below(self, parent: int, law: Law) -> Tensor:
-        """The drafter's law behind a node."""
+        """Return the draft distribution after a node."""
         return law((*self.context, *(self.tokens[node] for node in self.path(parent))))
 
 
 class LawTreeDrafter(Drafter):
-    """Draws trees of tokens from a law, breadth first, siblings one after another.
+    """Drafter that samples token trees, breadth first and siblings in order.
 
     Args:
         vocab_size: number of tokens.
         law: maps the whole context to probabilities `[vocab]`, as in `TableModel`.
-        widths: how many children a node gets, by its depth: (2, 1) draws two children of pending and one below each.
-        distinct: draw siblings without replacement. Where the law has no other token left, token 0 is named in its
-            place: trees of one form for all rows need something there, and no rule accepts it.
-        grows: whether a drawn node gets children, from the probability of its path; None for always. It decides about
-            nodes that are not drawn yet, and may therefore look at those that are.
+        widths: number of children of a node at each depth: (2, 1) draws two children of pending
+            and one child of each.
+        distinct: draw siblings without replacement. Where no token of positive probability is
+            left, token 0 fills the node, so that trees keep the same shape in all rows; no
+            verifier accepts it.
+        grows: maps the probability of a drawn node's path to whether it gets children; None for
+            always. It decides about nodes that are not drawn yet, so it may depend on drawn ones.
     """
 
     name = "law-tree"
@@ -209,7 +224,7 @@ class LawTreeDrafter(Drafter):
         return self._draft(trees)
 
     def _make_room(self, tree: _Sapling, node: int) -> None:
-        """Reserve the places of a node's children, if it gets any."""
+        """Queue a node's children to be drawn, if it gets any."""
         depth = len(tree.path(node))
         if depth < min(len(self.widths), tree.num_levels) and (
             node < 0 or self.grows is None or self.grows(tree.chance(node))
@@ -231,7 +246,7 @@ class LawTreeDrafter(Drafter):
             self._make_room(tree, node)
 
     def _offer(self, law: Tensor, siblings: Sequence[int]) -> Tensor:
-        """What the next child is drawn from, when these are its earlier siblings."""
+        """Return the distribution of the next child, given the tokens of earlier siblings."""
         if not self.distinct or not siblings:
             return law
         rest = law.clone()

@@ -1,7 +1,8 @@
-"""From tokens to text while they arrive: whole characters only, cut before a stop string.
+"""Incremental detokenization: whole characters only, cut before a stop string.
 
-A token is not a piece of text: a character may be spread over several tokens, and a token's spaces depend on
-its neighbours. So a short window of tokens is decoded again with each new one, and what was added passed on.
+Tokens cannot be decoded one by one: a character can span several tokens, and the spaces of a token
+depend on its neighbours. So a short window of tokens is decoded again with each new token, and the
+text that was added is returned.
 """
 
 from __future__ import annotations
@@ -13,38 +14,40 @@ from typing import Any, Protocol
 from secondguess.core import Commit
 
 REPLACEMENT = "\ufffd"
-"""What tokenizers write for bytes that are not (yet) a character."""
+"""Character that tokenizers write for bytes that do not (yet) form a character."""
 
 SPACE_MARK = "▁"
-"""What stands for a space in the tokens of SentencePiece."""
+"""Character that stands for a space in SentencePiece tokens."""
 
 LONGEST_CHARACTER = 4
-"""Bytes, and so tokens, that one character of UTF-8 can take."""
+"""Largest number of bytes, and therefore of tokens, in one UTF-8 character."""
 
 CONTEXT = 8
-"""Tokens kept in front of new ones; what precedes a token decides whether its leading space is written."""
+"""Tokens kept before new ones; the preceding token decides whether a leading space is written."""
 
 LONGEST_WINDOW = 64
-"""Tokens that are decoded together at most, even while none of them makes a character."""
+"""Largest number of tokens decoded together, even if none of them completes a character."""
 
 
 class Tokenizer(Protocol):
-    """The part of a Transformers tokenizer that is needed here."""
+    """Subset of the Transformers tokenizer interface that is used here."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of some tokens."""
+        """Return the text of some tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one commit added to a row's text.
+    """Text that one commit adds to a row.
 
     Args:
-        text: whole characters; empty while they are held back. All pieces of a row make up its text.
-        tokens: the committed tokens. Text that was held back may come with a later piece than its tokens.
-        drafted: per token, whether a drafter wrote it.
-        segments: `text` in parts, each with whether the token that completed it was drafted.
+        text: whole characters; empty while they are held back. The pieces of a row concatenate to
+            its text.
+        tokens: the committed tokens. Text that was held back can be in a later piece than its
+            tokens.
+        drafted: per token, True if a drafter proposed it.
+        segments: parts of `text`, each with True if the token that completed it was drafted.
     """
 
     text: str
@@ -54,30 +57,33 @@ class Piece:
 
 
 class IncrementalDecoder:
-    """Text token by token, as decoding prompt and output at once would give it.
+    """Token-by-token decoder with the same result as decoding prompt and output at once.
 
     Args:
-        tokenizer: whose `decode` is called with a bounded number of tokens per step.
-        prompt_ids: what precedes the text.
+        tokenizer: its `decode` is called with a bounded number of tokens per step.
+        prompt_ids: tokens that precede the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._window = _context(tokenizer, prompt_ids)
         text = self._decode(self._window)
-        # A prompt may end inside a character, which the output then completes.
+        # A prompt may end inside a character, which the output completes.
         self._num_given = len(text) - _num_open(text)
         self._num_settled = len(self._window)
         self._boundary = len(self._window)
 
     def push(self, token: int) -> str:
-        """The text that this token completes: empty inside a character and for special tokens."""
+        """Return the text that this token completes; empty inside a character.
+
+        Special tokens have no text.
+        """
         self._window.append(token)
         text = self._decode(self._window)
         num_open = _num_open(text)
         if num_open and len(self._window) - self._num_settled < LONGEST_CHARACTER:
             return ""
-        # More tokens than a character can have: all but the end of them will never become one.
+        # More tokens than one character can have: only the end may still become a character.
         end = len(text) - num_open
         piece = text[self._num_given : end]
         self._num_given = end
@@ -90,14 +96,14 @@ class IncrementalDecoder:
         return piece
 
     def flush(self) -> str:
-        """What is left of an incomplete character when no more tokens come."""
+        """Return the rest of an incomplete character; call it when no more tokens follow."""
         text = self._decode(self._window)
         piece = text[self._num_given :]
         self._num_given = len(text)
         return piece
 
     def _forget(self, start: int) -> None:
-        """Drop the window's tokens before `start`, unless the others have no text and so are no context."""
+        """Drop the window's tokens before `start`, unless the remaining ones decode to nothing."""
         rest = self._window[start:]
         text = self._decode(rest)
         if text:
@@ -112,14 +118,15 @@ class IncrementalDecoder:
 def text_of_token(tokenizer: Any, token: int) -> str:
     """Return the text of a token decoded by itself, special tokens and leading spaces included."""
     text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    # SentencePiece marks a space with ▁, and its decoders drop the one in front of a text. Padding has no name.
+    # SentencePiece marks a space with ▁, and its decoders drop a leading one. Ids that only pad
+    # the vocabulary have no token string.
     name = tokenizer.convert_ids_to_tokens(token) or ""
     num_spaces = len(name) - len(name.lstrip(SPACE_MARK))
     return " " * num_spaces + text.lstrip(" ") if num_spaces else text
 
 
 def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
-    """The end of the prompt: enough to have text, and not to begin inside a character."""
+    """Return the end of the prompt, long enough for text that begins with a whole character."""
     width = CONTEXT
     while True:
         window = list(prompt_ids[-width:])
@@ -130,34 +137,37 @@ def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
 
 
 def _num_open(text: str) -> int:
-    """How many characters at the end may be an incomplete one: tokenizers write one to three replacements."""
+    """Return the number of replacement characters at the end that may be an incomplete character.
+
+    Tokenizers write one to three of them.
+    """
     end = text[1 - LONGEST_CHARACTER :]
     return len(end) - len(end.rstrip(REPLACEMENT))
 
 
 class TextStream:
-    """A row's text: the watcher that the row pushes its tokens to, and the source of its pieces.
+    """Text of a row: detects stop strings and returns the text in pieces.
 
-    The row decides whether a stop string ends it (not before `min_tokens`). If it goes on, the string stays
-    in the text, and the next one is looked for behind it.
+    The row decides whether a stop string ends it (not before `min_tokens`). If it continues, the
+    string stays in the text, and the search continues after it.
 
     Args:
-        tokenizer: of the target.
-        prompt_ids: what precedes the text.
+        tokenizer: tokenizer of the target.
+        prompt_ids: tokens that precede the text.
         stop: strings that end the text, none of them empty.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._decoder = IncrementalDecoder(tokenizer, prompt_ids)
         self._stop = tuple(stop)
-        self._segments: list[tuple[str, bool]] = []  # not yet given out, from tokens whose commit was seen
-        self._new: list[str] = []  # the text of each token pushed since
-        self._held = ""  # all of the text that is not yet given out
-        self._search_from = 0  # where in it the next stop string may begin
-        self._match: tuple[int, int] | None = None  # where in it the last token completed one
+        self._segments: list[tuple[str, bool]] = []  # not returned yet, of commits passed to `take`
+        self._new: list[str] = []  # text of each token pushed since the last commit
+        self._held = ""  # all text that is not returned yet
+        self._search_from = 0  # offset in `_held` at which the next stop string may begin
+        self._match: tuple[int, int] | None = None  # span in `_held` that the last token completed
 
     def push(self, token: int) -> bool:
-        """Take the row's next token; True when it completes a stop string."""
+        """Add the row's next token; return True if it completes a stop string."""
         self._pass_over_match()
         text = self._decoder.push(token)
         self._new.append(text)
@@ -167,9 +177,9 @@ class TextStream:
         return self._match is not None
 
     def take(self, commit: Commit) -> Piece:
-        """The text that this commit, whose tokens were just pushed, makes final.
+        """Return the text that is final after this commit, whose tokens were just pushed.
 
-        Held back is what may turn out to be the beginning of a stop string, until the row is finished.
+        Text that may be the beginning of a stop string is held back until the row is finished.
         """
         self._segments += zip(self._new, commit.drafted, strict=True)
         self._new = []
@@ -187,7 +197,7 @@ class TextStream:
         return Piece("".join(text for text, _ in segments), commit.tokens, commit.drafted, segments)
 
     def flush(self) -> Piece:
-        """The text that is still held back, for a row that was interrupted: no commit will follow."""
+        """Return the text still held back for a row that was interrupted: no commit follows."""
         self._segments += [(text, False) for text in self._new]
         self._new = []
         segments = self._release(len(self._held))
@@ -199,7 +209,7 @@ class TextStream:
             self._match = None
 
     def _find(self, num_known: int) -> tuple[int, int] | None:
-        """The first stop string in the held text that ends behind its first `num_known` characters."""
+        """Return the span of the first stop string in `_held` that ends after `num_known`."""
         matches = []
         for stop in self._stop:
             start = self._held.find(stop, max(self._search_from, num_known - len(stop) + 1))
@@ -208,7 +218,7 @@ class TextStream:
         return min(matches, default=None)
 
     def _num_undecided(self) -> int:
-        """Length of the longest end of the held text with which a stop string begins."""
+        """Return the length of the longest end of the held text that can begin a stop string."""
         sizes = range(max(map(len, self._stop), default=1) - 1, 0, -1)
         for size in sizes:
             start = len(self._held) - size
@@ -220,7 +230,7 @@ class TextStream:
         return tuple(stop[:size] for stop in self._stop if len(stop) > size)
 
     def _release(self, size: int) -> list[tuple[str, bool]]:
-        """Give out the first `size` characters; neighbours by the same writer become one segment."""
+        """Return the first `size` characters; adjacent segments with equal flags are joined."""
         released: list[tuple[str, bool]] = []
         left = size
         while left > 0:

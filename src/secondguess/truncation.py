@@ -1,7 +1,8 @@
-"""From edited logits to probabilities: temperature, top-k, top-p, min-p.
+"""Conversion of edited logits to probabilities: temperature, top-k, top-p, min-p.
 
-Rows of a batch are grouped by the work they ask for, so a row's law comes from the same operations whatever
-its neighbours want, and nobody pays for a setting that no row uses.
+Rows of a batch are grouped by the operations that they need. The probabilities of a row are
+computed by the same operations whatever the other rows use, and a setting that no row uses costs
+nothing.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class Rule(ABC):
-    """How the laws of some rows are made from their logits."""
+    """Conversion of logits to probabilities for rows that need the same operations."""
 
     @classmethod
     @abstractmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
-        """The rule with the settings of these rows."""
+        """Return the rule with the settings of these rows."""
 
     @abstractmethod
     def laws(self, logits: Tensor) -> Tensor:
-        """Probabilities `[row, query, vocab]`; all NaN where no token is possible."""
+        """Return probabilities `[row, query, vocab]`; all NaN where no token is possible."""
 
 
 class Greedy(Rule):
-    """Temperature 0: everything on the largest logit, the lowest id among equals."""
+    """Temperature 0: probability 1 for the largest logit, the lowest id among equals."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
@@ -48,10 +49,10 @@ class Greedy(Rule):
 
 @dataclass(frozen=True)
 class Softmax(Rule):
-    """Temperature alone.
+    """Temperature only.
 
     Args:
-        temperature: `[row, 1, 1]`, None when it is 1 everywhere.
+        temperature: `[row, 1, 1]`, None if it is 1 for all rows.
     """
 
     temperature: Tensor | None
@@ -88,19 +89,21 @@ class MinP(Rule):
 
 @dataclass(frozen=True)
 class Truncated(Rule):
-    """Top-k, top-p and min-p in this order, looking at little more of the vocabulary than they keep.
+    """Top-k, top-p and min-p in this order, computed on little more than the tokens they keep.
 
-    The largest logits are taken out and sorted; if what is kept might reach beyond them (a flat law, a tie
-    at the edge), more are taken. The arithmetic on these few is in float64, so that their number does not
-    show in the law.
+    The largest logits are selected and sorted. If tokens beyond them may have to be kept (a flat
+    distribution, a tie at the edge), more are selected. The arithmetic on the selected logits is
+    in float64, so that their number does not affect the probabilities.
 
     Args:
         temperature: as in `Softmax`.
-        top_k: `[row, 1, 1]` int64, 0 where it is off.
-        top_p: `[row, 1, 1]` float64, infinity where it is off, so that rounding drops nothing.
-        log_min_p: `[row, 1, 1]` float64, -inf where it is off.
-        width: how many of the largest logits to look at first.
-        needs_whole_mass: whether a row has no top-k, so that its top-p is relative to the whole vocabulary.
+        top_k: `[row, 1, 1]` int64, 0 where it is disabled.
+        top_p: `[row, 1, 1]` float64, infinity where it is disabled, so that rounding drops no
+            token.
+        log_min_p: `[row, 1, 1]` float64, -inf where it is disabled.
+        width: number of largest logits to select first.
+        needs_whole_mass: True if a row has no top-k, so that its top-p is relative to the whole
+            vocabulary.
     """
 
     temperature: Tensor | None
@@ -133,7 +136,12 @@ class Truncated(Rule):
         return _undefined_where_not_finite(laws, values[..., :1])
 
     def _law_of_largest(self, values: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
-        """Probabilities of the sorted `values` `[row, query, width]`; whether nothing beyond them is kept."""
+        """Return the probabilities of sorted `values`, and True if no token beyond them is kept.
+
+        Args:
+            values: `[row, query, width]`, the largest logits, descending.
+            logits: `[row, query, vocab]`.
+        """
         values = _tempered(values, self.temperature)
         possible = values > -math.inf
         last = (self.top_k - 1).clamp(min=0, max=values.shape[-1] - 1).expand(*values.shape[:-1], 1)
@@ -145,7 +153,7 @@ class Truncated(Rule):
         probs = (values - mass).exp()
         before = probs.cumsum(-1) - probs
         kept = among_top_k & (before < self.top_p) & (values >= values[..., :1] + self.log_min_p)
-        # Where top-k is on its whole set must have been seen, because top-p is relative to its mass.
+        # top-p is relative to the mass of the top-k set, so `values` must contain all of that set.
         needed = torch.where(self.top_k == 0, kept, among_top_k)
         smallest = values.masked_fill(~needed, math.inf).amin(-1)
         complete = bool((values[..., -1] < smallest).all())
@@ -153,20 +161,22 @@ class Truncated(Rule):
 
 
 def most_likely(values: Tensor) -> Tensor:
-    """Ids `[...]` of the largest of `values` `[..., vocab]`, logits or probabilities: the lowest id among equals.
+    """Return ids `[...]` of the largest of `values` `[..., vocab]`, the lowest id among equals.
 
-    A value that is not a number counts as the largest.
+    Values are logits or probabilities; NaN counts as the largest.
     """
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        # A quarter of what torch takes for one row of a few thousand, and a tenth for several.
+        # NumPy takes a quarter of torch's time for one row of a few thousand tokens, a tenth for
+        # several rows.
         return torch.from_numpy(numpy.asarray(values.numpy().argmax(-1)))
     return values.max(-1).indices
 
 
 def largest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest logits, descending, and their token ids; lower ids first among equals.
+    """Return the `width` largest logits, descending, and their ids; lower ids first among equals.
 
-    Which of the tokens tied with the last value are among them is undefined unless `width` is the vocabulary.
+    Which of the tokens tied with the last value are included is undefined unless `width` is the
+    size of the vocabulary.
     """
     if width >= logits.shape[-1]:
         ordered = logits.sort(dim=-1, descending=True, stable=True)
@@ -183,15 +193,16 @@ def largest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(logits: Tensor, width: int) -> Tensor:
-    """Ids of a few tokens that hold the `width` largest logits: those of the blocks with the largest maxima.
+    """Return ids of a few tokens that include those of the `width` largest logits.
 
-    No token outside these blocks is larger than any of the `width` maxima within them. To read the vocabulary
-    once for the maxima is several times faster than to select from all of it.
+    These are the tokens of the blocks with the largest maxima: no token outside of these blocks is
+    larger than any of the `width` maxima within them. Reading the vocabulary once for the maxima
+    is several times faster than selecting from all of it.
     """
     vocab_size = logits.shape[-1]
     size = math.isqrt(vocab_size // width)
     num_blocks = vocab_size // size
-    # Block b consists of the tokens b, b + num_blocks, b + 2 num_blocks, ...: their maxima vectorise.
+    # Block b has the tokens b, b + num_blocks, b + 2 num_blocks, ...: their maxima vectorise.
     maxima = logits[..., : size * num_blocks].view(*logits.shape[:-1], size, num_blocks).amax(-2)
     blocks = maxima.topk(width, sorted=False).indices
     steps = torch.arange(0, size * num_blocks, num_blocks, device=logits.device)
@@ -202,7 +213,7 @@ def _candidates(logits: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RowRules:
-    """The rules of a batch, each with the `[n]` indices of its rows."""
+    """Rules of a batch, each with the `[n]` indices of its rows."""
 
     groups: tuple[tuple[Tensor, Rule], ...]
 
@@ -219,7 +230,7 @@ class RowRules:
         )
 
     def laws(self, logits: Tensor) -> Tensor:
-        """Probabilities `[row, query, vocab]`; all NaN where no token is possible."""
+        """Return probabilities `[row, query, vocab]`; all NaN where no token is possible."""
         if len(self.groups) == 1:
             return self.groups[0][1].laws(logits)
         laws = torch.empty_like(logits)
@@ -255,8 +266,8 @@ def _tempered(logits: Tensor, temperature: Tensor | None) -> Tensor:
 
 
 def _undefined_where_not_finite(laws: Tensor, top: Tensor) -> Tensor:
-    """NaN throughout each law whose largest logit (`top` `[row, query, 1]`) is not a finite number."""
-    # One number tells of all, and a number's own function takes a fraction of a tensor's.
+    """Set distributions to NaN whose largest logit (`top` `[row, query, 1]`) is not finite."""
+    # One sum checks all of them, and `math.isfinite` takes a fraction of the time of a tensor's.
     if math.isfinite(top.item() if top.numel() == 1 else top.sum().item()):
         return laws
     return laws.masked_fill(~top.isfinite(), math.nan)

@@ -1,4 +1,4 @@
-"""Benchmarks: systems in turn on the same prompts, with the arithmetic that explains their speeds."""
+"""Benchmarks of several systems in turn on the same prompts, with measured and predicted speed."""
 
 from secondguess.bench.config import BenchConfig
 from secondguess.bench.harness import run_bench

@@ -1,7 +1,7 @@
-"""A report as pictures: speed, acceptance by position, speed-up per task, and what a pass costs.
+"""Charts of a report: speed, acceptance by position, speed-up per task, and cost of a pass.
 
-Drawn with matplotlib, which is an extra (`pip install secondguess[bench]`) and imported only here, when something is
-drawn. Figures are made without pyplot: nothing global is touched, and no display is needed.
+matplotlib is an extra (`pip install secondguess[bench]`), imported only when a chart is drawn.
+Figures are made without pyplot: no global state is changed, and no display is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HOW_TO_DRAW = "no charts without matplotlib: pip install 'secondguess[bench]' draws them"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
-"""The colour-blind safe palette of Okabe and Ito, without its yellow, which white paper swallows."""
+"""Colour-blind safe palette of Okabe and Ito, without yellow, which is hard to see on white."""
 PLAIN_COLOUR = "#B8BDC4"
 MARKERS = "osD^vPX*"
 MOST_LINES = 8
@@ -31,19 +31,19 @@ MOST_POSITIONS = 16
 MOST_BARS = 6
 WIDEST_BAR = 0.25
 FEWEST_NODES = 20
-"""Of fewer nodes a share says little, and a line through it draws the eye."""
+"""Fewest drafted nodes for which a share is plotted; with fewer it is mostly noise."""
 DOTS_PER_INCH = 140
 CHARACTERS_PER_INCH = 10
-"""What a line of a title has room for."""
+"""Characters of a title line per inch of figure width."""
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def draw_charts(report: Report, folder: Path, stem: str) -> list[Path]:
-    """Write every chart that the report has numbers for as `<stem>-<chart>.png`; gives their paths."""
+    """Write every chart that has data as `<stem>-<chart>.png`; return the paths."""
     figures = {
         "speed": draw_speeds(report),
         "acceptance": draw_acceptance(report),
@@ -55,21 +55,21 @@ def draw_charts(report: Report, folder: Path, stem: str) -> list[Path]:
         if figure is None:
             continue
         path = folder / f"{stem}-{chart}.png"
-        # Without metadata: the file says nothing about who drew it and with what.
+        # No metadata about the software that drew the file.
         figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
         paths.append(path)
     return paths
 
 
 def draw_speeds(report: Report) -> Any:
-    """Tokens/s of every system with its interval, one panel per temperature and batch size."""
+    """Draw tokens/s of every system with intervals, one panel per temperature and batch size."""
     panels = by_setting(report)
     most = max(len(results) for results in panels.values())
     figure, axes = _panels(len(panels), height=1.5 + 0.3 * most, width=6.4)
     for axis, ((temperature, batch_size), results) in zip(axes, panels.items(), strict=True):
         places = range(len(results))
         speeds = [result.tokens_per_second for result in results]
-        # A percentile interval need not hold the median itself; an error bar has to. Of too few prompts there is none.
+        # A percentile interval need not contain the median, an error bar has to.
         intervals = [result.interval or (result.tokens_per_second,) * 2 for result in results]
         beside = [
             [max(0.0, speed - low) for speed, (low, _) in zip(speeds, intervals, strict=True)],
@@ -88,7 +88,7 @@ def draw_speeds(report: Report) -> Any:
             axis.text(end, place, f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}", va="center", fontsize=8)
         axis.set_xlim(0, farthest * 1.14)
         axis.set_yticks(places, [_short(result.system) for result in results], fontsize=8)
-        # As many places in every panel, so that a bar is as thick everywhere.
+        # The same limits in every panel, so that all bars are equally thick.
         axis.set_ylim(most - 0.4, -0.6)
         axis.set_xlabel("tokens/s, median over prompts" + (", 95 % interval" if told else ""))
         axis.set_title(_setting(temperature, batch_size))
@@ -98,7 +98,7 @@ def draw_speeds(report: Report) -> Any:
 
 
 def draw_acceptance(report: Report) -> Any:
-    """Share of drafted nodes that were accepted at each position, at the smallest batch size; None without drafts."""
+    """Draw acceptance by position, at the smallest batch size; return None without drafts."""
     panels = {
         setting: [result for result in results if _positions(result)]
         for setting, results in _at_smallest_batch(report).items()
@@ -130,7 +130,11 @@ def draw_acceptance(report: Report) -> Any:
 
 
 def draw_tasks(report: Report) -> Any:
-    """Speed-up over the same family's plain decoding per task, at the smallest batch size; None where nobody speculates."""
+    """Draw the speed-up over the family's plain decoding per task, at the smallest batch size.
+
+    Returns:
+        The figure; None if no system speculates.
+    """
     panels = {
         setting: [
             result
@@ -184,7 +188,7 @@ def draw_tasks(report: Report) -> Any:
 
 
 def draw_costs(report: Report) -> Any:
-    """v(m), the cost of a pass over m tokens, between what drafting hopes for and what it would cost one by one."""
+    """Draw v(m), the relative cost of a pass over m tokens, beside its bounds 1 and m."""
     curve = {int(m): value for m, value in report.costs.curve.items()}
     figure, (axis,) = _panels(1, height=4.2, width=6.0)
     widths = sorted(curve)
@@ -194,7 +198,7 @@ def draw_costs(report: Report) -> Any:
     )
     axis.axhline(1.0, color=COLOURS[6], linewidth=1.0, linestyle=":", label="free: v(m) = 1")
     axis.plot(widths, widths, color=COLOURS[1], linewidth=1.0, linestyle="--", label="one by one: v(m) = m")
-    # The line v(m) = m is there for its slope; all of it would flatten the curve that matters.
+    # The line v(m) = m is shown for its slope; showing all of it would flatten the measured curve.
     axis.set_ylim(0, max(2.0, 1.35 * max(values)))
     axis.set_xticks(widths)
     axis.set_xlabel("m, tokens in one target pass")
@@ -213,7 +217,7 @@ def draw_costs(report: Report) -> Any:
 
 
 def by_setting(report: Report) -> dict[tuple[float, int], list[Result]]:
-    """Results by temperature and batch size, in this order."""
+    """Return results by temperature and batch size, sorted in this order."""
     settings = sorted({(result.temperature, result.batch_size) for result in report.results})
     return {
         setting: [each for each in report.results if (each.temperature, each.batch_size) == setting]
@@ -222,7 +226,7 @@ def by_setting(report: Report) -> dict[tuple[float, int], list[Result]]:
 
 
 def fastest(results: Sequence[Result], most: int) -> list[Result]:
-    """The fastest ones, at most so many, in the order of the report."""
+    """Return the fastest results, at most `most`, in the order of the report."""
     kept = sorted(results, key=lambda result: -result.tokens_per_second)[:most]
     return [result for result in results if result in kept]
 
@@ -233,7 +237,7 @@ def _at_smallest_batch(report: Report) -> dict[tuple[float, int], list[Result]]:
 
 
 def _positions(result: Result) -> list[float]:
-    """Shares at the first positions, up to where too few nodes were drafted."""
+    """Return acceptance at the first positions, up to the first with too few drafted nodes."""
     if result.rounds is None:
         return []
     counted = zip(result.rounds.acceptance_by_position, result.rounds.drafted_by_position, strict=True)
@@ -242,7 +246,7 @@ def _positions(result: Result) -> list[float]:
 
 
 def _panels(count: int, height: float, width: float) -> tuple[Any, list[Any]]:
-    """A figure with so many panels, at most two beside each other; sizes in inches per panel."""
+    """Make a figure with `count` panels, at most two side by side; sizes in inches per panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -262,14 +266,14 @@ def _panels(count: int, height: float, width: float) -> tuple[Any, list[Any]]:
 
 
 def title(figure: Any, text: str) -> None:
-    """Over the whole figure, in as many lines as its width asks for."""
+    """Set the title of a figure, wrapped to its width."""
     width = int(CHARACTERS_PER_INCH * figure.get_figwidth())
     lines = [line for part in text.split("\n") for line in wrap(part, width)]
     figure.suptitle(_plain("\n".join(lines)), fontsize=9, fontweight="bold")
 
 
 def _legend(figure: Any, axes: Sequence[Any]) -> None:
-    """One legend under all panels."""
+    """Add one legend below all panels."""
     entries = {
         label: handle
         for axis in axes
@@ -298,17 +302,17 @@ def _what(report: Report) -> str:
 
 
 def _short(name: str, most: int = 44) -> str:
-    """A name that a label has room for, as it is."""
+    """Shorten and escape a name for a label."""
     return _plain(_cut(name, most))
 
 
 def _cut(name: str, most: int) -> str:
-    """What tells systems apart often stands at the end: the middle goes."""
+    """Shorten a name by removing its middle, since system names often differ at the end."""
     return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[-(most // 2 - 2) :]}"
 
 
 def _plain(text: str) -> str:
-    """As it is: matplotlib would set what stands between dollars as a formula."""
+    """Escape dollar signs, between which matplotlib would render a formula."""
     return text.replace("$", r"\$")
 
 

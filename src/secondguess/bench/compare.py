@@ -1,4 +1,4 @@
-"""Two stored reports side by side: what changed beyond noise, and whether they can be compared at all."""
+"""Comparison of two stored reports: changes beyond noise, and differences in conditions."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ is what differs between prompts: a machine that was busier on one of the days sh
 that nobody touched, too. Of twenty lines without a change, one will say otherwise by chance."""
 
 PAIRED_ON = ("workload", "new tokens", "prompts cut")
-"""Prompts are the same in pairs only where these conditions are."""
+"""Conditions that have to be equal for prompts to be compared in pairs."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One system in one setting, before and after.
+    """Speed of one system in one setting, before and after.
 
     Args:
-        task: the task that it is about; None for all prompts.
+        task: task of the prompts; None for all prompts.
         before, after: median tokens/s.
         ratio: after over before.
-        low, high: 95 % bootstrap interval of the ratio; None of too few prompts.
+        low, high: 95 % bootstrap interval of the ratio; None with too few prompts.
         paired: whether prompts were resampled in pairs.
-        num_before, num_after: how many batches (at batch size 1: prompts) each is a median of.
-        verdict: `faster`, `slower`, `no difference beyond noise`, or that there are too few prompts to say.
+        num_before, num_after: number of batches (at batch size 1: prompts) behind each median.
+        verdict: `faster`, `slower`, `no difference beyond noise`, or a message that there are too
+            few prompts.
     """
 
     system: str
@@ -56,13 +57,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that two reports share.
+    """Changes in all results that two reports share.
 
     Args:
-        before, after: names of the files.
-        paired: whether prompts were compared one by one.
-        warnings: why the difference may have other causes than the code.
-        only_before, only_after: systems in only one of them.
+        before, after: file names.
+        paired: whether prompts were resampled in pairs.
+        warnings: reasons why a change may have other causes than the code.
+        only_before, only_after: systems present in only one of the reports.
     """
 
     before: str
@@ -100,16 +101,16 @@ class Comparison:
 
 
 def compare_files(before: str | Path, after: str | Path, seed: int = 0) -> Comparison:
-    """Compare two reports that `secondguess bench` saved.
+    """Compare two reports saved by `secondguess bench`.
 
     Raises:
-        BadInputError: a file that is no such report.
+        BadInputError: a file that is not such a report.
     """
     return compare_reports(read_report(Path(before)), read_report(Path(after)), seed)
 
 
 def compare_reports(before: StoredReport, after: StoredReport, seed: int = 0) -> Comparison:
-    """Every system x temperature x batch size (and task) that both have."""
+    """Compare every system, temperature, batch size and task present in both reports."""
     paired = all(before.conditions[word] == after.conditions[word] for word in PAIRED_ON)
     changes = [
         change
@@ -130,7 +131,7 @@ def compare_reports(before: StoredReport, after: StoredReport, seed: int = 0) ->
 
 
 def verdict_on(ratio: Ratio) -> str:
-    """What an interval allows to say."""
+    """Return the verdict that the interval of a ratio supports."""
     if ratio.low is None or ratio.high is None:
         return UNKNOWN
     if ratio.low > 1:
@@ -141,7 +142,7 @@ def verdict_on(ratio: Ratio) -> str:
 def _changes(
     key: tuple[str, float, int], before: StoredResult, after: StoredResult, paired: bool, seed: int
 ) -> Iterator[Change]:
-    """Over all prompts, then per task where both have the same several tasks."""
+    """Yield the change over all prompts, then the change per shared task if there are several."""
     if paired:
         # An interrupted run has only the first prompts of its workload.
         count = min(len(before.speeds), len(after.speeds))
@@ -198,7 +199,7 @@ def _warnings(before: StoredReport, after: StoredReport, any_shared: bool) -> It
 
 
 def _difference(first: object, second: object) -> str:
-    """Two values; of two mappings only what differs."""
+    """Format two values; of two mappings only the entries that differ."""
     if isinstance(first, dict) and isinstance(second, dict):
         keys = [key for key in {**first, **second} if first.get(key) != second.get(key)]
         return ", ".join(f"{key} {_value(first.get(key))} and {_value(second.get(key))}" for key in keys)

@@ -1,4 +1,4 @@
-"""What to compare, on what, under which conditions: everything a benchmark is asked for."""
+"""Benchmark configuration: systems, prompts and conditions."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ PEERS = ("transformers",)
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What to compare, on what, under which conditions.
+    """Configuration of a benchmark.
 
     Args:
         model: the target.
-        drafters: names of the drafters to compare; None takes the target's default one, `ngram` and `suffix`; `all`
-            alone every one that there is for the target, as chain and as tree, without constant draft lengths, and under
-            `controllers` instead of their defaults where any are named.
-        against: who runs beside ours: other libraries, of `PEERS`, and servers (`http://HOST:PORT,model=NAME`).
-        prompts: one or several sources of prompts (`workloads.load_workload`); None takes HumanEval where it lies
-            beside the checkout, else `builtin`.
-        num_prompts: how many of them, evenly spread within each task.
-        num_tokens: new tokens per prompt, exactly.
-        temperatures: each is a table of its own.
-        draft_lengths: constant lengths that model drafters (ours and the peers') are run with, beside their
-            defaults.
-        dtype, device: of everybody, as `load` takes them.
-        num_threads: of torch, for everybody; None leaves it to torch.
-        seed: of the sampled texts and of the bootstrap.
-        name: of the saved files.
+        drafters: names of the drafters to compare. None takes the target's default drafter, its
+            components, `ngram` and `suffix`. A single `all` takes every drafter available for the
+            target, as chain and as tree, without constant draft lengths, and under `controllers`
+            instead of the default ones if any are named.
+        against: other systems to compare with: libraries from `PEERS`, and servers
+            (`http://HOST:PORT,model=NAME`).
+        prompts: one or several sources of prompts (see `workloads.load_workload`); None takes
+            HumanEval if `workloads.HUMANEVAL` is a file, else `builtin`.
+        num_prompts: number of prompts, spread evenly over the tasks and within each task.
+        num_tokens: exact number of new tokens per prompt.
+        temperatures: each gets its own table.
+        draft_lengths: constant draft lengths at which model drafters (ours and the peers') run,
+            besides their defaults.
+        dtype, device: of all systems, as in `load`.
+        num_threads: torch threads, for all systems; None leaves torch's own number.
+        seed: seed of the sampled texts and of the bootstrap.
+        name: name of the saved files.
         tasks: only prompts of these tasks; empty for all.
-        controllers: names of controllers that every drafter of ours is run with, beside its default.
-        batch_sizes: how many prompts our systems decode together; each is a table of its own.
+        controllers: controllers with which every drafter of ours runs, besides its default.
+        batch_sizes: numbers of prompts that our systems decode together; each gets its own table.
 
     Raises:
-        BadInputError: a value that makes no sense.
+        BadInputError: an invalid value.
     """
 
     model: str = "builtin"
@@ -105,7 +107,7 @@ class BenchConfig:
 
     @property
     def runs_all(self) -> bool:
-        """Whether every drafter was asked for at once."""
+        """True if all available drafters were requested with `all`."""
         return self.drafters == (ALL,)
 
     @property

@@ -1,8 +1,8 @@
-"""Timing the two things that the cost model needs: a target pass over m tokens and one draft step.
+"""Timing of target passes over m tokens and of draft steps, the inputs of the cost model.
 
-Passes are timed between other work and not in one block at the start: `sample` is called once per prompt, and
-target passes alternate with draft steps as they do in a round, so that caches and clock speed are those of
-the comparison.
+Passes are timed throughout the run, not in one block at the start: `sample` is called after every
+batch, and target passes alternate with draft steps as in a round, so that caches and clock speed
+are those of the comparison.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from secondguess.sampling import SamplingParams
 
 
 class CostProbe:
-    """Collects timings at one context.
+    """Timings of target passes and draft steps at one context length.
 
     Args:
         target: the target's runtime.
         draft_models: draft-model runtimes by name.
-        context: token ids that stand for a typical row.
-        widths: the numbers of tokens m to time a target pass for.
-        num_sweeps: timings of each per call of `sample`.
+        context: token ids of a typical row.
+        widths: numbers of tokens m for which a target pass is timed.
+        num_sweeps: sweeps over all widths per call of `sample`.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class CostProbe:
         return len(self._context)
 
     def warm_up(self) -> None:
-        """Run every pass without keeping its time: the first ones allocate."""
+        """Run every pass and discard the timings, since the first passes allocate memory."""
         self.sample()
         self._target_seconds.clear()
         self._draft_seconds.clear()
 
     def sample(self) -> None:
-        """Time every width and every draft step a few times."""
+        """Time target passes of every width, each after one step of every draft model."""
         row = Row(self._context, SamplingParams(max_tokens=1))
         runtimes = [self._target, *self._draft_models.values()]
         with torch.inference_mode(), ExitStack() as at_the_end:
@@ -76,13 +76,20 @@ class CostProbe:
             self._target_seconds[width].append(_timed_pass(self._target, row, width))
 
     def costs(self, draft_model: str | None = None) -> Costs:
-        """Medians so far, with the draft step of one draft model (none: a drafter that runs no model)."""
+        """Return the median costs so far.
+
+        Args:
+            draft_model: model whose draft step is included; None for drafters without a model.
+        """
         target = {width: median(seconds) for width, seconds in self._target_seconds.items()}
         return Costs(target, median(self._draft_seconds[draft_model]) if draft_model else 0.0)
 
 
 def _timed_pass(runtime: Runtime, row: Row, num_tokens: int) -> float:
-    """Seconds of one forward over pending and `num_tokens - 1` nodes; leaves the cache as it was."""
+    """Time one forward pass over `pending` and `num_tokens - 1` nodes, in seconds.
+
+    The KV cache is restored afterwards.
+    """
     draft = Draft.chains([stretch(row.tokens, num_tokens - 1)], device=runtime.device)
     synchronise(runtime.device)
     start = time.perf_counter()
@@ -94,7 +101,7 @@ def _timed_pass(runtime: Runtime, row: Row, num_tokens: int) -> float:
 
 
 def stretch(tokens: Sequence[int], length: int) -> list[int]:
-    """Exactly so many tokens: cut, or repeated from the start.
+    """Return exactly `length` tokens: truncated, or repeated from the start.
 
     >>> stretch([1, 2, 3], 2), stretch([1, 2, 3], 7)
     ([1, 2], [1, 2, 3, 1, 2, 3, 1])
@@ -103,6 +110,6 @@ def stretch(tokens: Sequence[int], length: int) -> list[int]:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for queued work, which a clock on the host would miss."""
+    """Wait for queued device work, which a clock on the host would not measure."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""From the texts of a workload to token ids that fit the target."""
+"""Encoding of a workload as token ids that fit the target's context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.loading import LoadedModel
 
 SHORTEST_CUT = 16
-"""A prompt cut to fewer tokens than this says nothing about the task that it came from."""
+"""Fewest tokens of a truncated prompt; a shorter one would not represent its task."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class EncodedWorkload:
 
     Args:
         prompts: token ids of each prompt.
-        tasks: the task of each.
-        num_cut: how many were cut from the left to fit.
-        room: tokens that a prompt may have.
+        tasks: the task of each prompt.
+        num_cut: number of prompts truncated on the left to fit.
+        room: maximum number of tokens of a prompt.
     """
 
     prompts: list[list[int]]
@@ -34,7 +34,7 @@ class EncodedWorkload:
 
     @property
     def note(self) -> str:
-        """What a reader of the report has to know; empty if nothing."""
+        """Note on truncated prompts for the report; empty if there are none."""
         if not self.num_cut:
             return ""
         return (
@@ -44,10 +44,10 @@ class EncodedWorkload:
 
 
 def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) -> EncodedWorkload:
-    """Token ids of all prompts; those that leave no room for their continuation are cut from the left.
+    """Encode all prompts, truncating on the left those that leave no room for the new tokens.
 
     Raises:
-        BadInputError: too little of a prompt would be left.
+        BadInputError: fewer than `SHORTEST_CUT` tokens of a prompt would be left.
     """
     whole = [encode(target, prompt) for prompt in workload.prompts]
     room = target.runtime.context_length - num_tokens
@@ -63,7 +63,7 @@ def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) ->
 
 
 def cut_left(tokens: list[int], room: int, first: int | None) -> list[int]:
-    """The last `room` tokens; a token that opens every text (`first`) stays in front, for models are lost without it.
+    """Return the last `room` tokens; a leading BOS token (`first`) is kept, since models need it.
 
     >>> cut_left([1, 5, 6, 7], 3, None), cut_left([1, 5, 6, 7], 3, 1), cut_left([5, 6], 3, 1)
     ([5, 6, 7], [1, 6, 7], [5, 6])
@@ -76,7 +76,7 @@ def cut_left(tokens: list[int], room: int, first: int | None) -> list[int]:
 
 
 def typical_context(prompts: Sequence[Sequence[int]], num_tokens: int, most: int | None = None) -> list[int]:
-    """Tokens of the prompts, as many as a row of median length holds halfway through, at most `most`."""
+    """Return prompt tokens, as many as a median row has halfway, at most `most`."""
     length = int(median(len(prompt) for prompt in prompts)) + num_tokens // 2
     length = length if most is None else max(1, min(length, most))
     return stretch([token for prompt in prompts for token in prompt], length)

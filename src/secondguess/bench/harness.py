@@ -1,4 +1,4 @@
-"""A benchmark from its configuration to its report."""
+"""Benchmark run, from its configuration to its report."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from secondguess.bench.threads import threads
 from secondguess.bench.workloads import Workload, load_workload
 
 WIDEST_PASS = 9
-"""The cost curve is measured for passes over 1 to so many tokens."""
+"""Largest number of tokens for which the cost of a target pass is measured."""
 
 
 def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what: None) -> Report:
-    """Run the comparison.
+    """Run a benchmark and return its report.
 
-    Ctrl-C ends it early with a report over the prompts that were finished (`complete` is False then); before
-    the first of them is finished there is nothing to report and KeyboardInterrupt is raised.
+    Ctrl-C ends the run early with a report over the finished prompts (`complete` is False).
 
     Raises:
-        BadInputError: prompts that cannot be read, or of which too little would fit the model's context; a name that
-            does not exist; a server that does not answer.
+        BadInputError: unreadable prompts, or prompts of which too little fits the model's context;
+            an unknown name; a server that does not respond.
         CheckpointError: a model that cannot be loaded.
+        KeyboardInterrupt: Ctrl-C before any prompt was finished.
     """
     workload = load_workload(config.prompts, config.num_prompts, config.tasks)
     if workload.note:
@@ -65,7 +65,7 @@ def make_report(
     complete: bool,
     num_threads: int,
 ) -> Report:
-    """Everything that can be said about the prompts that were finished."""
+    """Return the report over the finished prompts."""
     systems, probe = measured.systems, measured.probe
     ours = {
         system.name: _costs_of(system, probe, measured)
@@ -114,9 +114,11 @@ def make_report(
 
 
 def _costs_of(system: Speculator, probe: CostProbe, measured: Measurement) -> Costs:
-    """A draft model's step was timed alone; a head's is what drafting took per level, its reading of the text included.
+    """Return the forward costs for one of our systems.
 
-    Of the smallest batches: passes are timed over one row. Rows of a batch share a level's time.
+    A draft model's step is timed in isolation. A head's step is its drafting time per level, which
+    includes processing the committed tokens. It is taken at the smallest batch size, since target
+    passes are timed with one row; rows of a batch share a level's time.
     """
     costs = probe.costs(system.draft_model)
     if system.draft_model is not None or not system.drafts_with_laws:

@@ -1,8 +1,9 @@
-"""Several of our own systems decode one batch at the same time, a round of each in turn.
+"""Decoding of one batch by several of our systems at the same time, one round of each in turn.
 
-Where whole texts are timed one after the other, what else happens on a shared machine for a tenth of a second hits one system
-and not the next. Between rounds everybody is hit alike: what is left of the noise are disturbances shorter than a round. Only
-the last rounds of those who need most of them are played among fewer.
+If whole texts are timed one after the other, a disturbance of a tenth of a second on a shared
+machine slows one system and not the next. With alternating rounds it slows all systems alike, and
+only disturbances shorter than a round remain as noise. Systems that need more rounds than others
+run their last rounds in turn with fewer systems.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ def in_turns(
     temperature: float,
     seed: int,
 ) -> dict[str, Run]:
-    """What each system says and how long it took.
+    """Decode the prompts with all systems, one round of each in turn; return a run per system.
 
     Args:
-        systems: by name, each with caches of its own (`ModelsApart`).
-        seed: of the texts; also of the order, drawn anew in every turn, since each finds what the one before left in the
-            processor's caches.
+        systems: by name, each with its own KV caches (`ModelsApart`).
+        seed: seed of the texts and of the order of systems, which is shuffled in every turn, since
+            each system finds the processor caches as the previous one left them.
     """
     dice = random.Random(seed)
     performances = {

@@ -1,4 +1,4 @@
-"""What drafters cost to have: bytes beside the target's, minutes of training; and which ones there are for a target."""
+"""Memory and training time of drafters, and the list of drafters available for a target."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from secondguess.heads.files import read_provenance
 from secondguess.runtime.loading import find_checkpoint
 
 TREE = "tree=2x2x1"
-"""The tree that every drafter with laws is compared as."""
+"""Tree shape in which drafters with draft probabilities are compared, besides the chain."""
 
 
 @dataclass(frozen=True)
 class Possession:
-    """What having a drafter takes.
+    """Memory and training time of a drafter.
 
     Args:
-        num_bytes: of its weights as stored; 0 for what borrows the target's or has none.
-        training_minutes: None where nothing was trained or nobody wrote down how long.
+        num_bytes: size of its own weights as stored; 0 if it has none or uses the target's.
+        training_minutes: None if nothing was trained or the duration was not recorded.
     """
 
     num_bytes: int = 0
@@ -30,7 +30,7 @@ class Possession:
 
 
 def possession(drafter: str) -> Possession:
-    """What a drafter by this name takes, its parts added up."""
+    """Return memory and training time of the named drafter, summed over its components."""
     folders = [Path(find_checkpoint(path)) for path in draft_model_paths(drafter)]
     for name in parse_drafter_name(drafter):
         folder = Path(name.argument) if name.argument else head_path(name.kind)
@@ -54,9 +54,11 @@ def _minutes(folder: Path) -> float | None:
 
 
 def all_drafters(model: str) -> tuple[str, ...]:
-    """Every drafter there is for a target without a further path: in chains, and those with laws in trees too.
+    """Return every drafter available for a target without naming another checkpoint.
 
-    For the built-in target these are the ones in the box; for others, look-ups and what lies in its own checkpoint.
+    All run as chains, those with draft probabilities also as trees. For the built-in target these
+    are lookups and the built-in draft model and heads; for others, lookups and the
+    multi-token-prediction modules of the target's own checkpoint.
     """
     names = ["suffix", "ngram"]
     if model == "builtin":
@@ -70,7 +72,7 @@ def all_drafters(model: str) -> tuple[str, ...]:
 
 
 def _has_modules(model: str) -> bool:
-    """Whether a checkpoint says that it holds multi-token-prediction modules."""
+    """Return whether a checkpoint's config declares multi-token-prediction modules."""
     try:
         config = json.loads((Path(find_checkpoint(model)) / "config.json").read_text())
     except (OSError, ValueError):

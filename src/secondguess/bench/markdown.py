@@ -1,4 +1,4 @@
-"""A report as a page for people."""
+"""Rendering of a report as Markdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ out of 1 (both without prefill)."""
 
 
 def as_markdown(report: Report) -> str:
-    """The whole page."""
+    """Return the report as Markdown."""
     settings = sorted({(result.temperature, result.batch_size) for result in report.results})
     blocks = [
         f"# Benchmark {report.name}",
@@ -75,7 +75,7 @@ def _at_setting(report: Report, temperature: float, batch_size: int) -> str:
 
 
 def _note_on_intervals(results: Sequence[Result]) -> str:
-    """Why there are none, where there are none."""
+    """Return a note if there are too few batches for intervals, else an empty string."""
     if all(result.interval for result in results):
         return ""
     units = "prompts" if results[0].batch_size == 1 else "batches"
@@ -83,7 +83,7 @@ def _note_on_intervals(results: Sequence[Result]) -> str:
 
 
 def _task_table(results: Sequence[Result]) -> str:
-    """Nothing where there is only one task: the table above says it all."""
+    """Return the table by task; empty if there is only one task, which the table above covers."""
     tasks = results[0].by_task
     if len(tasks) < 2:
         return ""
@@ -110,7 +110,7 @@ def _show_task(each: TaskResult) -> str:
 
 
 def _speed_table(results: Sequence[Result]) -> str:
-    # Whom everybody was compared with, but for our own best: that column would only repeat the first.
+    # All baselines but our own fastest: that column would only repeat the first one.
     ours = results[0].family
     compared = {baseline for result in results for baseline in result.against}
     baselines = [
@@ -172,7 +172,7 @@ def _equality_table(results: Sequence[Result]) -> str:
 
 
 def _possessions(report: Report) -> str:
-    """What having each drafter takes, whatever it is asked to do."""
+    """Return the table of weights and training time per drafter."""
     rows = [
         [
             system,
@@ -221,7 +221,7 @@ def _provenance(report: Report) -> str:
 
 
 def show(value: float | None, form: str) -> str:
-    """A number in some form, or nothing where there is none."""
+    """Format a number; None gives an empty string."""
     return "" if value is None else format(value, form)
 
 
@@ -233,12 +233,12 @@ def show_ratio(ratio: Ratio | None, with_worst: bool = True) -> str:
 
 
 def show_interval(low: float | None, high: float | None) -> str:
-    """An interval behind its ratio, or nothing where there are too few prompts for one."""
+    """Format an interval as a suffix of its ratio; empty if there are too few prompts."""
     return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
 
 
 def show_count(number: int, noun: str) -> str:
-    """
+    """Return a number with its noun, in the plural unless the number is 1.
     >>> show_count(1, "thread"), show_count(2, "thread")
     ('1 thread', '2 threads')
     """
@@ -251,5 +251,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Names may come from a file or a command line: none of them ends a cell or a line."""
+    """Escape a cell, since names from files or the command line may contain `|` or line breaks."""
     return " ".join(text.replace("|", "\\|").split())

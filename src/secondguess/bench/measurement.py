@@ -1,4 +1,4 @@
-"""Taking turns: who continues which prompts when, so that a machine that drifts favours nobody."""
+"""Measurement of systems in turns, so that a drifting machine affects all systems alike."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from secondguess.errors import BadInputError
 WARM_UP_TOKENS = 32
 
 Progress = Callable[[int, int, str], None]
-"""Told (runs done, runs in all, what is running) before each run and once at the end."""
+"""Callback with (runs done, runs in total, current run), before each run and once at the end."""
 
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What a table of results is about: systems are compared within one setting."""
+    """Temperature and batch size; systems are compared within one setting."""
 
     temperature: float
     batch_size: int = 1
@@ -27,17 +27,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts of one task that are decoded together, by their places in the workload."""
+    """Prompts of one task that are decoded together, by their indices in the workload."""
 
     places: tuple[int, ...]
     task: str
 
 
 def make_batches(tasks: Sequence[str], size: int) -> list[Batch]:
-    """Batches of exactly `size` prompts, every prompt in one, in the workload's order of their first prompts.
+    """Return batches of exactly `size` prompts that cover every prompt, ordered by first prompt.
 
-    A task whose prompts do not go round fills its last batch with its first ones: batches of another size would be
-    another measurement.
+    If a task's prompts do not fill its last batch, its first prompts are repeated: a batch of
+    another size would be a different measurement.
 
     >>> [batch.places for batch in make_batches(["a", "b", "a", "a"], 2)]
     [(0, 2), (1, 1), (3, 0)]
@@ -52,16 +52,16 @@ def make_batches(tasks: Sequence[str], size: int) -> list[Batch]:
 
 
 def num_repeated(batches: Sequence[Batch], num_prompts: int) -> int:
-    """How many places of batches a prompt fills for another time."""
+    """Return the number of batch entries that repeat a prompt of another entry."""
     return sum(len(batch.places) for batch in batches) - num_prompts
 
 
 def turns(
     systems: Sequence[System], temperatures: Sequence[float], index: int
 ) -> Iterator[tuple[float, System]]:
-    """Who runs when on batch `index`: everybody in order on even ones, in reverse on odd ones (ABBA).
+    """Iterate over temperatures and systems for batch `index`, in reverse on odd ones (ABBA).
 
-    A machine that slowly speeds up or slows down then favours nobody.
+    A machine that slowly speeds up or slows down then affects all systems alike.
     """
     order = [(temperature, system) for temperature in temperatures for system in systems]
     return iter(order if index % 2 == 0 else reversed(order))
@@ -73,7 +73,7 @@ class Measurement:
 
     Args:
         prompts: token ids of each prompt.
-        tasks: the task of each prompt; by default all have one.
+        tasks: the task of each prompt; by default all prompts have the same task.
     """
 
     systems: Sequence[System]
@@ -89,7 +89,12 @@ class Measurement:
         self.batches = {size: make_batches(tasks, size) for size in self.config.batch_sizes}
 
     def run(self, progress: Progress) -> bool:
-        """Measure; False when Ctrl-C came before the last batch."""
+        """Run all batches; return False if Ctrl-C came before the last one.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C before any batch was finished.
+            BadInputError: a system that generated another number of tokens than requested.
+        """
         temperatures = self.config.temperatures
         self.runs = {
             system.name: {Setting(each, size): [] for each in temperatures for size in self._sizes_of(system)}
@@ -110,7 +115,7 @@ class Measurement:
                     finished.append((temperature, system, self._measure(system, size, index, temperature)))
                     done += 1
                 self.probe.sample()
-                # A batch counts once all systems have had it: medians must be over the same prompts.
+                # Recorded once all systems ran the batch: medians must be over the same prompts.
                 for temperature, system, run in finished:
                     self.runs[system.name][Setting(temperature, size)].append(run)
         except KeyboardInterrupt:
@@ -122,7 +127,7 @@ class Measurement:
 
     @property
     def finished_places(self) -> set[int]:
-        """Places of the prompts that every system has continued, at some batch size."""
+        """Indices of the prompts that every system has continued, at some batch size."""
         return {
             place
             for size, batches in self.batches.items()
@@ -135,7 +140,7 @@ class Measurement:
         return len(self.finished_places)
 
     def finished_runs(self) -> dict[str, dict[Setting, list[Run]]]:
-        """The runs of those prompts: Ctrl-C may have come while those of another were being noted."""
+        """Return the runs of finished batches; Ctrl-C may leave another one partly recorded."""
         return {
             system: {
                 setting: runs[: self._num_finished_at(setting.batch_size)]
@@ -146,14 +151,14 @@ class Measurement:
         }
 
     def finished_tasks(self) -> dict[int, list[str]]:
-        """By batch size, the task of each batch that counts."""
+        """Return the task of each finished batch, by batch size."""
         return {
             size: [batch.task for batch in batches[: self._num_finished_at(size)]]
             for size, batches in self.batches.items()
         }
 
     def notes(self) -> list[str]:
-        """What a reader has to know about prompts that fill up batches, and about texts of other lengths."""
+        """Return notes on prompts repeated to fill batches and on texts of other lengths."""
         notes = []
         for size, batches in self.batches.items():
             if repeated := num_repeated(batches, len(self.prompts)):
@@ -188,7 +193,7 @@ class Measurement:
         )
 
     def _schedule(self) -> list[tuple[int, int]]:
-        """(batch size, index of the batch), the sizes mixed evenly over the whole run."""
+        """Return (batch size, batch index) pairs, with sizes interleaved evenly over the run."""
         return mix(
             [[(size, index) for index in range(len(batches))] for size, batches in self.batches.items()]
         )

@@ -1,9 +1,10 @@
-"""The systems of other libraries: Transformers' plain, assisted and prompt-lookup generation, unmodified.
+"""Plain, assisted and prompt-lookup generation of Transformers, unmodified, as benchmark systems.
 
-The peers get their best: attention through `sdpa`, no gradient, no streamer. Like everybody they write
-exactly as many tokens as asked: their end tokens are taken away instead of banned, which costs no logits
-processor. Draft lengths are set where Transformers reads them, on the assistant's own generation config;
-given to `generate` they would be ignored without a word.
+The peers run in their fastest configuration: `sdpa` attention, no gradients, no streamer. Like
+all systems they generate exactly the requested number of tokens: end tokens are removed from
+the configuration instead of being banned, which avoids a logits processor. Draft lengths are
+set on the assistant's own generation config, since Transformers silently ignores them in the
+call of `generate`.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from secondguess.runtime.quiet import quiet
 
 FAMILY = "transformers"
 LOOKUP_LENGTH = 10
-"""Tokens that prompt lookup drafts; the value of Transformers' own documentation."""
+"""Draft length of prompt lookup; the value of Transformers' own documentation."""
 
 
 class StockModel:
-    """An unmodified Transformers model."""
+    """Unmodified Transformers model."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device) -> None:
         with quiet(), _no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
             )
-        # `generate` fills what a call leaves open from the model's own settings; these must not end a text
-        # early.
+        # `generate` takes missing options from the model's own generation config, which must not
+        # end a text early.
         model.generation_config.eos_token_id = None
         self.module: Any = model.to(device).eval()
-        # As loaded: systems that share the module put other settings in place.
+        # A copy as loaded, since systems that share the module replace its generation config.
         self.generation_config: GenerationConfig = copy.deepcopy(model.generation_config)
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """The benchmark has a bar of its own."""
+    """Disable Transformers' progress bars, since the benchmark shows its own."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -56,7 +57,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 class TransformersPlain(System):
-    """`model.generate` and nothing else."""
+    """`model.generate` without assistance."""
 
     family = FAMILY
     name = "transformers plain"
@@ -81,7 +82,7 @@ class TransformersPlain(System):
         return Run(tokens, seconds)
 
     def _options(self) -> dict[str, Any]:
-        """What the kind of assistance adds to the call."""
+        """Return the arguments that this kind of assistance adds to `generate`."""
         return {}
 
     def _config(self, num_tokens: int, temperature: float, **more: Any) -> GenerationConfig:
@@ -95,13 +96,14 @@ class TransformersPlain(System):
 
 
 class TransformersAssisted(TransformersPlain):
-    """`generate(assistant_model=...)` with a constant draft length, or with Transformers' defaults.
+    """`generate(assistant_model=...)` with a constant draft length or Transformers' defaults.
 
     Args:
         draft_model: name of the assistant.
-        draft_length: tokens to draft per round, without an early stop; None for the defaults (up to 20
-            tokens, stopping below a confidence of 0.4).
-        shows_draft_model: whether the name tells the assistant, to tell systems with several of them apart.
+        draft_length: tokens to draft per round, without early stopping; None for the defaults (up
+            to 20 tokens, stopping below a confidence of 0.4).
+        shows_draft_model: whether the system's name contains the assistant's, which distinguishes
+            systems if there are several assistants.
     """
 
     speculates = True
@@ -131,8 +133,8 @@ class TransformersAssisted(TransformersPlain):
             self._generation_config.assistant_confidence_threshold = 0.0
 
     def _options(self) -> dict[str, Any]:
-        # The assistant is shared, so its settings are put in place before each run and not once;
-        # copied, because Transformers may tune them as it goes.
+        # Set before each run, since systems share the assistant; copied, since Transformers may
+        # change it during generation.
         self._assistant.module.generation_config = copy.deepcopy(self._generation_config)
         return {"assistant_model": self._assistant.module}
 
@@ -150,7 +152,12 @@ class TransformersLookup(TransformersPlain):
 def transformers_systems(
     target: StockModel, assistants: Mapping[str, StockModel], draft_lengths: Sequence[int]
 ) -> list[System]:
-    """Plain, prompt lookup and, with each assistant (by the draft model's name), every draft length and the defaults."""
+    """Return plain decoding, assisted generation and prompt lookup.
+
+    Args:
+        assistants: by draft model name; each runs at every draft length and with the defaults.
+        draft_lengths: constant draft lengths.
+    """
     lengths: list[int | None] = [*draft_lengths, None]
     assisted = [
         TransformersAssisted(target, assistant, name, length, shows_draft_model=len(assistants) > 1)

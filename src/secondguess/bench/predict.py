@@ -1,13 +1,14 @@
-"""The cost model: how fast a run should have been, given what its passes cost and how its rounds went.
+"""Cost model: predicted speed of a run, given the costs of its passes and its draft lengths.
 
-A round that drafts k nodes costs k draft steps and one target pass over k + 1 tokens, so over a run
+A round that drafts k nodes costs k draft steps and one target pass over k + 1 tokens, so for a run
 
-    predicted seconds = sum over rounds of  T(k + 1) + k * T_draft  =  T(1) * sum of  v(k + 1) + k * c
+    predicted seconds = sum over rounds of  T(k + 1) + k * T_draft
+                      = T(1) * sum over rounds of  v(k + 1) + k * c
 
-with v(m) = T(m) / T(1) and c = T_draft / T(1) (section 1 of Leviathan et al., arXiv 2211.17192, with the real
-cost of verifying m tokens in place of the assumption v = 1). Divided by the tokens this is T(1) * E[v + k c]
-/ tau. Nothing in it knows of sampling, verifying, cache bookkeeping or Python: what is missing from `measured
-/ predicted` is overhead.
+with v(m) = T(m) / T(1) and c = T_draft / T(1) (section 3.3 of Leviathan et al., arXiv 2211.17192,
+with the measured cost of verifying m tokens in place of the assumption v = 1). Per token this is
+T(1) * E[v + k c] / tau. Sampling, verification, cache bookkeeping and Python are not part of the
+model, so 1 minus `measured / predicted` (speeds) is overhead.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from secondguess.stats import Stats
 
 @dataclass(frozen=True)
 class Costs:
-    """What forwards cost on this machine, in seconds.
+    """Costs of forward passes on this machine, in seconds.
 
     Args:
-        target: seconds of one target pass over m tokens, by m; m = 1 is always there.
-        draft_step: seconds of one draft-model pass over one token; 0 for a drafter that runs no model.
+        target: seconds of one target pass over m tokens, by m; m = 1 is required.
+        draft_step: seconds of one draft-model pass over one token; 0 without a draft model.
     """
 
     target: Mapping[int, float]
@@ -37,16 +38,16 @@ class Costs:
 
     @property
     def cost_ratio(self) -> float:
-        """c: one draft step over one target pass."""
+        """Cost ratio c: one draft step over one target pass."""
         return self.draft_step / self.target[1]
 
     @property
     def curve(self) -> dict[int, float]:
-        """v(m) = T(m) / T(1)."""
+        """Relative cost of a pass over m tokens, v(m) = T(m) / T(1)."""
         return {m: self.target[m] / self.target[1] for m in sorted(self.target)}
 
     def target_pass(self, num_tokens: int) -> float:
-        """Seconds of a pass over `num_tokens`, on straight lines through the measured points."""
+        """Return the seconds of a pass over `num_tokens`, inter- or extrapolated linearly."""
         known = sorted(self.target)
         if num_tokens in self.target or len(known) == 1:
             return self.target.get(num_tokens, self.target[1])
@@ -57,7 +58,7 @@ class Costs:
 
 
 def draft_length_counts(stats: Stats) -> dict[int, int]:
-    """How many rounds drafted exactly k nodes, from how many drafted at least so many (chains).
+    """Return the number of rounds with exactly k nodes, by k (chains).
 
     >>> draft_length_counts(Stats(num_rounds=5, drafted_per_position=[4, 3, 3]))
     {0: 1, 1: 1, 3: 3}
@@ -68,7 +69,7 @@ def draft_length_counts(stats: Stats) -> dict[int, int]:
 
 
 def predicted_seconds(stats: Stats, costs: Costs) -> float:
-    """Seconds that the rounds of a run should take (prefill is not part of them)."""
+    """Return the predicted seconds of a run's rounds, prefill excluded."""
     return sum(
         count * (costs.target_pass(length + 1) + length * costs.draft_step)
         for length, count in draft_length_counts(stats).items()

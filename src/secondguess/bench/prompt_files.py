@@ -1,7 +1,7 @@
-"""Reading prompts from files of several forms: JSON lines of data sets and chats, and plain text.
+"""Reading of prompts from JSON lines (datasets and chats) and plain text files.
 
-Whatever the form, a prompt comes out as text with the task it belongs to. Files are refused with the place that is
-wrong: a benchmark over fewer prompts than its reader believes is worse than none.
+Every reader returns texts with their tasks. An invalid file is refused with the location of the
+error: skipping lines would make a benchmark cover fewer prompts than expected.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MULTI_TURN = "multi-turn"
 MULTI_TURN_CATEGORIES = (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
 )  # fmt: skip
-"""MT-bench's categories: one task of Spec-Bench's six."""
+"""MT-bench's categories, which together are one of Spec-Bench's six tasks."""
 SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
-"""Spec-Bench's other tasks, which are categories of their own."""
+"""Spec-Bench's other tasks, each with a category of its own."""
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TASK_KEYS = ("category", "task")
@@ -33,7 +33,7 @@ USERS = ("user", "human")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, and the task that it is an example of."""
+    """Text to continue, and its task."""
 
     text: str
     task: str
@@ -43,12 +43,12 @@ PromptT = TypeVar("PromptT", bound=Prompt)
 
 
 def read_any(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL or a plain text file, whichever it is."""
+    """Read the prompts of a JSONL or plain text file; the format is detected."""
     return read_records(path, any_record) if holds_records(path) else read_paragraphs(path)
 
 
 def read_paragraphs(path: Path) -> list[Prompt]:
-    """Plain text: paragraphs between blank lines are the prompts, the file's name is the task."""
+    """Read plain text: paragraphs between blank lines are prompts, the file's stem is the task."""
     lines = read_text(path).split("\n")
     paragraphs = [
         "\n".join(part) for blank, part in groupby(lines, lambda line: not line.strip()) if not blank
@@ -57,12 +57,13 @@ def read_paragraphs(path: Path) -> list[Prompt]:
 
 
 def read_records(path: Path, convert: Callable[[Record, Path], PromptT]) -> list[PromptT]:
-    """JSON lines: one prompt per object; blank lines are skipped.
+    """Read JSON lines: one prompt per object; blank lines are skipped.
 
     Raises:
-        BadInputError: no file, not UTF-8, no prompts, or a line that `convert` refuses, with its number.
+        BadInputError: a missing file, no UTF-8, no prompts, or a line that `convert` refuses, with
+            its number.
     """
-    # Not splitlines(): JSON texts may hold line separators of Unicode as they are.
+    # Not splitlines(): JSON strings may contain unescaped Unicode line separators.
     lines = enumerate(read_text(path).split("\n"), start=1)
     return _at_least_one(
         [_convert(line, number, path, convert) for number, line in lines if line.strip()], path
@@ -70,7 +71,11 @@ def read_records(path: Path, convert: Callable[[Record, Path], PromptT]) -> list
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, with plain line ends and without a byte order mark."""
+    """Return the text of a file, with Unix line ends and without a byte order mark.
+
+    Raises:
+        BadInputError: no file, a binary file, or no UTF-8.
+    """
     if path.is_dir():
         raise BadInputError(
             f"expected a file of prompts, got the folder {path}; give a file with --prompts FILE"
@@ -96,7 +101,7 @@ def read_text(path: Path) -> str:
 
 
 def any_record(record: Record, path: Path) -> Prompt:
-    """A `prompt`, a `question`, the first of its `turns`, or what the user says in its chat."""
+    """Convert a record: `prompt`, `question`, the first of `turns`, or a chat's user messages."""
     found = None
     for read in (_text_at("prompt"), _text_at("question"), _first_turn, _user_texts):
         found = found or read(record)
@@ -109,7 +114,7 @@ def any_record(record: Record, path: Path) -> Prompt:
 
 
 def spec_bench_record(record: Record, path: Path) -> Prompt:
-    """A question of Spec-Bench: its first turn, its category as task; MT-bench's eight categories are one."""
+    """Convert a Spec-Bench question: first turn, with its category (MT-bench's are one task)."""
     text, category = _first_turn(record), record.get("category")
     if not text:
         raise BadInputError(f"expected 'turns' with a text first, got {record.get('turns')!r:.60}")
@@ -125,7 +130,7 @@ def spec_bench_record(record: Record, path: Path) -> Prompt:
 
 
 def record_with(key: str, task: str) -> Callable[[Record, Path], Prompt]:
-    """Reads records of a data set that keeps its prompts under one key and has one task."""
+    """Return a converter for a dataset with one task and its prompts under one key."""
 
     def convert(record: Record, path: Path) -> Prompt:
         text = _text_at(key)(record)
@@ -137,7 +142,7 @@ def record_with(key: str, task: str) -> Callable[[Record, Path], Prompt]:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a file is JSON lines and not plain text."""
+    """Return whether a file contains JSON lines rather than plain text."""
     if path.suffix.lower() in JSON_SUFFIXES:
         return True
     first = next((line for line in read_text(path).split("\n") if line.strip()), "")
@@ -186,7 +191,7 @@ def _first_turn(record: Record) -> str | None:
 
 
 def _user_texts(record: Record) -> str | None:
-    """What the user says in a chat, all of it, a blank line between."""
+    """Return all user messages of a chat, separated by blank lines, or None if there are none."""
     messages = next((record[key] for key in CHAT_KEYS if isinstance(record.get(key), list)), [])
     texts = [_message_text(message) for message in messages if isinstance(message, dict)]  # type: ignore[attr-defined]
     return "\n\n".join(text for text in texts if text) or None

@@ -1,4 +1,4 @@
-"""Where a result comes from, so that others can repeat it; without host names and absolute paths."""
+"""Provenance of a result, for repeating it; without host names and absolute paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIBRARIES = ("secondguess", "torch", "transformers", "tokenizers", "numpy")
 
 @dataclass(frozen=True)
 class Provenance:
-    """Everything about a run that is not its result."""
+    """Provenance of a run: command, code and library versions, machine and models."""
 
     date: str
     command: str
@@ -50,11 +50,11 @@ def gather(
     models: Mapping[str, Path],
     runtimes: Mapping[str, str],
 ) -> Provenance:
-    """What can be found out about this run.
+    """Collect the provenance of this run.
 
     Args:
-        models: directory of each model by the name that the report uses; its weights are hashed.
-        runtimes: by the same names, what ran each model for this package.
+        models: directory of each model by its name in the report; the weights are hashed.
+        runtimes: by the same names, a description of the runtime that ran each model.
     """
     commit, dirty = _git_state(Path(__file__).parents[1])
     return Provenance(
@@ -76,7 +76,9 @@ def gather(
 
 
 def show_command(argv: Sequence[str]) -> str:
-    """The command line with every absolute path cut to its last part; addresses of servers stay.
+    """Return the command line with absolute paths reduced to their last component.
+
+    Server addresses are kept.
 
     >>> show_command(["/opt/bin/secondguess", "bench", "--model=/data/tiny", "model:/data/draft,x=1"])
     'secondguess bench --model=tiny model:draft,x=1'
@@ -86,7 +88,7 @@ def show_command(argv: Sequence[str]) -> str:
 
 def _without_folders(word: str) -> str:
     if "://" in word:
-        return word  # the address of a server, which the user has named
+        return word  # server address
     for mark in ("=", ":"):
         head, found, tail = word.partition(mark)
         if found and tail.startswith("/"):
@@ -95,7 +97,7 @@ def _without_folders(word: str) -> str:
 
 
 def _git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Commit and whether the working tree differs from it; (None, None) outside a checkout."""
+    """Return the commit and whether the working tree differs; (None, None) outside a checkout."""
     try:
         _git(folder, "ls-files", "--error-unmatch", "core.py")
         changes = _git(folder, "status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")

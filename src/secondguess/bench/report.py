@@ -1,4 +1,4 @@
-"""What a benchmark says, as an object, as JSON, as Markdown and as charts."""
+"""Benchmark report as an object, as JSON, as Markdown and as charts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from secondguess.bench.provenance import Provenance
 from secondguess.bench.results import Result
 
 SCHEMA = 4
-"""Of the JSON. 2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`. 3: possessions.
-4: no intervals (null) of fewer than `FEWEST_PROMPTS` prompts."""
+"""Schema version of the JSON.
+
+2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`.
+3: possessions.
+4: intervals are null for fewer than `FEWEST_PROMPTS` prompts.
+"""
 
 
 @dataclass(frozen=True)
 class Workbench:
-    """The conditions that all systems shared.
+    """Conditions shared by all systems.
 
     Args:
-        workload_note: why these prompts and not the default ones; empty if there is nothing to say.
-        num_prompts_cut: prompts that were cut from the left to fit the target's context.
+        workload_note: reason why the default prompts were not used; empty if there is none.
+        num_prompts_cut: prompts that were truncated on the left to fit the target's context.
         tasks: by batch size, the task of each batch in the order of `Result.per_batch`.
-        notes: what else a reader has to know: who is missing where, and which prompts are not whole.
+        notes: further notes for the reader, such as systems that are missing in some settings and
+            truncated prompts.
     """
 
     workload: str
@@ -44,10 +49,10 @@ class Workbench:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Forward costs as measured between the runs.
+    """Costs of forward passes, measured between the runs.
 
     Args:
-        context_length: tokens in the cache while timing.
+        context_length: tokens in the KV cache during timing.
         target_ms: milliseconds of a target pass over m tokens, by m.
         curve: v(m) = T(m) / T(1).
         draft_step_ms: milliseconds of one draft step, by draft model.
@@ -63,10 +68,11 @@ class CostTable:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it; `complete` is False when the run was interrupted and covers the finished prompts only.
+    """Complete report of a benchmark.
 
     Args:
-        possessions: by our speculating systems, what having their drafter takes.
+        complete: False if the run was interrupted and the report covers the finished prompts only.
+        possessions: memory and training time of the drafters, by name of our speculating systems.
     """
 
     name: str
@@ -88,7 +94,11 @@ class Report:
         return as_markdown(self)
 
     def result(self, system: str, temperature: float, batch_size: int | None = None) -> Result:
-        """The result of a system by its name, at the smallest batch size unless told; KeyError when there is none."""
+        """Return the result of a system, by default at its smallest batch size.
+
+        Raises:
+            KeyError: no such result.
+        """
         found = [
             result
             for result in self.results
@@ -100,9 +110,12 @@ class Report:
         return min(found, key=lambda result: result.batch_size)
 
     def save(self, folder: str | Path) -> tuple[Path, ...]:
-        """Write `<date>-<name>.json`, `.md` and charts beside them (`-partial` when interrupted); gives all paths.
+        """Write `<date>-<name>.json`, `.md` and charts (`-partial` if interrupted).
 
-        Charts need matplotlib; without it there are none.
+        Charts are left out if matplotlib is not installed.
+
+        Returns:
+            The paths of all files.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +129,7 @@ class Report:
 
 
 def make_cost_table(context_length: int, costs: Mapping[str | None, Costs]) -> CostTable:
-    """Costs by draft model (None: no draft model), as a report shows them."""
+    """Return the cost table of a report from costs by draft model (None: no draft model)."""
     target = costs[None]
     by_model = {name: each for name, each in costs.items() if name is not None}
     return CostTable(

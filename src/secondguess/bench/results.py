@@ -1,4 +1,4 @@
-"""From runs to results: numbers per system, temperature and batch size, over all prompts and per task."""
+"""Results per system, temperature and batch size, over all prompts and per task."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from secondguess.bench.systems import Run, System
 
 @dataclass(frozen=True)
 class Rounds:
-    """What the rounds of a system did, over all prompts.
+    """Statistics of a system's rounds over all prompts.
 
     Args:
         acceptance_length: tokens per target pass and row, correction or bonus included (tau).
-        acceptance_rate: accepted over drafted nodes; None when nothing was drafted.
+        acceptance_rate: accepted over drafted nodes; None if nothing was drafted.
         acceptance_by_position: accepted over drafted nodes at each depth.
-        drafted_by_position: how many nodes were drafted at each depth.
+        drafted_by_position: number of nodes drafted at each depth.
         draft_length: mean number of nodes per round.
-        cost_ratio: one draft step over one target pass (c): of a draft model as timed alone, of heads what drafting took
-            per level; 0 for look-ups, which run no model.
-        predicted_tokens_per_second: decoding speed that tau, c and v(m) allow (median over prompts, prefill
-            excluded); None for batches and trees, whose passes have other costs than those that were timed.
-        measured_over_predicted: measured decoding speed over that (median over prompts); 1 minus it is
-            overhead. None for batches and trees.
-        share_of_seconds: where the time went, by phase.
+        cost_ratio: one draft step over one target pass (c). For a draft model the step is timed in
+            isolation, for heads it is the drafting time per level; 0 for n-gram and suffix lookup,
+            which run no model.
+        predicted_tokens_per_second: decoding speed predicted from the draft lengths, c and v(m)
+            (median over prompts, without prefill); None for batches and trees, whose passes differ
+            in cost from those that were timed.
+        measured_over_predicted: measured over predicted decoding speed (median over prompts); 1
+            minus it is overhead. None for batches and trees.
+        share_of_seconds: share of time of each phase.
     """
 
     acceptance_length: float
@@ -50,16 +52,16 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Equality:
-    """Whether a system wrote at temperature 0 what its reference wrote.
+    """Comparison of a system's texts at temperature 0 with those of its reference.
 
     Args:
-        reference: the system compared with: for a speculating one its family's plain decoding, for another
-            family's plain decoding ours.
-        num_prompts_differing: texts that part from the reference's at some token: each is one flip, and
-            what follows it continues another text.
-        num_tokens_differing: positions at which the tokens differ, all that follows a flip included.
+        reference: name of the reference: for a speculating system the plain decoding of its
+            family, for another family's plain decoding ours.
+        num_prompts_differing: number of texts that differ from the reference. Each counts as one
+            flip, since everything after the first difference continues another prefix.
+        num_tokens_differing: positions at which the tokens differ, those after a flip included.
         num_tokens: positions compared.
-        first_differences: by prompt, where the texts part; None where they are equal.
+        first_differences: per text, the index of the first difference; None if equal.
     """
 
     reference: str
@@ -74,9 +76,10 @@ class TaskResult:
     """One system on the prompts of one task.
 
     Args:
-        num_batches: how many of the batches (at batch size 1: prompts) are of this task.
-        tokens_per_second: median over them.
-        against_plain: ratio to the plain decoding of the same family; None for that itself, and without one.
+        num_batches: number of batches (at batch size 1: prompts) of this task.
+        tokens_per_second: median over these batches.
+        against_plain: ratio to the plain decoding of the same family; None for the plain decoding
+            itself, and for families without one.
         acceptance_length: tau; None for systems that report no statistics.
     """
 
@@ -93,13 +96,14 @@ class Result:
     Args:
         batch_size: prompts decoded together.
         tokens_per_second: median over batches of all new tokens over seconds, prefill included.
-        interval: 95 % percentile-bootstrap interval of that; None of too few batches (`summary.FEWEST_PROMPTS`).
-        per_batch: tokens per second of each batch, in the workload's order; at batch size 1 that is each prompt.
-        against: ratios to each plain system and to each family's fastest speculating one, by their names.
-        by_task: the same on the prompts of each task.
+        interval: 95 % percentile-bootstrap interval of `tokens_per_second`; None with too few
+            batches (see `summary.FEWEST_PROMPTS`).
+        per_batch: tokens/s of each batch (at batch size 1: each prompt), in the workload's order.
+        against: ratios to each plain system and to each family's fastest speculating one, by name.
+        by_task: results per task.
         rounds: None for systems that report no statistics.
-        equality: None at other temperatures, for our plain decoding, the reference of all others in the end, and for
-            systems that tell no token ids.
+        equality: None at temperatures above 0, for our plain decoding (the reference of every
+            family's plain decoding), and for systems that return no token ids.
     """
 
     system: str
@@ -117,7 +121,7 @@ class Result:
 
 
 Runs = Mapping[Setting, Sequence[Run]]
-"""One system's runs by setting, each in the order of the batches; without those settings that it cannot do."""
+"""Runs of one system by setting, in batch order; settings that it does not support are absent."""
 
 
 def make_results(
@@ -127,13 +131,13 @@ def make_results(
     tasks: Mapping[int, Sequence[str]],
     seed: int,
 ) -> list[Result]:
-    """Everything derived from the runs.
+    """Return one result per setting and system.
 
     Args:
-        runs: by system name; in each setting as many for every system that has it.
+        runs: by system name; in a setting, all systems that support it have equally many runs.
         costs: forward costs by system name, for the systems that report statistics.
         tasks: by batch size, the task of each batch.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
     """
     results = []
     for setting in dict.fromkeys(setting for of in runs.values() for setting in of):
@@ -151,7 +155,7 @@ def _results_of(
     tasks: Sequence[str],
     seed: int,
 ) -> list[Result]:
-    """Those of one setting, in which all systems have had the same batches."""
+    """Return the results of one setting, in which all systems ran the same batches."""
     plain = {system.family: system.name for system in systems if not system.speculates}
     baselines = [system.name for system in systems if not system.speculates]
     speeds = {name: [run.tokens_per_second for run in own] for name, own in runs.items()}
@@ -190,7 +194,12 @@ def _results_of(
 def summarise_tasks(
     runs: Sequence[Run], plain: Sequence[Run], tasks: Sequence[str], seed: int
 ) -> dict[str, TaskResult]:
-    """A system's runs by task, beside the plain runs of its family (its own where it is that, or has none)."""
+    """Summarise a system's runs by task.
+
+    Args:
+        plain: runs of the family's plain decoding; `runs` itself for the plain decoding, and for
+            families without one.
+    """
     summaries = {}
     for task in dict.fromkeys(tasks):
         places = [place for place, each in enumerate(tasks) if each == task]
@@ -208,16 +217,20 @@ def summarise_tasks(
 
 
 def reference_of(system: System, plain: Mapping[str, str]) -> str:
-    """Whose text a system should write at temperature 0, given each family's plain system, ours first.
+    """Return the name of the system whose greedy texts `system` should reproduce.
 
-    Speculation has to keep the text of its own runtime. The runtimes are compared by their plain systems: one that
-    is fast because it computes something else would agree with itself.
+    Speculation has to reproduce the plain decoding of its own family. Plain decodings of other
+    families are compared with ours, since a runtime that is fast because it computes something
+    else would still reproduce its own texts.
+
+    Args:
+        plain: name of each family's plain system, ours first.
     """
     return plain[system.family] if system.speculates else next(iter(plain.values()))
 
 
 def fastest_speculators(systems: Sequence[System], speeds: Mapping[str, Sequence[float]]) -> dict[str, str]:
-    """The best that each family has, by median speed: what its users would choose after a comparison like this."""
+    """Return the fastest speculating system of each family, by median speed."""
     best: dict[str, str] = {}
     for system in (system for system in systems if system.speculates):
         rival = best.get(system.family)
@@ -227,7 +240,7 @@ def fastest_speculators(systems: Sequence[System], speeds: Mapping[str, Sequence
 
 
 def summarise_rounds(runs: Sequence[Run], costs: Costs, batch_size: int = 1) -> Rounds | None:
-    """What the rounds did and, for single prompts, what they should have cost; None for runs without statistics."""
+    """Return round statistics with predicted speeds; None for runs without statistics."""
     told = [(run, run.stats) for run in runs if run.stats is not None]
     if not told:
         return None
@@ -262,7 +275,7 @@ def summarise_rounds(runs: Sequence[Run], costs: Costs, batch_size: int = 1) -> 
 
 
 def count_flips(runs: Sequence[Run], reference_runs: Sequence[Run], reference: str) -> Equality:
-    """Compare texts with those of the system named `reference`, prompt by prompt."""
+    """Count texts and tokens that differ from those of the system named `reference`."""
     pairs = [
         pair
         for run, expected in zip(runs, reference_runs, strict=True)

@@ -1,4 +1,4 @@
-"""Who takes part in a comparison, and who cannot."""
+"""Selection of the systems that a benchmark compares."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from secondguess.runtime.loading import LoadedModel
 
 
 def make_systems(config: BenchConfig, models: Models) -> list[System]:
-    """Ours plain, ours with every drafter under every controller, then the peers and the servers.
+    """Return our plain decoding, our drafters under their controllers, then peers and servers.
 
-    Every drafter runs under its default controller and under those that are named, model drafters at each draft
-    length too.
+    Every drafter runs under its default controller and under the named ones; model drafters also
+    run at each constant draft length.
 
     Raises:
-        BadInputError: a name that does not exist, a controller that no drafter would ask, two systems of one name, or
-            a server that does not answer.
+        BadInputError: an unknown name, a controller that no drafter uses, two systems with the
+            same name, or a server that does not respond.
     """
     for name in (*config.controllers, *(f"fixed:{length}" for length in config.draft_lengths)):
         make_controller(name)
     systems: list[System] = [Speculator(models, "none")]
     for drafter in config.drafters_to_run:
         default = Speculator(models, drafter)
-        # Of every drafter there is one line, or one for each controller that was asked for.
+        # With `--drafters all`, named controllers replace the default one.
         if not (config.runs_all and config.controllers):
             systems.append(default)
         lengths = config.draft_lengths if default.draft_model is not None and not config.runs_all else ()
@@ -45,7 +45,7 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
 
 
 def notes_on(systems: Sequence[System], config: BenchConfig) -> list[str]:
-    """What a reader has to know about who is missing where."""
+    """Return notes on systems that are missing in some settings."""
     notes = []
     names = {system.name for system in systems}
     for drafter in config.drafters_to_run:
@@ -59,13 +59,14 @@ def notes_on(systems: Sequence[System], config: BenchConfig) -> list[str]:
 
 
 def _under_controllers(models: Models, drafter: str, names: Sequence[str]) -> list[System]:
-    """One system for each controller that the drafter would ask."""
+    """Return one system for each controller that the drafter can use."""
     systems: list[System] = []
     for name in names:
         try:
             systems.append(Speculator(models, drafter, name))
         except BadInputError:
-            # Its name is known to be good: it reads laws, and this drafter has none. `notes_on` says so.
+            # The name is valid: the controller needs draft probabilities, which this drafter
+            # lacks. `notes_on` reports it.
             continue
     return systems
 
@@ -99,7 +100,7 @@ def _servers(config: BenchConfig, models: Models) -> list[System]:
     tokenizer = models.target.tokenizer
 
     def decode(ids: Sequence[int]) -> str:
-        # Without special tokens: the server's own tokenizer puts them there.
+        # Without special tokens: the server's own tokenizer adds them.
         text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 

@@ -1,8 +1,8 @@
-"""A server that speaks OpenAI's protocol, as one more system: whatever it runs, seen from outside.
+"""Any server with OpenAI's protocol as a benchmark system, measured from outside.
 
-Only `POST /v1/completions` is used, with the prompt as text: the server has a tokenizer of its own, and so it cannot be
-asked for, or compared in, token ids. The clock runs from sending the request to the last byte of the answer; the
-connection is made before.
+Only `POST /v1/completions` is used, with the prompt as text: the server has its own tokenizer, so
+token ids can neither be sent nor compared. The clock runs from sending the request to the last
+byte of the response; the connection is opened before.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from secondguess.errors import BadInputError
 TIMEOUT_SECONDS = 600.0
 KEY_VARIABLE = "OPENAI_API_KEY"
 SHOWN = 200
-"""How many characters of a server's own words an error repeats."""
+"""Maximum number of characters of a server's response that an error message quotes."""
 
 _SCHEMES = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
 def is_address(text: str) -> bool:
-    """Whether `--against` names a server and not a library."""
+    """Return whether a value of `--against` is a server address rather than a library."""
     return text.lower().startswith(("http://", "https://"))
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server is and which of its models to ask.
+    """Address of a server and the model to request.
 
     Args:
         scheme: `http` or `https`.
-        host: name and, where it was given, port.
-        path: in front of `/v1`, usually empty.
-        model: name of the model; None asks the server for its only one.
+        host: host name, with the port if one was given.
+        path: path in front of `/v1`, usually empty.
+        model: name of the model; None takes the server's only one.
     """
 
     scheme: str
@@ -50,10 +50,10 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, text: str) -> ServerAddress:
-        """From `http://HOST[:PORT][/PATH][/v1][,model=NAME]`.
+        """Parse `http://HOST[:PORT][/PATH][/v1][,model=NAME]`.
 
         Raises:
-            BadInputError: an address that cannot be one, or an option other than `model`.
+            BadInputError: an invalid address, credentials in it, or an option other than `model`.
         """
         url, *options = text.split(",")
         form = "http://HOST:PORT or http://HOST:PORT,model=NAME"
@@ -82,7 +82,7 @@ class ServerAddress:
 
     @property
     def name(self) -> str:
-        """The host, with the model where one was named."""
+        """Host, followed by the model if one was named."""
         return f"{self.host} {self.model}" if self.model else self.host
 
     @property
@@ -91,18 +91,19 @@ class ServerAddress:
 
 
 class Server(System):
-    """Continues prompts with `/v1/completions`.
+    """Server that continues prompts with `/v1/completions`.
 
-    It is asked for exactly as many tokens as everybody writes, with `ignore_eos` where the server takes that; what it
-    then gives is what counts (`usage.completion_tokens`). It tells no token ids.
+    It is asked for the same number of tokens as the other systems, with `ignore_eos` if the server
+    accepts that; the number it reports (`usage.completion_tokens`) counts. It returns no ids.
 
     Args:
-        address: where it is.
-        decode: text of a prompt's token ids.
-        key: sent as bearer token; by default that of the environment variable OPENAI_API_KEY.
+        address: address of the server.
+        decode: converts a prompt's token ids to text.
+        key: bearer token; by default the environment variable OPENAI_API_KEY.
+        timeout: seconds without data after which a request fails.
 
     Raises:
-        BadInputError: no server there, one that refuses, or one that answers something else.
+        BadInputError: no server at the address, an error status, or a response in another format.
     """
 
     speculates = False
@@ -136,7 +137,7 @@ class Server(System):
             status, answer, seconds = self._ask("POST", "completions", {**request, "ignore_eos": True})
             if status not in (400, 422):
                 return self._read(status, answer, seconds)
-            # OpenAI's own protocol has no such field, and some servers refuse what they do not know.
+            # OpenAI's own protocol has no such field, and some servers refuse unknown fields.
             self._takes_ignore_eos = False
         return self._read(*self._ask("POST", "completions", request))
 
@@ -150,7 +151,11 @@ class Server(System):
         return Run([], seconds, lengths=(count,))
 
     def _only_model(self) -> str:
-        """The model that the server has, where it has one."""
+        """Return the name of the server's model.
+
+        Raises:
+            BadInputError: the server does not have exactly one model.
+        """
         status, answer, _ = self._ask("GET", "models")
         listed = _at(self._json(status, answer, "models"), "data")
         names = [_at(each, "id") for each in listed] if isinstance(listed, list) else []
@@ -177,7 +182,7 @@ class Server(System):
             ) from None
 
     def _ask(self, method: str, what: str, body: object = None) -> tuple[int, bytes, float]:
-        """Status, answer and seconds from sending to the last byte."""
+        """Send a request; return status, body and seconds from sending to the last byte."""
         content = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key:
@@ -200,7 +205,7 @@ class Server(System):
 
 
 def _at(value: Any, *keys: str) -> Any:
-    """What lies at a path of keys; None where there is nothing."""
+    """Return the value at a path of keys, or None if there is none."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value

@@ -1,4 +1,4 @@
-"""Reports as they were saved, read back for a comparison: this schema's and those of earlier ones."""
+"""Reading of saved reports, of the current and earlier schemas, for a comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONDITIONS = {
     "new tokens": ("workbench", "num_tokens"),
     "prompts cut": ("workbench", "num_prompts_cut"),
 }
-"""What two reports should share, by the word for it, and where a report has it."""
+"""Conditions that two reports should share: their location in a report, by label."""
 
 Key = tuple[str, float, int]
 """System, temperature, batch size."""
@@ -32,11 +32,11 @@ Key = tuple[str, float, int]
 
 @dataclass(frozen=True)
 class StoredResult:
-    """The speeds of one system in one setting.
+    """Speeds of one system in one setting.
 
     Args:
         speeds: tokens/s of each batch, in the workload's order.
-        tasks: the task of each; empty where the report does not know.
+        tasks: the task of each batch; empty if the report has none.
     """
 
     speeds: tuple[float, ...]
@@ -45,12 +45,12 @@ class StoredResult:
 
 @dataclass(frozen=True)
 class StoredReport:
-    """What a comparison needs of a report.
+    """Part of a report that a comparison needs.
 
     Args:
-        label: its file's name.
-        complete: whether it ran to its end.
-        conditions: by the words of `CONDITIONS`.
+        label: file name.
+        complete: False if the run was interrupted.
+        conditions: values by the labels of `CONDITIONS`.
         results: by system, temperature and batch size.
     """
 
@@ -63,10 +63,10 @@ class StoredReport:
 
 
 def read_report(path: Path) -> StoredReport:
-    """Read a report that `secondguess bench` saved.
+    """Read a report saved by `secondguess bench`.
 
     Raises:
-        BadInputError: no such file, or something else in it.
+        BadInputError: a missing file, or one with other content.
     """
     if not path.is_file():
         raise BadInputError(
@@ -100,8 +100,8 @@ def read_report(path: Path) -> StoredReport:
 
 def _report_of(told: Mapping[str, Any], path: Path) -> StoredReport:
     bench, about = told["workbench"], told["provenance"]
-    # Schema 1 had no batches and no tasks; its `per_prompt` is this schema's `per_batch` at batch size 1, and it refused
-    # prompts that had to be cut.
+    # Schema 1 had no batches and no tasks; its `per_prompt` is `per_batch` at batch size 1, and
+    # prompts that had to be truncated were refused.
     tasks_of = {int(size): tasks for size, tasks in bench.get("tasks", {}).items()}
     results = {}
     for each in told["results"]:

@@ -1,4 +1,4 @@
-"""The statistics of a comparison: medians over prompts, their ratios, paired worst case, intervals."""
+"""Statistics of a comparison: medians over prompts, ratios, paired worst case, intervals."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from secondguess.stats import Stats
 
 NUM_RESAMPLES = 10_000
 FEWEST_PROMPTS = 6
-"""For a 95 % interval of a median. Of n prompts, even the interval from the smallest to the largest value misses the median with
-probability 2 / 2^n: 6 % of 5 prompts, 3 % of 6. Resampling gives one that is narrower still: of one prompt it has no width."""
+"""Fewest prompts for a 95 % interval of a median.
+
+With n prompts, even the interval from the smallest to the largest value misses the median with
+probability 2 / 2^n: 6 % for 5 prompts, 3 % for 6. Bootstrap intervals are narrower still: with one
+prompt the width is 0.
+"""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """One system's speed over another's.
+    """Ratio of one system's speed to another's.
 
     Args:
-        of_medians: median over prompts divided by median over prompts.
-        low, high: 95 % percentile-bootstrap interval of that, prompts resampled in pairs; None of fewer than `FEWEST_PROMPTS`.
-        worst: the smallest ratio on any single prompt.
+        of_medians: ratio of the medians over prompts.
+        low, high: 95 % percentile-bootstrap interval of `of_medians`; None with fewer than
+            `FEWEST_PROMPTS` prompts.
+        worst: smallest ratio on any single prompt (see `compare_apart` for unpaired prompts).
     """
 
     of_medians: float
@@ -33,7 +38,7 @@ class Ratio:
 
 
 def compare(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
-    """Ratio of two systems' speeds, measured on the same prompts in the same order."""
+    """Return the ratio of speeds on the same prompts in the same order, resampled in pairs."""
     ours, theirs = np.asarray(speeds), np.asarray(baseline)
     prompts = np.random.default_rng(seed).integers(0, len(ours), size=(NUM_RESAMPLES, len(ours)))
     resampled = np.median(ours[prompts], axis=1) / np.median(theirs[prompts], axis=1)
@@ -47,7 +52,10 @@ def compare(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0) -
 
 
 def compare_apart(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
-    """Ratio of speeds on different prompts, each side resampled by itself; the worst pairs the slowest with the median."""
+    """Return the ratio of speeds on different prompts, each side resampled independently.
+
+    `worst` is the smallest speed over the median of the baseline.
+    """
     ours, theirs = np.asarray(speeds), np.asarray(baseline)
     resampled = _resampled_medians(ours, seed) / _resampled_medians(theirs, seed + 1)
     low, high = _interval(resampled, min(len(ours), len(theirs))) or (None, None)
@@ -60,7 +68,11 @@ def compare_apart(speeds: Sequence[float], baseline: Sequence[float], seed: int 
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
-    """Return the 95 % percentile-bootstrap interval of a median; None of fewer than `FEWEST_PROMPTS` values."""
+    """Return the 95 % percentile-bootstrap interval of the median.
+
+    Returns:
+        Low and high end; None with fewer than `FEWEST_PROMPTS` values.
+    """
     return _interval(_resampled_medians(np.asarray(values), seed), len(values))
 
 
@@ -82,7 +94,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def add_up(many: Iterable[Stats]) -> Stats:
-    """The counters of many rows together."""
+    """Return the counters of several rows, summed."""
     total = Stats()
     for stats in many:
         total.num_rounds += stats.num_rounds
@@ -104,7 +116,7 @@ def _add_positions(total: list[int], counts: Sequence[int]) -> None:
 
 
 def first_difference(text: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Where two token sequences part, or None where they are equal.
+    """Return the index of the first difference of two token sequences, or None if they are equal.
 
     >>> first_difference([1, 2, 3], [1, 5, 3]), first_difference([1], [1, 2]), first_difference([1], [1])
     (1, 1, None)

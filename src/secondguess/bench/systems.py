@@ -1,7 +1,7 @@
-"""What is compared: small objects that continue a prompt and say how long it took.
+"""Systems that a benchmark compares: each continues prompts and measures its own time.
 
-`Speculator` is this package: the same loop, the same weights, one drafter and one controller. The systems of
-other libraries are in `peers.py`.
+`Speculator` is this package with one drafter and one controller; all of them run the same decoding
+loop on the same weights. Systems of other libraries are in `peers.py`, servers in `server.py`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class Run:
     """One prompt, or several as one batch, continued by one system.
 
     Args:
-        tokens: the new tokens, those of a batch's rows one after the other; empty for a system that tells only how many.
+        tokens: new tokens, rows of a batch concatenated; empty if the system reports only their
+            number.
         seconds: wall-clock seconds from token ids to token ids, prefill included.
-        stats: what the rounds did, all rows together; None for systems that do not say.
-        lengths: how many new tokens each row has; by default it is one row that has them all.
+        stats: statistics of the rounds, all rows together; None if the system reports none.
+        lengths: number of new tokens per row; None for a single row with all tokens.
     """
 
     tokens: list[int]
@@ -48,7 +49,7 @@ class Run:
 
     @classmethod
     def of_batch(cls, texts: Sequence[Sequence[int]], seconds: float, stats: Stats | None = None) -> Run:
-        """From the new tokens of each row."""
+        """Make a run from the new tokens of each row."""
         return cls([token for text in texts for token in text], seconds, stats, tuple(map(len, texts)))
 
     @property
@@ -61,12 +62,12 @@ class Run:
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether there are texts to compare."""
+        """True if token ids are available for comparing texts."""
         return len(self.tokens) == self.num_tokens
 
     @property
     def texts(self) -> list[list[int]]:
-        """The new tokens of each row."""
+        """New tokens of each row."""
         ends = list(accumulate(self.row_lengths))
         return [self.tokens[end - length : end] for length, end in zip(self.row_lengths, ends, strict=True)]
 
@@ -77,20 +78,23 @@ class Run:
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds without prefill, where that is known."""
+        """Seconds without prefill; all seconds if the prefill time is unknown."""
         return self.seconds - (self.stats.seconds["prefill"] if self.stats else 0.0)
 
 
 class System(ABC):
-    """One way to continue a prompt.
+    """Base class of systems that continue prompts.
 
     Attributes:
-        name: how a report calls it, unique within a run.
-        family: whose code runs; systems of one family should agree at temperature 0.
+        name: name in reports, unique within a run.
+        family: implementation that runs; systems of one family should produce the same texts at
+            temperature 0.
         speculates: False for a family's plain decoding, the baseline of the others.
-        draft_model: name of the model that drafts; None for plain decoding and look-ups.
-        batches: whether it decodes several prompts as one batch; others run at batch size 1 only.
-        keeps_length: whether it writes exactly as many tokens as asked; others are compared by tokens/s alone.
+        draft_model: name of the draft model; None if there is none.
+        batches: whether several prompts can be decoded as one batch; other systems run at batch
+            size 1 only.
+        keeps_length: whether exactly the requested number of tokens is generated; other systems
+            are compared by tokens/s only.
     """
 
     name: str
@@ -102,12 +106,16 @@ class System(ABC):
 
     @abstractmethod
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
-        """Continue a prompt by exactly `num_tokens` tokens (end tokens do not end it); timed inside."""
+        """Continue a prompt by exactly `num_tokens` tokens, ignoring end tokens, and time it."""
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> Run:
-        """Continue prompts together, each by exactly `num_tokens` tokens."""
+        """Continue prompts as one batch, each by exactly `num_tokens` tokens.
+
+        Raises:
+            BadInputError: several prompts for a system without batches.
+        """
         if len(prompts) != 1:
             raise BadInputError(
                 f"expected one prompt for {self.name}, which has no batches, got {len(prompts)}"
@@ -115,11 +123,11 @@ class System(ABC):
         return self.generate(prompts[0], num_tokens, temperature, seed)
 
     def begin_measuring(self) -> None:
-        """The warm-up is over: forget what it taught."""
+        """Discard what was learnt during the warm-up."""
 
 
 class Models:
-    """The weights of one benchmark, each model loaded once and shared by all systems of this package."""
+    """Models of one benchmark, each loaded once and shared by all systems of this package."""
 
     def __init__(self, model: str, dtype: str, device: str, quantize: str | None = None) -> None:
         self.target: LoadedModel = load_runtime(model, dtype=dtype, device=device, quantize=quantize)
@@ -139,15 +147,17 @@ class Models:
 
     @property
     def draft_models(self) -> dict[str, LoadedModel]:
-        """Draft models in use, by the names they were asked for."""
+        """Draft models loaded so far, by the requested names."""
         return dict(self._draft_models)
 
 
 class ModelsApart(Models):
-    """The weights of other models with caches of their own, for texts that are decoded at the same time.
+    """Models that share the weights of `lender` but have KV caches of their own.
+
+    Systems that decode texts at the same time need separate caches.
 
     Raises:
-        UnsupportedModelError: runtimes that cannot lend their weights.
+        UnsupportedModelError: a runtime that cannot share its weights.
     """
 
     def __init__(self, lender: Models) -> None:
@@ -160,14 +170,14 @@ class ModelsApart(Models):
 
 
 def with_own_cache(loaded: LoadedModel) -> LoadedModel:
-    """The same weights in a runtime that holds other rows."""
+    """Return the same weights in a runtime with a KV cache of its own."""
     apart = loaded.runtime.without_layers(())
-    assert isinstance(apart, CachedRuntime)  # as every loaded model's
+    assert isinstance(apart, CachedRuntime)  # true of every loaded model
     return replace(loaded, runtime=apart)
 
 
 class Performance:
-    """A batch that is decoded round by round, by a clock that stands still in between."""
+    """Measured run of one batch, advanced round by round; time between rounds does not count."""
 
     def __init__(self, team: Team, rows: Sequence[Row]) -> None:
         self._team = team
@@ -176,7 +186,7 @@ class Performance:
         self._seconds = 0.0
 
     def play(self) -> bool:
-        """The next round, the first with the reading of the prompts; False when all has been said."""
+        """Run the next round, the first one with prefill; return False if no round was left."""
         start = time.perf_counter()
         with torch.inference_mode():
             goes_on = next(self._rounds, None) is not None
@@ -184,17 +194,17 @@ class Performance:
         return goes_on
 
     def run(self) -> Run:
-        """What came of it so far."""
+        """Return the run so far."""
         stats = together([self._team.ledger.of(row) for row in self._rows])
         return Run.of_batch([row.output for row in self._rows], self._seconds, stats)
 
 
 class Speculator(System):
-    """This package with one drafter, under one controller (the drafter's default when none is named).
+    """This package with one drafter and one controller (by default the drafter's own).
 
-    A user's controller lives as long as the loaded model. So there is one for each temperature and batch size, made
-    after the warm-up, which keeps over the prompts what it has learnt; what it learnt under one condition never
-    reaches another.
+    In normal use a controller is kept as long as the loaded model. Here one is kept per
+    temperature and batch size: it is made after the warm-up and learns over all prompts, and
+    nothing learnt under one condition affects another.
     """
 
     family = "secondguess"
@@ -215,7 +225,7 @@ class Speculator(System):
         )
         self.drafter = drafter
         self._controller = controller
-        # Made once already here: an unknown name, or one that this drafter would leave unheard, is refused at once.
+        # Refuses an unknown controller, or one that this drafter cannot use, at once.
         self._make_controller()
         self._controllers: dict[tuple[float, int], Controller] = {}
         self._verifier = make_verifier("auto")
@@ -235,13 +245,13 @@ class Speculator(System):
         return performance.run()
 
     def release(self) -> None:
-        """Give the target's cache back; the next text gets another."""
+        """Free the target's KV cache; it is allocated again for the next text."""
         self._target.runtime.release()
 
     def perform(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> Performance:
-        """What `generate_batch` runs to its end, for those who play its rounds themselves."""
+        """Start a measured run whose rounds the caller runs one by one."""
         rows = [
             self._row(prompt, num_tokens, temperature, seed, stream) for stream, prompt in enumerate(prompts)
         ]
@@ -249,7 +259,7 @@ class Speculator(System):
         return Performance(Team(self._target.runtime, self._drafter, self._verifier, controller), rows)
 
     def controller(self, temperature: float, batch_size: int) -> Controller:
-        """The one that has seen the earlier prompts of this condition."""
+        """Return the controller kept for this temperature and batch size."""
         key = (temperature, batch_size)
         if key not in self._controllers:
             self._controllers[key] = self._make_controller()
@@ -265,13 +275,13 @@ class Speculator(System):
         params = SamplingParams(max_tokens=num_tokens, temperature=temperature)
         row = make_row(self._target, self._verifier, list(prompt), params)
         row.end_tokens = frozenset()
-        # Known noise, yet the verifier of a request without a seed: that is what users get who ask for none.
+        # Seeded noise, but the verifier of requests without a seed, which are the common case.
         row.seed, row.stream = seed, stream
         return row
 
 
 def together(rows: Sequence[Stats]) -> Stats:
-    """The counters of a batch's rows; its seconds are those of the row that has most of them, since rows share them."""
+    """Sum the counters of a batch's rows; seconds, which rows share, are the maximum over rows."""
     total = add_up(rows)
     total.seconds = dict(max(rows, key=lambda stats: sum(stats.seconds.values())).seconds)
     total.drafting_seconds = max(stats.drafting_seconds for stats in rows)
@@ -279,7 +289,7 @@ def together(rows: Sequence[Stats]) -> Stats:
 
 
 def speculator_name(drafter: str, controller: str | None = None) -> str:
-    """How a report calls one of our systems.
+    """Return the name of one of our systems in reports.
 
     >>> speculator_name("ngram", "fixed:3"), speculator_name("none")
     ('secondguess ngram fixed:3', 'secondguess plain')
@@ -289,7 +299,7 @@ def speculator_name(drafter: str, controller: str | None = None) -> str:
 
 
 def public_name(name: str) -> str:
-    """A model or drafter name as a report may show it: an absolute path becomes its last part.
+    """Return a model or drafter name for reports: an absolute path becomes its last component.
 
     >>> public_name("model:/data/models/tiny,dtype=float32"), public_name("some/model")
     ('model:tiny,dtype=float32', 'some/model')
@@ -299,5 +309,5 @@ def public_name(name: str) -> str:
 
 
 def draft_models(systems: Iterable[System]) -> list[str]:
-    """Names of the models that draft for some system, each once."""
+    """Return the names of the systems' draft models, each once."""
     return list(dict.fromkeys(system.draft_model for system in systems if system.draft_model))

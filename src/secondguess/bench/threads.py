@@ -1,4 +1,4 @@
-"""With how many threads torch computes while something is measured."""
+"""Number of torch threads during a measurement."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def threads(number: int | None) -> Iterator[int]:
-    """Run with so many torch threads, or as many as there are without a number, and give back the former number.
+    """Set the number of torch threads (None: leave it) and restore the former number at exit.
 
     Yields:
-        How many there are.
+        The number of threads in use.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(before if number is None else number)

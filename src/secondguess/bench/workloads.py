@@ -1,7 +1,7 @@
-"""What the systems are asked to continue: data sets by name, files, or a small set of our own, by task.
+"""Prompts by task: public datasets by name, files, or a small set of our own.
 
-HumanEval is never in the training text of the built-in pair, which makes it the default workload where it is
-present.
+HumanEval is the default workload if its file is present, since it is not part of the training data
+of the built-in models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUILTIN = "builtin"
 
 @dataclass(frozen=True)
 class DataSet:
-    """A public data set: where its file usually lies, and how a line of it is read."""
+    """Public dataset: default path of its file, and the function that reads it."""
 
     place: str
     read: Callable[[Path], list[Prompt]]
@@ -43,7 +43,7 @@ DATA_SETS = {
         f"{DATA}/gsm8k_test_400.jsonl", partial(read_records, convert=record_with("question", "gsm8k"))
     ),
 }
-"""By the name that `--prompts` takes, alone or as `NAME:PATH`."""
+"""Datasets by the name that `--prompts` takes, alone or as `NAME:PATH`."""
 
 Item = TypeVar("Item")
 
@@ -68,9 +68,9 @@ class Workload:
     """Prompts with the name and the hash that identify them in a report.
 
     Args:
-        prompts: texts, those of several tasks mixed evenly.
+        prompts: texts; those of several tasks are interleaved evenly.
         tasks: the task of each prompt.
-        note: why these prompts and not the default ones, for readers of a report; empty if there is nothing to say.
+        note: reason why the default prompts were not used, for the report; empty if there is none.
     """
 
     name: str
@@ -86,25 +86,25 @@ class Workload:
 
     @property
     def sha256(self) -> str:
-        """Of the prompts in their order: with equal hashes, prompt i is the same prompt."""
+        """SHA-256 of the prompts in order: with equal hashes, prompt i is the same prompt."""
         return hashlib.sha256("\0".join(self.prompts).encode()).hexdigest()
 
 
 def load_workload(
     sources: str | Sequence[str] | None = None, num_prompts: int = 40, tasks: Sequence[str] = ()
 ) -> Workload:
-    """`num_prompts` prompts spread evenly over the tasks of some sources, always the same ones.
+    """Load `num_prompts` prompts, spread evenly over tasks; the choice is deterministic.
 
     Args:
-        sources: one or several: a name of `DATA_SETS`, alone or as `NAME:PATH`; `builtin` for our own prompts; or a
-            file of JSON lines or plain text (`prompt_files`). None for HumanEval at `HUMANEVAL` where that is a file,
-            else our own, with a note.
-        num_prompts: how many to take; all of them when the sources have fewer.
+        sources: one or several of: a name from `DATA_SETS`, alone or as `NAME:PATH`; `builtin` for
+            our own prompts; a file of JSON lines or plain text (see `prompt_files`). None takes
+            HumanEval if `HUMANEVAL` is a file, else our own prompts, with a note.
+        num_prompts: number of prompts; all of them if the sources have fewer.
         tasks: only prompts of these tasks; empty for all.
 
     Raises:
-        BadInputError: a file that is absent, empty or holds a line without a prompt; a task that no prompt has;
-            fewer prompts than tasks.
+        BadInputError: a file that is missing, empty or has a line without a prompt; a task without
+            prompts; fewer prompts than tasks.
     """
     note = ""
     if sources is None:
@@ -123,9 +123,12 @@ def load_workload(
 
 
 def sample(by_task: Mapping[str, Sequence[str]], num_prompts: int) -> list[Prompt]:
-    """Prompts of every task, the same number of each as far as they go, spread over the task and mixed evenly.
+    """Return equally many prompts of every task as far as available, interleaved evenly.
 
-    Mixed, so that a run that is stopped early, or a machine that slows down, concerns all tasks alike.
+    Interleaving makes an early stop or a slowdown of the machine affect all tasks alike.
+
+    Raises:
+        BadInputError: fewer prompts than tasks.
     """
     if num_prompts < len(by_task):
         raise BadInputError(
@@ -142,7 +145,7 @@ def sample(by_task: Mapping[str, Sequence[str]], num_prompts: int) -> list[Promp
 
 
 def equal_shares(sizes: Sequence[int], total: int) -> list[int]:
-    """How many to take of groups so large: equally many of each, more of the others where one is too small.
+    """Divide `total` equally among groups of these sizes; full groups leave the rest to others.
 
     >>> equal_shares([80, 80, 3], 40), equal_shares([5, 5], 100)
     ([19, 18, 3], [5, 5])
@@ -155,7 +158,7 @@ def equal_shares(sizes: Sequence[int], total: int) -> list[int]:
 
 
 def mix(groups: Sequence[Sequence[Item]]) -> list[Item]:
-    """One list in which the items of every group keep their order and are spread evenly.
+    """Merge groups into one list in which each keeps its order and is spread evenly.
 
     >>> mix([["a", "b", "c"], ["1"]])
     ['a', 'b', '1', 'c']
@@ -169,7 +172,7 @@ def mix(groups: Sequence[Sequence[Item]]) -> list[Item]:
 
 
 def spread(prompts: tuple[Item, ...], num_prompts: int) -> tuple[Item, ...]:
-    """Every so-many-th prompt, so that a small sample covers the whole source.
+    """Return `num_prompts` evenly spaced prompts, so that a small sample covers the whole source.
 
     >>> spread(("a", "b", "c", "d", "e"), 2)
     ('a', 'c')
@@ -180,13 +183,13 @@ def spread(prompts: tuple[Item, ...], num_prompts: int) -> tuple[Item, ...]:
 
 
 def shorten(names: Sequence[str] | Mapping[str, object], most: int = 12) -> str:
-    """Names in a row, not more than a line can hold."""
+    """Join names with commas, listing at most `most` of them."""
     shown = list(names)
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def _load(source: str) -> tuple[str, list[Prompt]]:
-    """Name and all prompts of one source."""
+    """Return the name and all prompts of one source."""
     if source == BUILTIN:
         return BUILTIN, [Prompt(text, BUILTIN) for text in _OWN_PROMPTS]
     name, colon, place = source.partition(":")

@@ -1,6 +1,9 @@
-"""What is in the box: a target and its drafter, in Transformers format, made by ``secondguess train pair``, a predictor of
-what the one accepts from the other, made by ``secondguess train acceptance``, and heads for the target, a folder each, made by
-``secondguess train KIND``."""
+"""Built-in models that are distributed with the package.
+
+- A target and its draft model in Transformers format, made by ``secondguess train pair``.
+- A predictor of acceptance probabilities for this pair, made by ``secondguess train acceptance``.
+- Drafter heads for the target, one folder each, made by ``secondguess train KIND``.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ from secondguess.errors import CheckpointError
 
 
 class BuiltinPaths(NamedTuple):
-    """The directories of the two models; both hold the same tokenizer."""
+    """Directories of the built-in target and draft model; both contain the same tokenizer."""
 
     target: Path
     drafter: Path
 
 
 def builtin_paths() -> BuiltinPaths:
-    """Where the pair lies; an error if this installation came without it."""
+    """Return the directories of the built-in target and draft model.
+
+    Raises:
+        CheckpointError: this installation does not include their weights.
+    """
     paths = BuiltinPaths(*(Path(__file__).parent / name for name in BuiltinPaths._fields))
     for path in paths:
         if not (path / "model.safetensors").is_file():
@@ -30,11 +37,17 @@ def builtin_paths() -> BuiltinPaths:
 
 
 def acceptance_path() -> Path:
-    """Where the predictor for the pair lies (`secondguess.controllers.predictor` reads it)."""
+    """Return the path of the acceptance predictor for the built-in models.
+
+    `secondguess.controllers.predictor` reads it.
+    """
     return Path(__file__).parent / "acceptance" / "predictor.json"
 
 
 def head_path(kind: str) -> Path | None:
-    """Where a drafter of this kind that was trained for the built-in target lies; None if none is in the box."""
+    """Return the folder of the built-in target's drafter head of this kind.
+
+    Returns None if the package does not include one.
+    """
     path = Path(__file__).parent / kind
     return path if (path / "config.json").is_file() else None

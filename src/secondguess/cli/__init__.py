@@ -1,6 +1,6 @@
-"""The command line: one file per verb, and one place where everything that can go wrong becomes one line.
+"""Command line: one file per command; `main` turns every error into one line and an exit code.
 
-Nothing heavy is imported until a verb needs it, so `secondguess --help` answers at once.
+Slow imports (torch, Transformers) are deferred to the commands, so `secondguess --help` is fast.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ def secondguess(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Make a language model write faster and keep its output distribution exactly.
+    """Lossless speculative decoding: faster generation, same output distribution.
 
-    A small model guesses, the large model second-guesses it.
+    A drafter proposes tokens and the target model verifies them in one forward pass.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; never a traceback.
+    """Run the command line and return its exit code.
 
-    0: done; 1: a check failed (`verify`); 2: bad input; 70: a bug in this program; 130: Ctrl-C; 141: the
-    reader of the output went away. `SECONDGUESS_TRACEBACK=1` shows where a bug is.
+    Exit codes: 0 success; 1 a check failed (`verify`); 2 bad input; 70 a bug in this program;
+    130 Ctrl-C; 141 the reader of the output closed the pipe. Errors are printed without a
+    traceback; `SECONDGUESS_TRACEBACK=1` raises unexpected exceptions instead.
 
     Args:
-        arguments: what follows the program's name; those of this process by default.
+        arguments: arguments after the program's name; `sys.argv[1:]` by default.
     """
     _print_whatever_the_encoding()
     try:
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("SECONDGUESS_TRACEBACK"):
             raise
         if _is_out_of_memory(error):
-            # What stands before the allocator's own words is a place in torch's sources.
+            # torch prefixes the allocator's message with a location in its sources.
             words = str(error).rpartition(CPU_ALLOCATOR)[2].strip(" :") or "the machine has no more"
             return _fail(f"error: out of memory: {words}; use a smaller model, dtype or batch", BAD_INPUT)
         bug = f"internal error: {type(error).__name__}: {error} (SECONDGUESS_TRACEBACK=1 shows where)"
@@ -92,7 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_one_line(otherwise: Callable[..., None]) -> Callable[..., None]:
-    """Our own warnings as a line of ours; the others as they are shown otherwise."""
+    """Return a `warnings.showwarning` that prints `StrangerWarning` as one line.
+
+    Args:
+        otherwise: shows all other warnings.
+    """
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, StrangerWarning):
@@ -107,12 +112,12 @@ def _run(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(app)
     try:
         with command.make_context("secondguess", list(arguments)) as context:
-            # Verbs return their exit code.
+            # Commands return their exit code.
             return int(command.invoke(context) or 0)
     except typer.Exit as exit_request:
         return exit_request.exit_code
     except typer.TyperException as error:
-        # Typer's own description of what is wrong, without its box; asking for nothing shows the help.
+        # Typer's message without its box. Without arguments, the message is the help text.
         if not arguments:
             print(error.format_message())
             return BAD_INPUT
@@ -120,7 +125,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _what_came(error: typer.TyperException, arguments: Sequence[str]) -> str:
-    """The value of the option that could not be understood, which Typer's own words leave out."""
+    """Return the rejected option's value as ", got ...", which Typer's message leaves out."""
     if not isinstance(error, typer.BadParameter) or error.param is None:
         return ""
     for option in error.param.opts:
@@ -133,32 +138,35 @@ def _what_came(error: typer.TyperException, arguments: Sequence[str]) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    """Say what went wrong in one line of printable text."""
+    """Print one line of printable text to standard error and return the exit code."""
     line = " ".join(message.split())
     print("secondguess: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in line), file=sys.stderr)
     return code
 
 
 def _of_a_place(error: OSError) -> str:
-    """What the system says of a file or a folder, without its number; of anything else what it says."""
+    """Return the message for an `OSError`, naming the file or folder but no errno."""
     if error.filename is None or error.strerror is None:
         return str(error)
     return f"expected a place that can be used, got {error.filename}: {error.strerror}; choose another one"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # torch's class goes by its name, because asking for it would import torch; its CPU allocator has no class.
+    # Compared by name, to avoid importing torch; torch's CPU allocator has no exception class.
     of_torch = type(error).__name__ == "OutOfMemoryError" or CPU_ALLOCATOR in str(error)
     return isinstance(error, MemoryError) or of_torch
 
 
 def _print_whatever_the_encoding() -> None:
-    """Let a terminal that lacks a character show its escape instead of failing."""
+    """Print escapes for characters that the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _forget_standard_output() -> None:
-    """Keep Python from complaining, at its exit, about a pipe that nobody reads."""
+    """Redirect standard output to /dev/null.
+
+    Otherwise Python reports a broken pipe when it flushes at exit.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`secondguess bench`: systems in turn on the same prompts, and what their speeds should have been."""
+"""`secondguess bench`: compare systems on the same prompts, with measured and predicted speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKLOAD = "What is measured"
 
 
 def _check_drafters(names: list[str] | None) -> list[str] | None:
-    """Refuse a wrong name at once; `all` alone is every drafter there is."""
+    """Check drafter names; `all`, given alone, stands for every drafter of the target."""
     if names != [ALL]:
         options.check_drafter(names)
     return names
@@ -121,8 +121,8 @@ def bench(
 ) -> int:
     """Compare drafters, and other libraries, on the same prompts and weights.
 
-    Everybody runs in turn within one process, with the same number of tokens.
-    Ctrl-C saves a report over the prompts that were finished.
+    Systems take turns on every prompt and generate the same number of tokens.
+    Ctrl-C saves a report on the finished prompts.
     """
     if context.invoked_subcommand is not None:
         _refuse_options(context)
@@ -160,7 +160,7 @@ def bench(
         )
     with progress_bar("loading") as progress:
         report = run_bench(config, progress)
-    # Shown before it is saved: a disk that is full by now costs the files and not the numbers.
+    # Print before saving, so that a full disk does not lose the results.
     print(report.to_json() if json else report.to_markdown(), end="", flush=True)
     saved = report.save(output)
     *others, last = map(str, saved)
@@ -178,7 +178,7 @@ def compare(
     after: Annotated[Path, Argument(metavar="B.json", help="The one to compare with it.")],
     json: options.Json = False,
 ) -> int:
-    """Say what changed beyond noise from one stored report to another."""
+    """Show what changed beyond measurement noise between two stored reports."""
     from secondguess.bench.compare import compare_files
 
     comparison = compare_files(before, after)
@@ -187,7 +187,7 @@ def compare(
 
 
 def _refuse_options(context: Context) -> None:
-    """Options of a measurement in front of another command would be taken for nothing."""
+    """Refuse options of `bench` before a subcommand, where they would be ignored."""
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

@@ -1,10 +1,10 @@
-"""What the program's exit code says, beside 0 for done."""
+"""Exit codes of the command line other than 0 (success)."""
 
 CHECK_FAILED = 1
-"""`verify` found what should not be."""
+"""The certificate of `verify` failed."""
 BAD_INPUT = 2
 INTERNAL_ERROR = 70
 """A bug in this program."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-"""The reader of the output went away."""
+"""The reader of standard output closed the pipe."""

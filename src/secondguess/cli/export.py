@@ -1,4 +1,4 @@
-"""`secondguess export`: what to tell another engine, so that it speculates as it was found best here."""
+"""`secondguess export`: speculative decoding settings in another engine's configuration format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def export(
     ],
     json: options.Json = False,
     config: options.Config = None,
-    # Not checked: a model that only the other engine will fetch can be exported.
+    # Not checked, so that models which only the other engine can download may be exported.
     model: Annotated[str, Option(help=options.MODEL_NAMES, rich_help_panel=options.TEAM)] = "builtin",
     drafter: options.Drafter = None,
     draft_length: Annotated[
@@ -38,10 +38,11 @@ def export(
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
 ) -> int:
-    """Print a target with its drafter as another engine's own configuration.
+    """Print a target and its drafter as a configuration for another engine.
 
-    A command line, a file or a script on standard output; on standard error what
-    that engine does otherwise. Nothing is loaded, and no engine needs to be there.
+    Standard output gets a command line, a file or a script; standard error gets
+    notes on where that engine differs. No model is loaded, and the engine need
+    not be installed.
     """
     from secondguess.configuration import LoadSettings
     from secondguess.export import export as export_to

@@ -1,4 +1,4 @@
-"""`secondguess generate`: prompts in, text out, coloured for people or as JSON for machines."""
+"""`secondguess generate`: continue prompts, as coloured text or JSON."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def generate(
 ) -> int:
     """Continue a prompt, or every prompt of a file.
 
-    Text is coloured by who wrote it and ends with one line: tokens per second,
-    acceptance, tokens per target pass. Ctrl-C keeps what was written; with
-    --json, finish_reason is then null.
+    Text is coloured by origin (drafter or target) and followed by one line of
+    statistics: tokens per second, acceptance rate, tokens per target pass. Ctrl-C
+    keeps the text generated so far; with --json, finish_reason is then null.
     """
     requests = read_requests(prompt, prompt_file)
     if batch_size is not None and (prompt_file is None or batch_size < 1):
@@ -118,13 +118,13 @@ def answer(
     batch_size: int,
     make_writer: Callable[[LLM], Writer],
 ) -> int:
-    """Answer requests in order, `batch_size` at a time; returns the exit code.
+    """Generate for all requests in order, `batch_size` at a time, and return the exit code.
 
-    Every prompt is encoded before the first is answered: a bad last line is told before work is spent.
+    All prompts are encoded first, so that an invalid one is reported before any generation.
 
     Raises:
-        BadInputError: a prompt that does not fit or settings that cannot be served, naming the place.
-        KeyboardInterrupt: after everything that was generated has been written.
+        BadInputError: a prompt is too long or settings are not supported; names the source.
+        KeyboardInterrupt: Ctrl-C; raised after the text generated so far has been written.
     """
     from secondguess.api import Generation
 

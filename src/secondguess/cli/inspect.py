@@ -1,4 +1,4 @@
-"""`secondguess inspect`: what a model is, what fits it, and what the two would take, before anything is loaded."""
+"""`secondguess inspect`: model info, matching drafters and memory, without loading weights."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def inspect(
 ) -> int:
     """Describe a model and its drafter without loading their weights.
 
-    Architecture, sizes, drafters, and whether weights and caches fit into memory. A
-    model that cannot be decoded speculatively, or a drafter with another tokenizer,
-    is refused with the reason (exit code 2).
+    Shows architecture, sizes, drafters, and whether weights and KV caches fit into
+    memory. A model without support for speculative decoding, or a drafter with
+    another tokenizer, is refused with the reason (exit code 2).
     """
     settings, tuned = options.settings_and_measurements(context, config)
     if "model" not in settings:
@@ -123,7 +123,10 @@ def inspect(
 
 
 def fitting_drafters(model: str) -> list[str]:
-    """Names for `--drafter`, the default one first; PATH stands for a model with the same tokenizer, or what was trained."""
+    """Return names for `--drafter`, the default first.
+
+    `PATH` stands for a model with the same tokenizer or for a trained drafter.
+    """
     from secondguess.api import default_drafter
     from secondguess.builtin import head_path
     from secondguess.drafters import DRAFTERS, drafter_class
@@ -136,7 +139,10 @@ def fitting_drafters(model: str) -> list[str]:
 
 
 def _drafter_of(settings: dict[str, Any], target: ModelDescription) -> NamedDrafter:
-    """The drafter that `load` would take, its name understood; what it would not read or find is refused."""
+    """Return the drafter that `load` would use, without loading it.
+
+    Names, options and paths that `load` would refuse are refused here, too.
+    """
     from secondguess.api import default_drafter
     from secondguess.pairing import UnloadedTarget, require_model_to_quantize, understand_drafter
 

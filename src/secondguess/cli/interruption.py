@@ -1,4 +1,4 @@
-"""Ctrl-C, heeded where nothing is lost."""
+"""Ctrl-C handling that stops only at safe points."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from types import FrameType, TracebackType
 
 
 class Interruption:
-    """While held, the first Ctrl-C is noted; a second one raises KeyboardInterrupt wherever it strikes."""
+    """Context manager that defers the first Ctrl-C to the next `raise_if_wanted`.
+
+    A second Ctrl-C raises KeyboardInterrupt at once.
+    """
 
     def __init__(self) -> None:
         self._wanted = False
@@ -22,10 +25,10 @@ class Interruption:
         signal.signal(signal.SIGINT, self._before)
 
     def raise_if_wanted(self) -> None:
-        """To be called where stopping is clean.
+        """Raise if Ctrl-C was pressed; call it where stopping is safe.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C came since.
+            KeyboardInterrupt: Ctrl-C was pressed inside this context.
         """
         if self._wanted:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The options that several verbs share, each described once."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ DRAFTER_NAMES = (
     "none, model:PATH, ngram, suffix, early-exit[:PATH], layer-skip:PATH, medusa[:PATH], mtp[:PATH], eagle[:PATH] or "
     "dspark[:PATH]"
 )
-"""Written out, because asking the drafters themselves would import torch for `--help`."""
+"""Drafter names for `--help`; a literal because importing the drafters would import torch."""
 FROM_THE_TEXT_ALONE = "model:PATH, ngram or suffix"
-"""Those of them that guess and borrow nothing from the target."""
+"""Drafters that share no layers or hidden states with the target."""
 
 
 def checked_by(place: str) -> Callable[[Any], Any]:
-    """Return an option's callback that passes every value to the check at `module:function`, imported when it is called.
+    """Return an option callback that passes every value to a check.
 
-    The checks need neither torch nor Transformers, which take seconds to import: a wrong name is refused at once.
+    The checks need neither torch nor Transformers, which take seconds to import, so a wrong name
+    is refused immediately.
+
+    Args:
+        place: the check as `module:function`, imported on the first call.
     """
 
     def callback(value: Any) -> Any:
@@ -185,26 +189,32 @@ Logprobs = Annotated[
 Json = Annotated[bool, Option("--json", help="For machines: JSON and nothing else.", rich_help_panel=OUTPUT)]
 
 OF_THE_DRAFTER = ("controller", "drafter_quantize")
-"""What is chosen for one drafter and may not suit, or not even fit, another."""
+"""Settings that are specific to a drafter and may be unsuitable or invalid for another."""
 MEASUREMENTS = "measurements"
 
 
 def load_settings(context: Context, config: Path | None) -> dict[str, Any]:
-    """What to call `load` with: options given on the command line, else keys of the file, else the options' defaults.
+    """Return keyword arguments for `load`.
+
+    Values given on the command line take precedence over keys of the file, and those over the
+    options' defaults.
 
     Args:
-        context: of a command whose parameters have the names of `load`'s; it may lack some of them, and what the
-            file says of these is in the answer all the same.
+        context: Typer context of a command whose parameters are named like those of `load`. Where
+            the command lacks a parameter, the file's value is still returned.
         config: the file of `--config`.
 
     Raises:
-        BadInputError: a file that cannot be understood, or one of another model.
+        BadInputError: the file is invalid, or belongs to another model or to other weights.
     """
     return settings_and_measurements(context, config)[0]
 
 
 def settings_and_measurements(context: Context, config: Path | None) -> tuple[dict[str, Any], Tuned]:
-    """The same, and what the file says that was measured with them; nothing when there is no file, or another drafter."""
+    """Return `load_settings` and the measurements stored in the file.
+
+    The measurements are empty without a file and for another drafter than the file's.
+    """
     from secondguess.configuration import LoadSettings, Tuned
 
     names = [name for name in LoadSettings.__dataclass_fields__ if name in context.params]
@@ -225,16 +235,21 @@ def settings_and_measurements(context: Context, config: Path | None) -> tuple[di
 
 
 def is_given(context: Context, name: str) -> bool:
-    """Whether an option was given, be it with its default value."""
+    """Return whether an option was given explicitly, even with its default value."""
     source = context.get_parameter_source(name)
     return source is not None and not source.name.startswith("DEFAULT")
 
 
 def read_config(config: Path, model: str | None = None) -> Configuration:
-    """The file of `--config`, if it is one of the model that was asked for and of the weights that lie there.
+    """Read the file of `--config`.
+
+    Args:
+        config: the file.
+        model: name of the requested model, which must match the file's; None accepts any.
 
     Raises:
-        BadInputError: it is not, or it cannot be understood.
+        BadInputError: the file is invalid, or belongs to another model or to other weights.
+        CheckpointError: the file's model, whose weights are compared, is not found.
     """
     from secondguess.configuration import read_configuration, require_same_model, require_same_weights
 
@@ -246,7 +261,7 @@ def read_config(config: Path, model: str | None = None) -> Configuration:
 
 
 def _not_for(given: dict[str, Any], configuration: Configuration) -> list[str]:
-    """What the file has for its own drafter, if another one is asked for."""
+    """Return names of file entries that do not apply because another drafter was requested."""
     if given.get("drafter", configuration.load.drafter) == configuration.load.drafter:
         return []
     names = [name for name in configuration.load.given() if name in OF_THE_DRAFTER and name not in given]

@@ -1,4 +1,4 @@
-"""How results look: coloured text for people, one JSON object per line for machines."""
+"""Output formats: coloured text, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ if TYPE_CHECKING:
 
 PROMPT_STYLE, DRAFTED_STYLE, TARGET_STYLE, ASIDE_STYLE = "dim", "green", "bright_blue", "dim"
 
-# What a model writes must not steer the terminal: control characters are shown, not obeyed.
+# Control characters in model output are escaped, so that they cannot affect the terminal.
 _SHOWN = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 ENDINGS: dict[FinishReason | None, str] = {None: "interrupted: ", "context": "context full: "}
-"""What the closing line begins with after these reasons to finish."""
+"""Prefix of the closing line, by finish reason."""
 
 Pieces: TypeAlias = "Sequence[tuple[int, Piece]]"
 
 
 class Writer(Protocol):
-    """Shows batches, one after the other. A request with several samples has a place in the batch for each."""
+    """Interface for showing batches in order.
+
+    A batch has one place per sample: a request with several samples occupies several places.
+    """
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """A batch starts."""
+        """Start a batch."""
 
     def show(self, pieces: Pieces) -> None:
-        """Texts grew, each named by its place in the batch."""
+        """Show new text as pairs of (place in the batch, piece)."""
 
     def end(self, outputs: Sequence[Output]) -> None:
-        """The batch is over, or was interrupted."""
+        """Finish a batch that is complete or was interrupted."""
 
 
 class JsonWriter:
-    """One object per sample and line, nothing else."""
+    """Writer of one JSON object per sample, each on its own line."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -59,14 +62,15 @@ class JsonWriter:
 
 
 class TerminalWriter:
-    """Prompt and text, each token coloured by who wrote it (on a terminal), then one line of figures.
+    """Writer of prompt, text and one line of statistics per sample.
 
-    The first text of a batch streams; the others are held until their turn.
+    On a terminal, each token is coloured by origin (drafter or target). The first text of a batch
+    is streamed; the others are buffered and shown when the batch ends.
     """
 
     def __init__(self, llm: LLM) -> None:
         self._console = Console(highlight=False)
-        # Rich may be told that a terminal is none; it would still obey what is written to it.
+        # Rich can be configured to ignore a terminal, which still interprets control characters.
         self._for_terminal = self._console.is_terminal or sys.stdout.isatty()
         self._coloured = self._console.is_terminal and not self._console.no_color
         self._any_shown = False
@@ -122,17 +126,17 @@ class TerminalWriter:
 
 
 def aside(line: str) -> None:
-    """One dim line on standard error: of interest, but not the result."""
+    """Print one dim line of secondary information to standard error."""
     Console(stderr=True, highlight=False).print(line, style=ASIDE_STYLE, markup=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
-    """One line of JSON; a number that JSON cannot write becomes null."""
+    """Print a value as one line of JSON, with null for NaN and infinities."""
     print(json.dumps(_finite(value), allow_nan=False), flush=True)
 
 
 def describe_team(llm: LLM) -> str:
-    """Who takes part and what was picked for them, in one line."""
+    """Return target, dtype, device, drafter, verifier and controller in one line."""
     target = llm.target
     return (
         f"{target.name} ({target.dtype} on {target.runtime.device}), drafter {llm.drafter.name}, "
@@ -141,7 +145,7 @@ def describe_team(llm: LLM) -> str:
 
 
 def describe_output(llm: LLM, output: Output) -> dict[str, object]:
-    """What `--json` prints for one sample."""
+    """Return the JSON record of one sample for `--json`."""
     record: dict[str, object] = {
         "text": output.text,
         "index": output.index,

@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error."""
+"""Progress display of long-running commands, on standard error."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from rich.console import Console
 from secondguess.cli.output import aside
 
 SECONDS_PER_LINE = 10.0
-"""Between plain lines, where there is no terminal for a bar."""
+"""Interval between progress lines when standard error is not a terminal."""
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a bar while the work lasts; call what it yields with (done, total, what is being done).
+    """Show a progress bar inside the context.
 
-    Without a terminal it is a line every `SECONDS_PER_LINE`: a log shows that the work goes on, and short work prints nothing.
+    Without a terminal, print a line every `SECONDS_PER_LINE` seconds instead, so that logs show
+    progress and short work prints nothing.
+
+    Args:
+        what: the first description.
+
+    Yields:
+        A function to call with (done, total, description).
     """
     if not Console(stderr=True).is_terminal:
         yield _lines()

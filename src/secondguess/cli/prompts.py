@@ -1,4 +1,4 @@
-"""Where prompts come from: the command line, standard input, or a file with one JSON object per line."""
+"""Prompts from the command line, standard input, or a file with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from secondguess.errors import BadInputError
 
 FIELDS = ("prompt", "messages", "metadata")
-"""Fields of a line beside sampling settings."""
+"""Fields of a line other than sampling settings."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with the fields that came with it.
+    """A prompt with its own settings and metadata.
 
     Args:
-        prompt: its text, or the messages of a conversation.
-        settings: sampling settings that replace those of the command line.
-        source: where it was read, for error messages.
-        metadata: the field `metadata` under its name, which `--json` repeats; empty where there was none.
+        prompt: text, or the messages of a conversation.
+        settings: sampling settings that override those of the command line.
+        source: origin of the prompt, for error messages.
+        metadata: `{"metadata": value}`, repeated in the output of `--json`; empty if absent.
     """
 
     prompt: str | list[dict[str, str]]
@@ -34,17 +34,21 @@ class Request:
 
     @property
     def shown(self) -> str:
-        """The prompt as people see it: of a conversation, a line per message."""
+        """The prompt as displayed: the text, or one line per message of a conversation."""
         if isinstance(self.prompt, str):
             return self.prompt
         return "".join(f"{message['role']}: {message['content']}\n" for message in self.prompt)
 
 
 def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]:
-    """The requests of one command.
+    """Return the requests given by a prompt argument or a prompt file.
+
+    Args:
+        prompt: the prompt, or `-` for standard input.
+        prompt_file: a file with one JSON object per line.
 
     Raises:
-        BadInputError: no prompt or two sources of them, an empty one, or a file that cannot be understood.
+        BadInputError: neither or both are given, a prompt is empty, or the file is invalid.
     """
     if (prompt is None) == (prompt_file is None):
         got = "neither" if prompt is None else "both"
@@ -77,7 +81,7 @@ def _read_file(path: Path) -> list[Request]:
         content = path.read_bytes()
     except OSError as error:
         raise BadInputError(f"expected a readable prompt file, got {path}: {error.strerror}") from None
-    # Only \n ends a line: the other line ends of Unicode may stand inside a JSON string.
+    # Split at \n only: JSON strings may contain the other Unicode line separators.
     text = _decode(content, str(path)).removeprefix("\ufeff")
     lines = enumerate(text.split("\n"), start=1)
     requests = [_read_line(line, f"{path} line {number}") for number, line in lines if line.strip()]
@@ -127,7 +131,7 @@ def _setting_names() -> list[str]:
 
 
 def _refuse_unknown_fields(record: Mapping[str, object], source: str) -> None:
-    """Refuse what would otherwise be ignored, and options of `load`, which are the same for every line."""
+    """Refuse fields that are not sampling settings, with a hint for options of `load`."""
     from secondguess.api import load
 
     settings = _setting_names()
@@ -152,20 +156,20 @@ def _refuse_unknown_fields(record: Mapping[str, object], source: str) -> None:
 
 
 def _settings(record: Mapping[str, object], source: str) -> dict[str, object]:
-    """The sampling settings among a line's fields."""
+    """Return the sampling settings among a line's fields."""
     settings = {name: record[name] for name in _setting_names() if name in record}
     bias = settings.get("logit_bias")
     if isinstance(bias, dict):
-        # The keys of a JSON object are texts.
+        # JSON object keys are strings.
         settings["logit_bias"] = {_token_id(token, source): value for token, value in bias.items()}
     return settings
 
 
 def read_logit_bias(entries: list[str]) -> dict[int, float]:
-    """The values of `--logit-bias TOKEN=VALUE`.
+    """Parse the values of `--logit-bias TOKEN=VALUE` into token id -> bias.
 
     Raises:
-        BadInputError: not of that form, or a token named twice.
+        BadInputError: a value has another form, or a token is given twice.
     """
     bias: dict[int, float] = {}
     for entry in entries:

@@ -1,5 +1,8 @@
-"""`secondguess train`: a target and a drafter from Python source, a predictor of what the one accepts from the other, and
-drafters of all kinds for any target (`train_heads.py`)."""
+"""`secondguess train`: train models.
+
+`pair` trains a target and a draft model on Python source, `acceptance` a predictor of acceptance
+probabilities; `train_heads.py` adds one command per kind of drafter.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +51,11 @@ def pair(
         Option(help="At most so many threads, fewer while others need the cores; 0 leaves it to PyTorch."),
     ] = 0,
 ) -> int:
-    """Train a target and a drafter that is distilled towards it.
+    """Train a target and a draft model distilled from it.
 
     Both are written in Transformers format to DIRECTORY/target and
-    DIRECTORY/drafter. Ctrl-C is safe at any moment: the same command continues
-    from the last checkpoint, also with more minutes.
+    DIRECTORY/drafter. After Ctrl-C, the same command continues from the last
+    checkpoint, also with more minutes.
     """
     from secondguess.train.files import require_folder
 
@@ -120,11 +123,11 @@ def acceptance(
     seed: Annotated[int, Option(help="Of the texts and of the network's first weights.")] = 0,
     dtype: options.Dtype = "auto",
 ) -> int:
-    """Train a small predictor of what the target accepts, for the controller learned.
+    """Train a small predictor of acceptance for the controller learned.
 
-    The target writes, the drafter guesses at every place, and the predictor
-    learns from the drafter's laws which guesses are accepted: some minutes.
-    The file is written at the very end, whole.
+    The target generates text, the drafter drafts at every position of it, and the
+    predictor learns from the drafter's probabilities which draft tokens are
+    accepted. This takes some minutes; the file is written atomically at the end.
     """
     if out.is_dir() or not out.parent.is_dir():
         raise BadInputError(f"expected a file in an existing folder for --out, got {out}")

@@ -1,4 +1,4 @@
-"""`secondguess train KIND`: a drafter of one kind for any target. One command per kind, the same options for all."""
+"""`secondguess train KIND`: one command per kind of drafter, with the same options for all."""
 
 import shlex
 import time
@@ -103,7 +103,7 @@ Seed = Annotated[int, Option(help="Of weights, answers and order.", rich_help_pa
 
 
 def add_commands(app: Typer) -> None:
-    """Put one command per kind into `secondguess train`."""
+    """Add one command per kind of drafter to `secondguess train`."""
     for kind, summary in SUMMARIES.items():
         app.command(kind, help=f"{summary}\n\n{_MORE}")(_command(kind))
     app.command("layer-skip")(_layer_skip)
@@ -128,10 +128,10 @@ def _layer_skip(
     seed: Annotated[int, Option(help="Of the answers.", rich_help_panel=DATA)] = 0,
     dtype: options.Dtype = "auto",
 ) -> int:
-    """Search for layers that the target can spare while it drafts.
+    """Search for layers of the target to skip while drafting.
 
-    Nothing is trained: layers are left out one by one, and what remains is weighed
-    on the target's own answers to the prompts. Use it as layer-skip:OUT.
+    Nothing is trained: layers are removed one at a time, and the rest is evaluated on
+    the target's own answers to the prompts. Use the result as layer-skip:OUT.
     """
     from secondguess.jobs.lesson_texts import DEFAULT_TEMPERATURES, AnswerSettings
     from secondguess.jobs.skip_training import SkipJob, search_layers
@@ -189,7 +189,7 @@ def _command(kind: str) -> Callable[..., int]:
 
 
 def _refuse_unread(context: Context) -> None:
-    """Texts that are learnt as they stand have no answers."""
+    """Refuse options for generated answers with `--as-is`, which generates none."""
     names = [name for name in OF_ANSWERS if options.is_given(context, name)]
     if context.params["as_is"] and names:
         raise BadInputError(
@@ -230,7 +230,7 @@ def _train(kind: str, given: dict[str, Any]) -> int:
 
 
 class _Shown:
-    """A bar on a terminal; elsewhere a line now and then."""
+    """Progress of training: a bar on a terminal, otherwise lines at intervals."""
 
     def __init__(self, bars: Progress, interruption: Interruption) -> None:
         self._bars = bars

@@ -1,4 +1,4 @@
-"""`secondguess tune`: which drafter, how far to draft, and how much faster, on these prompts and this machine."""
+"""`secondguess tune`: find the fastest drafter and draft length for given prompts and machine."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def tune(
     ] = CONFIGURATION,
     json: options.Json = False,
 ) -> int:
-    """Find the fastest way to decode your prompts, and write it to a configuration.
+    """Find the fastest settings for your prompts and write them to a configuration file.
 
-    Measures what rounds cost and what every drafter's guesses are worth, predicts all
-    combinations from that, and runs the best. Ctrl-C writes nothing.
+    Measures the cost of rounds and the acceptance of every drafter, predicts the speed
+    of all combinations, and runs the best ones. Ctrl-C writes nothing.
     """
     from secondguess.bench.tune_config import TuneConfig
 
@@ -129,7 +129,7 @@ def tune(
             report = make_report(run_tune(config, progress))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted at {doing}; nothing was written") from None
-    # Shown before it is saved: a disk that is full by now costs the files and not the numbers.
+    # Print before saving, so that a full disk does not lose the results.
     print(report.to_json() if json else report.to_text(), end="", flush=True)
     saved = _save(report, output, config_out)
     if output is not None and not can_draw():
@@ -139,7 +139,7 @@ def tune(
 
 
 def _check_places(output: Path | None, config_out: Path) -> None:
-    """Refuse places that cannot be written to before minutes are spent."""
+    """Refuse output paths that cannot be written to, before the measurement starts."""
     from secondguess.train.files import require_folder
 
     if output is not None:
@@ -156,7 +156,11 @@ def _check_places(output: Path | None, config_out: Path) -> None:
 
 
 def _save(report: TuneReport, output: Path | None, config_out: Path) -> list[Path]:
-    """Write the configuration and, where they were asked for, everything as JSON and charts; gives all paths."""
+    """Write the configuration and, with an output folder, the JSON report and charts.
+
+    Returns:
+        All paths written.
+    """
     from secondguess.bench.charts import can_draw
     from secondguess.bench.tune_charts import draw_charts
     from secondguess.train.files import write_atomically

@@ -1,4 +1,4 @@
-"""`secondguess verify`: is what ships drawn from the target's law? Sampled, counted, certified."""
+"""`secondguess verify`: statistical certificate of the output distribution."""
 
 from __future__ import annotations
 
@@ -80,10 +80,11 @@ def verify(
     seed: Annotated[int, Option(help="The same seed gives the same certificate.", rich_help_panel=TEST)] = 0,
     json: options.Json = False,
 ) -> int:
-    """Certify that speculation leaves the target's law as it is.
+    """Certify that speculation preserves the target's output distribution.
 
-    Samples the shipping path, compares with exact sums of the model's own forward,
-    and prints a bound on the total variation. Exit code 1 if it fails.
+    Samples texts with the decoding loop, compares them with exact probabilities from
+    the model's own forward pass, and prints an upper bound on the total variation
+    distance. The exit code is 1 if the certificate fails.
     """
     if not 0 <= seed < 2**64:
         raise BadInputError(f"expected --seed from 0 to {2**64 - 1}, got {seed}")

@@ -1,4 +1,4 @@
-"""How far to guess, by name. Adding a controller is one file and one line in `CONTROLLERS`."""
+"""Controllers by name. A new one takes one module and one line in `CONTROLLERS`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ CONTROLLERS = {
     "cost": "secondguess.controllers.cost.controller:CostController",
     "learned": "secondguess.controllers.learned:LearnedController",
 }
-"""Kind of controller -> where its class is; imported only when it is asked for."""
+"""Kind of controller -> module and class, imported on first use."""
 
 
 def parse_controller_name(text: str) -> Name:
-    """Split a controller's name such as `fixed:5` or `confidence:8,threshold=0.2`, without importing torch.
+    """Parse a name such as `fixed:5` or `confidence:8,threshold=0.2`, without importing torch.
 
     Raises:
-        BadInputError: a kind that does not exist, or options that are not `key=value`.
+        BadInputError: an unknown kind, or options that are not `key=value`.
     """
     return parse_name(text, "controller", CONTROLLERS)
 
 
 def make_controller(text: str) -> Controller:
-    """Make the controller that a name such as `fixed:5` or `confidence:8,threshold=0.2` asks for.
+    """Return a new controller for a name such as `fixed:5` or `confidence:8,threshold=0.2`.
 
     Raises:
-        BadInputError: a kind, an argument, an option or a value that does not exist or makes no sense.
+        BadInputError: an unknown kind, argument or option, or an invalid value.
     """
     name = parse_controller_name(text)
     module, _, class_name = CONTROLLERS[name.kind].partition(":")

@@ -1,7 +1,7 @@
-"""What a predictor of acceptance is shown of a node: its law, its place, its row's settings; never its token.
+"""Input features of the acceptance predictor: draft distribution, depth and request settings.
 
-The only things that lead here are summaries of laws (numbers), a depth and a request's settings, so that what is learnt from them
-cannot anticipate (`base.py`). The same function serves training and decoding.
+Tokens are not among them, so a predictor trained on these features is non-anticipating
+(`base.py`). Training and decoding use the same function.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ FEATURES = (
     "temperature",
     "coupled",
 )
-"""Names of the features, in their order.
+"""Names of the features, in order.
 
-`log_survival` is the sum of `log_confidence` over the nodes before this one, `log_depth` the logarithm of 1 + depth. Temperature
-and coupling are the request's: the law is the draft model's own, so it does not show them, and they decide what is accepted.
+`log_survival` is the sum of `log_confidence` over the nodes before this one, `log_depth` is
+log(1 + depth). Temperature and coupling are the request's settings: they affect acceptance but are
+not visible in the draft distribution, which is taken before sampling settings.
 """
 
 SMALLEST = 1e-6
-"""Probabilities are kept this far from 0 and 1."""
+"""Distance that probabilities keep from 0 and 1."""
 LEAST_SURVIVAL = -20.0
+"""Lower bound to which `log_survival` is clipped."""
 HIGHEST_TEMPERATURE = 2.0
-"""Beyond these, more of the same makes no difference."""
+"""Upper bound to which the temperature is clipped."""
 
 
 class LawSummary(Protocol):
-    """What is known of one node's law."""
+    """Summary of one node's draft distribution."""
 
     @property
     def confidence(self) -> float: ...
@@ -53,14 +55,15 @@ def node_features(
     temperature: float,
     coupled: bool,
 ) -> list[float]:
-    """The features of one node, in the order of `FEATURES`.
+    """Return the features of one node, in the order of `FEATURES`.
 
     Args:
-        confidence, runner_up: the two largest probabilities of its law, before sampling settings.
-        entropy: of the law, in nats.
+        confidence, runner_up: the two largest probabilities of its draft distribution, before
+            sampling settings.
+        entropy: entropy of this distribution, in nats.
         depth: 0 for the first node of a draft.
         log_survival: of the nodes before it, see `FEATURES`.
-        temperature, coupled: of the row.
+        temperature, coupled: settings of the row.
     """
     certainty = min(max(confidence, SMALLEST), 1 - SMALLEST)
     return [
@@ -71,13 +74,13 @@ def node_features(
         log(1 + depth),
         max(log_survival, LEAST_SURVIVAL),
         min(temperature, HIGHEST_TEMPERATURE),
-        # At temperature 0 a race has one possible winner.
+        # At temperature 0 coupling has no effect: only one token can be drawn.
         float(coupled and temperature > 0),
     ]
 
 
 def features_of_path(laws: Sequence[LawSummary], temperature: float, coupled: bool) -> list[list[float]]:
-    """`[node][feature]` of the nodes of one chain."""
+    """Return the features `[node][feature]` of the nodes of one chain."""
     lines: list[list[float]] = []
     log_survival = 0.0
     for depth, law in enumerate(laws):

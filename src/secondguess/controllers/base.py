@@ -1,9 +1,9 @@
-"""The contract of whoever decides how far to guess.
+"""Interface of controllers, which choose the draft length.
 
-Non-anticipation (DSpark, arXiv 2607.05147, appendix A): whether a *sampled* node is verified may depend on
-earlier tokens and on the drafter's law, never on the node's own token. The types enforce it: `plan` is
-asked before anything is drawn, `go_on` is shown laws and not tokens, and a node once drawn always stays in
-the draft.
+Non-anticipation (DSpark, arXiv 2607.05147, appendix A): whether a *sampled* node is verified may
+depend on earlier tokens and on the draft distribution, never on the node's own token. The
+interface enforces it: `plan` is called before anything is drawn, `go_on` receives distributions
+and not tokens, and a drawn node always stays in the draft.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from secondguess.names import Name, refuse_argument, refuse_options
 
 
 class Controller(ABC):
-    """Decides how many levels to draft: in a chain, nodes.
+    """Base class of controllers, which choose how many levels (in a chain, nodes) to draft.
 
     Attributes:
-        name: as given to `--controller`, with the options that were used.
-        reads_laws: False when `go_on` always says yes, so that drafters need not make a law to ask it.
-        needs_laws: True when it has nothing to decide by where the drafter has no laws (look-ups).
+        name: as given to `--controller`, with the options in use.
+        reads_laws: False if `go_on` always returns True, so that drafters need not compute
+            probabilities to call it.
+        needs_laws: True if the controller cannot be used with drafters that have no probabilities
+            (n-gram and suffix lookup).
     """
 
     name: str
@@ -31,10 +33,10 @@ class Controller(ABC):
 
     @classmethod
     def build(cls, name: Name) -> Controller:
-        """Make the controller that a user's name asks for; override it to take an argument or options.
+        """Return the controller for a parsed name; override it to take an argument or options.
 
         Raises:
-            BadInputError: an argument, an option or a value that this controller does not take.
+            BadInputError: an argument, option or value that this controller does not accept.
         """
         refuse_argument(name, "controller")
         refuse_options(name, "controller")
@@ -42,24 +44,30 @@ class Controller(ABC):
 
     @abstractmethod
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
-        """Per row, who guesses and how many levels at most in the coming round.
+        """Return, for each row, the drafter to use and the maximum number of levels this round.
+
+        Lengths beyond a candidate's `longest` or a row's room are cut by the drafter and the
+        decoding loop.
 
         Args:
-            prospects: per row, the ways in which it could be drafted for, the drafter's own choice first;
-                at least one. Lengths beyond `longest`, or beyond a row's room, are cut by others.
+            rows: the batch.
+            prospects: per row, at least one draft candidate, the drafter's preferred one first.
         """
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
-        """Per row, whether to draft another level after one drawn from `laws` at this depth.
+        """Return, for each row, whether to draft another level after the one drawn from `laws`.
 
-        The laws are the draft model's own, before sampling settings (which make them one-hot at temperature
-        0); of a tree's level, the law behind its likeliest parent. The line of a row that drew no node at this depth
-        means nothing, and neither does its answer.
+        Args:
+            rows: the batch.
+            laws: draft distributions before sampling settings (which make them one-hot at
+                temperature 0); in a tree, those at the level's most likely parent. The entry of a
+                row that drew no node at this depth is meaningless, and so is its result.
+            depth: depth of the level drawn last.
         """
         return [True] * len(rows)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
-        """See how the round went; what is learnt serves later rounds. Rounds run in inference mode."""
+        """Update the controller after a round, for later rounds. Rounds run in inference mode."""
 
     def end(self, row: Row) -> None:
-        """Release what is held for a row."""
+        """Release the state kept for a row."""

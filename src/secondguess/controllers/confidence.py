@@ -1,4 +1,4 @@
-"""Stop drafting once the drafter is no longer sure of what it has drafted."""
+"""Stop drafting when the drafter's confidence in the path drafted so far is too low."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class ConfidenceOptions:
     """Options of `confidence:LENGTH,threshold=T`.
 
     Args:
-        length: levels per round at most (in a chain, nodes), 0 to 64; 0 is plain decoding.
-        threshold: draft on while the drafter gives its whole path at least this chance, 0 to 1.
+        length: maximum levels per round (in a chain, nodes), 0 to 64; 0 is plain decoding.
+        threshold: draft on while the estimated acceptance probability of the whole path is at
+            least this, 0 to 1.
     """
 
     length: int = 8
@@ -31,13 +32,14 @@ class ConfidenceOptions:
 
 
 class ConfidenceController(Controller):
-    """Drafts on while the path drafted so far would probably survive.
+    """Controller that drafts on while the product of confidences along the path is large enough.
 
-    A node's confidence is what the drafter foretells, if it was trained to, or else the largest probability of its law,
-    before sampling settings. The product
-    of confidences along the path estimates the chance that all of it is accepted, and so that a further node
-    is worth anything at all: several middling nodes in a row are as good a reason to stop as one poor one.
-    Only laws enter, never drawn tokens, so the rule does not anticipate.
+    The confidence of a node is the acceptance probability that the drafter predicts, if it was
+    trained to, or else the largest probability of its draft distribution before sampling settings.
+    The product along the path estimates the probability that all of it is accepted, without which
+    a further node is useless: several nodes of medium confidence are as good a reason to stop as
+    one of low confidence. Only distributions are used, never drawn tokens, so the rule is
+    non-anticipating.
     """
 
     needs_laws = True
@@ -55,7 +57,7 @@ class ConfidenceController(Controller):
         return [Plan(choices[0].part, self.options.length) for choices in prospects]
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
-        # A round begins at depth 0, which resets the products; rows that dropped out since are not read.
+        # Depth 0 begins a round and resets the products; those of rows that stopped are not used.
         so_far = repeat(1.0) if depth == 0 else self._survival
         self._survival = list(map(mul, so_far, laws.chances))
         return [survival >= self.options.threshold for survival in self._survival]

@@ -1,13 +1,15 @@
-"""Stop drafting where the drafter is undecided: AdaEDL (arXiv 2410.18351; SVIP, 2411.18462, stops by the same bound).
+"""Stop drafting by the entropy of the draft distribution: AdaEDL (arXiv 2410.18351).
 
-A node is accepted with probability 1 - TV(p, q). By Pinsker's inequality TV <= sqrt(KL(q || p) / 2), and with the
-cross-entropy H(q, p) taken as a multiple of the drafter's entropy H(q), KL = H(q, p) - H(q), so that
+SVIP (arXiv 2411.18462) stops by the same bound. A node is accepted with probability 1 - TV(p, q).
+By Pinsker's inequality TV <= sqrt(KL(q || p) / 2) with KL = H(q, p) - H(q). Taking the
+cross-entropy H(q, p) as a multiple of the draft entropy H(q) gives
 
     1 - TV  >=  1 - sqrt(g H(q))
 
-bounds a node's acceptance from below by what the drafter knows. The constant g depends on the pair and the text; here it
-is calibrated as rounds go by, so that on average the bound predicts what was accepted. The entropy says nothing of the target:
-a drafter that is wrongly sure of itself is only found out by this calibration.
+a lower bound on the acceptance probability that needs only the draft distribution. The constant g
+depends on the model pair and the text; it is calibrated during decoding so that on average the
+bound equals the observed acceptance. The entropy carries no information about the target: only
+this calibration corrects an overconfident drafter.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime,
 from secondguess.names import Name, read_options, require_between, with_argument
 
 MEMORY = 500.0
-"""The calibration remembers about so many nodes."""
+"""Approximate number of nodes that the calibration averages over."""
 FIRST_CONSTANT = 0.2
+"""Initial g."""
 STRENGTH = 16.0
-"""How many nodes the first constant is worth."""
+"""Weight of the initial g, in nodes."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,9 @@ class EntropyOptions:
     """Options of `entropy:LENGTH,threshold=T`.
 
     Args:
-        length: levels per round at most (in a chain, nodes), 0 to 64; 0 is plain decoding.
-        threshold: draft on while the bound gives the whole path at least this chance, 0 to 1.
+        length: maximum levels per round (in a chain, nodes), 0 to 64; 0 is plain decoding.
+        threshold: draft on while the lower bound on the acceptance probability of the whole path
+            is at least this, 0 to 1.
     """
 
     length: int = 8
@@ -46,7 +50,7 @@ class EntropyOptions:
 
 
 class EntropyController(Controller):
-    """Drafts on while the product of the nodes' bounds along the path is large enough."""
+    """Controller that drafts on while the product of the nodes' bounds is large enough."""
 
     needs_laws = True
 
@@ -56,7 +60,7 @@ class EntropyController(Controller):
         self._survival: list[float] = []
         self._roots: list[list[float]] = []
         self._has_laws: list[bool] = []
-        # Sums over judged nodes, as if some had been seen that fit the first constant.
+        # Sums over verified nodes, starting from `STRENGTH` nodes that fit the initial g.
         self._rejected = STRENGTH * math.sqrt(FIRST_CONSTANT)
         self._root_entropy = STRENGTH
 
@@ -66,13 +70,13 @@ class EntropyController(Controller):
 
     @property
     def constant(self) -> float:
-        """g, as calibrated so far: what makes the mean of sqrt(g H) the share of nodes rejected."""
+        """Calibrated g, for which the mean of sqrt(g H) equals the share of nodes rejected."""
         return (self._rejected / self._root_entropy) ** 2
 
     def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
         self._survival = [1.0] * len(rows)
         self._roots = [[] for _ in rows]
-        # A look-up's nodes have no law: what stands in its rows' lines while another row is asked about means nothing.
+        # Lookup nodes have no distribution: the entries of their rows in `laws` are meaningless.
         self._has_laws = [not choices[0].certain for choices in prospects]
         return [Plan(choices[0].part, self.options.length) for choices in prospects]
 
@@ -89,7 +93,8 @@ class EntropyController(Controller):
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         depths = draft.depths.tolist()
         for index, accepted in enumerate(verdict.lengths.tolist()):
-            # Levels up to the first rejected one were judged on their own merits. Nobody asked about the last.
+            # Levels after the first rejected one have no outcome of their own. The last level may
+            # have no entropy, as `go_on` need not be called after it.
             for place, root in enumerate(self._roots[index][: min(accepted + 1, depths[index])]):
                 self._see(root, place >= accepted)
 

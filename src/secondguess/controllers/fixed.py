@@ -1,4 +1,4 @@
-"""Always the same draft length, whatever the drafter thinks of its guess."""
+"""Constant draft length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FixedOptions:
 
 
 class FixedController(Controller):
-    """Drafts as many levels as its options say, in every round."""
+    """Controller with the same draft length in every round."""
 
     reads_laws = False
 

@@ -1,4 +1,4 @@
-"""What a controller is shown of the nodes just drawn: their laws, never their tokens."""
+"""Draft distributions passed to controllers: those of the nodes just drawn, never their tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch import Tensor
 from secondguess.runtime.native.library import confidences
 
 SMALLEST = numpy.finfo(numpy.float32).tiny
-"""Stands in for zero where logarithms are taken."""
+"""Lower bound on probabilities in logarithms."""
 
 
 class DraftLaws:
-    """Draft distributions of one node per row, summarised on demand, each summary computed once.
+    """Draft distributions of one node per row; each summary is computed on first use and cached.
 
     Args:
         logits: `[row, vocab]`, before sampling settings.
-        foretold: per row, how likely the node is accepted if those before it are, by a drafter that was trained to tell.
+        foretold: per row, the acceptance probability of the node, given that those before it are
+            accepted, from a drafter that was trained to predict it.
     """
 
     def __init__(self, logits: Tensor, foretold: Sequence[float] | None = None) -> None:
@@ -29,30 +30,30 @@ class DraftLaws:
 
     @cached_property
     def probs(self) -> Tensor:
-        """Probabilities `[row, vocab]`; the other summaries are cheaper."""
+        """Probabilities `[row, vocab]`; `confidences` is cheaper."""
         return self.logits.softmax(-1)
 
     @property
     def chances(self) -> Sequence[float]:
-        """Per row, the best guess at how likely the node is accepted: as foretold, or else the largest probability."""
+        """Acceptance probability per row: `foretold`, or else the largest probability."""
         return self.confidences if self.foretold is None else self.foretold
 
     @cached_property
     def confidences(self) -> list[float]:
-        """Per row, the largest probability."""
+        """Largest probability per row."""
         return confidences(self.logits)
 
     @cached_property
     def entropies(self) -> list[float]:
-        """Per row, the entropy in nats."""
+        """Entropy per row, in nats."""
         logs = numpy.log(numpy.maximum(self._host, SMALLEST))
         entropies: list[float] = (-numpy.vecdot(logs, self._host)).tolist()
         return entropies
 
     @cached_property
     def runners_up(self) -> list[float]:
-        """Per row, the second largest probability."""
-        # Two searches for the largest take a fifth of the time of a partition.
+        """Second largest probability per row."""
+        # Two searches for the maximum take a fifth of the time of a partition.
         others = self._host.copy()
         others[numpy.arange(len(others)), others.argmax(-1)] = -1.0
         seconds: list[float] = others.max(-1).tolist()

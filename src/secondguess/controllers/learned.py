@@ -1,4 +1,4 @@
-"""Stop drafting once a rejection has become too likely, as a small network sees it that was trained on what was rejected."""
+"""Stop drafting when a trained predictor estimates that a rejection has become too likely."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class LearnedOptions:
     """Options of `learned:PATH,length=K,threshold=H`.
 
     Args:
-        length: levels per round at most (in a chain, nodes), 0 to 64; 0 is plain decoding.
-        threshold: draft on while the chance that some drafted node is rejected is at most this, 0 to 1.
+        length: maximum levels per round (in a chain, nodes), 0 to 64; 0 is plain decoding.
+        threshold: draft on while the predicted probability that any draft node is rejected is at
+            most this, 0 to 1.
     """
 
     length: int = 8
@@ -33,13 +34,15 @@ class LearnedOptions:
 
 
 class LearnedController(Controller):
-    """Drafts on while 1 - a_1 a_2 ... a_k <= threshold, a_i being the predicted chance that node i is accepted.
+    """Controller that drafts on while 1 - a_1 a_2 ... a_k <= threshold.
 
-    The threshold form is optimal for fixed costs of drafting and verifying (SpecDec++, arXiv 2405.19715). Only laws, depths and
-    requests' settings enter, never drawn tokens, so the rule does not anticipate.
+    a_i is the predicted acceptance probability of node i. The threshold form is optimal for fixed
+    costs of drafting and verification (SpecDec++, arXiv 2405.19715). Only distributions, depths
+    and request settings are used, never drawn tokens, so the rule is non-anticipating.
 
     Args:
-        path: the predictor's file; None for the one in the box, which was trained for the built-in pair.
+        options: maximum draft length and threshold.
+        path: the predictor file; None for the built-in one, trained for the built-in models.
     """
 
     needs_laws = True
@@ -60,7 +63,7 @@ class LearnedController(Controller):
         return [Plan(choices[0].part, self.options.length) for choices in prospects]
 
     def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
-        # A round begins at depth 0, which resets the products; rows that dropped out since are not read.
+        # Depth 0 begins a round and resets the products; those of rows that stopped are not used.
         survivals = [1.0] * len(rows) if depth == 0 else self._survivals
         so_far = [0.0] * len(rows) if depth == 0 else self._log_confidences
         summaries = zip(rows, laws.confidences, laws.runners_up, laws.entropies, so_far, strict=True)

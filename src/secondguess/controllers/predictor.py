@@ -1,10 +1,12 @@
-"""A small network that says how likely a drafted node is to be accepted, and the file it is kept in.
+"""Small network that predicts the acceptance probability of a draft node, and its file format.
 
-    h1 = silu(W1 x + b1),  h2 = h1 + silu(W2 h1 + b2),  z = w3 h2 + b3,  a = sigmoid(scale_depth z + shift_depth)
+    h1 = silu(W1 x + b1),  h2 = h1 + silu(W2 h1 + b2),  z = w3 h2 + b3
+    a = sigmoid(scale_depth z + shift_depth)
 
-The head of SpecDec++ (arXiv 2405.19715) in small, on summaries of the drafter's law in the place of its hidden state; per depth
-a temperature and a bias calibrate it (DSpark, arXiv 2607.05147). It runs in NumPy: for one row a call into torch takes
-longer than the arithmetic.
+A small version of the head of SpecDec++ (arXiv 2405.19715), with summaries of the draft
+distribution in place of the drafter's hidden states. It is calibrated by a temperature and a bias
+per depth (DSpark, arXiv 2607.05147). It runs in NumPy: for one row a call into torch takes longer
+than the arithmetic.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ Array = NDArray[numpy.float64]
 
 KIND, SCHEMA = "secondguess acceptance predictor", 1
 MOST_BYTES = 1 << 20
-"""A predictor takes some 20 kB."""
+"""Maximum size of a predictor file; a typical one takes about 20 kB."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """`weights` `[output][input]` and `biases` `[output]`."""
+    """Linear layer: `weights` `[output][input]` and `biases` `[output]`."""
 
     weights: tuple[tuple[float, ...], ...]
     biases: tuple[float, ...]
@@ -52,16 +54,19 @@ class Layer:
 
     @classmethod
     def of(cls, weights: Array, biases: Array) -> Layer:
-        """From arrays `[output, input]` and `[output]`."""
+        """Return the layer for arrays `[output, input]` and `[output]`."""
         return cls(tuple(map(tuple, weights.tolist())), tuple(biases.tolist()))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Per depth, `scale * z + shift` is the logit of the chance; nodes deeper than the last take the last's.
+    """Calibration per depth: `scale * z + shift` is the logit of the acceptance probability.
+
+    Nodes deeper than the last entry use the last entry.
 
     Args:
-        scales: at least one, all positive; a scale is one over a temperature.
+        scales: inverse temperatures, at least one, all positive.
+        shifts: biases, as many as scales.
     """
 
     scales: tuple[float, ...]
@@ -74,19 +79,19 @@ class Calibration:
             raise BadInputError("expected positive scales and finite shifts in the calibration")
 
     def at(self, depth: int) -> tuple[float, float]:
-        """Scale and shift of a node."""
+        """Return the scale and shift of a node at this depth."""
         place = min(depth, len(self.scales) - 1)
         return self.scales[place], self.shifts[place]
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """What a predictor file holds.
+    """Content of a predictor file.
 
     Args:
-        layers: three, on `FEATURES`.
-        calibration: of the logits.
-        provenance: where it comes from: hashes of weights and prompts, sizes, losses, calibration errors.
+        layers: three; the input of the first is `FEATURES`.
+        calibration: calibration of the network's output.
+        provenance: hashes of weights and prompts, sizes, losses, calibration errors.
     """
 
     layers: tuple[Layer, Layer, Layer]
@@ -104,10 +109,10 @@ class Predictor:
 
     @classmethod
     def read(cls, path: Path) -> Predictor:
-        """Read a predictor's file.
+        """Read a predictor file.
 
         Raises:
-            BadInputError: no such file, or one that is not a whole predictor of this schema.
+            BadInputError: no such file, or not a complete predictor of this schema.
         """
         advice = "make one with `secondguess train acceptance`"
         try:
@@ -149,7 +154,7 @@ class Predictor:
         )
 
     def to_json(self) -> str:
-        """The file's content: one line per row of weights, so that differences can be read."""
+        """Return the file content, one line per row of weights so that diffs are readable."""
         fields = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -174,9 +179,10 @@ def _numbers(values: object) -> tuple[float, ...]:
 
 
 class Network:
-    """A predictor made ready to run.
+    """Predictor prepared for inference.
 
-    With u = (W x + b) / 2, silu(W x + b) is u + u tanh(u): fewer calls than by its definition, and none that overflows.
+    With u = (W x + b) / 2, silu(W x + b) = u + u tanh(u): fewer calls than by its definition, and
+    no overflow.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -190,7 +196,7 @@ class Network:
         self._last_bias = last.biases[0]
 
     def logits(self, features: Sequence[Sequence[float]] | Array) -> Array:
-        """`[node]` before calibration, from `[node, feature]`."""
+        """Return the outputs `[node]` before calibration for features `[node, feature]`."""
         half = numpy.asarray(features).dot(self._first)
         half += self._first_bias
         hidden = numpy.tanh(half)
@@ -206,7 +212,14 @@ class Network:
         return logits
 
     def chances(self, features: Sequence[Sequence[float]], depth: int) -> list[float]:
-        """Per node, the calibrated chance that it is accepted if all before it were."""
+        """Return the calibrated acceptance probability of each node.
+
+        It is conditional on all nodes before it being accepted.
+
+        Args:
+            features: `[node][feature]`.
+            depth: depth of these nodes.
+        """
         scale, shift = self.calibration.at(depth)
         logits: list[float] = self.logits(features).tolist()
         return [_sigmoid(scale * logit + shift) for logit in logits]

@@ -1,4 +1,6 @@
-"""Who guesses, by name. To add one: one file, one line in `DRAFTERS` (docs/adding-a-drafter.md)."""
+"""Drafters by name. Adding one takes one file and one line in `DRAFTERS`
+(docs/adding-a-drafter.md).
+"""
 
 from __future__ import annotations
 
@@ -28,27 +30,27 @@ DRAFTERS = {
     "mtp": "secondguess.drafters.mtp:MtpDrafter",
     "dspark": "secondguess.drafters.dspark:DsparkDrafter",
 }
-"""Kind of drafter -> where its class is; imported only when it is asked for."""
+"""Import path of the class of each kind of drafter; imported on first use."""
 
 
 def parse_drafter_name(text: str) -> list[Name]:
-    """Split a drafter's name such as `model:PATH,key=value`, or several joined as in `suffix+model:PATH`.
+    """Split a drafter name such as `model:PATH,key=value` or `suffix+model:PATH` into its parts.
 
     Raises:
-        BadInputError: a kind that does not exist, or options that are not `key=value`.
+        BadInputError: an unknown kind, or options that are not `key=value`.
     """
-    # A plus sign may be part of a path: it joins only where the name of a kind follows.
+    # A plus sign may be part of a path: split only where the name of a kind follows.
     pieces = re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:,+]|$))", text.strip())
     return [parse_name(piece, "drafter", DRAFTERS) for piece in pieces]
 
 
 def draft_model_paths(text: str) -> list[str]:
-    """The paths of the draft models that a drafter's name asks for."""
+    """Return the paths of the draft models in a drafter name."""
     return [name.argument for name in parse_drafter_name(text) if name.kind == "model" and name.argument]
 
 
 class Target(Protocol):
-    """A loaded target: what decodes, what the user called it, and where it was read from."""
+    """Loaded target: its runtime, the name given by the user, and the folder of its files."""
 
     @property
     def runtime(self) -> Runtime: ...
@@ -65,18 +67,20 @@ def make_drafter(
     load_draft_model: Callable[[str], Runtime],
     target: Target | None = None,
 ) -> Drafter:
-    """Make the drafter that a name asks for.
+    """Build the drafter for a name.
 
     Args:
         text: the name, such as `none`, `ngram,max=4`, `model:PATH` or `suffix+model:PATH`.
         target_vocab_size: width of the target's logits.
-        load_draft_model: gives the runtime of the model at a path; called only by drafters that have one.
-        target: whom to draft for; drafters that borrow from the target cannot be made without it.
+        load_draft_model: returns the runtime of the model at a path; called only by drafters that
+            use a draft model.
+        target: target to draft for; required by drafters that use its weights or hidden states.
 
     Raises:
-        BadInputError: a kind, an argument, an option or a value that does not exist, or parts that do not mix.
+        BadInputError: an unknown kind, argument, option or value, or parts that do not combine.
+        CheckpointError: a folder of a trained head that is missing, broken, or of another kind.
     """
-    # Imported here, because they import torch: a name is to be refused without it.
+    # Imported here because they import torch, which parsing names must not require.
     from secondguess.drafters.alternating import AlternatingDrafter, check_parts
     from secondguess.drafters.base import Supplies
     from secondguess.heads.files import warn_of_stranger
@@ -92,7 +96,7 @@ def make_drafter(
     parts = [build_drafter(name, supplies) for name in names]
     made = parts[0] if len(parts) == 1 else AlternatingDrafter(parts, target_vocab_size)
     if target is not None:
-        # Layers that the target lacks are refused now, not in the first round.
+        # Fail now, rather than in the first round, if the target lacks these layers.
         target.runtime.request_hidden(made.hidden_layers)
         for kind, folder in heads.items():
             warn_of_stranger(folder, kind, target.name, target.path)
@@ -100,7 +104,7 @@ def make_drafter(
 
 
 def _find_head(target: Target, found: dict[str, Path], name: Name) -> Path:
-    """The folder of what was trained for the target, noted by kind in `found`."""
+    """Return the folder of the trained head for a name, and record it by kind in `found`."""
     from secondguess.heads.files import find_head_folder
 
     found[name.kind] = find_head_folder(name, target.name, target.path)
@@ -108,16 +112,16 @@ def _find_head(target: Target, found: dict[str, Path], name: Name) -> Path:
 
 
 def build_drafter(name: Name, supplies: Supplies) -> Drafter:
-    """Make the one drafter of a name that has been split.
+    """Build the drafter for one parsed name.
 
     Raises:
-        BadInputError: an argument, an option or a value that does not exist.
+        BadInputError: an unknown argument, option or value.
     """
     return drafter_class(name.kind).build(name, supplies)
 
 
 def drafter_class(kind: str) -> type[Drafter]:
-    """The class behind a kind of name."""
+    """Import and return the class of a kind of drafter."""
     module, _, class_name = DRAFTERS[kind].partition(":")
     found: type[Drafter] = getattr(import_module(module), class_name)
     return found

@@ -1,8 +1,9 @@
-"""Several drafters, one at a time per row: `suffix+model:PATH`.
+"""Combination of drafters, one of which drafts per row and round: `suffix+model:PATH`.
 
-Where a look-up has a long match it guesses better than a model and costs nothing; elsewhere it has nothing to say.
-(The hybrid of SuffixDecoding, arXiv 2411.04975, and of SAM Decoding, arXiv 2411.10666.) Who guesses is decided per row
-and round by the controller, from what the parts say beforehand: never from what they would guess.
+An n-gram or suffix lookup with a long match drafts better than a model and at no cost; without a
+match it has no draft. (Hybrids: SuffixDecoding, arXiv 2411.04975; SAM Decoding, arXiv 2411.10666.)
+The controller selects the part per row and round from the draft candidates, which are known before
+drafting, and never from draft tokens, which would change the output distribution.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from secondguess.runtime.base import Hidden
 
 
 def check_parts(kinds: Sequence[str]) -> None:
-    """Refuse kinds of drafters that cannot take turns, before any of them is loaded.
+    """Check that kinds of drafters can be combined, before any of them is loaded.
 
     Raises:
-        BadInputError: a kind twice, or `none`.
+        BadInputError: a kind that occurs twice, or `none`.
     """
     joined = "+".join(kinds)
     if len(set(kinds)) < len(kinds):
@@ -35,10 +36,11 @@ def check_parts(kinds: Sequence[str]) -> None:
 
 
 class AlternatingDrafter(Drafter):
-    """Asks one of its parts per row and round.
+    """Drafter that delegates to one of its parts per row and round.
 
     Args:
-        parts: in order of preference: a controller that does not weigh them takes the first that has a guess.
+        parts: in order of preference; a controller that does not compare them selects the first
+            that has a draft.
         vocab_size: width of the target's logits.
     """
 
@@ -58,7 +60,7 @@ class AlternatingDrafter(Drafter):
             part.begin(rows, hidden)
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect, ...]]:
-        """Those of all parts; a part without a guess comes last."""
+        """Return the candidates of all parts, those of length 0 last."""
         of_parts = [part.prospects(rows) for part in self.parts]
         return [_numbered(*map(tuple, of_row)) for of_row in zip(*of_parts, strict=True)]
 
@@ -73,7 +75,7 @@ class AlternatingDrafter(Drafter):
         certain = self.certain or noise.all_greedy
         if not any(draft.num_nodes for draft in drafts):
             return replace(drafts[0], probs=None) if certain else self._with_laws(drafts[0])
-        # Every row was drafted for by one part at most, so the draft of a row that has nodes is its draft.
+        # At most one part drafts for a row: take each row from the part that gave it nodes.
         widest = max(drafts, key=lambda draft: draft.num_nodes)
         merged = [self._widened(draft, widest.num_nodes, certain) for draft in drafts]
         whose = torch.stack([draft.lengths for draft in drafts]).argmax(0)
@@ -97,7 +99,11 @@ class AlternatingDrafter(Drafter):
             part.end(row)
 
     def _agreed_on_siblings(self, drafts: Sequence[Draft]) -> bool:
-        """How siblings were drawn, which is said once for a whole draft; chains have none, and fit any answer."""
+        """Return the value of `Draft.distinct` for the merged draft; chains fit either value.
+
+        Raises:
+            BadInputError: some trees have siblings drawn with replacement, others without.
+        """
         answers = {draft.distinct for draft in drafts if not draft.is_chain}
         if len(answers) > 1:
             raise BadInputError(
@@ -107,7 +113,7 @@ class AlternatingDrafter(Drafter):
         return answers.pop() if answers else True
 
     def _draft_of(self, number: int, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        """One part's draft, of the rows that it guesses for; a part that guesses for none of them is not asked."""
+        """Return the draft of one part for its rows; a part without rows is not run."""
         lengths = [
             length if part == number else 0
             for length, part in zip(budgets.lengths, budgets.parts, strict=True)
@@ -130,7 +136,7 @@ class AlternatingDrafter(Drafter):
         return replace(wide, probs=pad(draft.probs, (0, 0, 0, missing)))
 
     def _with_laws(self, draft: Draft) -> Draft:
-        """A certain draft's laws are one-hot: beside sampled ones they have to be said."""
+        """Add one-hot probabilities to a deterministic draft, to merge it with sampled drafts."""
         if draft.probs is not None:
             return draft
         return replace(draft, probs=one_hot(draft.tokens, self._vocab_size).float())
@@ -138,7 +144,7 @@ class AlternatingDrafter(Drafter):
 
 @lru_cache(maxsize=4096)
 def _numbered(*of_parts: tuple[Prospect, ...]) -> tuple[Prospect, ...]:
-    """All parts' choices in order of preference. Asked in every round, and mostly about the same few prospects."""
+    """Return the candidates of all parts in order of preference; cached, as the same few recur."""
     choices = [choice._replace(part=number) for number, of_part in enumerate(of_parts) for choice in of_part]
     return tuple(sorted(choices, key=_has_nothing))
 

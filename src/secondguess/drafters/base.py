@@ -1,7 +1,7 @@
-"""The contract of whoever guesses.
+"""Interface of drafters.
 
-A drafter owns its state per row and can always rejoin the truth: `observe` is called after each commit, when
-`row.tokens` already holds what was decided.
+A drafter owns its state per row and can always resynchronise it with the committed tokens:
+`observe` is called after each commit, when `row.tokens` already holds them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ def _no_head(name: Name) -> Path:
 
 @dataclass(frozen=True)
 class Supplies:
-    """What a drafter may need from outside when it is made from its name.
+    """Resources available to a drafter that is built from its name.
 
     Args:
         target_vocab_size: width of the target's logits.
-        load_draft_model: gives the runtime of the model at a path.
-        find_head: gives the folder of what a name's drafter was trained to be: the one that the name says, or the one that
-            was shipped for the target. To be asked before `target`.
-        target: whom the drafts are for, when it is loaded.
+        load_draft_model: returns the runtime of the model at a path.
+        find_head: returns the folder of the trained head for a name: the folder in the name, the
+            head shipped for the target, or the target's own folder. Call it before
+            `require_target`, so that a name can be checked before the target is loaded.
+        target: runtime of the target, if there is one.
     """
 
     target_vocab_size: int
@@ -44,10 +45,10 @@ class Supplies:
     target: Runtime | None = None
 
     def require_target(self, name: Name) -> Runtime:
-        """The target, for a drafter that borrows from it.
+        """Return the target, for a drafter that uses its weights or hidden states.
 
         Raises:
-            BadInputError: there is none.
+            BadInputError: there is no target.
         """
         if self.target is None:
             self.find_head(name)
@@ -57,15 +58,16 @@ class Supplies:
 
 
 class Drafter(ABC):
-    """Guesses nodes that continue each row's pending token.
+    """Base class of drafters, which propose tokens that continue each row's pending token.
 
     Attributes:
         name: as given to `--drafter`, with the options that were used.
-        certain: True when drafts never carry a law (`Draft.probs` is None): look-ups and argmax heads.
-        may_branch: whether a draft of its may be more than a single path; False for whoever guesses chains only.
-        default_controller: name of the controller that suits it when the user names none.
-        hidden_layers: of the target, whose states `begin` and `observe` are to be given.
-        runs_target: whether it guesses with the target's own layers.
+        certain: True if drafts never carry probabilities (`Draft.probs` is None), as for n-gram
+            and suffix lookup.
+        may_branch: True if drafts can be trees; False for drafters of chains only.
+        default_controller: name of the controller used if the user names none.
+        hidden_layers: layers of the target whose hidden states `begin` and `observe` receive.
+        runs_target: True if drafting runs layers of the target.
     """
 
     name: str
@@ -77,66 +79,81 @@ class Drafter(ABC):
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> Drafter:
-        """Make the drafter that a user's name asks for; override it to take an argument or options.
+        """Build the drafter for a user's name; override to accept an argument or options.
 
         Raises:
-            BadInputError: an argument or an option that this drafter does not take.
+            BadInputError: an argument or an option that this drafter does not accept.
         """
         refuse_argument(name, "drafter")
         refuse_options(name, "drafter")
         return cls()
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
-        """Admit rows; they hold their whole prompt. What takes long and may never be needed is for `prepare`.
+        """Admit rows, which hold their whole prompt.
+
+        Leave work that may never be needed to `prepare`.
 
         Args:
-            hidden: per row, the target's hidden states `[position, width]` of all tokens but the last, by layer, of
-                those in `hidden_layers`.
+            hidden: per row, the target's hidden states `[position, width]` of all tokens but the
+                last, by layer, for the layers in `hidden_layers`.
         """
 
     def prospects(self, rows: Sequence[Row]) -> Sequence[Sequence[Prospect]]:
-        """Per row, the ways in which it could be drafted for now, the preferred one first; at least one.
+        """Return the draft candidates of each row, the preferred one first; at least one per row.
 
-        A look-up can say how good its match is. What is said must be known before anything is drafted.
+        They contain only what is known before drafting, such as the length of an n-gram match.
         """
         return [(Prospect(certain=self.certain),)] * len(rows)
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
-        """Get ready to draft for these rows, by these parts: called before `propose` in every round that drafts.
+        """Prepare to draft for rows; called before `propose` in every round that drafts.
 
-        A draft model reads here what it has not read yet. Its time counts as prefill.
+        A draft model prefills its uncached tokens here. The time counts as prefill.
+
+        Args:
+            rows: rows with a draft length above 0.
+            parts: per row, the number of the part that drafts for it (`Prospect.part`).
         """
 
     def decline(self, num_rows: int, noise: Noise, law_width: int) -> Draft:
-        """The draft of a round in which nobody is to be drafted for; its laws, where it has some, are of `law_width` tokens.
+        """Return the empty draft of a round in which every draft length is 0.
 
-        Laws or none decides what rule judges the round, so this has to agree with `propose`.
+        The verification rule depends on whether a draft has `probs`, so this must agree with
+        `propose`.
+
+        Args:
+            num_rows: number of rows in the batch.
+            noise: noise of the round.
+            law_width: vocabulary width of `probs`, if the draft has any.
         """
         certain = self.certain or noise.all_greedy
         return Draft.empty(num_rows, noise.device, None if certain else law_width)
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        """Guess at most `budgets.lengths[i]` levels for row i: of a chain, nodes. Called where some row has a budget.
+        """Draft at most `budgets.lengths[i]` levels (in a chain, nodes) for row i.
 
-        A sampled node is drawn with `noise.draft` from the law that is reported in `Draft.probs`, after the
-        row's own sampling settings; after each level `budgets.go_on` decides, from its law, whether to go on.
+        Called only if some length is above 0. A sampled node is drawn with `noise.draft` from the
+        distribution reported in `Draft.probs`, which includes the row's own sampling settings.
+        After each level, `budgets.go_on` decides from its logits whether to draft another.
         """
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
-        """See what was committed (`row.tokens` is already extended) and roll back what was not.
+        """Process the committed tokens and roll back the others.
+
+        `row.tokens` is already extended.
+        Rounds run in inference mode: clone tensors before training on them.
 
         Args:
-            hidden: the target's states `[row, node + 1, width]` behind pending and behind each node, by layer.
-
-        Rounds run in inference mode: clone tensors that are to be trained on.
+            hidden: the target's hidden states `[row, node + 1, width]` at pending and each node,
+                by layer.
         """
 
     def end(self, row: Row) -> None:
-        """Release what is held for a row."""
+        """Release the state held for a row."""
 
 
 @lru_cache(maxsize=4096)
 def only_choice(longest: int, unread: int = 0) -> tuple[Prospect]:
-    """What a drafter with laws has to offer for a row, remembered: it is asked in every round, and mostly says the same."""
+    """Return the candidate of a drafter with a single one; cached, as the same values recur."""
     return (Prospect(longest=longest, unread=unread),)

@@ -1,8 +1,11 @@
-"""A block of guesses in one forward, each bent by the token before it (DSpark, arXiv 2607.05147): `dspark:PATH`, or in trees
-`dspark:PATH,tree=3x2x1`.
+"""Block drafter: a block of draft positions in one forward pass (DSpark, arXiv 2607.05147).
 
-The backbone runs once per draft, over pending and masks; after that a node costs a small product with its parent's row of the
-Markov head. What the target thought of committed tokens is read, into keys and values, when the row is next drafted for.
+Use `dspark:PATH`, or `dspark:PATH,tree=3x2x1` for trees.
+
+The backbone runs once per draft, over pending and mask tokens. After that a node costs one small
+matrix product: the Markov head adds a bias to the logits that depends on the preceding token (in a
+tree, the node's parent). The target's hidden states of committed tokens become keys and values
+when the row is next drafted for.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from secondguess.runtime.base import Hidden, Runtime
 
 
 class Block(NamedTuple):
-    """What the backbone said this round, for every row (zeros for those that are not drafted for).
+    """Output of the backbone in a round, for every row (zeros for rows that are not drafted for).
 
     Args:
-        thoughts: `[row, guess, width]`.
-        base: `[row, guess, words]`, logits before the Markov head.
+        thoughts: `[row, position, width]`, hidden states at the draft positions.
+        base: `[row, position, word]`, logits before the Markov head, over the head's vocabulary.
     """
 
     thoughts: Tensor
@@ -40,11 +43,11 @@ class Block(NamedTuple):
 
 
 class DsparkDrafter(SteppingDrafter):
-    """Drafts with a block drafter.
+    """Drafter that uses a DSpark or DFlash head.
 
     Args:
         head: on the target's device.
-        target: whose states it reads.
+        target: target whose hidden states the head reads.
         name, shape: as in `SteppingDrafter`.
     """
 
@@ -79,18 +82,21 @@ class DsparkDrafter(SteppingDrafter):
         return [only_choice(self.room(row), self._coarsely_unread(row)) for row in rows]
 
     def room(self, row: Row) -> int:
-        """As many nodes as a block guesses; none behind a single token, of which the target has said nothing."""
+        """Return how many levels fit a block and the row.
+
+        0 for a row of one token, for which the target has no hidden states yet.
+        """
         if len(row.tokens) < 2:
             return 0
         depth = self.head.shape.num_guesses if self.shape is None else self.shape.depth
         return min(depth, self.head.shape.num_guesses, row.room)
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
-        """Turn what was heard since the last draft into keys and values."""
+        """Compute keys and values from the hidden states received since the last draft."""
         behind = [row for row in rows if self.room(row) > 0 and self._heard.has(row)]
         far = [row for row in behind if self._unread(row) > FAR_BEHIND]
         near = [row for row in behind if self._unread(row) <= FAR_BEHIND]
-        # Beside a long prompt, rows with a few new tokens would be mostly padding.
+        # Each row that is far behind goes alone: rows with few new tokens would be mostly padding.
         for group in [*([row] for row in far), near]:
             if group:
                 self._read(group)
@@ -109,7 +115,7 @@ class DsparkDrafter(SteppingDrafter):
         return len(row.tokens) - 1 - self._context.length(row)
 
     def _coarsely_unread(self, row: Row) -> int:
-        """To a few tokens: the same few values come back in every round."""
+        """Return `_unread` rounded down to multiples of `FAR_BEHIND`, so that few values occur."""
         unread = self._unread(row)
         return unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0
 
@@ -120,7 +126,7 @@ class DsparkDrafter(SteppingDrafter):
         return super().propose(rows, budgets, noise)
 
     def _think(self, rows: Sequence[Row], active: list[int]) -> Block:
-        """One forward of the backbone for the active rows; one product with the output matrix for all guesses."""
+        """Run the backbone on the active rows, and the output matrix once for all positions."""
         members = [rows[index] for index in active]
         attend = self._context.attend(members, self.head.shape.block_size)
         anchors = torch.tensor([row.pending for row in members], device=self.device)
@@ -142,7 +148,7 @@ class DsparkDrafter(SteppingDrafter):
         self._previous.append(tokens)
 
     def foretell(self, depth: int) -> list[float] | None:
-        """By the confidence head, which sees the token before the node."""
+        """Return the confidence head's acceptance probabilities; it reads the preceding token."""
         if self._block is None or not self.head.shape.has_confidence:
             return None
         previous = torch.tensor(self._previous[depth], device=self.device)

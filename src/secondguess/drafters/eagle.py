@@ -1,5 +1,8 @@
-"""One layer that goes on thinking where the target stopped (EAGLE-1 to 3, arXiv 2401.15077, 2406.16858, 2503.01840):
-`eagle:PATH`, or in trees `eagle:PATH,tree=dynamic`."""
+"""EAGLE drafter: a decoder layer on the target's hidden states.
+
+EAGLE-1 to 3, arXiv 2401.15077, 2406.16858, 2503.01840. Use `eagle:PATH`, or
+`eagle:PATH,tree=dynamic` for trees.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from secondguess.names import Name
 
 
 class EagleDrafter(FeatureDrafter):
-    """Drafts with a trained EAGLE head, of any of the published formats."""
+    """Drafter that uses a trained EAGLE head, in any of the published formats."""
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> EagleDrafter:

@@ -1,8 +1,11 @@
-"""The target's own first layers guess: `early-exit:K`, or `early-exit[:PATH]` with an adapter (arXiv 2404.16710, 2404.18911).
+"""Early-exit drafter: the target's own first layers (arXiv 2404.16710, 2404.18911).
 
-What the first layers compute for a draft is part of what the target computes for it anyway: their cache entries stay, and the
-pass that judges the draft begins where they ended. So a draft step costs the first layers' work for the node before it and
-nothing twice, and there is no second cache.
+Use `early-exit:K`, or `early-exit[:PATH]` with an adapter.
+
+The target has to run its first layers over the draft anyway: their cache entries are kept, and the
+verification pass starts at the layer after them. So a draft step costs the first layers for the
+preceding node, nothing is computed twice, and there is no second KV cache. (A tree that is pruned
+after it was drawn is computed again.)
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ from secondguess.runtime.base import Runtime
 
 
 class EarlyExitDrafter(SteppingDrafter):
-    """Drafts with the target's first layers, its head, and an adapter between them where there is one.
+    """Drafter that runs the target's first layers, an optional adapter, and the target's LM head.
 
     Args:
-        target: whose layers; it has to be able to `read_ahead`.
-        num_layers: how many of them.
-        finish: what makes of their states what the target's head reads: an adapter, or the target's last norm.
+        target: target whose layers run; it must support `read_ahead`.
+        num_layers: number of layers to run.
+        finish: maps their hidden states to the input of the LM head: an adapter, or the target's
+            final norm.
         name, shape: as in `SteppingDrafter`.
     """
 
@@ -87,12 +91,20 @@ class EarlyExitDrafter(SteppingDrafter):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _read(self, rows: Sequence[Row], draft: Draft) -> Tensor:
-        # All rows, also those that are not drafted for: the target needs these layers of their pending tokens too.
+        # All rows, even without a draft: the target needs these layers for each pending token.
         return self._target.read_ahead(rows, draft, self._num_layers)
 
 
 def _check_exit(target: Runtime, num_layers: int) -> None:
-    """Asked before anything is lent, too, so that a name can be refused without loading the target."""
+    """Check that the target can exit after `num_layers` layers.
+
+    `build` calls this before it uses any weights, so that a name can be rejected before the target
+    is loaded.
+
+    Raises:
+        BadInputError: no such exit layer.
+        UnsupportedModelError: a runtime whose layers cannot be run separately.
+    """
     target.require_layers_apart()
     if not 0 < num_layers < target.num_layers:
         raise BadInputError(

@@ -1,7 +1,8 @@
-"""Drafting with a head that reads the target's features beside the text: EAGLE, multi-token prediction.
+"""Drafters whose head takes a feature with each token: EAGLE, multi-token prediction.
 
-The features of what was committed are the target's own; those of nodes are the head's (one step's thought is the next step's
-feature). So what a round accepted is read again with the target's features, in the first step of the next draft.
+The features of committed tokens come from the target, those of draft nodes from the head itself
+(the output of one step is the feature of the next). So accepted tokens are run through the head
+again with the target's features, in the first step of the next draft.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from secondguess.runtime.base import Hidden, Runtime, Scores
 
 
 class FeatureDrafter(ShadowDrafter):
-    """Drafts chains and trees with a feature head. A shadow is the row without its first token.
+    """Drafter that uses a feature head. A shadow is the row without its first token.
 
     Args:
         head: on the target's device and in its dtype.
-        target: whose states it reads.
+        target: target whose hidden states the head reads.
         name, shape: as in `SteppingDrafter`.
     """
 
@@ -47,7 +48,7 @@ class FeatureDrafter(ShadowDrafter):
         self._heard.observe(rows, verdict, hidden)
 
     def room(self, row: Row) -> int:
-        """None behind a single token: there is no feature yet to read it beside."""
+        """Return how many levels fit; 0 for a row of one token, which has no feature yet."""
         return super().room(row) if len(row.tokens) > 1 else 0
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
@@ -56,7 +57,7 @@ class FeatureDrafter(ShadowDrafter):
         self.runtime.rewind([shadow.row for shadow in known], [shadow.num_agreed for shadow in known])
         new = [row for row in held if row not in self._shadows]
         for row in new:
-            # Known before the prefill, so that `end` releases them even if it is interrupted.
+            # Registered before the prefill, so that `end` releases them even if it is interrupted.
             self._shadows[row] = Shadow(Row([], row.params), num_agreed=0)
         far = []
         for row in held:
@@ -71,7 +72,7 @@ class FeatureDrafter(ShadowDrafter):
             self.runtime.begin([self._shadows[row].row for row in new])
 
     def _agree(self, shadow: Shadow, tokens: list[int]) -> None:
-        """All that was committed is known with the target's features; nothing that was drafted is."""
+        """Set the shadow's tokens to the committed ones; `_feed` adds the target's features."""
         shadow.row.tokens[:] = tokens[1:]
 
     def _feed(self, row: Row, shadow: Shadow) -> None:

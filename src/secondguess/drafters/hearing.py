@@ -1,4 +1,4 @@
-"""What a target's states said of committed text, kept for a drafter until it asks."""
+"""Buffer of the target's hidden states, read when a row is next drafted for."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from secondguess.runtime.base import Hidden
 
 
 class Heard:
-    """States of rows' committed tokens, round by round; listening is cheap, since most rounds may never be asked about.
+    """Hidden states of rows' committed tokens, collected round by round.
+
+    Collecting does as little work as possible, since the states of most rounds may never be read.
 
     Args:
-        layers: whose states are kept.
+        layers: layers whose hidden states are kept.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
-        # Each `[position, width]`, or a row's only `[1, 1, width]`, as it came: perhaps with layers that others listen to.
+        # Each `[position, width]`, or `[1, 1, width]` from a batch of one row, stored as received
+        # (it may hold layers of other drafters).
         self._pieces: dict[Row, list[Hidden]] = {}
 
     def begin(self, row: Row, hidden: Hidden) -> None:
-        """Admit a row, with the states `[position, width]` of all its tokens but the last."""
+        """Admit a row, with hidden states `[position, width]` of all its tokens but the last."""
         self._pieces[row] = [{layer: hidden[layer] for layer in self.layers}] if hidden else []
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
-        """Of the states `[row, node + 1, width]` of a round, those of pending and of the path behind it."""
-        if hidden[self.layers[0]].shape[1] == 1:  # nothing was drafted: all of it is wanted
+        """Store the states of pending and the accepted path, out of `[row, node + 1, width]`."""
+        if hidden[self.layers[0]].shape[1] == 1:  # no draft: store all states
             if len(rows) == 1:
                 self._pieces[rows[0]].append(hidden)
                 return
-            # A view would hold a row's neighbours beyond their ends.
+            # A view would keep the states of other rows in memory after these have ended.
             for index, row in enumerate(rows):
                 self._pieces[row].append({layer: hidden[layer][index].clone() for layer in self.layers})
             return
@@ -41,11 +44,14 @@ class Heard:
             self._pieces[row].append({layer: hidden[layer][index, queries] for layer in self.layers})
 
     def has(self, row: Row) -> bool:
-        """Whether anything was heard of a row since it was last asked about."""
+        """Return whether states of a row were stored since the last `take`."""
         return bool(self._pieces[row])
 
     def take(self, row: Row) -> Hidden:
-        """All that was heard of a row and not yet taken, `[position, width]` by layer; at least one position."""
+        """Return the stored states of a row, `[position, width]` by layer, and clear them.
+
+        At least one position must be stored (`has`).
+        """
         pieces, self._pieces[row] = self._pieces[row], []
         return {layer: torch.cat([piece[layer].flatten(0, -2) for piece in pieces]) for layer in self.layers}
 

@@ -1,8 +1,10 @@
-"""The target without some of its layers guesses: `layer-skip:PATH` or `layer-skip:2-5-6` (SWIFT, arXiv 2410.06916).
+"""Layer-skip drafter: the target without some of its layers (SWIFT, arXiv 2410.06916).
 
-No weight is copied and nothing is trained: which layers can be spared for one's own text is found by search
-(`secondguess train layer-skip`). Behind a layer that was left out states differ from the target's, so the drafts have a cache
-of their own for the layers that remain.
+Use `layer-skip:PATH` or `layer-skip:2-5-6`.
+
+No weights are copied or trained: `secondguess train layer-skip` searches for layers that can be
+skipped on given prompts. After a skipped layer the hidden states differ from the target's, so the
+drafter has its own KV cache for the remaining layers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from secondguess.names import Name
 
 
 class LayerSkipDrafter(ShadowDrafter):
-    """Drafts with some of the target's own layers."""
+    """Drafter that runs the target without some of its layers."""
 
     runs_target = True
 
@@ -33,7 +35,11 @@ class LayerSkipDrafter(ShadowDrafter):
 
 
 def _parse(argument: str | None) -> list[int] | None:
-    """Layers from `2-5-6`; None for what is no list of numbers."""
+    """Return the layers in a list such as `2-5-6`; None if the argument is not such a list.
+
+    Raises:
+        BadInputError: a layer that occurs twice.
+    """
     parts = (argument or "").split("-")
     if not all(part.isdecimal() for part in parts):
         return None

@@ -1,8 +1,10 @@
-"""Heads on the target's last state guess several tokens at once (Medusa, arXiv 2401.10774): `medusa:PATH`, or in trees
-`medusa:PATH,tree=4x2x1`.
+"""Medusa drafter: heads on the target's last hidden state, one per depth (arXiv 2401.10774).
 
-What a head says does not depend on the nodes before it: a level of a tree has one law. Drafts are samples from these laws and
-are judged as any other; the paper's typical acceptance, which bends the law of the text, is not offered.
+Use `medusa:PATH`, or `medusa:PATH,tree=4x2x1` for trees.
+
+The output of a head does not depend on the draft tokens before it, so all nodes of a level share
+one distribution. Drafts are samples from these distributions and are verified like any other; the
+paper's typical acceptance changes the output distribution and is not offered.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from secondguess.runtime.base import Hidden, Runtime
 
 
 class MedusaDrafter(SteppingDrafter):
-    """Drafts with a set of Medusa heads; of each row it keeps one state.
+    """Drafter that uses a set of Medusa heads; it keeps one hidden state per row.
 
     Args:
         head: on the target's device.
-        target: whose states it reads.
+        target: target whose hidden states the heads read.
         name, shape: as in `SteppingDrafter`.
     """
 
@@ -53,20 +55,23 @@ class MedusaDrafter(SteppingDrafter):
                 self._states[row] = of_row[LAST][-1].clone()
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
-        """The token before the new pending one is the last of the path, or else the old pending one."""
+        """Keep the hidden state of the token before the new pending one.
+
+        That token is the last of the accepted path or, if the path is empty, the old pending one.
+        """
         super().observe(rows, verdict, hidden)
         if hidden[LAST].shape[:2] == (1, 1):
             self._states[rows[0]] = hidden[LAST][0, 0]
             return
         for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
-            # A view would hold on to the states of the whole round.
+            # A view would keep the states of the whole round in memory.
             self._states[row] = hidden[LAST][index, path[-1] + 1 if path else 0].clone()
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
         return [only_choice(self.room(row)) for row in rows]
 
     def room(self, row: Row) -> int:
-        """One node per head; none behind a single token, before which there is no state."""
+        """Return how many levels there are heads for; 0 for a row without a hidden state yet."""
         if row not in self._states:
             return 0
         depth = self.head.shape.num_heads if self.shape is None else self.shape.depth
@@ -87,7 +92,7 @@ class MedusaDrafter(SteppingDrafter):
         return self._level_logits(rows, active, level)[:, None].expand(-1, tree.num_nodes + 1, -1)
 
     def _level_logits(self, rows: Sequence[Row], active: list[int], level: int) -> Tensor:
-        """`[row, vocab]` for the nodes of one level; zeros for rows that are not drafted for."""
+        """Return logits `[row, vocab]` for the nodes of one level; zeros for inactive rows."""
         said = self.head.logits(torch.stack([self._states[rows[index]] for index in active]), level)
         said = said if said.dtype == torch.float64 else said.float()
         return for_everybody(said, len(rows), active)

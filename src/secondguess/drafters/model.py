@@ -1,4 +1,7 @@
-"""A smaller language model guesses (arXiv 2211.17192, 2302.01318): `model:PATH`, or in trees `model:PATH,tree=3x2x1`."""
+"""Draft-model drafter: a smaller language model (arXiv 2211.17192, 2302.01318).
+
+Use `model:PATH`, or `model:PATH,tree=3x2x1` for trees.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from secondguess.names import Name, read_options
 
 
 class ModelDrafter(ShadowDrafter):
-    """Drafts by sampling from a second model."""
+    """Drafter that samples from a draft model."""
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> ModelDrafter:

@@ -1,5 +1,8 @@
-"""The target's own multi-token-prediction module, or one trained for it (DeepSeek-V3, arXiv 2412.19437): `mtp`, `mtp:PATH`, or in
-trees `mtp,tree=3x2x1`."""
+"""MTP drafter: a multi-token-prediction module (DeepSeek-V3, arXiv 2412.19437).
+
+Use `mtp` for the module in the target's checkpoint or shipped for the target, `mtp:PATH` for one
+that was trained for it, and `mtp,tree=3x2x1` for trees.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from secondguess.names import Name
 
 
 class MtpDrafter(FeatureDrafter):
-    """Drafts with one module, applied again behind its own guesses."""
+    """Drafter that applies one MTP module repeatedly, each step to the token drafted before."""
 
     @classmethod
     def build(cls, name: Name, supplies: Supplies) -> MtpDrafter:

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time the text ended like this? `ngram` (LLMA, arXiv 2304.04487)."""
+"""N-gram drafter: prompt lookup in the row's own text (LLMA, arXiv 2304.04487). Use `ngram`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NgramOptions:
 
     Args:
         max: longest n-gram that is looked up, 1 to 32 tokens.
-        min: shortest n-gram whose match is trusted, at most `max`.
+        min: shortest n-gram that is looked up, 1 to `max` tokens.
     """
 
     max: int = 4
@@ -35,17 +35,18 @@ class NgramOptions:
 
 
 class NgramIndex:
-    """Where each n-gram of a growing text last ended; one hash map per n, filled as tokens arrive."""
+    """Position after the latest occurrence of each n-gram of a text; one hash map per n."""
 
     def __init__(self, options: NgramOptions) -> None:
         self.tokens: list[int] = []
-        # Longest first; each maps an n-gram to the position behind its latest occurrence but the open one.
+        # Longest first. Each maps an n-gram to the position after its latest occurrence, not
+        # counting the end of the text.
         self._followers: list[tuple[int, dict[tuple[int, ...], int]]] = [
             (length, {}) for length in range(options.max, options.min - 1, -1)
         ]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append to the text."""
+        """Append tokens to the text."""
         for token in tokens:
             position = len(self.tokens)
             for length, followers in self._followers:
@@ -54,20 +55,20 @@ class NgramIndex:
             self.tokens.append(token)
 
     def continuation(self, limit: int) -> list[int]:
-        """What followed the latest earlier occurrence of the longest known n-gram the text ends with.
+        """Return the tokens after the latest earlier occurrence of the longest matching n-gram.
 
-        `limit` tokens, or none when even the shortest n-gram is new.
+        There are `limit` of them, or none if the n-grams at the end of the text are all new.
         """
         start = self._follower()
         if start is None:
             return []
-        # The copy may run into what it writes itself, so a short period is continued for ever.
+        # The copy may continue into its own output, so a periodic text is continued indefinitely.
         period = len(self.tokens) - start
         return [self.tokens[start + offset % period] for offset in range(limit)]
 
     @property
     def has_match(self) -> bool:
-        """Whether the last tokens occurred before."""
+        """True if an n-gram at the end of the text occurred before."""
         return self._follower() is not None
 
     def _follower(self) -> int | None:
@@ -83,7 +84,7 @@ SOMETHING, NOTHING = Prospect(certain=True), Prospect(longest=0, certain=True)
 
 
 class NgramDrafter(Drafter):
-    """Copies from the row's own text; certain of it, and blind to other rows."""
+    """Deterministic drafter that copies from the row's own text, never from other rows."""
 
     certain = True
 
@@ -103,7 +104,7 @@ class NgramDrafter(Drafter):
         self._read(rows)
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
-        """Nothing, where even the shortest n-gram is new."""
+        """Return one candidate per row, of length 0 if no n-gram matches."""
         return [(SOMETHING if self._indices[row].has_match else NOTHING,) for row in rows]
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:

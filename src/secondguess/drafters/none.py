@@ -1,4 +1,4 @@
-"""No guess at all: every round is plain decoding, the baseline that other drafters are measured against."""
+"""Drafter for plain decoding, the baseline that other drafters are compared with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from secondguess.noise import Noise
 
 
 class NoDrafter(Drafter):
-    """Proposes an empty draft for every row."""
+    """Drafter that returns an empty draft for every row."""
 
     name = "none"
     certain = True

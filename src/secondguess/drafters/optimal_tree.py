@@ -1,16 +1,18 @@
-"""The tree that is worth most per second, planned from measured acceptance and measured times (Sequoia, arXiv 2402.12374).
+"""Optimal tree, planned from measured acceptance and pass times (Sequoia, arXiv 2402.12374).
 
-Let a_b be the chance that the b-th child of an accepted node is the one that is accepted too, and F(m, l) the tokens to be
-expected below an accepted node when m nodes on at most l levels hang from it:
+Let a_b be the probability that the b-th child of an accepted node is accepted as well, and F(m, l)
+the expected number of tokens accepted below a node that has m descendants on at most l levels:
 
-    F(m, l) = G(m, l, 1),    G(m, l, b) = max over y of  a_b (1 + F(y - 1, l - 1)) + G(m - y, l, b + 1)
+    F(m, l)    = G(m, l, 1)
+    G(m, l, b) = max over y of  a_b (1 + F(y - 1, l - 1)) + G(m - y, l, b + 1)
 
-y nodes go to the b-th child and what hangs from it, the rest to its younger siblings. Of these trees, one for each m and l, the
-one is planned that has most tokens, 1 + F(m, l), per second: a target pass over m + 1 queries, and for each level a pass of
-the draft model over all that was drawn above it.
+y nodes go to the b-th child and its descendants, the rest to the siblings after it. Of these
+trees, one for each m and l, the one with the most tokens per second is used: 1 + F(m, l) tokens,
+in the time of a target pass over m + 1 queries and, for each level, a draft-model pass over
+pending and all nodes of the levels above.
 
-The chances are learnt from rounds that are over, and the tree stays as it is in between: what is drawn never depends on a
-token of its own round.
+The probabilities are learned from completed rounds and the tree is fixed in between, so a draft
+never depends on tokens of its own round.
 """
 
 from __future__ import annotations
@@ -31,24 +33,28 @@ from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 
 MOST_LEVELS, MOST_RANKS = 8, 8
-"""Bounds of a plan: levels, and children of a node."""
+"""Largest number of levels of a tree, and of children of a node."""
 FIRST_SHARES = tuple(0.6 if rank == 0 else 0.15 / rank for rank in range(MOST_RANKS))
-"""Chances by rank that are believed in the beginning."""
+"""Initial acceptance probabilities by rank (first child, second child, ...)."""
 STRENGTH, MEMORY = 8.0, 500.0
-"""How many observations those are worth, and how many are remembered."""
+"""Weight of the initial values, and time constant of the moving average, in observations."""
 FIRST_RENEWAL, RENEWAL = 8, 64
-"""Rounds after which a tree is planned anew: the first time, and then at most."""
+"""Rounds before the tree is first planned again, and the limit as this interval doubles."""
 NUM_WARM_UPS, NUM_TIMED = 2, 5
 CONTEXT = 64
-"""Tokens of the scratch row that passes are timed behind."""
+"""Tokens of the scratch row on which passes are timed."""
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """What passes of a model take.
+    """Measured times of a model's forward passes.
 
     Args:
-        measured: numbers of queries, rising from 1, with what a pass over so many takes.
+        measured: pairs of a number of queries, rising from 1, and the time of a pass over them.
+
+    Raises:
+        BadInputError: fewer than two pairs, numbers that do not rise from 1, or times that are not
+            positive and finite.
     """
 
     measured: tuple[tuple[int, float], ...]
@@ -63,7 +69,7 @@ class PassTimes:
             raise BadInputError(f"expected passes that take time, got {self.measured}")
 
     def at(self, num_queries: int) -> float:
-        """On straight lines between what was measured, and beyond it."""
+        """Return the time of a pass, by linear interpolation or extrapolation."""
         place = bisect_right(self.measured, num_queries, key=_num_queries)
         (low, at_low), (high, at_high) = self.measured[min(place, len(self.measured) - 1) - 1 :][:2]
         return at_low + (at_high - at_low) * (num_queries - low) / (high - low)
@@ -71,18 +77,21 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a round takes, in any one unit of time: passes of the target and of the draft model."""
+    """Time of a round, in any one unit, from the pass times of the target and the draft model."""
 
     target: PassTimes
     draft_model: PassTimes
 
     @property
     def plain(self) -> float:
-        """A round without a draft."""
+        """Time of a round without a draft."""
         return self.target.at(1)
 
     def of_tree(self, paths: Collection[Ranks]) -> float:
-        """A round with this tree. A level is drawn from a pass over pending and all nodes above."""
+        """Return the time of a round with this tree.
+
+        Drafting a level takes one draft-model pass over pending and all nodes of the levels above.
+        """
         counts = Counter(map(len, paths))
         levels = accumulate(counts[depth] for depth in range(max(counts)))
         return self.target.at(len(paths) + 1) + sum(self.draft_model.at(1 + above) for above in levels)
@@ -93,7 +102,7 @@ def _num_queries(measured: tuple[int, float]) -> int:
 
 
 class RankAcceptance:
-    """How often the first, the second, ... child of an accepted node was the one that was accepted."""
+    """Acceptance rates of the first, second, ... child of an accepted node."""
 
     def __init__(self) -> None:
         self._accepted = [STRENGTH * share for share in FIRST_SHARES]
@@ -101,11 +110,11 @@ class RankAcceptance:
 
     @property
     def shares(self) -> list[float]:
-        """a_b by rank."""
+        """Acceptance rates a_b by rank."""
         return [accepted / reached for accepted, reached in zip(self._accepted, self._reached, strict=True)]
 
     def learn(self, parents: Sequence[int], path: Sequence[int]) -> None:
-        """See which nodes of a tree were accepted."""
+        """Update the rates with the accepted path of one tree."""
         for parent, chosen in zip([-1, *path], [*path, -1], strict=True):
             children = [node for node, above in enumerate(parents) if above == parent]
             for rank, child in enumerate(children[:MOST_RANKS]):
@@ -115,7 +124,7 @@ class RankAcceptance:
 
 
 class Tables:
-    """The best trees of up to so many nodes and levels, for given chances by rank."""
+    """Best trees for each number of nodes and levels, given acceptance rates by rank."""
 
     def __init__(self, shares: Sequence[float], most_nodes: int, most_levels: int) -> None:
         self._tokens = [[0.0] * (most_nodes + 1)]
@@ -124,11 +133,11 @@ class Tables:
             self._add_level(shares, most_nodes)
 
     def tokens(self, num_nodes: int, num_levels: int) -> float:
-        """F(m, l)."""
+        """Return F(m, l)."""
         return self._tokens[num_levels][num_nodes]
 
     def paths(self, num_nodes: int, num_levels: int, above: Ranks = ()) -> list[Ranks]:
-        """The nodes of the best tree."""
+        """Return the nodes of the best tree, below the node `above`."""
         found: list[Ranks] = []
         rank, left = 0, num_nodes
         while left and num_levels and rank < len(self._splits[num_levels]):
@@ -158,7 +167,7 @@ class Tables:
 
 
 def plan_tree(shares: Sequence[float], costs: Costs, most_nodes: int) -> StaticTree:
-    """The tree with most tokens per second; a single node where not even that beats plain decoding."""
+    """Return the tree with the most tokens per second; one node if none beats plain decoding."""
     most_levels = min(MOST_LEVELS, most_nodes)
     tables = Tables(shares, most_nodes, most_levels)
     best = 1 / costs.plain
@@ -173,11 +182,13 @@ def plan_tree(shares: Sequence[float], costs: Costs, most_nodes: int) -> StaticT
 
 
 class OptimalTree(TreeShape):
-    """Planned anew from time to time. One plan serves all rows, and is made for one at a time.
+    """Tree shape that is planned again at intervals.
+
+    One plan serves all rows; it assumes a batch of one row.
 
     Args:
-        most_nodes: of a tree.
-        costs: of passes.
+        most_nodes: largest number of nodes of a tree.
+        costs: measured pass times.
     """
 
     def __init__(self, most_nodes: int, costs: Costs) -> None:
@@ -210,10 +221,10 @@ class OptimalTree(TreeShape):
 def measure_costs(
     target: Runtime, draft_model: Runtime, most_nodes: int, clock: Callable[[], float] = time.perf_counter
 ) -> Costs:
-    """Time passes of both models behind a scratch row, which is gone afterwards.
+    """Time forward passes of both models on a scratch row, which is released afterwards.
 
     Raises:
-        BadInputError: passes that cannot be timed.
+        BadInputError: the passes cannot be timed.
     """
     counts = sorted({1, *(count for count in (2, 3, 5, 9, 17) if count <= most_nodes), most_nodes + 1})
     try:
@@ -232,7 +243,7 @@ def _not_timed(reason: str) -> BadInputError:
 
 
 def _time_passes(runtime: Runtime, counts: Sequence[int], clock: Callable[[], float]) -> list[float]:
-    """Median seconds of a pass over each number of queries."""
+    """Return the median seconds of a pass over each number of queries."""
     num_tokens = min(CONTEXT, runtime.context_length - max(counts))
     if num_tokens < 1:
         raise _not_timed(
@@ -251,7 +262,7 @@ def _time_pass(runtime: Runtime, row: Row, num_queries: int, clock: Callable[[],
     seconds = []
     for _ in range(NUM_WARM_UPS + NUM_TIMED):
         start = clock()
-        # Copied to the host, so that a device is waited for.
+        # The copy to the host waits for the device.
         runtime.score([row], draft).logits[0, -1, 0].item()
         seconds.append(clock() - start)
         runtime.rewind([row], [len(row.tokens) - 1])

@@ -1,12 +1,13 @@
-"""Drafting with a runtime that has a cache of its own, as a draft model has and a head that reads the text.
+"""Drafters that run a model with its own KV cache: draft models, feature heads, layer skipping.
 
-The runtime is one like the target. Each target row has a *shadow*: a row
-whose tokens are the committed ones plus, in a chain, what was drafted this round. A draft step scores the shadows; the
-runtime forwards what it has not cached yet: normally one token, two after a draft was accepted whole. A tree's nodes are
-scored as nodes, all levels anew for each level: beside the target's pass that is little.
+The drafter's runtime has the same interface as the target. Each target row has a *shadow*: a row
+of the committed tokens plus, in a chain, the tokens drafted this round. A draft step scores the
+shadows; the runtime forwards the tokens that it has not cached yet: normally one, or two after a
+draft was accepted in full. The nodes of a tree are scored as nodes, all levels again for each
+level, which is cheap compared with the target's pass.
 
-A row that is not drafted for costs nothing: the runtime reads its text when (and if) the controller first
-wants a draft, and what was written meanwhile when it next wants one.
+A row that is not drafted for costs nothing: its tokens are prefilled when the controller first
+requests a draft, and tokens committed without a draft at the next request.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.runtime.base import Runtime, Scores
 
 UNREADABLE = 0
-"""What a draft model is shown in place of a token that its vocabulary lacks."""
+"""Token that a draft model reads in place of a token outside its vocabulary."""
 
 FAR_BEHIND = 16
-"""A shadow with more unread tokens than this reads them before the draft begins, and not in its first step. Unread tokens
-are told in steps of so many."""
+"""Number of uncached tokens above which a shadow is prefilled before the draft.
+
+Up to this many are forwarded in the first draft step. Candidates report the number of uncached
+tokens in multiples of it.
+"""
 
 
 @dataclass(eq=False)
 class Shadow:
-    """What the draft model believes a row to be.
+    """Row of the draft model that mirrors a target row.
 
     Args:
-        row: committed tokens, then those drafted this round; the draft model caches a prefix of them.
-        num_agreed: how many of them are known to be committed and will not change.
+        row: committed tokens, then those drafted this round; the draft model caches a prefix.
+        num_agreed: number of leading tokens that are known to be committed.
     """
 
     row: Row
@@ -45,11 +49,12 @@ class Shadow:
 
 
 class ShadowDrafter(SteppingDrafter):
-    """Drafts with a runtime of its own, whose rows shadow the target's.
+    """Drafter with its own runtime, whose rows mirror the target's.
 
     Args:
-        runtime: the draft model; nobody else may use it.
-        name, vocab_size, shape: as in `SteppingDrafter`. A token that the draft model's vocabulary lacks is read as token 0.
+        runtime: the draft model, for the exclusive use of this drafter.
+        name, vocab_size, shape: as in `SteppingDrafter`. A token outside the draft model's
+            vocabulary is read as token 0.
     """
 
     def __init__(self, runtime: Runtime, name: str, vocab_size: int, shape: TreeShape | None = None) -> None:
@@ -58,19 +63,19 @@ class ShadowDrafter(SteppingDrafter):
         self._shadows: dict[Row, Shadow] = {}
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
-        """Nothing, for rows that the draft model's context does not hold."""
+        """Return one candidate per row, of length 0 if the draft model's context is full."""
         return [self._choices(row) for row in rows]
 
     def _choices(self, row: Row) -> tuple[Prospect]:
         shadow = self._shadows.get(row)
         unread = len(row.tokens) - (shadow.num_agreed if shadow else 0)
-        # To a few tokens: the same few values come back in every round.
+        # Rounded, so that few values occur and the cache of `only_choice` is hit.
         coarse = unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0
         longest = min(self.room(row), MAX_DRAFT_LENGTH if self.shape is None else self.shape.depth)
         return only_choice(longest, coarse)
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
-        """Make the shadows agree with the rows, and read what is more than a step's worth."""
+        """Synchronise the shadows with the rows, and prefill those that are far behind."""
         held = [row for row in rows if self.room(row) > 0]
         new = [row for row in held if row not in self._shadows]
         known = [row for row in held if row in self._shadows]
@@ -86,13 +91,13 @@ class ShadowDrafter(SteppingDrafter):
 
     def _admit(self, rows: Sequence[Row]) -> None:
         shadows = [Row([self._readable(token) for token in row.tokens], row.params) for row in rows]
-        # Known before the prefill, so that `end` releases them even if it is interrupted.
+        # Registered before the prefill, so that `end` releases them even if it is interrupted.
         for row, shadow in zip(rows, shadows, strict=True):
             self._shadows[row] = Shadow(shadow, num_agreed=len(shadow.tokens))
         self.runtime.begin(shadows)
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        """One forward of the active rows; the others get zeros."""
+        """Return logits from one forward pass of the active rows; zeros for the others."""
         nothing = Draft.empty(len(rows), self.device)
         return for_everybody(self._score(rows, active, nothing).logits[:, 0], len(rows), active)
 
@@ -104,7 +109,7 @@ class ShadowDrafter(SteppingDrafter):
         return for_everybody(self._score(rows, active, tree).logits, len(rows), active)
 
     def _score(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Scores:
-        """One forward of the active rows and their trees."""
+        """Run one forward pass over the active rows and their trees."""
         shadows = [self._shadows[rows[index]].row for index in active]
         members = tree if len(active) == len(rows) else tree.select(torch.tensor(active, device=self.device))
         return self.runtime.score(shadows, members)
@@ -115,15 +120,16 @@ class ShadowDrafter(SteppingDrafter):
             self.runtime.end(shadow.row)
 
     def room(self, row: Row) -> int:
-        """How many nodes the draft model's context allows; its last node need not be forwarded."""
+        """Return how many levels fit the draft model's context; the last is never forwarded."""
         return max(0, self.runtime.context_length - len(row.tokens) + 1)
 
     def _agree(self, shadow: Shadow, tokens: list[int]) -> None:
-        """Replace what a shadow believed by `tokens`, counting how far it was right."""
+        """Replace a shadow's tokens by `tokens`, and count the leading tokens that were equal."""
         believed = shadow.row.tokens
         agreed = shadow.num_agreed
-        # The last token is always left to be forwarded: its logits open the next draft. A correction may
-        # equal the token it corrects (block verification), so the comparison alone would not see to that.
+        # The last token is never counted, so that it is forwarded: the next draft starts from its
+        # logits. Comparing tokens does not ensure that, since a correction may equal the token
+        # that it replaces (block verification).
         last = min(len(believed), len(tokens) - 1)
         while agreed < last and believed[agreed] == self._readable(tokens[agreed]):
             agreed += 1

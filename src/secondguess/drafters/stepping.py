@@ -1,7 +1,8 @@
-"""What every drafter that draws its nodes from laws shares: chains and trees, settings, budgets and widths of vocabularies.
+"""Base class of drafters that sample their nodes, as chains or trees.
 
-A subclass only says what it expects next: behind a chain that it is told of token by token (`chain_logits`, `extend`), or
-behind every node of a tree (`tree_logits`).
+It applies sampling settings and budgets, and adapts vocabulary widths. A subclass supplies the
+logits: after a chain that is extended token by token (`chain_logits`, `extend`), or after every
+node of a tree (`tree_logits`).
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from secondguess.truncation import most_likely
 
 
 class SteppingDrafter(Drafter):
-    """Draws chains, or trees of one shape, under each row's own settings.
+    """Drafter that samples chains, or trees of one shape, under each row's own sampling settings.
 
     Args:
         name: as given to `--drafter`.
-        vocab_size: width of the target's logits. The drafter's may be wider (the rest is never drafted)
-            or narrower (the rest gets probability zero).
-        device: where drafts live.
-        shape: of its trees; None for chains.
+        vocab_size: width of the target's logits. The drafter's may be wider (the extra tokens are
+            never drafted) or narrower (the missing tokens get probability zero).
+        device: device of the drafts.
+        shape: shape of the trees; None for chains.
     """
 
     certain = False
@@ -49,25 +50,35 @@ class SteppingDrafter(Drafter):
 
     @abstractmethod
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        """`[row, vocab]` behind pending or the last token each of the active rows was extended by; the others' mean nothing."""
+        """Return logits `[row, vocab]` after the last token of each row's chain.
+
+        That token is pending, or the last one passed to `extend`. Logits of inactive rows are
+        finite numbers without meaning.
+        """
 
     @abstractmethod
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
-        """The active rows' chains go on with these tokens `[row]`."""
+        """Append `tokens` `[row]` to the chains of the active rows."""
 
     @abstractmethod
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
-        """`[row, node + 1, vocab]` behind pending and behind each node; only the last level of the active rows is read."""
+        """Return logits `[row, node + 1, vocab]` after pending and after each node.
+
+        Only those of the last level of the active rows are used; the others are finite numbers
+        without meaning.
+        """
 
     def foretell(self, depth: int) -> list[float] | None:
-        """Per row, how likely the node of this depth in its chain is accepted if those before it are; None where nobody knows.
+        """Return per row the acceptance probability of the node at this depth of its chain.
 
-        For drafters that were trained to tell. The node itself has been drawn, but what is told must not depend on it.
+        It is conditional on the acceptance of the nodes before. None for drafters that were not
+        trained to predict it. The node has already been drawn, but the prediction must not depend
+        on its token.
         """
         return None
 
     def room(self, row: Row) -> int:
-        """How many nodes, one behind the other, the drafter can draw for a row at most."""
+        """Return the largest number of levels that the drafter can draft for a row."""
         return MAX_DRAFT_LENGTH
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
@@ -99,7 +110,7 @@ class SteppingDrafter(Drafter):
                         logits, rows, _beside(drawn if edits else [], len(rows), logits.device)
                     )
                 except BadInputError:
-                    # A narrower vocabulary may hold nothing that a row's settings allow: nothing to guess then.
+                    # A row's settings may ban every token of a narrower vocabulary: stop drafting.
                     break
                 tokens = noise.draft(law, depth)
                 laws.append(law)
@@ -134,7 +145,7 @@ class SteppingDrafter(Drafter):
         return logits[..., : self.vocab_size] if logits.shape[-1] > self.vocab_size else logits
 
     def _probs(self, laws: list[Tensor], num_rows: int) -> Tensor:
-        """The laws as `[row, node, vocab]` of the target's width."""
+        """Stack distributions to `[row, node, vocab]` at the target's vocabulary width."""
         if not laws:
             return torch.empty(num_rows, 0, self.vocab_size, device=self.device)
         return self._padded(torch.stack(laws, 1))
@@ -145,12 +156,12 @@ class SteppingDrafter(Drafter):
 
 
 def _beside(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
-    """`[row, i]` from i tensors `[row]`."""
+    """Stack i tensors `[row]` to `[row, i]`."""
     return torch.stack(drawn, 1) if drawn else Draft.empty(num_rows, device).tokens
 
 
 def for_everybody(values: Tensor, num_rows: int, active: list[int]) -> Tensor:
-    """`[row, ...]` for a whole batch, from what there is of the active rows; zeros for the others."""
+    """Expand values of the active rows to `[row, ...]` for the whole batch, zeros elsewhere."""
     if len(active) == num_rows:
         return values
     everybody = values.new_zeros(num_rows, *values.shape[1:])

@@ -1,8 +1,8 @@
-"""Suffix matching: the longest context that occurred before, continued as it mostly was. `suffix`
+"""Suffix drafter: the most frequent continuation of the longest repeated suffix. Use `suffix`.
 
-A suffix automaton of prompt and output, grown token by token, knows at every moment the longest suffix of the
-text that occurred earlier (SAM Decoding, arXiv 2411.10666). Following its most frequent transitions while
-they are likely enough gives the draft (SuffixDecoding, arXiv 2411.04975).
+A suffix automaton of prompt and output, extended token by token, gives the longest suffix of the
+text that occurred earlier (SAM Decoding, arXiv 2411.10666). The draft follows the most frequent
+transitions while they are probable enough (SuffixDecoding, arXiv 2411.04975).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from secondguess.noise import Noise
 from secondguess.runtime.base import Hidden
 
 MAX_COUNTED = 32
-"""How many contexts of one position are counted, longest first; bounds the work per token."""
+"""Number of contexts counted per position, longest first; bounds the work per token."""
 
 ROOT = 0
 NOWHERE = -1
@@ -29,10 +29,11 @@ class SuffixOptions:
     """Options of `suffix,min=N,factor=F,offset=N,threshold=P`.
 
     Args:
-        min: shortest match that is trusted, 1 to 64 tokens.
-        factor: nodes that each matched token entitles to, 0 to 64.
-        offset: nodes that any match entitles to beside those, 0 to 64.
-        threshold: draft on while the path drafted so far has at least this chance by its counts, 0 to 1.
+        min: shortest match that is used, 1 to 64 tokens.
+        factor: draft nodes per matched token, 0 to 64.
+        offset: additional draft nodes for any match, 0 to 64.
+        threshold: smallest probability of the drafted path, as estimated from counts, 0 to 1; the
+            draft stops before the first node below it.
     """
 
     min: int = 2
@@ -49,15 +50,16 @@ class SuffixOptions:
 
 @dataclass(slots=True)
 class Context:
-    """A state of the automaton: the substrings that end at exactly the same positions of the text.
+    """State of the automaton: the substrings that end at exactly the same positions of the text.
 
     Args:
         length: length of the longest of them.
         suffix: the state of their longest suffix that also ends elsewhere (the suffix link).
         next: state reached by each token that has followed.
-        counts: how often each token followed.
-        favourite: the token that followed most often, the latest among equals; None when nothing was counted.
-        total: how often anything followed: the sum of `counts`.
+        counts: number of times that each token followed.
+        favourite: the token that followed most often, the latest among equals; None if nothing was
+            counted.
+        total: the sum of `counts`.
     """
 
     length: int
@@ -68,32 +70,35 @@ class Context:
     total: int = 0
 
     def count(self, token: int) -> None:
-        """The token followed once more."""
+        """Count one more occurrence of a following token."""
         self.total += 1
         self.counts[token] = self.counts.get(token, 0) + 1
         if self.favourite is None or self.counts[token] >= self.counts[self.favourite]:
             self.favourite = token
 
     def split(self, length: int) -> Context:
-        """The state of its substrings up to `length`, which have begun to end elsewhere too."""
+        """Return a state for the substrings up to `length`, which now end elsewhere too."""
         return Context(length, self.suffix, dict(self.next), dict(self.counts), self.favourite, self.total)
 
 
 class SuffixAutomaton:
-    """Blumer et al. 1985: at most two states and three transitions per token, amortised constant time.
+    """Online suffix automaton with counts (Blumer et al. 1985).
 
-    (Constant for a bounded number of distinct followers: a split copies the transitions of one context.)
+    It has at most two states and three transitions per token, and appends in amortised constant
+    time if the number of distinct followers is bounded (a split copies the transitions of one
+    context).
 
-    Counting is what the textbook automaton does not do online: a position has as many contexts as its suffix
-    links are deep (about log n in ordinary text, n in a text of one repeated token). So `append` counts the
-    token for at most `MAX_COUNTED` contexts, the longest first. A context's counts are exact as long as it
-    was always among these; else they count the occasions on which it was, and their ratios are estimates.
+    The textbook automaton does not count online: a position has as many contexts as its suffix
+    links are deep (about log n in ordinary text, n in a text of one repeated token). So `append`
+    counts the token for at most `MAX_COUNTED` contexts, the longest first. A context's counts are
+    exact if it was always among these; otherwise they cover only the positions at which it was,
+    and their ratios are estimates.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.num_steps = 0
-        """Links followed, contexts counted and transitions copied so far: work that must grow linearly."""
+        """Links followed, contexts counted and transitions copied so far; must grow linearly."""
         self.contexts = [Context(0, NOWHERE)]
         self.num_matched = 0
         """Length of the longest suffix of the text that occurred before."""
@@ -101,19 +106,20 @@ class SuffixAutomaton:
         self._last = ROOT
 
     def append(self, token: int) -> None:
-        """Extend the text by one token."""
+        """Append one token to the text."""
         self._count(token)
         self._grow(token)
         self.num_tokens += 1
-        # The whole text ends only here; its suffix link is the longest suffix that also ends elsewhere.
+        # The suffix link of the whole text is its longest suffix that also ends elsewhere.
         self._match = self.contexts[self.contexts[self._last].suffix]
         self.num_matched = self._match.length
 
     def continuation(self, min_length: int) -> Iterator[tuple[int, float]]:
-        """The most frequent continuation of the longest match, token by token; endless where text repeats.
+        """Yield the most frequent continuation of the longest match; endless if the text repeats.
 
-        Each token comes with its share among what followed its context. Where a context ends with the text,
-        its longest suffix that goes on takes its place; the walk ends when that is shorter than `min_length`.
+        Each token comes with its relative frequency after its context. A context without followers
+        is replaced by its longest suffix that has some; iteration ends if that is shorter than
+        `min_length`.
         """
         context = self._match
         while True:
@@ -152,7 +158,7 @@ class SuffixAutomaton:
         contexts[new].suffix = target
 
     def _split(self, state: int, token: int, target: int) -> int:
-        """Give the substrings of `target` that end here too a state of their own."""
+        """Create a separate state for the substrings of `target` that also end here."""
         contexts = self.contexts
         shorter = len(contexts)
         contexts.append(contexts[target].split(contexts[state].length + 1))
@@ -166,7 +172,7 @@ class SuffixAutomaton:
 
 
 class SuffixDrafter(Drafter):
-    """Continues the longest repeated context of the row's own text; certain, and blind to other rows."""
+    """Deterministic drafter that continues the longest repeated suffix of the row's own text."""
 
     certain = True
 
@@ -174,7 +180,7 @@ class SuffixDrafter(Drafter):
         self.options = options
         self.name = f"suffix{show_options(options)}"
         self._automata: dict[Row, SuffixAutomaton] = {}
-        # Asked for in every round.
+        # Cached, as it is called in every round.
         self._choices = lru_cache(maxsize=4096)(self._choices_for)
 
     @classmethod
@@ -188,7 +194,10 @@ class SuffixDrafter(Drafter):
         self._read(rows)
 
     def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
-        """Matches of similar length are accepted alike; none shorter than `min` is trusted."""
+        """Return one candidate per row, of length 0 if the match is shorter than `min`.
+
+        Its `kind` groups matches of similar length, which have similar acceptance.
+        """
         return [self._choices(self._automata[row].num_matched) for row in rows]
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
@@ -209,7 +218,7 @@ class SuffixDrafter(Drafter):
                 automaton.append(token)
 
     def _choices_for(self, num_matched: int) -> tuple[Prospect]:
-        # Octaves: a match of 9 tells much the same as one of 12, and much more than one of 3.
+        # Powers of two: matches of 9 and 12 tokens are about equally good, one of 3 is worse.
         kind = ("suffix", num_matched.bit_length())
         return (Prospect(kind=kind, longest=self._longest(num_matched), certain=True),)
 

@@ -1,12 +1,15 @@
-"""Shapes of trees, and how a drafter with laws fills them (SpecInfer, arXiv 2305.09781; Sequoia, 2402.12374; EAGLE-2,
-2406.16858).
+"""Tree shapes, and sampling of draft trees.
 
-A tree grows by levels. Before a level is drawn its shape says how many children each node of the frontier gets: from what is
-known then, the tokens and laws above. Children are drawn one after another without replacement, so that siblings differ.
+SpecInfer, arXiv 2305.09781; Sequoia, 2402.12374; EAGLE-2, 2406.16858.
 
-What has been drawn stays (docs/controllers.md, "Why a controller may not see the tokens"): dropping a sampled node because
-of what it is would bend the law of the text. Where drafts are not samples (temperature 0), or where the text is decided by
-races (coupled rows), any choice is safe: there the dynamic shape draws more than it needs and keeps the likeliest nodes.
+A tree grows level by level. Before a level is drawn, the shape sets the number of children of each
+node of the frontier, from the tokens and distributions above. Children are drawn one after another
+without replacement, so that siblings differ.
+
+Sampled nodes are never dropped (docs/controllers.md, "Why a controller may not see the tokens"):
+dropping a node because of its token would change the output distribution. Where drafts are not
+samples (temperature 0), or where keyed races decide the text (coupled rows), any choice is safe:
+there the dynamic shape draws more nodes than it needs and keeps the most probable ones.
 """
 
 from __future__ import annotations
@@ -28,25 +31,25 @@ from secondguess.noise import Noise
 from secondguess.sampling import target_laws
 
 Ranks = tuple[int, ...]
-"""A node of a tree, by which child it and each of its ancestors is, from the root on."""
+"""Path of a node: rank among siblings of each of its ancestors and of itself, root first."""
 
 MOST_CHILDREN = 16
 MOST_NODES = 128
-"""A larger tree is a mistake: a pass over so many nodes costs several passes."""
+"""Largest number of nodes of a tree: a pass over more costs as much as several plain passes."""
 MOST_PLANNED = 32
-"""A larger optimal tree takes longer to plan than it could win."""
+"""Largest number of nodes of an optimal tree: planning takes longer than a larger tree saves."""
 
 
 @dataclass
 class Node:
-    """A node that was drawn.
+    """Node of a draft tree.
 
     Args:
-        token: which.
+        token: token id.
         parent: index in the row's tree; -1 for a child of pending.
-        ranks: where in the tree it is.
-        log_chance: logarithm of the drafter's probability of the path that ends here.
-        law: number of the law that it was drawn from, among all of its batch.
+        ranks: path of the node in the tree.
+        log_chance: natural logarithm of the drafter's probability of the path that ends here.
+        law: index, within the batch, of the distribution that it was drawn from.
     """
 
     token: int
@@ -57,7 +60,7 @@ class Node:
 
     @property
     def depth(self) -> int:
-        """0 for a child of pending."""
+        """Depth in the tree; 0 for a child of pending."""
         return len(self.ranks) - 1
 
 
@@ -65,10 +68,10 @@ ROOT = Node(token=-1, parent=-1, ranks=(), log_chance=0.0)
 
 
 class TreeShape(ABC):
-    """How many children the nodes of a growing tree get.
+    """Rule for the number of children of each node of a growing tree.
 
     Attributes:
-        depth: levels at most.
+        depth: largest number of levels.
     """
 
     depth: int
@@ -77,33 +80,40 @@ class TreeShape(ABC):
     def num_children(
         self, frontier: Sequence[Node], chances: Callable[[int], list[float]], free: bool
     ) -> list[int]:
-        """Per node of the frontier (of `ROOT` in the beginning), how many children to draw.
+        """Return the number of children to draw for each node of the frontier.
 
         Args:
-            frontier: the level drawn last.
-            chances: for the index of a frontier node, the largest probabilities of its law, falling.
+            frontier: the level drawn last; only `ROOT` at first.
+            chances: returns, for the index of a frontier node, the largest probabilities of its
+                children, in descending order.
             free: whether nodes may be dropped afterwards (`keep`).
         """
 
     def keep(self, nodes: Sequence[Node]) -> list[int]:
-        """Of a whole tree whose nodes may be dropped, those that stay, parents before children."""
+        """Return the nodes of a whole tree to keep, parents before children.
+
+        Called only if nodes may be dropped.
+        """
         return list(range(len(nodes)))
 
     def learn(self, forms: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> None:
-        """See what became of a round's trees, for later rounds.
+        """Update the shape for later rounds from the verified trees of a round.
 
         Args:
-            forms: per row, the parents of its nodes; nothing for rows that got no tree.
+            forms: per row, the parents of its nodes; empty for rows without a tree.
             paths: per row, the accepted nodes.
         """
 
 
 @dataclass(frozen=True)
 class StaticTree(TreeShape):
-    """The same tree in every round.
+    """Same tree in every round.
 
     Args:
-        paths: its nodes; with each node its parent and its elder siblings.
+        paths: its nodes; with each node also its parent and the siblings before it.
+
+    Raises:
+        BadInputError: no nodes, too many, or one without its parent or the sibling before it.
     """
 
     paths: frozenset[Ranks]
@@ -124,7 +134,10 @@ class StaticTree(TreeShape):
 
     @classmethod
     def of_widths(cls, widths: Sequence[int]) -> StaticTree:
-        """Every node of level d has `widths[d]` children.
+        """Build a tree of `widths[0]` children of pending, `widths[1]` of each of those, etc.
+
+        Raises:
+            BadInputError: too many nodes.
 
         >>> sorted(StaticTree.of_widths([2, 1]).paths)
         [(0,), (0, 0), (1,), (1, 0)]
@@ -150,16 +163,18 @@ class StaticTree(TreeShape):
 
 @dataclass(frozen=True)
 class DynamicTree(TreeShape):
-    """The likeliest nodes by the drafter's own account (EAGLE-2).
+    """Tree of the nodes that are most probable under the drafter (EAGLE-2).
 
-    Where nodes may be dropped, each level expands the `width` likeliest nodes of the frontier by `width` children each, and of
-    the whole tree the `nodes` likeliest stay. Where they may not, each level draws its share of `nodes`, handed out beforehand
-    to the children expected to be likeliest: the parent's path times the largest probabilities of its law.
+    If nodes may be dropped, each level expands the `width` most probable nodes of the frontier by
+    `width` children each, and the `nodes` most probable nodes of the whole tree are kept. If not,
+    each level draws its share of `nodes`, allotted before drawing to the children expected to be
+    most probable: the probability of the parent's path times the largest probabilities of its
+    children.
 
     Args:
-        nodes: of the whole tree.
-        width: children of a node, and nodes expanded in a level, at most.
-        depth: levels at most.
+        nodes: largest number of nodes of the whole tree.
+        width: largest number of children of a node, and of nodes expanded in a level.
+        depth: largest number of levels.
     """
 
     nodes: int
@@ -183,20 +198,25 @@ class DynamicTree(TreeShape):
         return [chosen.count(index) for index in range(len(frontier))]
 
     def keep(self, nodes: Sequence[Node]) -> list[int]:
-        # A node is at most as likely as its parent and stands behind it: the likeliest form a tree.
+        # A node is at most as probable as its parent and comes after it, so the most probable
+        # nodes form a tree.
         order = sorted(range(len(nodes)), key=lambda index: (-nodes[index].log_chance, index))
         return sorted(order[: self.nodes])
 
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """Options of a drafter that can draw trees.
+    """Options of a drafter that can draft trees.
 
     Args:
-        tree: nothing for chains; children per node, level by level, as in `3x2x1`; `dynamic` or `optimal`.
-        nodes: of a dynamic tree; of an optimal one, at most.
-        width: of a dynamic tree, children per node at most.
-        depth: of a dynamic tree, levels at most; no more than it has nodes.
+        tree: empty for chains; children per node, level by level, as in `3x2x1`; `dynamic`; or
+            `optimal`.
+        nodes: largest number of nodes of a dynamic or optimal tree.
+        width: largest number of children per node of a dynamic tree.
+        depth: largest number of levels of a dynamic tree; reduced to `nodes` if larger.
+
+    Raises:
+        BadInputError: a value out of range, or an option that the chosen tree does not use.
     """
 
     tree: str = ""
@@ -222,15 +242,15 @@ class TreeOptions:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the tree is to be planned from what passes cost, which options do not know."""
+        """True if the tree is planned from pass times, which are not part of the options."""
         return self.tree == "optimal"
 
     @cached_property
     def shape(self) -> TreeShape | None:
-        """What is asked for; None for chains.
+        """Requested tree shape; None for chains.
 
         Raises:
-            BadInputError: an optimal tree, from a drafter that cannot plan one.
+            BadInputError: an optimal tree, which needs pass times.
         """
         if self.is_optimal:
             raise BadInputError(
@@ -249,7 +269,7 @@ class TreeOptions:
         return [int(part) for part in parts]
 
     def __str__(self) -> str:
-        """As written behind a drafter's name."""
+        """Return the options as written after a drafter's name."""
         if self.tree == "dynamic":
             return f",tree=dynamic,nodes={self.nodes},width={self.width},depth={self.depth}"
         if self.is_optimal:
@@ -258,30 +278,30 @@ class TreeOptions:
 
 
 def read_tree_options(name: Name) -> tuple[TreeOptions, TreeShape | None]:
-    """The options of a drafter that plans no trees of its own, and the shape that they ask for.
+    """Return the options and the tree shape of a drafter that cannot plan optimal trees.
 
     Raises:
-        BadInputError: what is no option, or an optimal tree.
+        BadInputError: an unknown option, a wrong value, or an optimal tree.
     """
     options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
     return options, options.shape
 
 
 LevelLogits = Callable[[list[int], Draft], Tensor]
-"""Given which rows go on and all that was drawn: logits `[row, node + 1, vocab]` behind pending and the nodes (of the active rows
-and the last level; anything elsewhere)."""
+"""Function from the active rows and the tree so far to logits `[row, node + 1, vocab]` after
+pending and after each node. Only those of the last level of the active rows are used."""
 
 
 @dataclass(frozen=True)
 class Parent:
-    """A node (or pending) that is about to get children.
+    """Node (or pending) that is about to get children.
 
     Args:
-        row: of the batch.
-        index: in the row's tree; -1 for pending.
-        node: itself.
-        num_children: how many.
-        first_child: index in the row's tree.
+        row: index of the row in the batch.
+        index: index of the node in the row's tree; -1 for pending.
+        node: the node; `ROOT` for pending.
+        num_children: number of children.
+        first_child: index of its first child in the row's tree.
     """
 
     row: int
@@ -292,13 +312,13 @@ class Parent:
 
 
 class Grove:
-    """The trees of a batch while they grow.
+    """Trees of a batch while they grow.
 
     Args:
-        rows: whom they are for.
-        shape: of every tree.
-        limits: levels per row.
-        noise: of this round.
+        rows: rows of the batch.
+        shape: shape of every tree.
+        limits: largest number of levels per row.
+        noise: noise of this round.
     """
 
     def __init__(self, rows: Sequence[Row], shape: TreeShape, limits: Sequence[int], noise: Noise) -> None:
@@ -315,7 +335,7 @@ class Grove:
         self._num_laws = 0
 
     def draft(self, with_laws: bool) -> Draft:
-        """What was drawn, as it stands."""
+        """Return the nodes drawn so far as a draft."""
         device = self.noise.device
         width = max(map(len, self.nodes), default=0)
 
@@ -326,13 +346,17 @@ class Grove:
         lengths = torch.tensor([len(nodes) for nodes in self.nodes], dtype=torch.long, device=device)
         probs = None
         if with_laws and width:
-            # Padding has a law too, of no meaning.
+            # Padding nodes get the first distribution, without meaning.
             probs = torch.cat(self._laws)[padded(lambda node: node.law, 0)]
         return Draft(padded(lambda node: node.token, 0), padded(lambda node: node.parent, -1), lengths, probs)
 
     def grow(self, active: Sequence[int], logits: Tensor, tree: Draft, depth: int) -> Tensor:
-        """Draw a level behind `tree`, which is all that was drawn; `[row, vocab]` come back, for whoever decides on more: the
-        logits behind the rows' likeliest parents."""
+        """Draw the level after `tree`, which holds all nodes drawn so far.
+
+        Returns:
+            Logits `[row, vocab]` after the most probable parent of each row, from which `go_on`
+            decides about another level.
+        """
         laws = target_laws(logits, self.rows, tree)
         telling = logits[:, 0].clone()
         for row in active:
@@ -341,7 +365,7 @@ class Grove:
         parents = self._parents(active, laws, logits)
         for row in active:
             self.frontiers[row] = []
-        # At temperature 0 a law names one token; which come next is what the logits say.
+        # At temperature 0 the distribution is one-hot: logits rank the other children.
         self._bear([parent for parent in parents if not self._greedy[parent.row]], laws, None, depth)
         self._bear([parent for parent in parents if self._greedy[parent.row]], laws, logits, depth)
         return telling
@@ -350,7 +374,7 @@ class Grove:
         return self.nodes[row][index] if index >= 0 else ROOT
 
     def _parents(self, active: Sequence[int], laws: Tensor, logits: Tensor) -> list[Parent]:
-        """The nodes that get children, and which these will be."""
+        """Return the nodes of the active rows that get children, with the indices of these."""
         found = []
         for row in active:
             frontier = self.frontiers[row]
@@ -360,7 +384,7 @@ class Grove:
             of_frontier = logits[row, queries].softmax(-1) if greedy else laws[row, queries]
             counts = self.shape.num_children(nodes, _Likeliest(of_frontier), self.free[row])
             if greedy and not self.noise.all_greedy:
-                # In company of rows that sample there is only the law's own token.
+                # Beside sampled rows, a greedy row's one-hot distribution allows a single child.
                 counts = [min(count, 1) for count in counts]
             elif max(counts) > 1:
                 counts = list(map(min, counts, (of_frontier > 0).sum(-1).tolist()))
@@ -372,7 +396,7 @@ class Grove:
         return found
 
     def _bear(self, parents: Sequence[Parent], laws: Tensor, logits: Tensor | None, depth: int) -> None:
-        """Draw the children of all these parents; where logits are given, those that they rank highest."""
+        """Draw the children of all `parents`; if logits are given, take those ranked highest."""
         if not parents:
             return
         where = _at([parent.row for parent in parents], [parent.index + 1 for parent in parents], laws.device)
@@ -399,9 +423,9 @@ class Grove:
         self._num_laws += len(parents)
 
     def _sampled(self, parents: Sequence[Parent], laws: Tensor, depth: int) -> Tensor:
-        """`[parent, rank]`, children drawn one after another, each from what its law leaves without its elder siblings.
+        """Draw children `[parent, rank]` without replacement from each parent's distribution.
 
-        All that are of one rank are drawn at once; 0 stands for those that a parent does not get.
+        All children of one rank are drawn at once; places without a child hold 0.
         """
         most = max(parent.num_children for parent in parents)
         drawn = torch.zeros(len(parents), most, dtype=torch.long, device=laws.device)
@@ -425,7 +449,7 @@ class Grove:
         return self.noise if rows == [0] and len(self.rows) == 1 else self.noise.select(torch.tensor(rows))
 
     def prune(self) -> None:
-        """Drop what need not stay, where anything may be dropped."""
+        """Drop the nodes that the shape does not keep, in rows where nodes may be dropped."""
         for row, free in enumerate(self.free):
             if free:
                 kept = self.shape.keep(self.nodes[row])
@@ -435,7 +459,7 @@ class Grove:
 
 
 class _Likeliest:
-    """The largest probabilities of some laws `[node, vocab]`, falling, worked out when the first is asked for."""
+    """Largest probabilities of distributions `[node, vocab]`, descending; computed lazily."""
 
     def __init__(self, laws: Tensor) -> None:
         self._laws = laws
@@ -464,10 +488,12 @@ def grow_trees(
     """Draw a tree for each row, level by level.
 
     Args:
-        shape: of the trees.
-        limits: levels per row at most; 0 for rows that get none.
-        level_logits: the drafter's.
-        go_on: asked after each level whether to draw another one, per row; None draws them all.
+        rows: rows of the batch.
+        shape: shape of the trees.
+        limits: largest number of levels per row; 0 for rows without a tree.
+        noise: noise of this round.
+        level_logits: the drafter's forward pass.
+        go_on: decides per row, after each level, whether to draw another; None draws all levels.
     """
     grove = Grove(rows, shape, limits, noise)
     active = [index for index, limit in enumerate(grove.limits) if limit]
@@ -478,7 +504,7 @@ def grow_trees(
         try:
             telling = grove.grow(active, logits, tree, depth)
         except BadInputError:
-            # A narrower vocabulary may hold nothing that a row's settings allow: nothing to guess then.
+            # A row's settings may ban every token of a narrower vocabulary: stop drafting.
             break
         depth += 1
         active = [index for index in active if depth < grove.limits[index] and grove.frontiers[index]]

@@ -1,7 +1,7 @@
 """Drop-in for Transformers users: `model.generate(..., custom_generate=custom_generate)`.
 
-Transformers prepares prompts and settings as usual and hands them to this function instead of its
-own loop. Every setting is carried out or refused by name; none is ignored (`arguments.py`,
+Transformers prepares prompts and settings as usual and passes them to this function instead of its
+own decoding loop. Every setting is supported or refused by name; none is ignored (`arguments.py`,
 `processors.py`).
 """
 
@@ -57,44 +57,44 @@ def custom_generate(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Generate with speculation, through `model.generate(custom_generate=...)`.
+    """Generate with speculative decoding through `model.generate(custom_generate=...)`.
 
-    Sampled text follows `torch.manual_seed`, as with Transformers (the text itself is another one
-    than that of Transformers, with the same distribution): without `seed` each prompt gets one
-    from torch's global generator. Seeded rows are decoded with coupled verification (see
-    `docs/verifiers.md`) because the text must not depend on the drafts: the default controller
-    decides by the clock how far to draft. Another `verifier` than `auto` or `coupled` repeats a
-    text only with a controller that always drafts alike, such as `fixed:4`.
+    Sampled text is reproducible with `torch.manual_seed`: without `seed`, each prompt gets a seed
+    from torch's global generator. The text differs from that of Transformers but has the same
+    distribution. Seeded rows use coupled verification (see `docs/verifiers.md`), because the
+    default controller chooses draft lengths from measured times and the text must not depend on
+    the drafts. With a `verifier` other than `auto` or `coupled`, a text is reproducible only with
+    a controller that always drafts the same lengths, such as `fixed:4`.
+
+    Calls from several threads are queued, because they may share a model or a draft model.
 
     Args:
-        model: the user's own model; given back as it was found.
+        model: the user's model; restored to its original state afterwards.
         input_ids: `[row, position]`, left-padded where rows differ in length.
-        logits_processor, stopping_criteria: what Transformers made of the settings, and the
-            user's own; those that correspond to our settings are carried out with the values that
-            they hold, others are refused.
-        generation_config: Transformers' settings; a field that is not carried out is refused.
-        drafter, verifier, controller: names as for `secondguess.load`. A draft model is kept for
-            later calls, and so is what the controller has learnt of this model with this drafter;
-            what was trained for the model (a head) is read anew by every call, as it works on a
-            model that is lent for one call only.
+        logits_processor, stopping_criteria: the objects that Transformers made from the settings,
+            and the user's own. Those with an equivalent setting are applied with their values;
+            others are refused.
+        generation_config: the `GenerationConfig`; unsupported fields that are set are refused.
+        drafter, verifier, controller: names as for `secondguess.load`. A draft model, and the
+            controller's state for this model and drafter, are kept for later calls. A drafter head
+            trained for the model is loaded again by every call, since it is attached to a model
+            that is borrowed for one call only.
         seed: makes sampled text reproducible and, with the default verifier, independent of the
-            drafter. Every prompt gives the text that it gives alone; samples of one prompt
-            (`num_return_sequences`) differ.
+            drafter. The text of a prompt does not depend on the other prompts of the batch;
+            samples of one prompt (`num_return_sequences`) differ.
         stop_strings, tokenizer: as for `generate`: a row ends with the token that completes one
             of the strings.
-        streamer: as for `generate`: gets each token as it is decided.
-        model_kwargs: `attention_mask` `[row, position]`, 0 at padding, and what Transformers
-            always adds.
-
-    Calls from several threads queue: their models and draft models may be the same.
+        streamer: as for `generate`: receives each token once it is final.
+        model_kwargs: `attention_mask` `[row, position]`, 0 at padding, and the inputs that
+            Transformers always adds.
 
     Returns:
         `[row, position]` prompts and new tokens, padded on the right as Transformers does; with
-        `return_dict_in_generate` a `GenerateDecoderOnlyOutput` that holds them as `sequences`,
-        and nothing else.
+        `return_dict_in_generate`, a `GenerateDecoderOnlyOutput` with `sequences` as its only
+        field.
 
     Raises:
-        BadInputError: a setting or an input that is not carried out exactly, named.
+        BadInputError: a setting or an input is not supported exactly; the message names it.
     """
     arguments = arguments_of_generate(model)
     check_arguments(arguments)
@@ -138,8 +138,7 @@ def custom_generate(
 
 
 def _decode(team: Team, rows: Sequence[Row], streamer: Any, padding: int) -> None:
-    """Decode all rows; the streamer gets the new tokens only, because `generate` has given it the
-    prompt."""
+    """Decode all rows, streaming new tokens only: `generate` has already streamed the prompt."""
     streamed = None if streamer is None else StreamedRows(streamer, rows, padding)
     with closing(decode(team, rows)) as rounds:
         for _ in rounds:
@@ -170,7 +169,7 @@ def _with_stop_strings(ending: Ending, strings: str | Sequence[str], tokenizer: 
 def _sampling_params(
     processors: Sequence[Any], mask: Tensor, ending: Ending, do_sample: bool, seed: int | None
 ) -> SamplingParams:
-    """Return our sampling settings of every row."""
+    """Return the sampling settings shared by all rows."""
     width = mask.shape[1]
     settings = read_logits_processors(
         processors,
@@ -191,8 +190,10 @@ def _sampling_params(
 
 
 def _seeded(params: SamplingParams, num_rows: int, num_samples: int) -> list[SamplingParams]:
-    """Return the settings of each row, with a seed for each prompt if tokens are drawn and none
-    was given."""
+    """Return the settings of each row.
+
+    When sampling without a seed, each prompt gets one from torch's global generator.
+    """
     if params.seed is not None or params.temperature == 0:
         return [params] * num_rows
     seeds = torch.randint(2**63 - 1, (num_rows // num_samples,), device="cpu").tolist()
@@ -215,10 +216,12 @@ def _draft_runtime(target: LoadedModel, path: str) -> Runtime:
 
 
 _lock = RLock()
-"""Held by a call while it decodes. A streamer may call `generate` in its turn."""
+"""Held by a call while it decodes; re-entrant because a streamer may call `generate` itself."""
 _controllers: WeakKeyDictionary[Any, dict[tuple[str | None, str], Controller]] = WeakKeyDictionary()
-"""Model -> names of controller and drafter -> the controller of earlier calls. A controller holds
-on to no model."""
+"""Controllers of earlier calls: model -> (controller name, drafter name) -> controller.
+
+Controllers hold no reference to a model, so the weak keys can expire.
+"""
 
 
 def _controller_of(model: Any, name: str | None, drafter: Drafter) -> Controller:
@@ -231,6 +234,8 @@ def _controller_of(model: Any, name: str | None, drafter: Drafter) -> Controller
 
 @lru_cache(maxsize=1)
 def _loaded_draft_model(path: str, dtype: str, device: str) -> LoadedModel:
-    """Return the draft model, kept until another one is asked for: `generate` is called for every
-    prompt."""
+    """Load a draft model, cached until another one is requested.
+
+    `generate` is typically called once per prompt.
+    """
     return load_runtime(path, dtype=dtype, device=device, drafts=True)

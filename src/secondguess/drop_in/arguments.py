@@ -1,7 +1,7 @@
-"""Arguments of `model.generate`: carried out, without effect, or refused by name.
+"""Arguments of `model.generate`: supported, without effect, or refused by name.
 
-A setting that a later Transformers adds is in none of these lists and is refused until it is
-classified.
+A setting added by a later version of Transformers is in none of these lists, and is therefore
+refused until it is classified.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from secondguess.errors import BadInputError
 
 CARRIED_OUT = frozenset(
     {
-        # Read here, or by Transformers before it calls us: the prompt, the lengths, the processors and the criteria.
+        # Read here, or by Transformers when it prepares prompt, lengths, processors and criteria.
         "bos_token_id",
         "do_sample",
         "eos_token_id",
@@ -36,7 +36,7 @@ CARRIED_OUT = frozenset(
         "top_p",
     }
 )
-"""Fields of `GenerationConfig` whose every value has its effect or is refused."""
+"""Fields of `GenerationConfig` whose values are all either applied or refused."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -47,17 +47,18 @@ WITHOUT_EFFECT = frozenset(
         "transformers_version",
     }
 )
-"""Fields that change no text, because the models or the search that read them are refused."""
+"""Fields that do not change the text, mostly because the models or the search that read them
+are refused."""
 
 SAMPLING_ONLY = frozenset({"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"})
-"""Fields that are not carried out, and that Transformers does not read unless `do_sample` is set."""
+"""Unsupported fields that Transformers does not read unless `do_sample` is set."""
 
 _ALSO_OFF: dict[str, object] = {
     "cache_implementation": "dynamic",
     "guidance_scale": 1.0,
     "penalty_alpha": 0.0,
 }
-"""Values that switch a field off, where they are neither the default nor empty."""
+"""Values that disable a field although they are neither its default nor empty."""
 
 _HANDED_ON = frozenset(
     {
@@ -74,17 +75,17 @@ _HANDED_ON = frozenset(
 """Parameters of `GenerationMixin.generate` that reach `custom_generate` or are read by it."""
 
 _FORWARD_ONLY = ("logits_to_keep", "cache_position")
-"""Model inputs that concern Transformers' own forwards and not the text."""
+"""Model inputs that affect Transformers' own forward passes but not the text."""
 
 
 def arguments_of_generate(model: Any) -> dict[str, Any]:
-    """Return the arguments of the running `model.generate` by name; empty without such a call.
+    """Return the arguments of the running `model.generate` by name, or {} without such a call.
 
-    Transformers 5 does not hand `streamer`, `tokenizer`, `assistant_model` and a few more to a
+    Transformers 5 does not pass `streamer`, `tokenizer`, `assistant_model` and a few others to a
     function given as `custom_generate`: it collects them and then overwrites the collection with
-    the function's own parameters. So they are read where they still are: in the frame of
-    `GenerationMixin.generate`, and in that of the `torch.no_grad` decorator around it, which
-    keeps the keyword arguments as they were given.
+    the function's own parameters. They are therefore read from the stack: from the frame of
+    `GenerationMixin.generate`, and from that of the `torch.no_grad` decorator around it, which
+    still holds the keyword arguments as given.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -103,10 +104,10 @@ def arguments_of_generate(model: Any) -> dict[str, Any]:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of `generate` that it does not hand on and that are not carried out.
+    """Refuse unsupported arguments of `generate` that it does not pass to `custom_generate`.
 
     Raises:
-        BadInputError: naming the argument.
+        BadInputError: an unsupported argument is set; the message names it.
     """
     parameters = inspect.signature(GenerationMixin.generate).parameters
     not_carried_out = {*parameters, "assistant_tokenizer", "past_key_values"} - _HANDED_ON
@@ -116,10 +117,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_generation_config(config: Any) -> None:
-    """Refuse fields of the generation config that are set and not carried out.
+    """Refuse fields of the generation config that are set but not supported.
 
     Raises:
-        BadInputError: naming the field and its value.
+        BadInputError: an unsupported field is set; the message names it and its value.
     """
     defaults = config._get_default_generation_params()
     accepted = CARRIED_OUT | WITHOUT_EFFECT | (frozenset() if config.do_sample else SAMPLING_ONLY)
@@ -131,13 +132,12 @@ def check_generation_config(config: Any) -> None:
 
 
 def prompt_mask(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:
-    """Return which prompt tokens are no padding, `[row, position]` bool.
+    """Return the `[row, position]` bool mask of prompt tokens that are not padding.
 
     Args:
         input_ids: `[row, position]`.
-        model_kwargs: what Transformers would hand to the model's forward: an empty cache and the
-            usual positions with every call, the mask where there is padding, and whatever else
-            the user gave.
+        model_kwargs: keyword arguments for the model's forward pass: always an empty cache and
+            the default positions, the mask where there is padding, and the user's own inputs.
 
     Raises:
         BadInputError: an input that would change the text, an empty prompt, or padding that is
@@ -187,7 +187,7 @@ def _check_mask(mask: Tensor, input_ids: Tensor) -> None:
 
 
 def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
-    """Require positions that count each row's own tokens from 0, as those of Transformers do."""
+    """Require positions that count each row's tokens from 0, the default of Transformers."""
     usual = mask.long().cumsum(-1) - 1
     if positions is None:
         return
@@ -202,7 +202,7 @@ def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
 
 
 def _is_off(name: str, value: object, defaults: Mapping[str, object]) -> bool:
-    """Return whether a value leaves generation as it is without it."""
+    """Return whether a value has no effect on generation."""
     if value is None:
         return True
     if defaults.get(name) is not None:
@@ -213,7 +213,7 @@ def _is_off(name: str, value: object, defaults: Mapping[str, object]) -> bool:
 
 
 def not_supported(name: str, value: object = None) -> BadInputError:
-    """Return the refusal of an argument that is not carried out."""
+    """Return the error for an unsupported argument."""
     got = "" if value is None else f", got {value!r}"
     return BadInputError(
         f"expected {name} to be unset{got}: custom_generate does not support it; "

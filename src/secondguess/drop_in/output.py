@@ -1,4 +1,4 @@
-"""Rows on their way to what `generate` gives: stop strings, streamed tokens, the padded result."""
+"""Output of `generate`: stop strings, streamed tokens and the padded result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from secondguess.errors import BadInputError
 
 
 class StopStringWatcher:
-    """A row's tokens, shown to `StopStringCriteria` one by one as Transformers shows them.
+    """Incremental check of one row against `StopStringCriteria`, token by token.
 
     Args:
-        criteria: `StopStringCriteria`.
-        prompt: token ids, padding included.
+        criteria: `StopStringCriteria` objects; at least one.
+        prompt: token ids of the row's prompt, padding included.
     """
 
     def __init__(self, criteria: Sequence[Any], prompt: Sequence[int]) -> None:
@@ -27,17 +27,18 @@ class StopStringWatcher:
         self._tokens = list(prompt)[-self._length :]
 
     def push(self, token: int) -> bool:
-        """Take the row's next token; True when it completes a stop string."""
+        """Append the row's next token and return whether it completes a stop string."""
         self._tokens = [*self._tokens, token][-self._length :]
         tokens = torch.tensor([self._tokens])
         return any(bool(criterion(tokens, None)) for criterion in self._criteria)
 
 
 def padding_token(config: Any, ending: Ending, num_rows: int) -> int:
-    """Return the padding after a finished row: `pad_token_id`, else the first end token.
+    """Return the padding token after a finished row: `pad_token_id`, else the first end token.
 
     Raises:
-        BadInputError: several rows of which one may end first, and nothing to pad it with.
+        BadInputError: there are several rows, they may end at different lengths, and no padding
+            token is configured.
     """
     if num_rows == 1 or not ending.may_be_early:
         return 0
@@ -54,12 +55,12 @@ def padding_token(config: Any, ending: Ending, num_rows: int) -> int:
 
 
 class StreamedRows:
-    """The tokens of a batch, handed to a streamer step by step as Transformers does.
+    """Streaming of a batch, one step at a time as in Transformers.
 
     Args:
-        streamer: gets one tensor `[row]` per step.
+        streamer: receives one tensor `[row]` per step.
         rows: all rows of the batch.
-        padding: token id that stands for finished rows.
+        padding: token id used for finished rows.
     """
 
     def __init__(self, streamer: Any, rows: Sequence[Row], padding: int) -> None:
@@ -69,7 +70,7 @@ class StreamedRows:
         self._num_streamed = 0
 
     def put_ready(self) -> None:
-        """Hand on every step to which all unfinished rows have come."""
+        """Stream all steps that every unfinished row has reached."""
         lengths = [row.num_output for row in self._rows if not row.finished]
         ready = min(lengths) if lengths else max(row.num_output for row in self._rows)
         for step in range(self._num_streamed, ready):
@@ -81,7 +82,7 @@ class StreamedRows:
 
 
 def padded_output(input_ids: Tensor, rows: Sequence[Row], padding: int) -> Tensor:
-    """Return the prompts as they came, each followed by its output, padded on the right."""
+    """Return `[row, position]` prompts as given, each followed by its right-padded output."""
     width = max(row.num_output for row in rows)
     new = [[*row.output, *([padding] * (width - row.num_output))] for row in rows]
     return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1)

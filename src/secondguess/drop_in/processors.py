@@ -1,8 +1,8 @@
-"""Logits processors and stopping criteria of Transformers as our settings.
+"""Conversion of Transformers' logits processors and stopping criteria to `SamplingParams`.
 
-Transformers merges the user's lists with those that it makes from the generation config, and
-hands on what it would have run itself. So the objects are read, not the config: what they say is
-what is carried out.
+Transformers merges the user's lists with those it makes from the generation config, and passes on
+the objects that it would have run itself. The settings are read from these objects, not from the
+config.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from secondguess.errors import BadInputError
 
 @dataclass(frozen=True)
 class Ending:
-    """Where rows end.
+    """Stopping conditions of all rows.
 
     Args:
-        max_length: of prompt, its padding, and new tokens.
+        max_length: most tokens of a row: padding, prompt and new tokens.
         end_tokens: token ids that end a row.
-        has_end_tokens: an end token was given, which is what makes Transformers pad finished rows.
+        has_end_tokens: an end token was given; only then does Transformers pad finished rows.
         stop_strings: `StopStringCriteria` that end a row.
     """
 
@@ -47,16 +47,16 @@ class Ending:
 
     @property
     def may_be_early(self) -> bool:
-        """Whether a row may end before `max_length`."""
+        """True if a row may end before `max_length`."""
         return bool(self.end_tokens or self.stop_strings)
 
 
 def read_stopping_criteria(criteria: Sequence[Any]) -> Ending:
-    """Return what the criteria say; any of them ends a row.
+    """Return the stopping conditions of the criteria, each of which ends a row.
 
     Raises:
-        BadInputError: a criterion of another class, subclasses included, or none that limits the
-            length.
+        BadInputError: a criterion has an unsupported class (subclasses are not supported), or none
+            limits the length.
     """
     lengths: list[int] = []
     ends: list[list[int]] = []
@@ -72,7 +72,7 @@ def read_stopping_criteria(criteria: Sequence[Any]) -> Ending:
             raise _not_readable("stopping criterion", criterion)
     if not lengths:
         raise BadInputError("expected a limit of the length, got none; give max_new_tokens")
-    # Transformers lets a negative id, which no token has, stand for none.
+    # In Transformers, a negative id means no end token.
     end_tokens = frozenset(token for tokens in ends for token in tokens if token >= 0)
     return Ending(min(lengths), end_tokens, bool(ends), tuple(strings))
 
@@ -81,7 +81,7 @@ def token_ids(name: str, value: Any) -> list[int]:
     """Return token ids given as a number, a list, an array or a tensor of at most one dimension.
 
     Raises:
-        BadInputError: numbers that are not whole.
+        BadInputError: the numbers are floating-point.
     """
     ids = torch.as_tensor(value).reshape(-1)
     if ids.is_floating_point() and ids.numel():
@@ -91,13 +91,13 @@ def token_ids(name: str, value: Any) -> list[int]:
 
 @dataclass
 class _Reading:
-    """Sampling settings gathered from processors.
+    """Sampling settings collected from logits processors.
 
     Args:
         width: tokens of each prompt, padding included.
-        padding: of them, how many are padding, per row.
+        padding: number of padding tokens per row.
         end_tokens: token ids that end a row.
-        settings: names and values for `SamplingParams`.
+        settings: keyword arguments for `SamplingParams`.
     """
 
     width: int
@@ -158,25 +158,27 @@ _PLACES: dict[type, tuple[int, Callable[[_Reading, Any], None]]] = {
     TopPLogitsWarper: (3, _Reading.top_p),
     MinPLogitsWarper: (4, _Reading.min_p),
 }
-"""Class -> its place in our order of settings, and how it is read. Those of one place may stand
-in any order."""
+"""Class -> its position in our order of processing, and the method that reads it.
+
+Processors with the same position may come in any order.
+"""
 
 
 def read_logits_processors(
     processors: Sequence[Any], *, width: int, padding: list[int], end_tokens: frozenset[int], do_sample: bool
 ) -> dict[str, Any]:
-    """Return the settings for `SamplingParams` that have the effect of these processors.
+    """Return keyword arguments for `SamplingParams` equivalent to these processors.
 
     Args:
-        processors: what Transformers would apply to the logits, in this order.
+        processors: the logits processors, in the order in which Transformers would apply them.
         width: tokens of each prompt, padding included.
-        padding: of them, how many are padding, per row.
+        padding: number of padding tokens per row.
         end_tokens: token ids that end a row.
-        do_sample: tokens are drawn; otherwise the largest logit is taken.
+        do_sample: True for sampling, False for greedy decoding.
 
     Raises:
-        BadInputError: a processor of another class, subclasses included, twice the same, in an
-            order that is not ours, or with values that our settings do not have.
+        BadInputError: a processor has an unsupported class (subclasses are not supported), occurs
+            twice, comes in an order other than ours, or has values without an equivalent.
     """
     reading = _Reading(width, padding, end_tokens, {"temperature": 1.0 if do_sample else 0.0})
     last = -1

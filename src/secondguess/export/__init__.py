@@ -1,4 +1,7 @@
-"""A recommendation as another engine's own configuration. To add an engine: one file, one line in `ENGINES`."""
+"""Export of a recommended drafter and draft length as another engine's configuration.
+
+To add an engine, add one file and one line in `ENGINES`.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,25 @@ ENGINES = {
     "transformers": "secondguess.export.transformers:TRANSFORMERS",
     "tensorrt-llm": "secondguess.export.tensorrt_llm:TENSORRT_LLM",
 }
-"""Name of an engine -> where its `Engine` is; imported only when it is asked for."""
+"""Import path `module:name` of each `Engine` by engine name; imported on demand."""
 
 
 def check_engine(name: str) -> None:
-    """Refuse an engine that does not exist, without importing torch.
+    """Raise if an engine does not exist; does not import torch.
 
     Raises:
-        BadInputError: listing those there are.
+        BadInputError: an unknown engine; the message lists the known ones.
     """
     if name not in ENGINES:
         raise BadInputError(f"expected an engine among {', '.join(ENGINES)}, got {name!r}")
 
 
 def export(recommendation: Recommendation, engine: str) -> Exported:
-    """The recommendation in the words of an engine.
+    """Return the configuration of an engine for a recommendation.
 
     Raises:
-        BadInputError: no such engine, or one that has no counterpart of the drafter, its length or the dtype.
+        BadInputError: an unknown engine, or one that does not support the drafter, the draft
+            length or the dtype.
     """
     check_engine(engine)
     module, _, name = ENGINES[engine].partition(":")

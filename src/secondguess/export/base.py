@@ -1,4 +1,4 @@
-"""What is recommended, and the contract of an engine that it is told to."""
+"""Engine-independent recommendations and the interface of export engines."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from secondguess.pairing import NamedDrafter, require_model_to_quantize, underst
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A target and what to draft for it, in words that every engine understands.
+    """Target, drafter and draft length, independent of the engine.
 
     Args:
-        model: a directory or a model's name; never `builtin`, which no other engine knows.
-        drafter: who guesses; kind `none` for plain decoding.
-        draft_length: tokens to draft in every round; 0 with `none`.
-        dtype: what computes; None where it is the engine's choice.
+        model: directory or name of the target; never `builtin`, which other engines cannot
+            resolve.
+        drafter: the drafter; kind `none` for plain decoding.
+        draft_length: number of tokens drafted in every round; 0 with `none`.
+        dtype: compute dtype; None for the engine's default.
         quantize, drafter_quantize: `int8`, or None.
-        notes: what a reader should know of where the numbers come from.
+        notes: remarks on the origin of the values and on settings that are left out.
+
+    Raises:
+        BadInputError: a draft length out of range, or a model name with unprintable characters.
     """
 
     model: str
@@ -45,18 +49,18 @@ class Recommendation:
                 f"got {self.draft_length}"
             )
         for name in (self.model, self.drafter.draft_model or ""):
-            # They end up in comments and command lines.
+            # Names are written into comments and command lines.
             if not name.isprintable():
                 raise BadInputError(f"expected a model's name or path in printable characters, got {name!r}")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What to give to the engine, and what to know about it.
+    """Configuration of an engine and remarks on it.
 
     Args:
-        text: a command line, a file or a script; whatever is not for the engine is a comment.
-        notes: what the engine does otherwise than we do, one sentence each.
+        text: a command line, a file or a script; text not meant for the engine is in comments.
+        notes: remarks for the reader, such as differences from secondguess, one sentence each.
     """
 
     text: str
@@ -68,17 +72,17 @@ Writer = Callable[[Recommendation], str]
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that a recommendation can be told to.
+    """Engine that recommendations can be exported to.
 
     Args:
-        title: its name in prose.
-        writers: by kind of drafter, what writes the configuration. A kind that is not here is refused.
-        options: by kind of drafter, its options that the engine knows too.
-        dtypes: those that the engine has.
-        notes: what it does otherwise, always.
-        notes_on: what it does otherwise, by kind of drafter.
-        int8: what to do there for weights in 8 bits; empty where the configuration says it all.
-        longest_draft: most tokens of a draft.
+        title: name of the engine in prose.
+        writers: function that writes the configuration, by drafter kind; other kinds are rejected.
+        options: drafter options that the engine supports too, by drafter kind.
+        dtypes: dtypes that the engine supports.
+        notes: differences from secondguess that apply to every drafter.
+        notes_on: differences from secondguess by drafter kind.
+        int8: advice on int8 weights; empty if the configuration covers them.
+        longest_draft: maximum draft length.
     """
 
     title: str
@@ -91,10 +95,10 @@ class Engine:
     longest_draft: int = MAX_DRAFT_LENGTH
 
     def export(self, recommendation: Recommendation) -> Exported:
-        """The recommendation in this engine's words.
+        """Return the configuration of this engine for a recommendation.
 
         Raises:
-            BadInputError: the engine has no counterpart of something that cannot be left out.
+            BadInputError: the engine does not support the drafter, the draft length or the dtype.
         """
         drafter = recommendation.drafter
         if drafter.kind not in self.writers:
@@ -137,16 +141,16 @@ class Engine:
 def recommend(
     settings: LoadSettings, tuned: Tuned | None = None, draft_length: int | None = None
 ) -> Recommendation:
-    """Make a recommendation of what `load` would be called with.
+    """Make a recommendation from the arguments of `load`.
 
     Args:
-        settings: the team; names are checked as far as they are exported.
-        tuned: what was measured with it.
-        draft_length: the constant draft length. Without it: that of a controller `fixed:K`, else the best one that
-            was measured, else the default of `fixed`.
+        settings: arguments of `load`; names are validated as far as they are exported.
+        tuned: measurements made with these settings.
+        draft_length: constant draft length. If None: that of a controller `fixed:K`, else the best
+            measured one, else the default of `fixed`.
 
     Raises:
-        BadInputError: a drafter or a draft length that does not exist, or an option that nothing would read.
+        BadInputError: an unknown drafter, an invalid draft length, or an option without effect.
     """
     name = settings.drafter or default_drafter(settings.model)
     drafter = understand_drafter(name)
@@ -154,7 +158,7 @@ def recommend(
     length, notes = _draft_length(settings, tuned or Tuned(), draft_length, drafter)
     notes += _stays_here(settings)
     if drafter.parts:
-        # A model guesses anywhere, a look-up only where the text repeats.
+        # A draft model is preferred: it can draft anywhere, lookup drafters only repeated text.
         whole = drafter
         drafter = next((part for part in whole.parts if part.draft_model), whole.parts[0])
         notes.append(
@@ -179,7 +183,7 @@ def recommend(
 def _draft_length(
     settings: LoadSettings, tuned: Tuned, asked: int | None, drafter: NamedDrafter
 ) -> tuple[int, list[str]]:
-    """The length, and where it comes from."""
+    """Return the draft length, and notes on its origin."""
     if asked is not None:
         return asked, []
     if drafter.kind == "none":
@@ -201,7 +205,7 @@ def _draft_length(
 
 
 def _stays_here(settings: LoadSettings) -> list[str]:
-    """What was asked for and cannot be exported, because every engine has a way of its own."""
+    """Return a note on the given settings that cannot be exported, as a list of at most one."""
     values = {name: getattr(settings, name) for name in ("verifier", "controller", "device", "runtime")}
     asked = [
         f"{name} {value}"
@@ -212,7 +216,10 @@ def _stays_here(settings: LoadSettings) -> list[str]:
 
 
 def _real(model: str) -> str:
-    """The directory of a model in the box, which other engines do not know by name."""
+    """Return the directory of a built-in model, or any other name unchanged.
+
+    Other engines cannot resolve the names of built-in models.
+    """
     target, drafter = ("builtin", "builtin-draft")
     if model in (target, drafter):
         return str(builtin_paths()[model == drafter])

@@ -1,4 +1,7 @@
-"""llama.cpp (names of 2026, commit 0c1e570): `llama-server`, after the weights were converted to its own format."""
+"""Export to llama.cpp (option names of 2026, commit 0c1e570).
+
+The exported commands convert the weights to GGUF and start `llama-server`.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ def _serve(recommendation: Recommendation, speculation: list[str]) -> str:
 
 
 def _convert(model: str, file: str, dtype: str | None, quantize: str | None) -> list[list[str]]:
-    """Commands that make the file; the converter reads directories only."""
+    """Return the commands that convert a model to a GGUF file.
+
+    The converter reads directories only, so other models are downloaded first.
+    """
     folder = model if Path(model).is_dir() else file.removesuffix(".gguf")
     fetch = [] if folder == model else [["hf", "download", model, "--local-dir", folder]]
     outtype = INT8 if quantize else "auto" if dtype is None else OUTTYPES[dtype]

@@ -1,6 +1,6 @@
-"""SGLang (names of 0.5.23): one option per setting.
+"""Export to SGLang (option names of 0.5.23): one command-line option per setting.
 
-What is a draft of K tokens here is one of K + 1 there: it counts the pending one.
+SGLang counts the pending token as part of the draft: K draft tokens here are K + 1 there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _standalone(recommendation: Recommendation) -> str:
             *("--speculative-algorithm", "STANDALONE"),
             *("--speculative-draft-model-path", recommendation.drafter.draft_model),
             *("--speculative-num-steps", str(length)),
-            # A chain. A tree needs more, and its overlap scheduler switched off.
+            # Chains only: trees need further options and the overlap scheduler disabled.
             *("--speculative-eagle-topk", "1"),
             *("--speculative-num-draft-tokens", str(length + 1)),
         ],

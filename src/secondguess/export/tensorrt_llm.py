@@ -1,4 +1,4 @@
-"""TensorRT-LLM (names of 1.3 and 1.4): a YAML file for `trtllm-serve --config`."""
+"""Export to TensorRT-LLM (names of 1.3 and 1.4): a YAML file for `trtllm-serve --config`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _ngram(recommendation: Recommendation) -> str:
         "decoding_type": "NGram",
         "max_draft_len": recommendation.draft_length,
         "max_matching_ngram_size": recommendation.drafter.options["max"],
-        # As ours: the latest match, within one request.
+        # Same behaviour as our n-gram drafter: the latest match within one request.
         "is_keep_all": True,
         "is_use_oldest": False,
         "is_public_pool": False,
@@ -48,13 +48,13 @@ def _file(recommendation: Recommendation, speculation: dict[str, object], **sett
     if speculation:
         lines += ["speculative_config:", *(f"  {key}: {_yaml(value)}" for key, value in speculation.items())]
     if not settings and not speculation:
-        # A file with comments only is no mapping.
+        # A YAML file of comments only does not parse as a mapping.
         lines.append("{}")
     return "\n".join(lines) + "\n"
 
 
 def _yaml(value: object) -> str:
-    # A scalar of JSON is one of YAML.
+    # Every JSON scalar is a valid YAML scalar.
     return json.dumps(value, ensure_ascii=False)
 
 

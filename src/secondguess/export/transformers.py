@@ -1,4 +1,4 @@
-"""Transformers (names of 5.23): a script around `generate`."""
+"""Export to Transformers (names of 5.23): a Python script that calls `generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM (names of 0.33): `vllm serve` with one JSON object for everything about speculation."""
+"""Export to vLLM (option names of 0.33): `vllm serve` with `--speculative-config` JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def _suffix(recommendation: Recommendation) -> str:
 
 
 def _trained(recommendation: Recommendation) -> str:
-    """EAGLE-3, DSpark and Medusa as folders; modules in the target's own checkpoint need none."""
+    """Configure a drafter head: EAGLE-3, DSpark, Medusa or MTP.
+
+    All need a folder, except MTP modules in the target's own checkpoint.
+    """
     drafter = recommendation.drafter
     method = {"eagle": "eagle3"}.get(drafter.kind, drafter.kind)
     folder = {} if drafter.trained is None else {"model": drafter.trained}

@@ -1,1 +1,1 @@
-"""What can be trained to guess for one target, as torch modules: the same code trains and drafts."""
+"""Trainable drafter heads for one target, as torch modules used for both training and drafting."""

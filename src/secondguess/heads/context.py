@@ -1,7 +1,7 @@
-"""What a block drafter attends to: keys and values of the target's features, of all committed tokens, per row and layer.
+"""KV cache of a block drafter over the target's features of all committed tokens.
 
-Only what was committed gets here, so nothing is ever rolled back. The block that drafts writes its own keys behind them, where
-the next features, or the next block, will stand.
+Only committed tokens are appended, so there is no rollback. A draft block writes its own keys and
+values after them; the next append or the next block overwrites these.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from secondguess.runtime.cache import KeyValueCache
 
 
 class FeatureContext:
-    """The contexts of all rows, in one block per layer.
+    """KV caches of all rows, one tensor of keys and one of values per layer.
 
     Args:
-        device: where they are.
+        device: device of the cache.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,17 +31,19 @@ class FeatureContext:
         self._lengths: dict[Row, int] = {}
 
     def length(self, row: Row) -> int:
-        """How many tokens of a row can be attended to; 0 for a row that is not known."""
+        """Return the number of cached tokens of a row; 0 for an unknown row."""
         return self._lengths.get(row, 0)
 
     def append(
         self, rows: Sequence[Row], counts: Sequence[int], keys_values: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        """Let the contexts of rows grow; rows that are new are admitted.
+        """Append keys and values to rows; new rows are admitted.
 
         Args:
-            counts: how many tokens each row gains.
-            keys_values: per layer, `[row, kv_head, position, size]` each; beyond a row's count anything.
+            rows: rows to extend.
+            counts: number of tokens appended to each row.
+            keys_values: keys and values per layer, `[row, kv_head, position, size]` each; entries
+                beyond a row's count are padding.
         """
         for row in rows:
             if row not in self._slots:
@@ -55,7 +57,10 @@ class FeatureContext:
             self._lengths[row] += count
 
     def attend(self, rows: Sequence[Row], width: int) -> Attend:
-        """Attention of a block of `width` positions behind each row's context, to that context and to all of the block."""
+        """Return the attention function of a draft block of `width` positions per row.
+
+        Each position attends to the row's cached tokens and to all positions of the block.
+        """
         num_keys = self._place(rows, width)
         ends = [self.length(row) + width for row in rows]
         mask: Tensor | None = None
@@ -73,20 +78,24 @@ class FeatureContext:
         return attend
 
     def end(self, row: Row) -> None:
-        """Forget a row; nothing, for one that is not known."""
+        """Release a row; does nothing for an unknown row."""
         slot = self._slots.pop(row, None)
         if slot is None:
             return
         del self._lengths[row]
         last = self._by_slot.pop()
-        if last is not row:  # slots stay contiguous: the last row moves into the hole
+        if last is not row:  # slots stay contiguous: the last row moves into the freed slot
             with torch.inference_mode():
                 self._cache.move(self._slots[last], slot, self._lengths[last])
             self._slots[last] = slot
             self._by_slot[slot] = last
 
     def _place(self, rows: Sequence[Row], width: int) -> int:
-        """Make room for `width` positions behind each row's context; how many positions are read then."""
+        """Place the next cache update after each row's cached tokens.
+
+        Returns:
+            The number of cache positions that attention reads.
+        """
         starts = [self._lengths[row] for row in rows]
         num_keys = max(starts) + width
         self._cache.place(starts, width, [self._slots[row] for row in rows], num_keys)

@@ -1,9 +1,10 @@
-"""DSpark (arXiv 2607.05147): a block of guesses in one forward, each then bent by the token before it.
+"""DSpark block drafter (arXiv 2607.05147): a block of draft tokens in one forward pass.
 
-The backbone is DFlash's (2602.06036). A block is pending's embedding and then masks; its positions continue the text and see each
-other in both directions, and all of the text before through keys and values made of the target's own states. Each position
-has its base logits; a low-rank Markov head adds `W2 W1[x]` of the token x before, and a confidence head foretells whether the
-guess will be accepted.
+The backbone is that of DFlash (arXiv 2602.06036). A block is the embedding of the pending token
+followed by mask embeddings; its positions continue the text. They attend to each other in both
+directions and to the preceding text through keys and values computed from the target's hidden
+states. Each position has base logits; a low-rank Markov head adds `W2 W1[x]` for the preceding
+token x, and a confidence head predicts the acceptance probability of each draft token.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_w
 from secondguess.runtime.base import Ends, Hidden
 
 LAST = -1
-"""The target's last, normalised state, which says its law."""
+"""Target layer from which its distributions are computed: the last, normalised one."""
 
 NUM_ANCHORS = 64
-"""Blocks that are learnt from each text of a lesson; drawn, where there is room for more."""
+"""Maximum number of training blocks per text; sampled at random if more would fit."""
 
 
 class MarkovHead(nn.Module):
-    """A bias on the logits by the token before, of low rank."""
+    """Low-rank logit bias that depends on the preceding token."""
 
     def __init__(self, shape: DsparkShape) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """One number per guess: the logit of its chance to be accepted."""
+    """Linear layer that gives the logit of a draft token's acceptance probability."""
 
     def __init__(self, shape: DsparkShape) -> None:
         super().__init__()
@@ -52,11 +53,11 @@ class ConfidenceHead(nn.Module):
 
 
 class DsparkHead(Learner):
-    """A block drafter for one target.
+    """DSpark or DFlash drafter head for one target.
 
     Args:
-        shape: its sizes.
-        ends: of the target: its embeddings, and its output matrix where the drafter has none.
+        shape: sizes and options.
+        ends: embeddings of the target, and its LM head, used if the drafter head has none.
     """
 
     def __init__(self, shape: DsparkShape, ends: Ends) -> None:
@@ -91,20 +92,29 @@ class DsparkHead(Learner):
         mask_token: int = 0,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """An untrained drafter: Qwen3 layers, both heads, the target's output matrix and the gains of its last norm.
+        """Build an untrained drafter head with Qwen3 layers, a Markov and a confidence head.
+
+        It uses the target's output matrix; its last norm starts with the weights of the target's.
 
         Args:
-            hidden_layers: of the target, to be fused; 0 is the embeddings, k the output of layer k.
-            mask_token: which token's embedding stands for a token to be guessed.
-            device: the target's.
+            ends: embeddings, last norm and LM head of the target.
+            hidden_layers: target layers whose states are fused; 0 is the embeddings, k the output
+                of layer k.
+            block_size: positions in a block, each of which drafts a token.
+            markov_rank: rank of the Markov head; 0 for none.
+            num_layers: number of decoder layers.
+            seed: seed of the weights.
+            mask_token: token whose embedding is the input at positions to be predicted.
+            device: device of the target.
 
         Raises:
-            BadInputError: numbers out of range.
+            BadInputError: a number out of range.
         """
         signs = torch.ones(ends.width, dtype=ends.dtype, device=device)
         signs[1::2] = -1
         with torch.no_grad():
-            # Of a vector without mean and of length 1 a norm leaves its own gains; biases cancel out.
+            # A norm maps a vector of zero mean and unit RMS to that vector times its weights, plus
+            # its bias; the difference cancels the bias.
             gains = (ends.normalise(signs) - ends.normalise(-signs)) / 2 * signs
             vocab_size = ends.unembed(signs).shape[-1]
         shape = DsparkShape(
@@ -132,21 +142,23 @@ class DsparkHead(Learner):
 
     @classmethod
     def load(cls, folder: Path, ends: Ends, vocab_size: int) -> Self:
-        """Read a drafter in the speculators format, `dspark` or `dflash`.
+        """Read a drafter head in the `speculators` format, `dspark` or `dflash`.
 
         Args:
-            folder: with `config.json` and weights.
-            ends: of the target.
-            vocab_size: the target's.
+            folder: folder with `config.json` and weights.
+            ends: embeddings, LM head, width and dtype of the target.
+            vocab_size: vocabulary size of the target.
 
         Raises:
-            CheckpointError: something is missing, unknown, of another shape, or was made for another target.
+            CheckpointError: a field or tensor is missing, unknown or of another shape, or the
+                drafter head was trained for another target.
+            UnsupportedModelError: an unsupported kind of drafter, layer or Markov head.
         """
         config, tensors = read_config(folder), read_tensors(folder)
         shape = DsparkShape.of_config(config, folder, has_output="lm_head.weight" in tensors)
         require_same("width", shape.layer.width, ends.width, folder)
         require_same("vocabulary", shape.vocab_size, vocab_size, folder)
-        # Some files repeat the target's embeddings, which nobody trained.
+        # Some files contain a copy of the target's embeddings, which are frozen in training.
         tensors.pop("embed_tokens.weight", None)
         head = cls(shape, ends)
         load_into(head, tensors, folder)
@@ -155,11 +167,11 @@ class DsparkHead(Learner):
         return head.to(ends.dtype)
 
     def save(self, folder: Path, target: str = "") -> None:
-        """Write it as the speculators library has it.
+        """Write the drafter head in the `speculators` format.
 
         Args:
-            folder: is made where it is missing.
-            target: the name of the model that it drafts for; vLLM loads it beside the drafter.
+            folder: output folder; created if missing.
+            target: name of the target model, which vLLM loads together with the drafter head.
         """
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.shape.to_config(target), indent=2) + "\n")
@@ -167,30 +179,35 @@ class DsparkHead(Learner):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def features(self, hidden: Hidden) -> Tensor:
-        """The target's states `[..., width]` of `hidden_layers`, fused: `[..., width]`."""
+        """Fuse the target's states `[..., width]` by layer into features `[..., width]`."""
         joined = torch.cat([hidden[layer] for layer in self.hidden_layers], -1)
         fused: Tensor = self.hidden_norm(self.fc(joined.to(self.fc.weight.dtype)))
         return fused
 
     def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's keys and values `[row, kv_head, position, size]` of `features` `[row, position, width]`.
+        """Return each layer's keys and values of the features, to be attended to by draft blocks.
 
         Args:
-            positions: `[row or 1, position]`, of the tokens behind which the features were.
+            features: `[row, position, width]`.
+            positions: `[row or 1, position]`, text positions of the features.
+
+        Returns:
+            Keys and values `[row, kv_head, position, size]` per layer.
         """
         turns = turns_at(self.shape.layer, positions, features.dtype)
         return [layer.self_attn.keys_values(features, turns) for layer in self._decoder_layers()]
 
     def think(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """What a block thinks at the places of its guesses.
+        """Run the backbone on draft blocks.
 
         Args:
-            anchors: `[row, block]` tokens that are pending.
-            positions: `[row, block]` of these tokens.
-            attend: attention of all blocks' positions, one block after another, to their contexts and to themselves.
+            anchors: `[row, block]`, the pending token of each block.
+            positions: `[row, block]`, text positions of these tokens.
+            attend: attention of the positions of all blocks, concatenated, to the preceding text
+                and to their own block.
 
         Returns:
-            `[row, block, guess, width]`, normalised.
+            Normalised hidden states `[row, block, draft token, width]`.
         """
         size = self.shape.block_size
         tokens = anchors[..., None].expand(*anchors.shape, size).clone()
@@ -204,28 +221,38 @@ class DsparkHead(Learner):
         return thoughts[:, :, -self.shape.num_guesses :]
 
     def base_logits(self, thoughts: Tensor) -> Tensor:
-        """`[..., words]` of thoughts `[..., width]`, before the token before them is known."""
+        """Return logits `[..., draft_vocab]` of `thoughts`, without the Markov head's bias."""
         if not self.shape.has_output:
             return self._ends.unembed(thoughts.to(self._ends.dtype))
         logits: Tensor = self.lm_head(thoughts)
         return logits
 
     def follow(self, base: Tensor, previous: Tensor) -> Tensor:
-        """Logits `[..., words]` of guesses behind the tokens `previous` `[...]`."""
+        """Return base logits plus the Markov head's bias for the tokens `previous` `[...]`."""
         if not self.shape.markov_rank:
             return base
         biased: Tensor = base + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
         return biased
 
     def confidence(self, thoughts: Tensor, previous: Tensor) -> Tensor:
-        """Logits `[...]` of the chance that guesses behind `previous` are accepted; only where there is such a head."""
+        """Return the logits `[...]` of the acceptance probabilities of draft tokens.
+
+        Requires a confidence head.
+
+        Args:
+            thoughts: `[..., width]`, outputs of `think`.
+            previous: `[...]`, the token before each draft token.
+        """
         if self.shape.confidence_reads_markov:
             thoughts = torch.cat((thoughts, self.markov_head.markov_w1(previous)), -1)
         said: Tensor = self.confidence_head.proj(thoughts)
         return said[..., 0]
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
-        """Logits of its words as those of the target's tokens `[..., vocab]`; -inf for tokens that it does not guess."""
+        """Map logits over the draft vocabulary to logits `[..., vocab]` over the target's.
+
+        Tokens outside the draft vocabulary get -inf.
+        """
         if not self.shape.maps_words:
             return logits
         everything = logits.new_full((*logits.shape[:-1], self.shape.vocab_size), -torch.inf)
@@ -233,10 +260,11 @@ class DsparkHead(Learner):
         return everything
 
     def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
-        """A block at each of some places p guesses tokens p + 1 + k, each behind the true token p + k.
+        """Return the losses and acceptance rates of draft blocks at sampled anchor positions.
 
-        The confidence learns the overlap of the two laws (its loss is `extra`). In training mode the places are drawn, in
-        evaluation always the same.
+        The block at anchor p predicts tokens p + 1 + k, each given the true token p + k. The
+        confidence head is trained on the overlap of both distributions; its loss is `extra`.
+        Anchors are random in training mode and fixed in evaluation mode.
         """
         length = lesson.tokens.shape[1]
         anchors, chosen = self._anchors(lesson.counts)
@@ -264,7 +292,11 @@ class DsparkHead(Learner):
         return Marks(losses, accepted, mean_where(wrong, counts))
 
     def _think_at(self, lesson: Lesson, anchors: Tensor) -> Tensor:
-        """Thoughts `[row, block, guess, width]` of blocks at the places `anchors` `[row, block]` of whole texts."""
+        """Run the backbone on blocks at the anchor positions `[row, block]` of whole texts.
+
+        Returns:
+            Hidden states `[row, block, draft token, width]`.
+        """
         num_rows, length = lesson.tokens.shape
         places = torch.arange(length, device=anchors.device)
         context = self.context(self.features(lesson.hidden), places[None])
@@ -280,13 +312,15 @@ class DsparkHead(Learner):
         return self.think(lesson.tokens.gather(1, anchors), anchors, attend)
 
     def _anchors(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Places `[row, block]` of pending tokens to guess behind, and which of them are meant (rows may have fewer).
+        """Return anchor positions `[row, block]` and a bool mask of the valid ones.
 
-        The first token is none: nothing of the target's stands before it.
+        Rows may have fewer anchors than others. Position 0 is never an anchor, because no target
+        state precedes it.
         """
         fits = torch.zeros_like(counts)
         fits[:, 1:-1] = counts[:, 2:]
-        # In training torch's own generator, which the trainer seeds by the step: a resumed run draws the same.
+        # Training uses torch's global generator, which the trainer seeds per step, so that a
+        # resumed run draws the same anchors.
         generator = None if self.training else torch.Generator().manual_seed(0)
         lots = torch.rand(counts.shape, generator=generator).to(counts.device)
         lots = torch.where(fits, lots, -1.0)
@@ -298,13 +332,13 @@ class DsparkHead(Learner):
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def _words(self) -> Tensor:
-        """`[word]`, which of the target's tokens each word is."""
+        """Return the target token ids `[draft_vocab]` of the draft vocabulary."""
         offsets = self.get_buffer("d2t")
         return offsets + torch.arange(len(offsets), device=offsets.device)
 
 
 def _layer_of_width(width: int) -> LayerShape:
-    """A Qwen3 layer for a target of this width."""
+    """Return the default shape of a Qwen3 layer for a hidden size."""
     head_size = next((size for size in (64, 32, 16, 8, 4) if width % size == 0 and width >= 2 * size), width)
     num_heads = width // head_size
     return LayerShape(

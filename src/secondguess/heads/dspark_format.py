@@ -1,6 +1,7 @@
-"""How block drafters are described on disk: the `config.json` of the speculators library, for `dspark` and for `dflash`.
+"""Configuration of block drafters in the `speculators` format, `dspark` and `dflash`.
 
-The numbers in `aux_hidden_state_layer_ids` are this package's own: 0 is the embeddings, k the output of layer k.
+`aux_hidden_state_layer_ids` uses this package's numbering: 0 is the embeddings, k the output of
+layer k.
 """
 
 from __future__ import annotations
@@ -21,21 +22,26 @@ KINDS = ("dspark", "dflash")
 
 @dataclass(frozen=True)
 class DsparkShape:
-    """The sizes of a block drafter.
+    """Sizes and options of a block drafter.
 
     Args:
-        layer: of its decoder layers; as wide as the target.
-        num_layers: of them.
-        hidden_layers: of the target, whose states are fused.
-        block_size: positions in a block.
-        mask_token: which token's embedding stands where a token is to be guessed.
-        vocab_size: the target's.
-        num_words: tokens that it guesses among.
-        has_output: whether it has an output matrix of its own, and not the target's.
-        samples_from_anchor: whether pending's own position guesses the token behind it; else (DFlash) the first mask does.
-        markov_rank: of the bias by the token before; 0 for none.
-        has_confidence: whether it foretells how likely each guess is accepted.
-        confidence_reads_markov: whether that looks at the token before.
+        layer: shape of its decoder layers; its width is the target's.
+        num_layers: number of decoder layers.
+        hidden_layers: target layers whose hidden states are fused.
+        block_size: number of positions in a block.
+        mask_token: token whose embedding is the input at positions to be predicted.
+        vocab_size: vocabulary size of the target.
+        num_words: size of the draft vocabulary.
+        has_output: whether it has an output matrix of its own; if not, it uses the target's.
+        samples_from_anchor: whether the position of the pending token predicts the next token; if
+            not (DFlash), the first mask position does.
+        markov_rank: rank of the Markov head, the logit bias by the preceding token; 0 for none.
+        has_confidence: whether a confidence head predicts acceptance probabilities.
+        confidence_reads_markov: whether the confidence head also reads the Markov embedding of the
+            preceding token.
+
+    Raises:
+        BadInputError: a number out of range, or options that exclude each other.
     """
 
     layer: LayerShape
@@ -68,25 +74,26 @@ class DsparkShape:
 
     @property
     def num_guesses(self) -> int:
-        """How many tokens a block guesses."""
+        """Number of draft tokens per block."""
         return self.block_size - (not self.samples_from_anchor)
 
     @property
     def maps_words(self) -> bool:
-        """Whether it guesses among some of the target's tokens only."""
+        """True if the draft vocabulary is smaller than the target's."""
         return self.num_words < self.vocab_size
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], folder: Path, has_output: bool) -> Self:
-        """From a `config.json`.
+        """Build a shape from a `config.json`.
 
         Args:
-            folder: where it is, for messages.
-            has_output: whether an output matrix lies beside it.
+            config: contents of the file.
+            folder: folder of the file, for error messages.
+            has_output: whether the weights contain an output matrix.
 
         Raises:
-            CheckpointError: a field that is missing or wrong.
-            UnsupportedModelError: a kind of drafter, of layer or of Markov head that is not known here.
+            CheckpointError: a missing or invalid field.
+            UnsupportedModelError: an unsupported kind of drafter, layer or Markov head.
         """
         kind = config.get("speculators_model_type")
         if kind not in KINDS:
@@ -115,10 +122,10 @@ class DsparkShape:
             )
 
     def to_config(self, target: str) -> dict[str, Any]:
-        """As the speculators library writes it.
+        """Return the `config.json` of a `dspark` drafter in the `speculators` format.
 
         Args:
-            target: the name of the model that it drafts for.
+            target: name of the target model.
         """
         proposal = {
             "proposal_type": "greedy",

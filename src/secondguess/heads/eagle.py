@@ -1,8 +1,9 @@
-"""EAGLE: one decoder layer that reads each token beside what the target thought before it.
+"""EAGLE drafter heads: a decoder layer that reads each token with a hidden state of the target.
 
-EAGLE-3 (arXiv 2503.01840) fuses the target's states of three depths, and has a head of its own over the words that matter.
-EAGLE-1 and 2 (2401.15077, 2406.16858; the same weights) continue the target's last state and borrow its head. Names of
-weights are those of the `speculators` format.
+EAGLE-3 (arXiv 2503.01840) fuses the target's hidden states of three depths and has its own LM head
+over a reduced vocabulary. EAGLE-1 and 2 (arXiv 2401.15077, 2406.16858; same weights) extrapolate
+the target's last hidden state and use its LM head. Weight names are those of the `speculators`
+format.
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ from secondguess.runtime.base import Ends, Hidden
 
 @dataclass(frozen=True)
 class EagleShape:
-    """What an EAGLE-3 head is made of.
+    """Sizes and options of an EAGLE-3 drafter head.
 
     Args:
-        layer: of its decoder layers.
-        vocab_size: the target's.
-        draft_vocab_size: how many of the target's words it can say.
-        hidden_layers: of the target, which are fused; numbered as in `output_hidden_states`.
-        num_layers: decoder layers; the first one reads the embeddings.
-        norm_before_residual: whether the normed feature, and not the feature itself, goes round the first attention.
-        norm_before_fc: whether the target's states pass one norm together before they are fused.
-        fc_norm: whether each of them passes a norm of its own instead.
-        norm_output: whether later steps read what has passed the last norm, and not what comes before it.
-        num_steps: how deep it guesses in training.
+        layer: shape of its decoder layers.
+        vocab_size: vocabulary size of the target.
+        draft_vocab_size: size of the draft vocabulary, a subset of the target's.
+        hidden_layers: target layers whose hidden states are fused, numbered as in
+            `output_hidden_states`.
+        num_layers: number of decoder layers; the first one reads the embeddings.
+        norm_before_residual: whether the residual connection of the first attention carries the
+            normalised feature, not the feature itself.
+        norm_before_fc: whether one norm over the concatenated target states precedes the fusion.
+        fc_norm: whether each target state has its own norm before the fusion instead.
+        norm_output: whether later draft steps read the output after the last norm, not before it.
+        num_steps: number of draft steps in training.
+
+    Raises:
+        BadInputError: a number out of range, or both `norm_before_fc` and `fc_norm`.
     """
 
     layer: LayerShape
@@ -62,7 +68,7 @@ class EagleShape:
 
 
 class FirstLayer(nn.Module):
-    """The decoder layer whose attention reads a token's embedding and a feature side by side."""
+    """First decoder layer of EAGLE-3, whose attention input is the embedding and the feature."""
 
     def __init__(self, shape: LayerShape, norm_before_residual: bool) -> None:
         super().__init__()
@@ -83,16 +89,18 @@ class FirstLayer(nn.Module):
 
 
 class EagleHead(UnrolledHead):
-    """EAGLE-3.
+    """EAGLE-3 drafter head.
 
     Args:
-        shape: what it is made of.
-        ends: the target's; its embeddings are read.
-        words: ids of the target's tokens that it can say, ascending; needed where it cannot say them all.
+        shape: sizes and options.
+        ends: the target's embeddings, used unless the drafter head has its own.
+        words: target token ids of the draft vocabulary, ascending; required if the draft
+            vocabulary is smaller than the target's.
         has_embeddings: whether it has embeddings of its own.
 
     Raises:
-        BadInputError: states of another width than the target's, or words that are no draft vocabulary.
+        BadInputError: another hidden size than the target's, or `words` does not fit the draft
+            vocabulary.
     """
 
     d2t: Tensor | None
@@ -141,25 +149,27 @@ class EagleHead(UnrolledHead):
         layer: LayerShape | None = None,
         num_steps: int = DEFAULT_STEPS,
     ) -> EagleHead:
-        """An untrained head. It says words as the target does, but for what it does not know yet.
+        """Build an untrained drafter head; its LM head starts with the target's weights.
 
         Args:
-            ends, num_layers_of_target: of the target.
-            draft_vocab_size: how many words it can say.
-            counts: `[vocab]` on the target's device, how often each of its tokens was seen (`frequent_words`).
-            seed: of its weights.
-            layer: of its decoder layer; by default one that fits the target's width.
-            num_steps: how deep it guesses in training.
+            ends: embeddings and LM head of the target.
+            num_layers_of_target: number of target layers.
+            draft_vocab_size: size of the draft vocabulary.
+            counts: `[vocab]` on the target's device, frequency of each token (`frequent_words`).
+            seed: seed of the other weights.
+            layer: shape of its decoder layer; None for the default of the target's hidden size.
+            num_steps: number of draft steps in training.
 
         Raises:
-            BadInputError: more words than the target has.
+            BadInputError: a draft vocabulary larger than the target's.
         """
         shape = EagleShape(
             layer=layer or shape_of_width(ends.width),
             vocab_size=len(counts),
             draft_vocab_size=draft_vocab_size,
             hidden_layers=default_layers(num_layers_of_target),
-            # The target's raw states are large and of all sizes; normed, the first layer learns faster.
+            # The target's raw states vary widely in magnitude; the first layer trains faster on
+            # normalised ones.
             norm_before_residual=True,
             num_steps=num_steps,
         )
@@ -168,7 +178,8 @@ class EagleHead(UnrolledHead):
         initialise(head, seed)
         device = counts.device
         with torch.no_grad():
-            # A linear map, column by column; the target's head may be packed, quantised or tied.
+            # Applying the LM head to the identity gives its weights even if they are packed,
+            # quantised or tied.
             columns = ends.unembed(torch.eye(ends.width, dtype=ends.dtype, device=device))
             head.lm_head.weight.copy_(columns[:, words].T)
         return head
@@ -197,7 +208,11 @@ class EagleHead(UnrolledHead):
         return embedded
 
     def _take_words(self, words: Tensor | None) -> None:
-        """Keep the map between the vocabularies as the format has it: `d2t` holds offsets, `t2d` marks."""
+        """Register the vocabulary mapping in the `speculators` format.
+
+        `d2t` holds, per draft token, the target id minus the draft id; `t2d` marks the target
+        tokens in the draft vocabulary.
+        """
         num_words, vocab_size = self.eagle.draft_vocab_size, self.eagle.vocab_size
         if num_words == vocab_size:
             words = None
@@ -219,17 +234,20 @@ class EagleHead(UnrolledHead):
 
 
 class Eagle1Head(UnrolledHead):
-    """EAGLE-1 and 2: the next state from the last one and the token between them; the target's own embeddings and head.
+    """EAGLE-1 and 2 drafter head: predicts the target's next hidden state.
+
+    It reads the last hidden state and the next token, and uses the target's embeddings and LM
+    head.
 
     Args:
-        layer: of its decoder layer.
-        ends: the target's.
-        vocab_size: the target's.
-        has_bias: whether the map of token and state has one.
-        num_steps: how deep it guesses in training.
+        layer: shape of its decoder layer.
+        ends: embeddings and LM head of the target.
+        vocab_size: vocabulary size of the target.
+        has_bias: whether the projection of token embedding and hidden state has a bias.
+        num_steps: number of draft steps in training.
 
     Raises:
-        BadInputError: states of another width than the target's.
+        BadInputError: another hidden size than the target's.
     """
 
     def __init__(
@@ -267,9 +285,11 @@ class Eagle1Head(UnrolledHead):
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Which states of a target are fused: early, middle and late, as published; in shallow targets spread wide.
+    """Return the target layers to fuse: an early, a middle and a late one.
 
-    A layer's number is that of the state which enters it.
+    These are the published choices, 2, L // 2 and L - 3; in shallow targets they are spread as
+    widely as possible. Index k is the hidden state that enters layer k, counted from 0, as in
+    `output_hidden_states`.
 
     >>> default_layers(32), default_layers(5), default_layers(2)
     ((2, 16, 29), (1, 2, 4), (0, 1, 2))
@@ -283,13 +303,16 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def frequent_words(counts: Tensor, num_words: int) -> Tensor:
-    """The most frequent tokens, `[num_words]` ids in ascending order; of equals, those with the smaller ids.
+    """Return the most frequent tokens, `[num_words]` ids in ascending order.
+
+    Ties are broken in favour of smaller ids.
 
     Args:
-        counts: `[vocab]`, how often each token was seen.
+        counts: `[vocab]`, frequency of each token.
+        num_words: number of tokens.
 
     Raises:
-        BadInputError: there are not so many.
+        BadInputError: `num_words` is not between 1 and the vocabulary size.
     """
     if not 1 <= num_words <= len(counts):
         raise BadInputError(f"expected a draft vocabulary of 1 to {len(counts)} words, got {num_words}")
@@ -297,10 +320,10 @@ def frequent_words(counts: Tensor, num_words: int) -> Tensor:
 
 
 def words_of_offsets(offsets: Tensor) -> Tensor:
-    """Ids of the target's tokens from `d2t`, which says for draft token i how much larger than i its id is."""
+    """Return the target token ids of `d2t`, which holds the target id minus the draft id."""
     return offsets.long() + torch.arange(len(offsets), device=offsets.device)
 
 
 def layers_within(layers: Sequence[int], num_layers: int) -> bool:
-    """Whether a target of so many layers has all of these states."""
+    """Return whether a target of `num_layers` layers has all of these hidden states."""
     return all(0 <= layer <= num_layers for layer in layers)

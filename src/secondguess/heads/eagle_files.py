@@ -1,8 +1,11 @@
-"""EAGLE heads on disk: the authors' two formats are read, that of the `speculators` library is read and written.
+"""File formats of EAGLE drafter heads.
 
-| whose | how it is known | its layer |
+The EAGLE authors' two formats and that of the `speculators` library are read. EAGLE-3 is written
+in the `speculators` format, EAGLE-1 in its authors' format.
+
+| format | recognised by | decoder layer |
 |---|---|---|
-| EAGLE-1, 2 | `fc`, no vocabulary of its own | `layers.0.*` without `input_layernorm` |
+| EAGLE-1, 2 | none of the marks below | `layers.0.*` without `input_layernorm` |
 | EAGLE-3 | `draft_vocab_size` or `midlayer.*` | `midlayer.*` |
 | `speculators` | `speculators_model_type` | `layers.N.*` |
 """
@@ -35,7 +38,7 @@ from secondguess.runtime.base import Ends
 
 WEIGHTS = "model.safetensors"
 FORMAT_VERSION = "0.9.0"
-"""Of `speculators`, whose format is written."""
+"""Version of the `speculators` format that is written."""
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -47,15 +50,20 @@ CPU = torch.device("cpu")
 def load_eagle(
     folder: Path, ends: Ends, vocab_size: int, num_layers: int, device: torch.device = CPU
 ) -> EagleHead | Eagle1Head:
-    """Read a head of any of the formats.
+    """Read an EAGLE drafter head of any of the formats.
 
     Args:
-        folder: with `config.json` and the weights.
-        ends, vocab_size, num_layers, device: of the target. The head itself is on the CPU, in the dtype of its modules.
+        folder: folder with `config.json` and weights.
+        ends: embeddings and LM head of the target.
+        vocab_size, num_layers, device: sizes and device of the target.
+
+    Returns:
+        The drafter head on the CPU, in the default dtype of its modules.
 
     Raises:
-        CheckpointError: broken files, weights that `config.json` does not describe, or a head for another target.
-        UnsupportedModelError: a drafter or a layer of a kind that is not known here.
+        CheckpointError: broken files, weights that do not match `config.json`, or a drafter head
+            for another target.
+        UnsupportedModelError: an unsupported kind of drafter or layer.
     """
     config, tensors = read_config(folder), _tidied(read_tensors(folder))
     with fields_of(folder):
@@ -68,7 +76,7 @@ def load_eagle(
             _leave_out_the_targets(tensors, ends, vocab_size, device)
             head: EagleHead | Eagle1Head = _third(folder, config, layer_config, tensors, ends, num_layers)
         else:
-            # The target's own, published beside the layer.
+            # A copy of the target's embeddings, which EAGLE-1 checkpoints contain.
             tensors.pop("embed_tokens.weight", None)
             head = Eagle1Head(
                 LayerShape.of_config(layer_config), ends, vocab_size, has_bias="fc.bias" in tensors
@@ -85,7 +93,10 @@ def _third(
     ends: Ends,
     num_layers: int,
 ) -> EagleHead:
-    """An EAGLE-3 head without its weights; what the vocabularies have in common is taken from the tensors."""
+    """Build an EAGLE-3 drafter head without weights; its draft vocabulary is read from `tensors`.
+
+    Vocabulary maps are removed from `tensors` if the draft vocabulary is the whole one.
+    """
     vocab_size = layer_config["vocab_size"]
     ids = (
         config.get(_LAYER_IDS) or config.get("eagle_config", {}).get(_LAYER_IDS) or default_layers(num_layers)
@@ -111,7 +122,7 @@ def _third(
     )
     words = None
     if shape.draft_vocab_size == vocab_size:
-        # Some write the map although there is nothing to map.
+        # Some checkpoints contain the map although the vocabularies are equal.
         tensors.pop("d2t", None)
         tensors.pop("t2d", None)
     else:
@@ -122,7 +133,10 @@ def _third(
 def _leave_out_the_targets(
     tensors: dict[str, Tensor], ends: Ends, vocab_size: int, device: torch.device
 ) -> None:
-    """Embeddings that were only copied are borrowed instead: they are the largest part of a head."""
+    """Drop embeddings that equal the target's, which are used instead.
+
+    They are the largest part of a drafter head.
+    """
     own = tensors.get("embed_tokens.weight")
     if own is not None and tuple(own.shape) == (vocab_size, ends.width):
         with torch.no_grad():
@@ -161,7 +175,10 @@ def _num_steps(config: Mapping[str, Any]) -> int:
 
 
 def _tidied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names of `speculators`, without what can be computed or belongs to the target."""
+    """Return the tensors by `speculators` name.
+
+    Tensors that can be computed, and copies of the target's last norm and LM head, are left out.
+    """
     left_out = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
     return {
         name.replace("midlayer.", "layers.0."): tensor
@@ -171,17 +188,18 @@ def _tidied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_eagle(head: EagleHead | Eagle1Head, folder: Path, target: str) -> None:
-    """Write a head: EAGLE-3 in the format of `speculators`, EAGLE-1 in its authors'.
+    """Write a drafter head: EAGLE-3 in the `speculators` format, EAGLE-1 in its authors' format.
 
     Args:
-        head: any, on its target's device.
-        folder: made, if it is not there.
-        target: the name or the folder of the model that it drafts for.
+        head: drafter head, on its target's device.
+        folder: output folder; created if missing.
+        target: name or folder of the target model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in head.state_dict().items()}
     if isinstance(head, EagleHead):
-        # The target's too: the library leaves embeddings that are missing as it finds them in memory.
+        # Embeddings are written even if they are the target's: `speculators` leaves missing ones
+        # uninitialised.
         every_token = torch.arange(head.vocab_size, device=head.fc.weight.device)
         with torch.no_grad():
             embeddings = head.embed(every_token).to(head.fc.weight.dtype)
@@ -214,7 +232,7 @@ def _describe(head: EagleHead, target: str) -> dict[str, Any]:
         "draft_vocab_size": shape.draft_vocab_size,
         "target_hidden_size": None,
         _LAYER_IDS: list(shape.hidden_layers),
-        # Always all of them: readers do not agree on what is meant by a missing one.
+        # All flags are written, because readers disagree on the defaults of missing ones.
         **{flag: getattr(shape, flag) for flag in _FLAGS},
         "embed_requires_grad": False,
         "transformer_layer_config": {

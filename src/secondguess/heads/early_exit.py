@@ -1,7 +1,8 @@
-"""Leaving a target early: an adapter that makes of a shallow layer's states what the last norm and the head can read.
+"""Early-exit adapter: maps a shallow layer's hidden states to inputs of the target's LM head.
 
-The target stays as it is (Kangaroo, arXiv 2404.18911, trains an adapter; LayerSkip, 2404.16710, the model itself). Without an
-adapter the state is normalised and read as it stands, which suits models that were trained to be left early.
+The target itself is not changed, as in Kangaroo (arXiv 2404.18911), which trains an adapter;
+LayerSkip (arXiv 2404.16710) trains the model. Without an adapter, the shallow states go through
+the target's last norm and LM head directly, which suits models trained for early exit.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ KIND = "secondguess-early-exit"
 
 
 class EarlyExitHead(Learner):
-    """A gated feed-forward beside the state, and a norm of its own before the target's head.
+    """Early-exit adapter: a gated feed-forward network with residual connection, and a final norm.
+
+    The final norm replaces the target's before the target's LM head.
 
     Args:
-        exit_layer: how many of the target's layers run.
-        width: of the target's states.
-        mlp_size: between the two products.
-        norm_eps: of its norms.
+        exit_layer: number of target layers that run while drafting.
+        width: hidden size of the target.
+        mlp_size: intermediate size of the feed-forward network.
+        norm_eps: epsilon of its norms.
+
+    Raises:
+        BadInputError: a number below 1.
     """
 
     def __init__(self, exit_layer: int, width: int, mlp_size: int, norm_eps: float = 1e-6) -> None:
@@ -51,7 +57,7 @@ class EarlyExitHead(Learner):
 
     @classmethod
     def fresh(cls, ends: Ends, exit_layer: int, mlp_size: int, seed: int) -> EarlyExitHead:
-        """One that reads the state as it stands until it has learnt better."""
+        """Build an untrained adapter, which only normalises the hidden states."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             head = cls(exit_layer, ends.width, mlp_size)
@@ -59,14 +65,18 @@ class EarlyExitHead(Learner):
         return head
 
     def forward(self, states: Tensor) -> Tensor:
-        """Normalised states `[..., width]` for the target's head, from those behind the exit layer."""
+        """Map outputs of the exit layer `[..., width]` to inputs of the target's LM head."""
         normed = self.input_norm(states)
         states = states + self.down_proj(functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
         adapted: Tensor = self.norm(states)
         return adapted
 
     def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
-        """A guess is of the next token, whatever its depth in a draft: all depths are one."""
+        """Return the loss and acceptance rate of next-token prediction, as one depth.
+
+        The adapter predicts the next token at every draft depth, so there is a single depth to
+        train.
+        """
         loss, accepted = grade(
             lesson.hidden[-1][:, :-1],
             ends,
@@ -93,10 +103,10 @@ class EarlyExitHead(Learner):
 
     @classmethod
     def load(cls, folder: Path) -> EarlyExitHead:
-        """Read what `save` wrote.
+        """Read an adapter written by `save`.
 
         Raises:
-            CheckpointError: missing, broken or of another kind.
+            CheckpointError: missing or broken files, or a drafter of another kind.
         """
         config = read_config(folder)
         if config.get("model_type") != KIND:

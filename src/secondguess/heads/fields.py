@@ -1,4 +1,4 @@
-"""Fields of a trained drafter's `config.json`, read so that a broken one says which field is wrong."""
+"""Validated access to the fields of a trained drafter's `config.json`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from secondguess.errors import CheckpointError
 
 @contextmanager
 def fields_of(folder: Path) -> Iterator[None]:
-    """Where a description is read: what is missing from it, or is not what it should be, is the folder's fault.
+    """Convert errors raised while reading a `config.json` into a `CheckpointError` with its path.
 
     Raises:
-        CheckpointError: instead of what went wrong.
+        CheckpointError: in place of a `KeyError`, `TypeError`, `ValueError` or `AttributeError`.
     """
     try:
         yield
@@ -28,7 +28,7 @@ def fields_of(folder: Path) -> Iterator[None]:
 
 
 def whole_number(config: Mapping[str, Any], key: str, least: int = 1) -> int:
-    """A count; to be called inside `fields_of`."""
+    """Return an integer field of at least `least`; call it inside `fields_of`."""
     value = config[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{key} of {value!r}, which should be a whole number from {least} on")
@@ -36,7 +36,7 @@ def whole_number(config: Mapping[str, Any], key: str, least: int = 1) -> int:
 
 
 def yes_or_no(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """A switch; to be called inside `fields_of`."""
+    """Return a boolean field; call it inside `fields_of`."""
     value = config.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key} of {value!r}, which should be true or false")
@@ -44,10 +44,10 @@ def yes_or_no(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def require_same(what: str, found: int, expected: int, folder: Path) -> None:
-    """Refuse a drafter that was trained for a model of other sizes.
+    """Raise if a drafter was trained for a target of another size.
 
     Raises:
-        CheckpointError: naming the size.
+        CheckpointError: `found` differs from `expected`; the message names the size `what`.
     """
     if found != expected:
         raise CheckpointError(

@@ -1,7 +1,8 @@
-"""Trained drafters on disk: where they are, whose they are, what is in them.
+"""Folders of trained drafters: lookup, provenance, configuration and weights.
 
-A folder holds `config.json`, weights in safetensors (or, in published formats, a pickle of tensors), a card, and
-`secondguess.json`: for which target it was trained, how, and what it reached.
+A folder holds `config.json`, weights in safetensors (or, in published formats, a pickle of
+tensors), a model card, and `secondguess.json` with the target, the training settings and the
+results.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ from secondguess.runtime.fingerprint import hash_weights, weight_files
 PROVENANCE = "secondguess.json"
 
 NAMED = {"draft": "model"}
-"""What was trained -> the kind of drafter that a name asks for to use it, where the two differ."""
+"""Drafter kind to write in `--drafter` by trained kind, for kinds whose two names differ."""
 
 INSIDE = {"mtp": "secondguess.heads.mtp_files:is_inside"}
-"""Kind of drafter that may come inside its target's checkpoint -> where the function is that says so of a folder."""
+"""Predicates `module:function` by drafter kind, for kinds that a target's checkpoint may contain.
+
+The predicate takes the target's folder and returns whether it contains such a drafter.
+"""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a trained drafter comes from.
+    """Provenance of a trained drafter.
 
     Args:
-        kind: of drafter, such as `medusa`; as it was trained.
-        target: the name of the target it was trained for.
-        fingerprint: of the target's weights (`runtime.fingerprint`).
-        training: how it was made: data, losses, budget, commit, machine.
-        figures: what it reached on held-out text.
+        kind: drafter kind as trained, such as `medusa`.
+        target: name of the target it was trained for.
+        fingerprint: hash of the target's weights (`runtime.fingerprint`).
+        training: training record: data, losses, budget, commit, machine.
+        figures: results on held-out text.
     """
 
     kind: str
@@ -56,7 +60,11 @@ class Provenance:
 
 
 def read_provenance(folder: Path) -> Provenance | None:
-    """What the folder says of where it comes from; None for what was not trained here."""
+    """Return the provenance of a folder; None for drafters that secondguess did not train.
+
+    Raises:
+        CheckpointError: an unreadable `secondguess.json`.
+    """
     path = folder / PROVENANCE
     if not path.is_file():
         return None
@@ -67,11 +75,14 @@ def read_provenance(folder: Path) -> Provenance | None:
 
 
 def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
-    """The folder of a trained drafter: the one that a name says, the one that was shipped for the target, or the target's.
+    """Return the folder of a trained drafter.
+
+    The folder is the path in the name, if it has one; else that of the built-in drafter of the
+    target; else the target's own folder, if it contains such a drafter.
 
     Raises:
-        BadInputError: the name says none, and none was shipped.
-        CheckpointError: no such folder, or one of a drafter of another kind.
+        BadInputError: no path in the name, and no drafter of this kind comes with the target.
+        CheckpointError: no such folder, or it holds another kind of drafter.
     """
     if name.argument:
         folder = Path(name.argument)
@@ -93,22 +104,28 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
 
 
 def _find_own(kind: str, target_name: str, target_path: str) -> Path | None:
-    """What the target has without anybody naming it."""
+    """Return the folder of the drafter that comes with the target, or None."""
     if not target_path:
-        return None  # a model that somebody made in memory
+        return None  # a model built in memory
     if target_name == "builtin" and (shipped := head_path(kind)):
         return shipped
     return Path(target_path) if _is_inside(kind, Path(target_path)) else None
 
 
 def _is_inside(kind: str, folder: Path) -> bool:
-    """Whether a drafter of this kind is part of the model in a folder."""
+    """Return whether the model in a folder contains a drafter of this kind."""
     module, _, function = INSIDE.get(kind, "").partition(":")
     return bool(function) and bool(getattr(import_module(module), function)(folder))
 
 
 def _refuse_another_kind(folder: Path, kind: str) -> None:
-    """What was trained as something else; a whole model may be that, and hold a drafter of this kind as well."""
+    """Raise if the folder holds another kind of drafter.
+
+    A folder trained as another kind passes if its model also contains a drafter of this kind.
+
+    Raises:
+        CheckpointError: another kind of drafter.
+    """
     provenance = read_provenance(folder)
     if provenance is None or provenance.kind == kind or _is_inside(kind, folder):
         return
@@ -120,15 +137,19 @@ def _refuse_another_kind(folder: Path, kind: str) -> None:
 
 
 def warn_of_stranger(folder: Path, kind: str, target_name: str, target_path: str) -> None:
-    """Warn of a drafter that was trained for other weights: it guesses worse, and the text stays right.
+    """Warn if a drafter was trained for other weights than the target's.
+
+    Such a drafter has a lower acceptance rate; the output stays correct. Call this after the
+    drafter was loaded, so that a drafter that does not fit raises its error first.
 
     Args:
-        folder, kind: of a drafter that fits its target; for one that does not there is an error to tell instead.
-        target_name, target_path: of the target; without weight files at its path nothing is compared.
+        folder, kind: folder and kind of the drafter.
+        target_name, target_path: name and path of the target; without safetensors files at the
+            path nothing is compared.
     """
     provenance = read_provenance(folder)
     if provenance is None or not target_path or not weight_files(Path(target_path)):
-        return  # nothing to compare, or nothing to compare it with
+        return
     if provenance.fingerprint != hash_weights(Path(target_path)):
         warnings.warn(
             f"the {kind} drafter in {folder} was trained for {provenance.target} with other weights than {target_name}'s: "
@@ -139,10 +160,10 @@ def warn_of_stranger(folder: Path, kind: str, target_name: str, target_path: str
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`.
+    """Return the parsed `config.json` of a folder.
 
     Raises:
-        CheckpointError: missing or broken.
+        CheckpointError: it is missing, unreadable or not a JSON object.
     """
     try:
         content = json.loads((folder / "config.json").read_text())
@@ -156,10 +177,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, from safetensors, or else from pickles of tensors (`*.pt`, `*.bin`; nothing else is unpickled).
+    """Read all tensors of a folder, on the CPU.
+
+    Reads `*.safetensors`; if there are none, `*.pt` and `*.bin` with `weights_only=True`.
 
     Raises:
-        CheckpointError: none there, or unreadable ones.
+        CheckpointError: no weight files, or unreadable ones.
     """
     files = sorted(folder.glob("*.safetensors"))
     pickles = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
@@ -178,10 +201,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
-    """In which safetensors file each tensor of a folder is; none of them is read.
+    """Return the safetensors file of each tensor in a folder, without reading the tensors.
 
     Raises:
-        CheckpointError: a broken file.
+        CheckpointError: an unreadable file.
     """
     places: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -194,7 +217,7 @@ def find_tensors(folder: Path) -> dict[str, Path]:
 
 
 def read_named_tensors(places: Mapping[str, Path]) -> dict[str, Tensor]:
-    """Tensors by name, out of the files that `find_tensors` found them in."""
+    """Read the named tensors from the files that `find_tensors` returned."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(set(places.values())):
         with safe_open(path, "pt") as file:
@@ -203,10 +226,10 @@ def read_named_tensors(places: Mapping[str, Path]) -> dict[str, Tensor]:
 
 
 def load_into(module: torch.nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Put tensors into a module that has exactly these names and shapes.
+    """Load tensors into a module with exactly these names and shapes.
 
     Raises:
-        CheckpointError: naming what is missing, unknown or of another shape.
+        CheckpointError: a tensor is missing, unknown or of another shape; the message names it.
     """
     wanted = module.state_dict()
     missing = sorted(set(wanted) - set(tensors))

@@ -1,7 +1,7 @@
-"""The decoder layer that trained drafters are made of, in the words of Llama and Qwen.
+"""Decoder layer used by trained drafter heads, compatible with Llama and Qwen.
 
-Attention is handed in: in training it looks at whole texts, while drafting at a cache. Names of weights are those of the
-published checkpoints.
+The attention function is a parameter: training attends over whole sequences, drafting over a KV
+cache. Weight names are those of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -17,22 +17,30 @@ from torch.nn import functional
 from secondguess.errors import BadInputError, UnsupportedModelError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`(layer, query, key, value)`, each `[row, head, position, size]`, to what each query gathers, like the queries."""
+"""Attention function: `(layer, query, key, value)` to the attention output in the query's shape.
+
+Query, key and value are `[row, attention head, position, size]`.
+"""
 Turns = tuple[Tensor, Tensor]
-"""Cosines and sines of the positions, `[row or 1, position, 1, size]`."""
+"""Rotary cos and sin of the positions, `[row or 1, position, 1, size]` each."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes of a decoder layer.
+    """Sizes and options of a decoder layer.
 
     Args:
-        width: of the states.
-        num_heads, num_kv_heads, head_size: of its attention.
-        mlp_size: between the feed-forward's two products.
-        norm_eps, rope_theta: as in the configurations of Llama.
-        normalises_heads: whether queries and keys pass norms of their own (Qwen3).
-        attention_bias: whether queries, keys and values have biases (Qwen2).
+        width: hidden size.
+        num_heads, num_kv_heads: number of query heads and of key-value heads of the attention.
+        head_size: size of one attention head; even.
+        mlp_size: intermediate size of the feed-forward network.
+        norm_eps, rope_theta: as in Llama configurations.
+        normalises_heads: whether each query and key head is RMS-normalised (QK-norm, Qwen3).
+        attention_bias: whether the query, key and value projections have biases (Qwen2).
+
+    Raises:
+        BadInputError: a size below 1, an odd head size, or query heads that cannot be divided
+            evenly among the key-value heads.
     """
 
     width: int
@@ -57,10 +65,10 @@ class LayerShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> LayerShape:
-        """From the fields of a Llama-like configuration.
+        """Build a shape from a Llama-like configuration.
 
         Raises:
-            UnsupportedModelError: a family whose layers are others.
+            UnsupportedModelError: unsupported model type, activation or rotary embedding.
         """
         kind = config.get("model_type", "llama")
         if kind not in ("llama", "mistral", "qwen2", "qwen3"):
@@ -86,7 +94,7 @@ class LayerShape:
         )
 
     def to_config(self) -> dict[str, Any]:
-        """The fields of a Llama-like configuration that say the same."""
+        """Return the equivalent fields of a Llama-like configuration."""
         kind = "qwen3" if self.normalises_heads else "qwen2" if self.attention_bias else "llama"
         return {
             "model_type": kind,
@@ -102,7 +110,7 @@ class LayerShape:
 
 
 class Norm(nn.Module):
-    """Root-mean-square norm."""
+    """RMSNorm."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -117,8 +125,9 @@ class Attention(nn.Module):
     """Grouped-query attention.
 
     Args:
-        shape: of the layer.
-        input_width: of what it reads, where that is wider than the states (EAGLE-3 reads a token beside a state).
+        shape: shape of the layer.
+        input_width: input width; twice the hidden size in EAGLE-3, whose first layer reads the
+            token embedding concatenated with a hidden state.
     """
 
     def __init__(self, shape: LayerShape, input_width: int) -> None:
@@ -134,18 +143,18 @@ class Attention(nn.Module):
             self.k_norm = Norm(shape.head_size, shape.norm_eps)
 
     def queries(self, states: Tensor, turns: Turns) -> Tensor:
-        """`[row, head, position, size]`."""
+        """Return the rotated queries, `[row, head, position, size]`."""
         heads = self._heads(self.q_proj(states))
         return rotate(self.q_norm(heads) if self.shape.normalises_heads else heads, turns).transpose(1, 2)
 
     def keys_values(self, states: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
-        """`[row, kv_head, position, size]` each."""
+        """Return the rotated keys and the values, `[row, kv_head, position, size]` each."""
         heads = self._heads(self.k_proj(states))
         keys = rotate(self.k_norm(heads) if self.shape.normalises_heads else heads, turns)
         return keys.transpose(1, 2), self._heads(self.v_proj(states)).transpose(1, 2)
 
     def output(self, gathered: Tensor) -> Tensor:
-        """States from what the queries gathered, `[row, head, position, size]`."""
+        """Project the attention output `[row, head, position, size]` to hidden states."""
         mixed: Tensor = self.o_proj(gathered.transpose(1, 2).flatten(2))
         return mixed
 
@@ -158,7 +167,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The gated feed-forward."""
+    """Gated feed-forward network (SwiGLU)."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -172,11 +181,12 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to what came in.
+    """Pre-norm decoder layer with residual connections.
 
     Args:
-        shape: of the layer.
-        has_input_norm: EAGLE-1's only layer has none before its attention.
+        shape: shape of the layer.
+        has_input_norm: whether there is a norm before the attention; False for EAGLE-1, whose only
+            layer has none.
     """
 
     def __init__(self, shape: LayerShape, has_input_norm: bool = True) -> None:
@@ -193,7 +203,7 @@ class DecoderLayer(nn.Module):
 
 
 def rotate(heads: Tensor, turns: Turns) -> Tensor:
-    """Rotary embedding in the half-split layout of `heads` `[row, position, head, size]`."""
+    """Apply the rotary embedding (half-split layout) to `heads` `[row, position, head, size]`."""
     cos, sin = turns
     first, second = heads.chunk(2, -1)
     turned = torch.cat((-second, first), -1)
@@ -201,7 +211,7 @@ def rotate(heads: Tensor, turns: Turns) -> Tensor:
 
 
 def turns_at(shape: LayerShape, positions: Tensor, dtype: torch.dtype) -> Turns:
-    """Cosines and sines for `positions` `[row or 1, position]`, as `rotate` wants them, `[row or 1, position, 1, size]`."""
+    """Return rotary cos and sin `[row or 1, position, 1, size]` of `[row or 1, position]`."""
     steps = (
         torch.arange(0, shape.head_size, 2, device=positions.device, dtype=torch.float32) / shape.head_size
     )
@@ -211,7 +221,12 @@ def turns_at(shape: LayerShape, positions: Tensor, dtype: torch.dtype) -> Turns:
 
 
 def attend_to_all(mask: Tensor | None) -> Attend:
-    """Attention over a whole text at once, for training: causal, or by a `[row or 1, 1, query, key]` bool mask."""
+    """Return an attention function over whole sequences, for training.
+
+    Args:
+        mask: `[row or 1, 1, query, key]` bool, True where a query attends to a key; None for
+            causal attention.
+    """
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(

@@ -1,8 +1,11 @@
-"""Medusa's heads (arXiv 2401.10774): each looks at one state of the target and names a token further on.
+"""Medusa drafter heads (arXiv 2401.10774), which each predict one of the next tokens.
 
-Two formats are read: the original one (`medusa_lm_head.pt`) and vLLM's, which is the one written. What is written has no output
-matrix of its own: all heads share the target's, and a head is one `width x width` matrix per layer. vLLM says `original_lm_head`
-for heads that share one matrix, and looks for it in the file: to serve such a head there, add the target's as `lm_head.weight`.
+All of them read the target's last hidden state at the token before pending; drafter head k
+predicts the token k + 1 positions after pending. Two formats are read: the original one
+(`medusa_lm_head.pt`) and vLLM's, which is also the one written. Drafter heads trained here have no
+output matrix: they share the target's, and each one is a `width x width` matrix per layer. vLLM
+marks drafter heads that share one matrix with `original_lm_head` and expects that matrix in the
+file: to serve them with vLLM, add the target's as `lm_head.weight`.
 """
 
 from __future__ import annotations
@@ -29,21 +32,26 @@ from secondguess.names import require_between
 from secondguess.runtime.base import Ends
 
 LAST = -1
-"""The layer that heads look at: the last one, normalised, as the target's own output matrix does."""
+"""Target layer that the drafter heads read: the last, normalised one, the LM head's input."""
 
 
 @dataclass(frozen=True)
 class MedusaShape:
-    """The sizes of a set of heads.
+    """Sizes and options of a set of Medusa drafter heads.
 
     Args:
-        width: of the target's states.
-        num_heads: how many tokens are guessed.
-        num_layers: residual layers of each head.
-        has_bias: whether these have biases.
-        num_outputs: output matrices of its own: one per head, one for all, or none (the target's own).
-        num_words: tokens that the own matrices know.
-        maps_words: whether these are some of the target's tokens, named by a `token_map`, and not all.
+        width: hidden size of the target.
+        num_heads: number of drafter heads, which is the maximum draft length.
+        num_layers: number of residual layers per drafter head.
+        has_bias: whether the residual layers have biases.
+        num_outputs: number of output matrices: one per drafter head, one shared by all, or 0 to
+            use the target's.
+        num_words: draft vocabulary size of the output matrices.
+        maps_words: whether the draft vocabulary is a proper subset of the target's, listed in
+            `token_map`.
+
+    Raises:
+        BadInputError: a number out of range.
     """
 
     width: int
@@ -64,7 +72,7 @@ class MedusaShape:
 
 
 class ResidualBlock(nn.Module):
-    """A head without its output matrix: `x + silu(Wx)`, layer after layer."""
+    """Drafter head without its output matrix: a stack of residual layers `x + silu(Wx)`."""
 
     def __init__(self, shape: MedusaShape) -> None:
         super().__init__()
@@ -79,11 +87,11 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(Learner):
-    """A set of heads for one target.
+    """Set of Medusa drafter heads for one target.
 
     Args:
-        shape: its sizes.
-        ends: of the target, whose output matrix it may share.
+        shape: sizes and options.
+        ends: LM head of the target, used if there is no output matrix of its own.
     """
 
     def __init__(self, shape: MedusaShape, ends: Ends) -> None:
@@ -100,12 +108,20 @@ class MedusaHead(Learner):
 
     @classmethod
     def fresh(cls, ends: Ends, num_heads: int = 4, num_layers: int = 1, seed: int = 0) -> Self:
-        """Untrained heads, each nearly the target's own guess of the next token; they share its output matrix.
+        """Build untrained drafter heads that share the target's output matrix.
 
-        Layers of one head that all began at zero would learn the same, hence the seed.
+        Weights are near zero, so each drafter head starts close to the target's own next-token
+        prediction. They are random because the layers of one drafter head, if all started at zero,
+        would all learn the same weights.
+
+        Args:
+            ends: LM head of the target.
+            num_heads: number of drafter heads.
+            num_layers: number of residual layers per drafter head.
+            seed: seed of the weights.
 
         Raises:
-            BadInputError: numbers out of range.
+            BadInputError: a number out of range.
         """
         head = cls(MedusaShape(ends.width, num_heads, num_layers), ends)
         generator = torch.Generator().manual_seed(seed)
@@ -115,15 +131,16 @@ class MedusaHead(Learner):
 
     @classmethod
     def load(cls, folder: Path, ends: Ends, vocab_size: int) -> Self:
-        """Read heads in either format.
+        """Read drafter heads in the original format or in vLLM's.
 
         Args:
-            folder: with `config.json` and weights.
-            ends: of the target.
-            vocab_size: the target's.
+            folder: folder with `config.json` and weights.
+            ends: LM head, width and dtype of the target.
+            vocab_size: vocabulary size of the target.
 
         Raises:
-            CheckpointError: something is missing, unknown, of another shape, or was made for another target.
+            CheckpointError: a field or tensor is missing, unknown or of another shape, or the
+                drafter heads were trained for another target.
         """
         config, tensors = read_config(folder), read_tensors(folder)
         if "medusa_num_heads" in config:
@@ -145,11 +162,11 @@ class MedusaHead(Learner):
         return head.to(ends.dtype)
 
     def save(self, folder: Path, target: str = "") -> None:
-        """Write it as vLLM's format has it.
+        """Write the drafter heads in vLLM's format.
 
         Args:
-            folder: is made where it is missing.
-            target: the name of the model that it drafts for.
+            folder: output folder; created if missing.
+            target: name of the target model.
         """
         shape, vocab_size = self.shape, self._vocab_size
         config = {
@@ -170,14 +187,15 @@ class MedusaHead(Learner):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def forward(self, states: Tensor, depth: int) -> Tensor:
-        """What head `depth` says, over the words it knows.
+        """Return the logits of drafter head `depth` over its draft vocabulary.
 
         Args:
-            states: `[..., width]`, the target's last, normalised ones, of the token before pending.
-            depth: of the node that is guessed; 0 for the token behind pending.
+            states: `[..., width]`, the target's last, normalised hidden states at the token before
+                pending.
+            depth: index of the drafter head; 0 predicts the token after pending.
 
         Returns:
-            `[..., words]`.
+            Logits `[..., draft_vocab]`.
         """
         thought = self.blocks[depth](states.to(self._dtype))
         if not self.lm_heads:
@@ -186,7 +204,10 @@ class MedusaHead(Learner):
         return logits
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """As `forward`, over the target's vocabulary `[..., vocab]`; -inf for tokens that the head does not know."""
+        """Return the logits `[..., vocab]` over the target's vocabulary.
+
+        Arguments are those of `forward`. Tokens outside the draft vocabulary get -inf.
+        """
         known: Tensor = self(states, depth)
         if not self.shape.maps_words:
             return known
@@ -195,7 +216,11 @@ class MedusaHead(Learner):
         return everything
 
     def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
-        """Depth k: the state behind token i guesses token i + 2 + k, which the target says with the state behind i + 1 + k."""
+        """Return the losses and acceptance rates, one per drafter head.
+
+        Drafter head k predicts token i + 2 + k from the target's hidden state at token i. Its
+        reference is the target's distribution from the hidden state at token i + 1 + k.
+        """
         states = lesson.hidden[LAST]
         words = self.get_buffer("token_map") if self.shape.maps_words else None
         losses, accepted = [], []
@@ -213,7 +238,7 @@ class MedusaHead(Learner):
 
     @cached_property
     def _vocab_size(self) -> int:
-        """The target's."""
+        """Vocabulary size of the target."""
         device = next(self.parameters()).device
         nothing = torch.zeros(self.shape.width, dtype=self._ends.dtype, device=device)
         return self._ends.unembed(nothing).shape[-1]
@@ -222,10 +247,11 @@ class MedusaHead(Learner):
 def _read_original(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, width: int, vocab_size: int
 ) -> tuple[MedusaShape, dict[str, Tensor]]:
-    """The shape, and the tensors under the names that they have here.
+    """Return the shape and the renamed tensors of drafter heads in the original format.
 
     Args:
-        width, vocab_size: the target's, which the configuration does not repeat.
+        config, tensors, folder: contents and path of the folder.
+        width, vocab_size: sizes of the target, which this format's configuration does not contain.
     """
     tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
     with fields_of(folder):
@@ -254,7 +280,7 @@ def _read_vllm(
         num_words = whole_number({"truncated_vocab_size": vocab_size, **config}, "truncated_vocab_size")
         num_outputs = num_heads
         if yes_or_no(config, "original_lm_head", False):
-            # vLLM takes the one matrix under either name and passes over further copies of it.
+            # vLLM accepts the shared matrix under either name and ignores further copies of it.
             shared = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight"))
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head")}
             num_outputs = 0 if shared is None else 1
@@ -278,7 +304,7 @@ def _read_vllm(
 
 
 def _truncated(tensors: dict[str, Tensor], shape: MedusaShape) -> dict[str, Tensor]:
-    """Output matrices may be stored whole beside the map that says which rows of them are meant."""
+    """Select the rows listed in `token_map` from output matrices that are stored in full."""
     words = tensors.get("token_map")
     if words is None:
         return tensors

@@ -1,8 +1,8 @@
-"""Multi-token prediction: a module trained with the target, or after it, that reads the target's last state (DeepSeek-V3,
-arXiv 2412.19437, section 2.2).
+"""Multi-token prediction (MTP) module (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-One module guesses as many tokens as are wanted: behind its own guesses it reads its own thoughts. Of the same form are
-those of Qwen and MiMo.
+A drafter head, trained with the target or after it, that reads the target's last hidden state.
+One module drafts any number of tokens: after its own draft tokens it reads its own outputs. The
+modules of Qwen and MiMo have the same form.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from secondguess.runtime.base import Ends, Hidden
 
 
 class MtpHead(UnrolledHead):
-    """One module: `layer(eh_proj([enorm(embedding); hnorm(state)]))`, then a norm and the target's head.
+    """MTP module: `layer(eh_proj([enorm(embedding); hnorm(state)]))`, a norm and an LM head.
 
     Args:
-        layer: of its decoder layer.
-        ends: the target's.
-        vocab_size, num_layers_of_target: the target's; the module's layer is numbered behind the target's.
-        has_embeddings, has_head: whether it has its own, and does not borrow the target's.
-        norm_output: whether later steps read what has passed the last norm, and not what comes before it.
-        num_steps: how deep it guesses in training.
+        layer: shape of its decoder layer.
+        ends: embeddings and LM head of the target.
+        vocab_size: vocabulary size of the target.
+        num_layers_of_target: number of target layers; in a checkpoint, the module's layer index
+            follows them.
+        has_embeddings, has_head: whether it has its own embeddings and LM head; if not, it uses
+            the target's.
+        norm_output: whether later draft steps read the output after the last norm, not before it.
+        num_steps: number of draft steps in training.
 
     Raises:
-        BadInputError: states of another width than the target's.
+        BadInputError: another hidden size than the target's.
     """
 
     def __init__(
@@ -76,7 +79,13 @@ class MtpHead(UnrolledHead):
         layer: LayerShape | None = None,
         num_steps: int = DEFAULT_STEPS,
     ) -> MtpHead:
-        """An untrained module for a target of these ends; `seed` makes its weights."""
+        """Build an untrained module.
+
+        Args:
+            ends, vocab_size, num_layers_of_target, num_steps: as in the constructor.
+            seed: seed of the weights.
+            layer: shape of its decoder layer; None for the default of the target's hidden size.
+        """
         shape = layer or shape_of_width(ends.width)
         head = cls(shape, ends, vocab_size, num_layers_of_target, num_steps=num_steps)
         initialise(head, seed)

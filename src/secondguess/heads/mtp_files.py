@@ -1,4 +1,8 @@
-"""Multi-token-prediction modules on disk: inside their target's checkpoint, or in a folder of their own in DeepSeek's names."""
+"""Files of multi-token-prediction (MTP) modules.
+
+A module is read from its target's checkpoint or from a folder of its own; it is written to a
+folder of its own with DeepSeek's tensor names.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,15 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Naming:
-    """How a family calls the parts of its module.
+    """Tensor names of the MTP modules of a model family.
 
     Args:
-        prefix: of the names of module `{index}`, where the target has `{num_layers}` layers.
-        parts: beginnings of names, behind the prefix, to ours; what none of them begins belongs to the decoder layer.
-        state_first: whether the projection reads the state before the embedding.
+        prefix: format string of a module's name prefix, with the fields `{index}` (index of the
+            module) and `{layer}` (that index plus the number of target layers).
+        parts: name prefixes after the module prefix, mapped to those of `MtpHead`; all other
+            tensors belong to the decoder layer.
+        state_first: whether the projection's input is `[state; embedding]`, not
+            `[embedding; state]`.
         norm_output: as in `MtpHead`.
     """
 
@@ -41,23 +48,23 @@ class Naming:
     norm_output: bool = False
 
     def prefix_of(self, index: int, num_layers: int) -> str:
-        """Of the names of one module."""
+        """Return the name prefix of a module."""
         return self.prefix.format(index=index, layer=num_layers + index)
 
     @property
     def projection(self) -> str:
-        """The name, behind the prefix, of what joins state and embedding: where it is, there is a module."""
+        """Name of the projection weight, without the module prefix; present in every module."""
         return next(theirs for theirs, ours in self.parts.items() if ours == "eh_proj.") + "weight"
 
     def ours(self, name: str) -> str:
-        """Our name of a tensor whose name follows the prefix."""
+        """Return the `MtpHead` name of a tensor; `name` is without the module prefix."""
         for theirs, ours in self.parts.items():
             if name.startswith(theirs):
                 return ours + name.removeprefix(theirs)
         return f"layer.{name}"
 
     def theirs(self, name: str) -> str:
-        """What `ours` undoes."""
+        """Return the checkpoint name of an `MtpHead` tensor; inverse of `ours`."""
         for theirs, ours in self.parts.items():
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
@@ -105,11 +112,11 @@ _FOREIGN_PARTS = {
     "mlp.gate.": "a mixture of experts (MoE)",
     "linear_attn.": "linear attention",
 }
-"""Parts that our layer does not have, by a beginning of their names."""
+"""Unsupported layer parts by a substring of their tensor names."""
 
 
 def is_inside(folder: Path) -> bool:
-    """Whether a target's checkpoint holds a module."""
+    """Return whether a target's checkpoint contains an MTP module."""
     if not (folder / "config.json").is_file():
         return False
     names = find_tensors(folder)
@@ -118,15 +125,18 @@ def is_inside(folder: Path) -> bool:
 
 
 def load_mtp(folder: Path, ends: Ends, vocab_size: int, num_layers: int) -> MtpHead:
-    """Read a module out of a checkpoint; the rest of it is not read.
+    """Read the first MTP module of a checkpoint; other tensors are not read.
+
+    Warns if there are further modules, which are not used.
 
     Args:
-        folder: of the target, or of a module alone.
-        ends, vocab_size, num_layers: of the target.
+        folder: folder of the target or of a single module.
+        ends: embeddings and LM head of the target.
+        vocab_size, num_layers: sizes of the target.
 
     Raises:
-        CheckpointError: no module there, broken files, or a module for another target.
-        UnsupportedModelError: a module whose layer is of a kind that is not known here.
+        CheckpointError: no module, broken files, or a module for another target.
+        UnsupportedModelError: a module with an unsupported kind of layer.
     """
     config, places = _text_config(read_config(folder)), find_tensors(folder)
     with fields_of(folder):
@@ -168,7 +178,7 @@ def load_mtp(folder: Path, ends: Ends, vocab_size: int, num_layers: int) -> MtpH
 
 
 def save_mtp(head: MtpHead, folder: Path) -> None:
-    """Write a module into a folder of its own (made, if it is not there), in DeepSeek's names."""
+    """Write a module to a folder of its own, created if missing, with DeepSeek's tensor names."""
     folder.mkdir(parents=True, exist_ok=True)
     prefix = DEEPSEEK.prefix_of(0, head.num_layers_of_target)
     tensors: dict[str, Tensor] = {
@@ -188,7 +198,7 @@ def save_mtp(head: MtpHead, folder: Path) -> None:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the language model, where that is one part of several."""
+    """Return the configuration of the language model; that of a multimodal model is nested."""
     inner: Mapping[str, Any] = config.get("text_config", config)
     return inner
 
@@ -220,7 +230,7 @@ def _check_target(folder: Path, config: Mapping[str, Any], vocab_size: int, num_
 
 
 def _layer_shape(config: Mapping[str, Any]) -> LayerShape:
-    """MiMo's layers are those of Qwen2."""
+    """Return the layer shape; MiMo's layers are those of Qwen2."""
     return LayerShape.of_config(
         {**config, "model_type": "qwen2"} if config.get("model_type") == "mimo" else config
     )

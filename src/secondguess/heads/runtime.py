@@ -1,7 +1,8 @@
-"""A head that reads the text with a cache of its own, as a runtime: EAGLE's layers, multi-token-prediction modules.
+"""Runtime for drafter heads with a KV cache of their own: EAGLE layers and MTP modules.
 
-Beside each token such a head reads a *feature*: what the target thought before that token; behind its own nodes, what the head
-itself thought. Its rows are the target's without their first token, so that token and feature stand in one place.
+The input at each position is a token and a *feature*: the target's hidden state at the previous
+token, or, after a draft node, the drafter head's own output at that node. The drafter head's rows
+are the target's rows without their first token, so that a token and its feature share one index.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from secondguess.runtime.base import Hidden
 from secondguess.runtime.cached import CachedRow, CachedRuntime, Output
 
 OWN = 0
-"""Under this number `Scores.hidden` has what a head thinks: the feature of the node behind."""
+"""Key of the drafter head's output in `Scores.hidden`: the feature of the next node."""
 
 
 class FeatureHead(nn.Module):
-    """What `HeadRuntime` runs.
+    """Drafter head that reads a feature beside each token; run by `HeadRuntime`.
 
     Attributes:
-        hidden_layers: of the target, which its features are made of.
-        shape: of its decoder layers.
-        num_layers: how many of them.
+        hidden_layers: target layers whose hidden states the features are computed from.
+        shape: shape of its decoder layers.
+        num_layers: number of its decoder layers.
     """
 
     hidden_layers: tuple[int, ...]
@@ -38,37 +39,40 @@ class FeatureHead(nn.Module):
 
     @abstractmethod
     def features(self, hidden: Hidden) -> Tensor:
-        """`[..., feature]` from the target's states `[..., width]` of `hidden_layers`."""
+        """Return features `[..., feature]` of the target's states `[..., width]` by layer."""
 
     @abstractmethod
     def forward(self, embedded: Tensor, features: Tensor, turns: Turns, attend: Attend) -> Tensor:
-        """What the head thinks, `[row, position, feature]`: the features of what follows.
+        """Return the outputs `[row, position, feature]`, the features of the next tokens.
 
         Args:
-            embedded: `[row, position, width]`, embeddings of the tokens.
-            features: `[row, position, feature]`, what was thought before each token.
-            turns: of the positions.
-            attend: its attention, by layer.
+            embedded: `[row, position, width]`, token embeddings.
+            features: `[row, position, feature]`, the feature of the token before each token.
+            turns: rotary cos and sin of the positions.
+            attend: attention function.
         """
 
     @abstractmethod
     def logits(self, thought: Tensor) -> Tensor:
-        """`[..., vocab]` over the target's vocabulary, from what `forward` gave; -inf where it has no word."""
+        """Return logits `[..., vocab]` over the target's vocabulary for outputs of `forward`.
+
+        Tokens outside the draft vocabulary get -inf.
+        """
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings of the target's tokens."""
+        """Return the embeddings of target token ids."""
 
 
 class HeadRuntime(CachedRuntime):
-    """Rows, slots, rollback and trees for a feature head.
+    """Cached runtime (rows, slots, rollback, trees) of a feature-reading drafter head.
 
     Args:
-        head: in evaluation mode, on the target's device and in its dtype.
-        vocab_size: the target's.
-        context_length: positions it may use: the target's.
-        device: of both.
-        prefill_chunk: most tokens in one forward.
+        head: drafter head in evaluation mode, on the target's device and in its dtype.
+        vocab_size: vocabulary size of the target.
+        context_length: maximum number of positions, the target's.
+        device: device of the target and the drafter head.
+        prefill_chunk: maximum number of tokens per prefill forward pass.
     """
 
     def __init__(
@@ -92,7 +96,10 @@ class HeadRuntime(CachedRuntime):
         self._fed = torch.empty(0)
 
     def feed(self, row: Row, start: int, features: Tensor) -> None:
-        """Set what a row's tokens from place `start` on (nodes stand behind the tokens) are read beside, `[place, width]`."""
+        """Set the features `[position, width]` of a row's tokens from index `start` on.
+
+        Nodes are indexed after the row's tokens.
+        """
         table = self._features.get(row)
         needed = start + len(features)
         if table is None or needed > len(table):
@@ -108,7 +115,7 @@ class HeadRuntime(CachedRuntime):
 
     def _place(self, states: Sequence[CachedRow], starts: Sequence[int], width: int, num_keys: int) -> None:
         super()._place(states, starts, width, num_keys)
-        # Places that only pad a row may lie beyond what it was fed.
+        # Padding may extend beyond the features that were set; `feed` grows the table.
         for state, start in zip(states, starts, strict=True):
             missing = start + width - len(self._features[state.row])
             if missing > 0:

@@ -1,4 +1,4 @@
-"""Layers that a target can spare while it drafts, on disk."""
+"""Files that list the target layers to skip in self-speculative drafting."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ KIND = "secondguess-layer-skip"
 
 
 def read_skipped(folder: Path) -> list[int]:
-    """The layers, counted from 0.
+    """Return the skipped layers, counted from 0.
 
     Raises:
-        CheckpointError: a folder that says none.
+        CheckpointError: the folder does not hold a list of skipped layers.
     """
     config = read_config(folder)
     skipped = config.get("skipped")
@@ -29,7 +29,7 @@ def read_skipped(folder: Path) -> list[int]:
 
 
 def write_skipped(folder: Path, skipped: Sequence[int], facts: Mapping[str, Any]) -> None:
-    """Write what `read_skipped` reads, with what is known about it."""
+    """Write the skipped layers and further fields `facts` to `config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": KIND, **facts, "skipped": list(skipped)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,9 +1,10 @@
-"""Heads that feed on their own thoughts, trained as they draft (training-time test, EAGLE-3, arXiv 2503.01840).
+"""Autoregressive drafter heads, trained with training-time test (EAGLE-3, arXiv 2503.01840).
 
-A head reads a token beside the feature of what came before it. While drafting, that feature is the target's for what was
-committed and the head's own for its nodes. In training every place of a text is the root of a chain: step 0 reads the
-target's features there; each further step reads the text's next token beside the thought of the step before. So the head
-meets in training the features and the keys that it will meet while drafting.
+The input is a token and the feature of the previous position. While drafting, that feature comes
+from the target for committed tokens and from the drafter head's own output for draft nodes. In
+training, every position of a text is the root of a chain: step 0 reads the target's feature there;
+each further step reads the text's next token and the output of the previous step. So training uses
+the same features and keys as drafting.
 """
 
 from __future__ import annotations
@@ -21,22 +22,30 @@ from secondguess.heads.runtime import FeatureHead
 from secondguess.runtime.base import Ends
 
 DEFAULT_STEPS = 4
-"""How deep a head is trained to guess, unless somebody says otherwise."""
+"""Default number of draft steps that a drafter head is trained for."""
 
 
 @dataclass
 class ChainsOfPlaces:
-    """Attention of the chains that hang from every place of a text, one step of all chains at a time.
+    """Attention for training-time test, with one chain per text position.
 
-    A query of step t, in the chain of place j, sees what the text holds up to j (the keys of step 0) and its own
-    chain: the keys of steps 1 to t at place j. Later steps have fewer places: the text ends.
+    Each call runs one step of all chains. The query of step t in the chain of position j attends
+    to the text up to j (keys of step 0) and to its own chain (keys of steps 1 to t at position j).
+    Each step has one position fewer, because the text ends.
+
+    Args:
+        texts: keys and values of step 0, by layer.
+        chains: keys and values of the later steps, by layer.
     """
 
     texts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     chains: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `layer.Attend`: places `[0, num)` of the text, one step deeper than at the call before."""
+        """Attend from the first positions of the text, one step deeper than in the previous call.
+
+        This is a `layer.Attend` function.
+        """
         if layer not in self.texts:
             self.texts[layer], self.chains[layer] = (key, value), []
             return attend_to_all(None)(layer, query, key, value)
@@ -55,17 +64,18 @@ class ChainsOfPlaces:
 
 
 def _for_queries(heads: Tensor, group: int, num_places: int) -> Tensor:
-    """Keys or values of the first places, once for each query head."""
+    """Return keys or values of the first positions, repeated for each query head of a group."""
     return heads[:, :, :num_places].repeat_interleave(group, 1)
 
 
 class UnrolledHead(FeatureHead, Learner):
-    """A feature head that learns by unrolling its own outputs.
+    """Feature-reading drafter head trained by unrolling its own outputs.
 
     Attributes:
-        num_steps: how deep it guesses in training.
-        vocab_size: the target's.
-        words: `[draft_vocab]`, ids of the target's tokens that it can say; None for all of them.
+        num_steps: number of draft steps in training.
+        vocab_size: vocabulary size of the target.
+        words: `[draft_vocab]`, target token ids of the draft vocabulary; None for the whole
+            vocabulary.
     """
 
     hidden_layers: tuple[int, ...]
@@ -75,7 +85,7 @@ class UnrolledHead(FeatureHead, Learner):
 
     @abstractmethod
     def own_logits(self, thought: Tensor) -> Tensor:
-        """`[..., draft_vocab]`, over `words`."""
+        """Return logits `[..., draft_vocab]` over the draft vocabulary `words`."""
 
     def logits(self, thought: Tensor) -> Tensor:
         own = self.own_logits(thought)
@@ -86,10 +96,11 @@ class UnrolledHead(FeatureHead, Learner):
         return everywhere
 
     def unroll(self, lesson: Lesson) -> list[Tensor]:
-        """What the head thinks, by depth: `[row, place, feature]`, one place fewer at each depth, while there are any.
+        """Return the outputs `[row, position, feature]` of each depth, teacher-forced on the text.
 
-        The thought at depth t and place j has read the tokens up to j + 1 + t, those behind j + 1 beside its own thoughts, and
-        guesses the one at j + 2 + t.
+        The output at depth t and position j has read the tokens up to j + 1 + t, those after j + 1
+        with the drafter head's own outputs as features, and predicts token j + 2 + t. Each depth
+        has one position fewer; depths without positions are left out.
         """
         dtype = next(self.parameters()).dtype
         features = self.features({layer: lesson.hidden[layer].to(dtype) for layer in self.hidden_layers})
@@ -106,7 +117,10 @@ class UnrolledHead(FeatureHead, Learner):
         return thoughts
 
     def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
-        """Guess `num_steps` tokens behind every place, each step by the target's law over the words that the head has."""
+        """Return the losses and acceptance rates of `num_steps` draft steps from every position.
+
+        The reference of each step is the target's distribution over the draft vocabulary.
+        """
         losses, accepted = [], []
         for step, thought in enumerate(self.unroll(lesson)):
             places = slice(1 + step, 1 + step + thought.shape[1])
@@ -115,13 +129,17 @@ class UnrolledHead(FeatureHead, Learner):
             loss, share = grade(states, ends, thought, self.own_logits, counts, objective, self.words)
             losses.append(loss)
             accepted.append(share)
-        # A text that ends before a depth says nothing of it.
+        # Depths that the texts are too short for count as 0.
         missing = [lesson.hidden[-1].new_zeros(())] * (self.num_steps - len(losses))
         return Marks(losses + missing, accepted + missing)
 
 
 def shape_of_width(width: int) -> LayerShape:
-    """A layer for states of this width, where nobody says more: heads of 64, four to a key head where that goes."""
+    """Return the default layer shape for a hidden size.
+
+    Attention heads have size 64 and every four query heads share a key-value head, as far as the
+    hidden size is divisible; otherwise smaller powers of two are used.
+    """
     head_size = next(size for size in (64, 32, 16, 8, 4, 2, 1) if width % size == 0)
     num_heads = width // head_size
     num_kv_heads = next(
@@ -131,7 +149,11 @@ def shape_of_width(width: int) -> LayerShape:
 
 
 def initialise(head: nn.Module, seed: int) -> None:
-    """Normal weights that keep the size of what goes through, the same for the same seed; norms stay ones."""
+    """Initialise all matrices from a normal distribution with standard deviation 1/sqrt(fan-in).
+
+    This preserves the scale of activations. The weights depend on `seed` alone; vectors (norms,
+    biases) keep their values.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():

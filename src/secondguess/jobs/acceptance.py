@@ -1,7 +1,8 @@
-"""`secondguess train acceptance`: what a drafter's laws say about the fate of its nodes, learnt from the target's own text.
+"""`secondguess train acceptance`: train a predictor of acceptance from a drafter's probabilities.
 
-The target writes, the drafter guesses at every place (`traces.py`), and each node is labelled with the chance that the
-target accepts it. What is fitted to that, and how, is in `secondguess.train.acceptance`.
+The target generates text, the drafter drafts at every position of it (`bench/traces.py`), and each
+node is labelled with the probability that the target accepts it. The predictor and its fit are in
+`secondguess.train.acceptance`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from secondguess.sampling import SamplingParams
 from secondguess.train.acceptance import Examples, FitOptions, Fitted, fit
 
 HELD_OUT = 5
-"""Every so-manieth prompt is held out."""
+"""One in this many prompts is held out."""
 BATCH_SIZE = 8
 """Prompts recorded at a time."""
 
@@ -37,20 +38,22 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AcceptanceRecipe:
-    """What to learn from.
+    """Settings of the data and the fit.
 
     Args:
-        model, drafter, dtype: the pair, as `load` takes them; the drafter has a model.
-        prompts: a JSONL file with a `prompt` per line, or `stdlib` for prompts out of the installed standard library.
-        num_prompts: of them, evenly spread; every fifth is held out.
-        num_tokens: of the target's text behind each prompt.
-        temperatures: of the text; above 0 it is written twice, with and without coupled drafts.
-        depth: nodes guessed at every place of the text.
-        seed: of the texts and of the network's first weights.
-        options: how to fit.
+        model, drafter, dtype: as `load` takes them; the drafter must have a model.
+        prompts: a JSONL file with a `prompt` per line, or `stdlib` for prompts from the installed
+            standard library.
+        num_prompts: number of prompts, evenly spread; every fifth is held out.
+        num_tokens: tokens that the target generates for each prompt.
+        temperatures: sampling temperatures; above 0, text is generated with and without coupled
+            verification.
+        depth: draft length at every position.
+        seed: seed of the texts and of the network's initial weights.
+        options: options of the fit.
 
     Raises:
-        BadInputError: a value that makes no sense.
+        BadInputError: a value out of range.
     """
 
     model: str
@@ -76,7 +79,7 @@ class AcceptanceRecipe:
 
     @property
     def manners(self) -> list[tuple[float, bool]]:
-        """Temperature of the texts, and whether they are coupled."""
+        """Sampling conditions of the texts: temperature, and whether verification is coupled."""
         return [
             (temperature, coupled)
             for temperature in self.temperatures
@@ -90,10 +93,11 @@ def _require_from(what: str, value: int, low: int, high: int) -> None:
 
 
 def train_acceptance(recipe: AcceptanceRecipe, report: Report) -> Predictor:
-    """Record, fit, calibrate and describe.
+    """Record traces, fit and calibrate a predictor, and return it with its provenance.
 
     Raises:
-        BadInputError: prompts that cannot be read or do not fit the models, or a drafter that has no laws.
+        BadInputError: prompts that cannot be read or do not fit the models, or a drafter without
+            probabilities.
         CheckpointError: a model that cannot be loaded.
     """
     workload = read_workload(recipe)
@@ -105,7 +109,11 @@ def train_acceptance(recipe: AcceptanceRecipe, report: Report) -> Predictor:
 
 
 def read_workload(recipe: AcceptanceRecipe) -> Workload:
-    """The prompts; at least as many as make one to hold out."""
+    """Return the prompts.
+
+    Raises:
+        BadInputError: too few prompts to hold one out.
+    """
     if recipe.prompts == STANDARD_LIBRARY:
         return standard_library_prompts(recipe.num_prompts)
     workload = load_workload(recipe.prompts, recipe.num_prompts)
@@ -118,10 +126,10 @@ def read_workload(recipe: AcceptanceRecipe) -> Workload:
 
 
 def load_pair(recipe: AcceptanceRecipe) -> LLM:
-    """Target and drafter.
+    """Load target and drafter.
 
     Raises:
-        BadInputError: a drafter without a model: it has no laws to learn from.
+        BadInputError: a drafter without a model, which has no probabilities to learn from.
     """
     paths = draft_model_paths(recipe.drafter)
     if len(paths) != 1:
@@ -130,7 +138,11 @@ def load_pair(recipe: AcceptanceRecipe) -> LLM:
 
 
 def record_traces(llm: LLM, workload: Workload, recipe: AcceptanceRecipe, report: Report) -> list[Trace]:
-    """The target's text in every manner behind every prompt: manner by manner, in the order of the prompts."""
+    """Record a trace for every sampling condition and prompt.
+
+    Returns:
+        Traces by condition, and for each condition in the order of the prompts.
+    """
     prompts = [encode(llm.target, prompt) for prompt in workload.prompts]
     traces: list[Trace] = []
     for temperature, coupled in recipe.manners:
@@ -150,7 +162,8 @@ def record_traces(llm: LLM, workload: Workload, recipe: AcceptanceRecipe, report
 def _row(
     llm: LLM, recipe: AcceptanceRecipe, ids: list[int], index: int, temperature: float, coupled: bool
 ) -> Row:
-    # A trace takes one place at a time, each with room for a whole guess; an end of the text would cut the batch.
+    # A trace advances by one token per round and needs room for a whole draft each time. End
+    # tokens are disabled, because a text that ends would shrink the batch.
     room = recipe.num_tokens + recipe.depth + 2
     most = llm.target.runtime.context_length - room
     if most < 1:
@@ -167,7 +180,7 @@ def _row(
 
 
 def split(traces: Sequence[Trace], num_prompts: int) -> tuple[list[Trace], list[Trace]]:
-    """Training traces and held-out ones, by prompt."""
+    """Split traces into training traces and held-out traces, by prompt."""
     held_out = [index % num_prompts % HELD_OUT == HELD_OUT - 1 for index in range(len(traces))]
     return (
         [trace for trace, out in zip(traces, held_out, strict=True) if not out],
@@ -176,7 +189,11 @@ def split(traces: Sequence[Trace], num_prompts: int) -> tuple[list[Trace], list[
 
 
 def examples_of(traces: Sequence[Trace]) -> Examples:
-    """Features and chances of all guesses that were drawn from laws."""
+    """Return features and labels of all drafts that have probabilities.
+
+    Raises:
+        BadInputError: no such draft.
+    """
     guesses = [(trace, guess) for trace in traces for part in trace.guesses for guess in part if guess.laws]
     if not guesses:
         raise BadInputError("expected guesses with laws, got none; the texts left the drafter no room")

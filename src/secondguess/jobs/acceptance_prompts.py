@@ -1,7 +1,8 @@
-"""Prompts to learn acceptance from: code and prose out of the installed standard library, and repetitive text of our own.
+"""Training prompts: code and prose from the installed standard library, and repetitive text.
 
-Evaluation prompts must stay unseen, so none of them may come from a benchmark's data; and no text of others is committed:
-the same interpreter gives the same prompts, and a workload's hash tells whether they are.
+Evaluation prompts must stay unseen, so no prompt is taken from the data of a benchmark, and no
+third-party text is committed. The same interpreter gives the same prompts, which the hash of the
+workload identifies.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from pathlib import Path
 from secondguess.bench.workloads import Workload, spread
 
 STANDARD_LIBRARY = "stdlib"
-"""The name of this workload, where a file of prompts could stand."""
+"""Name of this workload, accepted in place of a file of prompts."""
 
 MOST_CHARACTERS = 900
-"""A prompt is cut to so many: it should leave a small context some room."""
+"""Maximum length of a prompt from the library, so that it fits into a small context."""
 
 _FOLDERS = (
     "",
@@ -36,7 +37,10 @@ _FOLDERS = (
 
 
 def standard_library_prompts(num_prompts: int) -> Workload:
-    """A mixture in fixed proportions: of ten prompts five are code, two files, two prose and one repeats itself."""
+    """Return prompts in fixed proportions.
+
+    Of ten prompts, five are function heads, two openings of files, two prose and one repetitive.
+    """
     files = list(_sources(Path(sysconfig.get_path("stdlib"))))
     trees = [ast.parse(source) for source in files]
     heads = tuple(
@@ -51,7 +55,7 @@ def standard_library_prompts(num_prompts: int) -> Workload:
 
 
 def _interleaved(parts: Sequence[Sequence[str]]) -> list[str]:
-    """Texts of all parts in turn by their place in their part, so that any stretch is a mixture."""
+    """Interleave the parts by relative position, so that any section is a mixture."""
     placed = [((index + 0.5) / len(part), text) for part in parts for index, text in enumerate(part)]
     return [text for _, text in sorted(placed)]
 
@@ -64,7 +68,7 @@ def _sources(library: Path) -> Iterator[str]:
 
 
 def _function_heads(source: str, tree: ast.Module) -> Iterator[str]:
-    """Signatures with docstrings of the module's own functions: the shape of what people ask to be completed."""
+    """Yield signatures with docstrings of top-level functions, a typical completion prompt."""
     lines = source.splitlines()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
@@ -74,13 +78,13 @@ def _function_heads(source: str, tree: ast.Module) -> Iterator[str]:
 
 
 def _opening(source: str) -> str:
-    """The first lines of a file, whole."""
+    """Return the first complete lines of a file."""
     cut = source[:MOST_CHARACTERS]
     return cut[: cut.rfind("\n") + 1] or cut
 
 
 def _long_docstrings(tree: ast.Module) -> Iterator[str]:
-    """The beginnings of docstrings of several sentences, without their markup's indentation."""
+    """Yield the beginnings of long docstrings without doctests, dedented."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             text = textwrap.dedent(ast.get_docstring(node) or "")
@@ -89,7 +93,7 @@ def _long_docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def _repetitive() -> Iterator[str]:
-    """Text in which a pattern goes on."""
+    """Yield texts that continue a pattern."""
     yield "".join(f"    case {number}:\n        return '{number:b}'\n" for number in range(12))
     yield "".join(f"self.assertTrue(is_even({2 * number}))\n" for number in range(1, 16))
     yield "| key | square |\n|---|---|\n" + "".join(

@@ -1,4 +1,4 @@
-"""How much faster a freshly trained drafter makes its target, on this machine and on text that it did not learn from."""
+"""Decoding speed with a newly trained drafter, measured on this machine and on held-out text."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ from secondguess.train.lessons import TaughtText
 
 NUM_PROMPTS, NUM_TOKENS, NUM_TURNS = 4, 48, 2
 SHORTEST_PROMPT = 16
-"""Of a text that counts from its beginning, so many tokens are the prompt."""
+"""Length of the prompt for a text in which every token counts."""
 
 
 def measure_speed(
     model: str, drafter: str, texts: Sequence[TaughtText], dtype: str, device: str
 ) -> dict[str, Any]:
-    """Greedy decoding with and without the drafter, in turn, one text at a time, under the default controller.
+    """Measure greedy decoding with and without the drafter, in turn, at batch size 1.
+
+    The drafter is used with the default controller.
 
     Args:
         model, drafter, dtype, device: as `load` takes them.
-        texts: whose prompts are continued.
+        texts: held-out texts, of which the prompts are used.
 
     Returns:
-        `cost_ratio` of one drafted node to one plain target pass, `acceptance_length`, both `tokens_per_second`, and `speedup`.
-        Where the controller let the drafter rest throughout, ratio and speed-up are None: both runs were plain decoding.
+        `cost_ratio` (time per drafted node over time per plain target pass), `acceptance_length`,
+        `tokens_per_second`, `plain_tokens_per_second` and `speedup`. If the controller never
+        drafted, both runs were plain decoding: the cost ratio and the speed-up are None.
     """
     with_drafter = load(model, drafter, dtype=dtype, device=device)
-    # One target serves both: every decoding says anew which of its states it is to show, and plain decoding wants none.
+    # Both share the target: each run requests the hidden states it needs, plain decoding none.
     without = LLM(with_drafter.target, NoDrafter(), with_drafter.verifier, make_controller(NO_DRAFTING))
     prompts = [prompt_of(text) for text in texts[:NUM_PROMPTS]]
     runs: dict[LLM, list[Stats]] = {without: [], with_drafter: []}
     for llm in runs:
         _play(llm, prompts[:1])
     for turn in range(NUM_TURNS):
-        # ABBA: what slows the machine down for a while slows both.
+        # ABBA order, so that a temporary slowdown of the machine affects both.
         for llm in runs if turn % 2 == 0 else reversed(runs):
             runs[llm] += _play(llm, prompts)
     plain, drafted = (add_up(stats) for stats in runs.values())
@@ -56,7 +59,7 @@ def measure_speed(
 
 
 def prompt_of(text: TaughtText) -> list[int]:
-    """What stands before the first token that counts, or the text's beginning."""
+    """Return the tokens before the first one that counts, or else the beginning of the text."""
     first = text.counts.index(True) if True in text.counts else len(text.tokens)
     return text.tokens[: max(1, min(first or SHORTEST_PROMPT, len(text.tokens) - 1))]
 

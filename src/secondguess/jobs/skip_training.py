@@ -1,4 +1,4 @@
-"""`secondguess train layer-skip`, whole: the target writes, and on its text it is found which layers a draft can spare."""
+"""`secondguess train layer-skip`: search for layers to skip in drafts, on text of the target."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ from secondguess.train.files import require_folder
 from secondguess.train.skip_search import Candidate, SkipSearch, one_length, save_layers
 
 SEARCHED_TOKENS = 128
-"""Of each text."""
+"""Maximum number of tokens of each text that are searched on."""
 
 
 @dataclass(frozen=True)
 class SkipJob:
-    """What to search, on what, and where to put what is found.
+    """Options of a search.
 
     Args:
-        out: folder of what is found, for `layer-skip:OUT`.
-        model, dtype: the target; it is loaded with the fused runtime, whose layers can be left out.
-        data: files of prompts; empty for prompts out of the standard library.
-        num_prompts: so many of them are answered, and searched on.
-        answers: how.
+        out: folder of the result, for `layer-skip:OUT`.
+        model, dtype: the target; it is loaded with the fused runtime, which can skip layers.
+        data: files of prompts; empty for prompts from the standard library.
+        num_prompts: maximum number of prompts, to which the target generates answers.
+        answers: settings of the answers.
+
+    Raises:
+        BadInputError: an option out of range, or a folder that cannot be written to.
     """
 
     out: Path
@@ -54,7 +57,7 @@ class SkipJob:
         require_between("--num-prompts", self.num_prompts, 1, 10_000)
 
     def identity(self) -> dict[str, Any]:
-        """What decides texts and layers; texts are found again only with the same."""
+        """Return the options that determine texts and layers, with which texts are reused."""
         return {
             "kind": "layer-skip",
             **identity_of_texts(self.model, self.data, self.num_prompts, self.answers, self.dtype),
@@ -62,11 +65,12 @@ class SkipJob:
 
 
 def search_layers(job: SkipJob, show: Show) -> Candidate:
-    """Search, and write what was found.
+    """Search for the layers to skip, and write the result to `job.out`.
 
     Raises:
-        BadInputError: data that cannot be used, texts that are too short, or a folder with another run.
-        UnsupportedModelError: a target whose layers cannot be left out.
+        BadInputError: data that cannot be used, texts that are too short, or a folder with another
+            run.
+        UnsupportedModelError: a target whose layers cannot be skipped.
     """
     documents = read_documents(job.data, as_is=False) if job.data else default_documents(DEFAULT_PROMPTS)
     run = job.out / "run"

@@ -1,1 +1,1 @@
-"""A Transformers model made speculable: the contract (`base`), the runtime, loading."""
+"""Model runtimes for speculative decoding: interface (`base`), implementations and loading."""

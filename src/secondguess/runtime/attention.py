@@ -1,8 +1,9 @@
-"""Our attention for Transformers modules: grouped queries without repeated keys, and masks that know trees.
+"""Attention for Transformers modules: grouped queries without repeated keys, and tree masks.
 
-Both are registered under one name; a function without its mask function would silently see the future
-(Transformers then passes no mask at all). Outside of a forward of ours they behave like the stock SDPA
-implementation, so a model that carries our name still works when its owner calls it.
+The attention function and the mask function are registered under one name. Without the mask
+function attention would silently include future tokens, because Transformers then passes no mask
+at all. Outside a runtime's forward pass both behave like the stock SDPA implementation, so that a
+model with this implementation can still be called directly.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """What the queries of one forward may see.
+    """Positions and mask of the queries of one forward pass.
 
     Args:
-        mask: `[row or 1, 1, query, key]` bool; None when the causal rule of text positions says it all.
-        query_positions: `[row or 1, query]` int64.
-        num_keys: cache positions that are read.
-        key_positions: `[row, key]` int64, text position of the token in each cache position; None when the
-            two are the same, as they are unless a tree was drafted.
-        start: where all rows' queries begin, one behind the other, both in the cache and in the text; None
-            when rows differ or branch.
-        starts: cached positions before each row's first query; for runtimes that make no masks.
-        closure: `[row, query, query]` bool, which queries are a query's ancestors or itself; for the same. None for chains.
+        mask: `[row or 1, 1, query, key]` bool; None if the causal rule over text positions
+            suffices.
+        query_positions: `[row or 1, query]` int64, text positions.
+        num_keys: number of cache positions that are read.
+        key_positions: `[row, key]` int64, text position of the token in each cache position; None
+            if the two are equal, as they are unless a tree was drafted.
+        start: position of the first query, in the cache and in the text, if all rows' queries are
+            consecutive from there; None if rows differ or branch.
+        starts: cached positions before each row's first query, for runtimes without masks.
+        closure: `[row, query, query]` bool, True at a query's ancestors and itself, for runtimes
+            without masks; None for chains.
     """
 
     mask: Tensor | None
@@ -51,7 +54,7 @@ class Step:
     closure: Tensor | None = None
 
     def behind(self, count: int) -> Step:
-        """The step of the same forward without its first queries."""
+        """Return the step without its first `count` queries."""
         if count == 0:
             return self
         return replace(
@@ -62,9 +65,10 @@ class Step:
         )
 
     def visible(self, mask_function: MaskFunction, window: int | None) -> Tensor | None:
-        """The mask for a layer type whose own rule, causal or windowed, is `mask_function`.
+        """Return the mask for a layer type whose causal or sliding-window rule is `mask_function`.
 
-        Windows are counted in text positions: siblings in a tree are equally far from what they follow.
+        Windows are counted in text positions: siblings in a tree are equally far from their
+        prefix.
         """
         if mask_function is causal_mask_function or (window is not None and self.num_keys <= window):
             return self.mask
@@ -82,13 +86,13 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""The step of the forward that this thread is in; the runtime sets it, our mask function reads it."""
+"""Step of this thread's current forward pass, set by the runtime and read by `step_mask`."""
 
 
 def step_mask(
     *, mask_function: MaskFunction, local_size: int | None = None, use_vmap: bool = False, **request: object
 ) -> Tensor | None:
-    """Mask function: answers from the current step; outside of one, the stock SDPA mask."""
+    """Return the mask of the current step, or the stock SDPA mask if there is none."""
     if current.step is None:
         mask: Tensor | None = sdpa_mask(
             mask_function=mask_function, local_size=local_size, use_vmap=use_vmap, **request
@@ -116,19 +120,23 @@ def grouped_query_attention(
     dropout: float = 0.0,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """Attention, grouped where there are fewer key heads than query heads; returns `[row, query, head, size]`.
+    """Compute grouped-query attention and return `[row, query, head, size]`.
 
     Args:
-        module: the attention layer that calls; only named in errors.
+        module: the calling attention layer, used in error messages only.
         query: `[row, head, query, size]`.
         key: `[row, kv_head, key, size]`, as the cache returns it.
         value: `[row, kv_head, key, value_size]`.
-        attention_mask: bool, True where a query sees a key; None means causal (for one query: sees all).
-        scaling: factor on the scores; the inverse root of the head size by default.
-        softcap: scores are squashed to `softcap * tanh(score / softcap)` (Gemma 2).
-        s_aux: per head, the score of a key that attracts attention and has no value (gpt-oss).
+        attention_mask: bool, True where a query attends to a key; None means causal (a single
+            query attends to all keys).
+        scaling: factor on the scores; the inverse square root of the head size by default.
+        softcap: replaces scores by `softcap * tanh(score / softcap)` (Gemma 2).
+        s_aux: score per head of an attention sink, a key without a value (gpt-oss).
         position_bias: added to the scores.
         dropout: must be zero.
+
+    Raises:
+        UnsupportedModelError: for dropout and for further tensor inputs, which would be ignored.
     """
     if dropout or any(isinstance(extra, Tensor) for name, extra in unused.items() if name != "position_ids"):
         extras = sorted(name for name, extra in unused.items() if isinstance(extra, Tensor))
@@ -158,9 +166,11 @@ def grouped_query_attention(
 def attend_as_several(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
 ) -> Tensor:
-    """Masked attention `[row, kv_head, query, size]`, in which a lone query rounds as it would among others.
+    """Compute masked attention `[row, kv_head, query, size]`.
 
-    On a CPU a product with a single row takes other instructions; two of them take those of any number.
+    The bits of a query do not depend on whether it is the only one. On a CPU a product with a
+    single row uses other instructions than one with several rows, so a single query is computed
+    twice.
     """
     if query.shape[2] > 1 or query.device.type != "cpu":
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
@@ -178,7 +188,10 @@ def _explicit(
     sinks: Tensor | None,
     position_bias: Tensor | None,
 ) -> Tensor:
-    """The same, score by score, for what SDPA has no words for; the softmax is at least in float32."""
+    """Compute attention from explicit scores, for features that SDPA lacks.
+
+    The softmax is computed in float32, or in float64 for float64 scores.
+    """
     num_rows, num_heads, num_queries, size = query.shape
     num_kv_heads, num_keys = key.shape[1:3]
     folded = query.reshape(num_rows, num_kv_heads, -1, size)
@@ -191,7 +204,7 @@ def _explicit(
     if mask is None and num_queries > 1:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
     if mask is not None:
-        # finite, so that a query that sees nothing (the owner's padding) stays a number
+        # not -inf, with which a fully masked query (padding of a direct call) would become NaN
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     if sinks is not None:
         sink = sinks.reshape(1, -1, 1, 1).expand(num_rows, -1, num_queries, 1)
@@ -203,6 +216,6 @@ def _explicit(
 
 
 def register() -> None:
-    """Make `IMPLEMENTATION` known to Transformers; doing it twice changes nothing."""
+    """Register both functions with Transformers; repeated calls have no effect."""
     AttentionInterface.register(IMPLEMENTATION, grouped_query_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, step_mask)

@@ -1,8 +1,9 @@
-"""The contract of a model that can be speculated on.
+"""Interface of the models that take part in speculative decoding.
 
-A runtime caches, per row, a prefix of `row.tokens`. The loop keeps one invariant: between rounds the target has
-cached every committed token of a row but the last, its `pending`. A runtime itself asks for less: `score`
-forwards whatever part of `row.tokens` is not cached yet, and that is how a draft model catches up after any verdict.
+A runtime caches a prefix of `row.tokens` per row. The decoding loop keeps one invariant: between
+rounds the target has cached every committed token of a row but the last, its `pending`. A runtime
+itself requires less: `score` also runs the forward pass over tokens of `row.tokens` that are not
+cached yet, so that a draft model catches up after any verification result.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from secondguess.core import Draft, Row
 from secondguess.errors import UnsupportedModelError
 
 Hidden = dict[int, Tensor]
-"""Hidden states by layer, numbered as in `output_hidden_states`: 0 is the embeddings, `k` the output of layer k, -1 the last,
-normalised one."""
+"""Hidden states by layer, numbered as in `output_hidden_states`.
+
+0 is the embeddings, `k` the output of layer k (counted from 1), -1 that of the last layer,
+normalised.
+"""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What one forward says.
+    """Logits and hidden states of one forward pass.
 
     Args:
-        logits: `[row, node + 1, vocab]`, float32 or float64; query 0 follows `pending`, query `i + 1` follows
-            node `i`. Queries of padding nodes hold finite numbers without meaning.
-        hidden: per requested layer `[row, node + 1, width]`, empty when none was requested.
+        logits: `[row, node + 1, vocab]`, float32 or float64. Query 0 predicts the token after
+            `pending`, query `i + 1` the token after node `i`. Values at padding nodes are finite
+            and meaningless.
+        hidden: `[row, node + 1, width]` per requested layer; empty if none was requested.
     """
 
     logits: Tensor
@@ -38,14 +43,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class Ends:
-    """The two ends of a model, which a drafter may borrow instead of holding its own.
+    """Embeddings, final norm and language-modelling head of a model, which a drafter may share.
 
     Args:
-        width: of the states.
-        dtype: of the states.
-        embed: token ids `[...]` to states `[..., width]`, as they enter the first layer.
-        normalise: the model's last norm.
-        unembed: normalised states `[..., width]` to logits `[..., vocab]`.
+        width: size of the hidden states.
+        dtype: dtype of the hidden states.
+        embed: maps token ids `[...]` to the inputs of the first layer `[..., width]`.
+        normalise: the model's final norm.
+        unembed: maps normalised hidden states `[..., width]` to logits `[..., vocab]`.
     """
 
     width: int
@@ -56,14 +61,16 @@ class Ends:
 
 
 class Runtime(ABC):
-    """A language model with a cache that can be rolled back, for ragged rows that never see each other.
+    """Language model with a KV cache that can be rolled back.
+
+    Rows of a batch may differ in length and never attend to each other.
 
     Attributes:
         vocab_size: width of the logits.
-        context_length: positions the model can hold.
-        num_layers: how deep the model is.
-        device: where tensors that are handed in should live.
-        runs_layers_apart: whether it can `read_ahead`, and lend its weights `without_layers`.
+        context_length: largest number of positions.
+        num_layers: number of decoder layers.
+        device: device of the input tensors.
+        runs_layers_apart: True if `read_ahead` and `without_layers` are supported.
     """
 
     vocab_size: int
@@ -73,10 +80,10 @@ class Runtime(ABC):
     runs_layers_apart: bool = False
 
     def request_hidden(self, layers: Sequence[int]) -> None:
-        """Have `begin` and `score` return exactly these layers' hidden states from now on.
+        """Set the layers whose hidden states `begin` and `score` return from now on.
 
         Raises:
-            UnsupportedModelError: a model that shows none.
+            UnsupportedModelError: if the runtime cannot return hidden states.
         """
         if layers:
             raise UnsupportedModelError(
@@ -85,83 +92,91 @@ class Runtime(ABC):
             )
 
     def ends(self) -> Ends:
-        """The model's embeddings, last norm and head.
+        """Return the model's embeddings, final norm and head.
 
         Raises:
-            UnsupportedModelError: a model that cannot lend them.
+            UnsupportedModelError: if the runtime cannot share them.
         """
         raise UnsupportedModelError(
             f"expected a target that lends its embeddings, got a {type(self).__name__}; use a drafter that needs none"
         )
 
     def require_layers_apart(self) -> None:
-        """For whoever will run some of the layers, so that it is known before any work is spent.
+        """Check that layers can be run separately, for drafters to fail before any work is done.
 
         Raises:
-            UnsupportedModelError: a runtime whose layers cannot be run apart.
+            UnsupportedModelError: if the layers cannot be run separately.
         """
         if not self.runs_layers_apart:
             raise _runs_as_a_whole()
 
     def read_ahead(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
-        """Run only the first layers over pending and a draft that may still grow; the next `score` does the rest.
+        """Run only the first layers over pending and a draft that may still grow.
 
-        Asked again in the same round with the draft grown, it runs what was added. The cache entries that it writes are
-        those that the row keeps.
+        The next `score` runs the remaining layers and keeps the cache entries that these have
+        written. When called again in the same round with a longer draft, only the added nodes are
+        run.
 
         Returns:
-            `[row, node + 1, width]`, the states behind these layers.
+            Hidden states `[row, node + 1, width]` after these layers.
 
         Raises:
-            UnsupportedModelError: a runtime whose layers cannot be run apart.
+            UnsupportedModelError: if the layers cannot be run separately.
         """
         raise _runs_as_a_whole()
 
     def without_layers(self, skipped: Sequence[int]) -> Runtime:
-        """The same weights as a model that leaves out these layers, counted from 0; it has a cache of its own.
+        """Return a runtime that shares the weights but skips some layers, with a cache of its own.
+
+        Args:
+            skipped: layers to skip, counted from 0.
 
         Raises:
-            BadInputError: no such layer, or none left.
-            UnsupportedModelError: a runtime whose layers cannot be run apart.
+            BadInputError: if a layer does not exist, or none would be left.
+            UnsupportedModelError: if the layers cannot be run separately.
         """
         raise _runs_as_a_whole()
 
     @abstractmethod
     def begin(self, rows: Sequence[Row]) -> Sequence[Hidden]:
-        """Admit rows and cache all of their tokens but the last (in chunks).
+        """Add rows and prefill all of their tokens but the last, in chunks.
 
         Returns:
-            Per row the hidden states that were requested, `[position, width]` each, of the tokens cached.
+            Per row, the requested hidden states of the cached tokens, `[position, width]` each.
         """
 
     @abstractmethod
     def read_up(self, rows: Sequence[Row]) -> None:
-        """Cache all tokens of rows but the last (in chunks), where more than that is uncached.
+        """Prefill all uncached tokens of rows but the last, in chunks.
 
-        `score` would do it too, in the forward in which everybody else waits.
+        `score` would process these tokens too, which makes all rows of its batch wait.
         """
 
     @abstractmethod
     def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
-        """One forward over each row's uncached tokens (at least `pending`) and its nodes.
+        """Run one forward pass over each row's uncached tokens (at least `pending`) and its nodes.
 
-        Afterwards every token of `row.tokens` is cached; the nodes are held until `keep` or `rewind`.
+        Afterwards every token of `row.tokens` is cached. The cache entries of the nodes are held
+        until `keep` or `rewind`.
         """
 
     @abstractmethod
     def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:
-        """Make the accepted path of the draft scored last part of each row's cache; forget its other nodes.
+        """Keep the accepted path of the draft scored last in each row's cache, and drop the rest.
 
-        To be called before the row's tokens change.
+        Must be called before the row's tokens change.
         """
 
     @abstractmethod
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        """Forget what is cached beyond the first `lengths[i]` tokens of row i (less may be cached already)."""
+        """Drop what is cached beyond the first `lengths[i]` tokens of row i.
+
+        A row with fewer cached tokens keeps them.
+        """
 
     @abstractmethod
     def end(self, row: Row) -> None:
-        """Release what is held for a row; nothing, for one that never began."""
+        """Release the cache slot of a row; do nothing for a row that never began."""
 
 
 def _runs_as_a_whole() -> UnsupportedModelError:

@@ -1,8 +1,9 @@
-"""Keys and values of all rows in one preallocated block per layer: `[slot, kv_head, position, head_size]`.
+"""Preallocated KV cache of all rows: `[slot, kv_head, position, head_size]` for each layer.
 
-Each live row owns a slot; slots stay contiguous, so that a round over all rows reads views. Forgetting costs
-nothing for a chain (a smaller length), accepted paths of a tree are moved together. Nothing here depends on a model:
-shapes are those of the tensors that arrive, which is also right when heads are spread over devices.
+Each active row owns a slot. Slots stay contiguous, so that a round over all rows reads views.
+Rollback of a chain is free (a smaller length); the accepted path of a tree is moved to consecutive
+positions. The cache does not depend on the model: shapes are those of the tensors passed in, which
+is also correct if heads are spread over devices.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ MIN_CAPACITY = 256
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one forward writes and what it reads.
+    """Cache positions that one forward pass writes and reads.
 
     Args:
-        num_rows: rows in the forward.
-        num_keys: cache positions that are read, from the first.
-        start: first position written, when it is the same for every row.
-        positions: `[row, query]` int64, positions written, when rows differ.
-        slots: `[row]` int64, slots of the rows; None when row `i` is in slot `i`.
+        num_rows: number of rows in the forward pass.
+        num_keys: number of cache positions that are read, from the first.
+        start: first position written, if it is the same for every row; else None.
+        positions: `[row, query]` int64, positions written, if rows differ; else None.
+        slots: `[row]` int64, slots of the rows; None if row `i` is in slot `i`.
     """
 
     num_rows: int
@@ -37,10 +38,12 @@ class Placement:
 
 @dataclass(eq=False)
 class KeyValueCache:
-    """The cache of one model. Attention layers call `update`; the runtime places each forward first.
+    """KV cache of one model.
+
+    The runtime calls `place` before each forward pass; attention layers call `update`.
 
     Args:
-        device: where slots and positions live.
+        device: device of the slot and position indices.
     """
 
     device: torch.device
@@ -50,8 +53,8 @@ class KeyValueCache:
     capacity: int = 0
     placement: Placement = Placement(0, 0)
 
-    # Transformers asks these of any cache while it prepares masks. Our mask function answers from the step
-    # instead, and positions are always explicit, so no result depends on the answers.
+    # Transformers reads these from any cache while it prepares masks. `step_mask` uses the current
+    # step instead, and positions are always explicit, so the values have no effect.
     is_compileable = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -64,7 +67,7 @@ class KeyValueCache:
         return self.placement.num_keys, 0
 
     def allocate(self, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> None:
-        """Make the blocks of all layers at once, for runtimes that write to them without `update`."""
+        """Allocate all layers at once, for runtimes that write to the tensors without `update`."""
         if not self.keys:
             shape = (self.num_slots, num_heads, self.capacity, head_size)
             self.keys, self.values = (
@@ -75,8 +78,11 @@ class KeyValueCache:
     def place(
         self, starts: Sequence[int], num_queries: int, slots: Sequence[int], num_keys: int
     ) -> Placement:
-        """Make room for a forward whose row `i` writes `num_queries` tokens from `starts[i]` of slot `slots[i]`, and
-        reads the first `num_keys` positions."""
+        """Set the placement of the next forward pass, and grow the cache if needed.
+
+        Row `i` writes `num_queries` tokens from position `starts[i]` of slot `slots[i]` and reads
+        the first `num_keys` positions.
+        """
         self._reserve(max(slots) + 1, num_keys)
         in_order = all(slot == index for index, slot in enumerate(slots))
         uniform = all(start == starts[0] for start in starts)
@@ -90,7 +96,16 @@ class KeyValueCache:
         return self.placement
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values `[row, kv_head, query, head_size]`; return all that may be seen."""
+        """Write a layer's new keys and values, and return all keys and values that are read.
+
+        Args:
+            key, value: `[row, kv_head, query, head_size]`.
+            layer_idx: index of the layer, counted from 0.
+
+        Returns:
+            Keys and values `[row, kv_head, key, head_size]` of the placement's first `num_keys`
+            positions.
+        """
         if layer_idx == len(self.keys):
             self.keys.append(_empty(key, self.num_slots, self.capacity))
             self.values.append(_empty(value, self.num_slots, self.capacity))
@@ -110,9 +125,13 @@ class KeyValueCache:
         return rows.narrow(2, 0, place.num_keys)
 
     def compact(self, slots: Sequence[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move the tokens `starts[i] + paths[i]` of slot `slots[i]` together, to `starts[i]` and on."""
+        """Move the accepted paths of trees to consecutive positions.
+
+        In slot `slots[i]` the tokens at `starts[i] + paths[i]` are moved to `starts[i]` and
+        following.
+        """
         depth = max(len(path) for path in paths)
-        # a shorter path is filled up with places that stay where they are
+        # shorter paths are padded with positions that are copied to themselves
         filled = [[*path, *range(len(path), depth)] for path in paths]
         slot_index = torch.tensor(slots, device=self.device)[:, None]
         start_index = torch.tensor(starts, device=self.device)[:, None]
@@ -127,7 +146,7 @@ class KeyValueCache:
             block[target, :, :length] = block[source, :, :length]
 
     def num_to_allocate(self, num_slots: int, num_positions: int) -> int:
-        """Tokens of new blocks that so many rows of so many positions would take; 0 where the present ones do."""
+        """Return the tokens to allocate for so many slots and positions, 0 if they fit already."""
         if num_slots <= self.num_slots and num_positions <= self.capacity:
             return 0
         slots, capacity = self._grown_size(num_slots, num_positions)
@@ -141,7 +160,8 @@ class KeyValueCache:
         if num_slots <= self.num_slots and num_positions <= self.capacity:
             return
         slots, capacity = self._grown_size(num_slots, num_positions)
-        # Nothing is changed before all of it was allocated: running out of memory leaves the cache as it was.
+        # Allocate everything before assigning, so that running out of memory leaves the cache
+        # unchanged.
         grown = [_grown(block, slots, capacity) for block in (*self.keys, *self.values)]
         self.keys, self.values = grown[: len(self.keys)], grown[len(self.keys) :]
         self.num_slots, self.capacity = slots, capacity
@@ -154,7 +174,7 @@ def _grown(block: Tensor, num_slots: int, capacity: int) -> Tensor:
 
 
 def _empty(like: Tensor, num_slots: int, capacity: int) -> Tensor:
-    # zeros, not empty: attention multiplies what it masks by zero, and 0 * nan is nan
+    # zeros, not empty: attention multiplies masked values by zero, and 0 * nan is nan
     return like.new_zeros(num_slots, like.shape[1], capacity, like.shape[3])
 
 

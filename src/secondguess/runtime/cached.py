@@ -1,7 +1,7 @@
-"""What every runtime with a cache of keys and values shares: which row is cached where, how far, and what it sees.
+"""Base class of runtimes with a KV cache: slots, cached lengths, positions and masks.
 
-One forward serves rows of different lengths and drafts of any shape: tokens are written to explicit cache
-positions, text positions are explicit, and a mask says who sees whom. A subclass only knows how to run its model.
+One forward pass serves rows of different lengths and drafts of any shape, because cache positions,
+text positions and the mask are explicit. A subclass implements the forward pass of its model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from secondguess.runtime.cache import KeyValueCache
 
 UNLIMITED = 2**31
 KEY_BLOCK = 32
-"""On a CPU so many keys are read together, masked where there are fewer. What stands behind the last whole vector would
-be summed by other instructions: a token's bits would depend on how many tokens are scored with it."""
+"""Multiple to which the number of keys is padded on a CPU, with masked keys.
+
+Keys after the last whole vector are summed by other instructions. Without padding, a token's bits
+would depend on how many tokens are scored with it.
+"""
 
 
 @dataclass
 class CachedRow:
-    """What the cache holds of a row: `length` committed tokens in `slot`, and behind them `num_nodes` nodes."""
+    """State of a row in the cache: `length` committed tokens in `slot`, then `num_nodes` nodes."""
 
     row: Row
     slot: int
@@ -38,7 +41,13 @@ class CachedRow:
 
 @dataclass(frozen=True)
 class Queries:
-    """What one forward reads: `tokens` `[row, query]`, and who descends from whom unless all are chains."""
+    """Inputs of one forward pass.
+
+    Args:
+        tokens: `[row, query]`.
+        closure: `[row, query, query]` bool, from `tree.ancestor_closure`; None if all rows are
+            chains.
+    """
 
     tokens: Tensor
     closure: Tensor | None
@@ -46,27 +55,33 @@ class Queries:
 
 @dataclass(frozen=True)
 class Output:
-    """What a model says: `logits` `[row, column, vocab]` of the last columns asked for (or of more), and hidden
-    states `[row, query, width]` of the layers asked for."""
+    """Output of one forward pass.
+
+    Args:
+        logits: `[row, column, vocab]`, at least the requested number of last columns.
+        hidden: hidden states `[row, query, width]` per requested layer.
+    """
 
     logits: Tensor
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
 
 class CachedRuntime(Runtime):
-    """Rows, slots, chunks and masks around one forward, `run`.
+    """Base runtime that manages rows, slots, chunks and masks around one forward pass, `run`.
 
     Attributes:
-        least_logits: columns of logits that a forward makes even when nobody reads them, as in a prefill.
+        least_logits: fewest columns of logits that a forward pass computes, even if none is used,
+            as in a prefill.
 
     Args:
         vocab_size: width of the logits.
-        context_length: positions that the model holds; None when it names no limit.
-        num_layers: of the model; hidden states are numbered by it.
-        device: where the model is.
-        hidden_layers: hidden states that `score` returns, numbered as in `output_hidden_states` (0 is the
-            embeddings, `k` the output of layer k, -1 the last, normalised one).
-        prefill_chunk: most tokens in one prefill forward.
+        context_length: largest number of positions; None if the model sets no limit.
+        num_layers: number of decoder layers.
+        device: device of the model.
+        hidden_layers: layers whose hidden states `score` returns, numbered as in
+            `output_hidden_states` (0 is the embeddings, `k` the output of layer k, -1 that of the
+            last layer, normalised).
+        prefill_chunk: largest number of tokens in one prefill forward pass.
     """
 
     least_logits = 1
@@ -92,7 +107,8 @@ class CachedRuntime(Runtime):
         self.cache = KeyValueCache(device)
         self._states: dict[Row, CachedRow] = {}
         self._by_slot: list[CachedRow] = []
-        # On a CPU a row's bits must not depend on its neighbours, and a prompt fills the processor by itself.
+        # On a CPU rows are prefilled one at a time: a row's bits must not depend on other rows,
+        # and a single prompt keeps the processor busy.
         self._prefills_together = device.type != "cpu"
         self._key_block = KEY_BLOCK if device.type == "cpu" else 1
         self._stairs = tree.Stairs(device)
@@ -108,17 +124,24 @@ class CachedRuntime(Runtime):
 
     @abstractmethod
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
-        """One forward of the model over `tokens` `[row, query]`, written to where `self.cache` was placed.
+        """Run one forward pass of the model, writing to the placement of `self.cache`.
 
         Args:
-            tokens: ids; padding is any token.
-            step: positions, and who sees whom.
-            num_logits: how many of the last columns need logits.
-            with_hidden: whether `hidden_layers` are wanted.
+            tokens: `[row, query]` token ids; padding is any token.
+            step: positions and mask.
+            num_logits: number of last columns whose logits are needed.
+            with_hidden: whether to return the hidden states of `hidden_layers`.
         """
 
     def read(self, tokens: Tensor) -> Output:
-        """Whole texts `[row, query]` in one forward, which nobody keeps: for probes, before any row has begun."""
+        """Run one forward pass over whole sequences without keeping them, for probes.
+
+        Args:
+            tokens: `[row, query]` token ids.
+
+        Raises:
+            BadInputError: if there are rows in the cache.
+        """
         if self._by_slot:
             raise BadInputError(
                 f"expected no row in the cache, got {len(self._by_slot)}; call end(row) first"
@@ -131,14 +154,14 @@ class CachedRuntime(Runtime):
             return self.run(tokens, step, width, with_hidden=bool(self.hidden_layers))
 
     def release(self) -> None:
-        """Forget every row and give the cache back."""
+        """Remove every row and free the cache."""
         self.cache = KeyValueCache(self.device)
         self._states.clear()
         self._by_slot.clear()
 
     @property
     def num_live_rows(self) -> int:
-        """Rows that have begun and not ended."""
+        """Number of rows that have begun and not ended."""
         return len(self._by_slot)
 
     def begin(self, rows: Sequence[Row]) -> list[Hidden]:
@@ -162,9 +185,9 @@ class CachedRuntime(Runtime):
         if state is None:
             return
         last = self._by_slot.pop()
-        if last is not state:  # slots stay contiguous: the last row moves into the hole
+        if last is not state:  # slots stay contiguous: the last row moves to the free slot
             num_cached = last.length + last.num_nodes
-            if num_cached:  # a row whose prefill failed has no place in the cache yet
+            if num_cached:  # the slot of a row whose prefill failed may not be allocated
                 with torch.inference_mode():
                     self.cache.move(last.slot, state.slot, num_cached)
             last.slot = state.slot
@@ -197,7 +220,8 @@ class CachedRuntime(Runtime):
         slots = [self._states[row].slot for row in rows]
         if slots == sorted(slots):
             return self._score([self._states[row] for row in rows], draft)
-        # Rows that left or joined have shuffled the slots; in their order the cache can be read without a copy.
+        # Ended rows change the slot order. With rows in slot order the cache is read without a
+        # copy.
         order = torch.tensor(slots, device=self.device).argsort()
         scores = self._score([self._states[rows[index]] for index in order.tolist()], draft.select(order))
         back = order.argsort()
@@ -209,7 +233,7 @@ class CachedRuntime(Runtime):
         queries = queries_of(states, num_uncached, draft)
         num_queries = draft.num_nodes + 1
         width = queries.tokens.shape[1]
-        # all rows' queries lie in the last columns; only rows that had less to catch up must be gathered
+        # Logits are needed from this column on. Only rows with less to catch up must be gathered.
         first = min(num_uncached) - 1
         starts = [state.length for state in states]
         num_keys = -(-(max(starts) + width) // self._key_block) * self._key_block
@@ -234,7 +258,7 @@ class CachedRuntime(Runtime):
         return Scores(logits, hidden)
 
     def _catch_up(self, states: Sequence[CachedRow]) -> list[int]:
-        """Uncached tokens per row, at least pending; what exceeds one chunk is cached on its own first."""
+        """Return the uncached tokens per row, at least 1; rows beyond a chunk are prefilled."""
         for state in states:
             state.length = min(state.length, len(state.row.tokens) - 1)
             state.num_nodes = 0
@@ -244,10 +268,12 @@ class CachedRuntime(Runtime):
         return [len(state.row.tokens) - state.length for state in states]
 
     def _prefill(self, states: Sequence[CachedRow], with_hidden: bool = False) -> dict[Row, Hidden]:
-        """Cache all tokens but the last, rows of similar need together, `prefill_chunk` tokens a forward.
+        """Cache all tokens but the last, in forward passes of at most `prefill_chunk` tokens.
+
+        Rows with similar numbers of uncached tokens are run together.
 
         Returns:
-            Where wanted, the hidden states of what was cached, by row.
+            The hidden states of the cached tokens by row; empty unless `with_hidden`.
         """
         pieces: dict[Row, list[Hidden]] = {}
         waiting = sorted(states, key=_num_to_prefill)
@@ -281,13 +307,14 @@ class CachedRuntime(Runtime):
         return self.run(tokens, step, num_logits=self.least_logits, with_hidden=with_hidden).hidden
 
     def _place(self, states: Sequence[CachedRow], starts: Sequence[int], width: int, num_keys: int) -> None:
-        """Prepare a forward that writes each row's tokens from `starts[i]` on."""
+        """Place a forward pass that writes each row's tokens from `starts[i]` on."""
         self.cache.place(starts, width, [state.slot for state in states], num_keys)
 
     def _step(self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False) -> Step:
-        """Positions and mask of a forward; rows that stand equally far share one of each.
+        """Return positions and mask of a forward pass, shared by all rows with equal starts.
 
-        With `causal` nothing is cached yet: plain causal attention, for which there are faster kernels.
+        With `causal` nothing is cached yet: plain causal attention, for which there are faster
+        kernels.
         """
         width = queries.tokens.shape[1]
         if causal:
@@ -310,12 +337,12 @@ class CachedRuntime(Runtime):
         return Step(mask, self._in_range(positions, num_keys), num_keys, keys)
 
     def _in_range(self, positions: Tensor, num_keys: int) -> Tensor:
-        """Padding must not look up positions that the model does not have."""
+        """Return the positions, limited to the context length, which padding may exceed."""
         return positions.clamp(max=self.context_length - 1) if num_keys > self.context_length else positions
 
 
 def queries_of(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft) -> Queries:
-    """Every row's uncached tokens with its nodes right behind them; the rest is padding."""
+    """Return each row's uncached tokens followed by its nodes and by padding."""
     device = draft.tokens.device
     committed = [state.row.tokens[state.length :] for state in states]
     longest = max(num_uncached)
@@ -337,7 +364,7 @@ def queries_of(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: 
 
 
 def _joined(pieces: Sequence[Hidden]) -> Hidden:
-    """The states of successive chunks as one."""
+    """Return the hidden states of successive chunks, concatenated."""
     return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]}
 
 
@@ -346,9 +373,13 @@ def _num_to_prefill(state: CachedRow) -> int:
 
 
 def _columns(values: Tensor, num_queries: int, width: int, offsets: Tensor | None) -> Tensor:
-    """Of `[row, column, ...]`, whose last column is query `width - 1`, those of pending and the nodes.
+    """Return the columns of pending and the nodes.
 
-    `offsets` `[row, num_queries]` names the columns of a forward over `width` where rows differ.
+    Args:
+        values: `[row, column, ...]`; the last column is query `width - 1`.
+        num_queries: number of columns to return.
+        width: number of queries in the forward pass.
+        offsets: `[row, num_queries]`, query of each column to return if rows differ; else None.
     """
     if offsets is None:
         return values if values.shape[1] == num_queries else values[:, -num_queries:]

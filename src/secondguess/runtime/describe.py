@@ -1,4 +1,4 @@
-"""What a checkpoint is and what it would take, without reading its weights."""
+"""Model info and memory of a checkpoint, determined without reading its weights."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ with quiet():
     from transformers import AutoModelForCausalLM
 
 WITHOUT_LIMIT = 4096
-"""Tokens to reckon with where a model names no limit."""
+"""Context in tokens that is assumed for a model whose configuration sets no limit."""
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model that can be decoded speculatively.
+    """Model info of a model that can be decoded speculatively.
 
     Args:
-        architecture: its class in Transformers.
-        attention: layers of each kind, `full_attention` or `sliding_attention`.
-        sliding_window: tokens that a sliding layer sees; None where there is none.
+        architecture: class of the model in Transformers.
+        attention: number of layers of each type, `full_attention` or `sliding_attention`.
+        sliding_window: window of the sliding layers in tokens; None if there are none.
         vocab_size: width of the logits.
-        num_tokens: tokens that the tokenizer knows; the rest of the vocabulary is padding.
-        context_length: positions; None when the configuration names no limit.
-        dtype, device: what would be picked.
-        runtime: what would run it: `native` or `fused` if a probe at loading finds that it says the same, else
-            `transformers`.
-        not_native: why the kernels do not run it; empty where they do.
-        weights_bytes, cache_bytes: memory for the weights, and for one row that fills the context (4096 tokens
-            where there is no limit).
-        available_bytes: what there is on the device; None when the system does not say.
+        num_tokens: tokens of the tokenizer; the rest of the vocabulary is padding.
+        context_length: largest number of positions; None if the configuration sets no limit.
+        dtype, device: dtype and device that loading would choose.
+        runtime: runtime that loading would choose: `native` or `fused`, provided that a probe at
+            loading confirms it, or `transformers`.
+        not_native: reason why the kernels do not run the model; empty if they do.
+        weights_bytes, cache_bytes: memory for the weights, and for one row that fills the context
+            (4096 tokens if there is no limit).
+        available_bytes: memory available on the device; None if unknown.
     """
 
     name: str
@@ -85,15 +85,16 @@ def describe_model(
     drafts: bool = False,
     runtime: str = "auto",
 ) -> ModelDescription:
-    """Describe a model by its configuration, its tokenizer and the headers of its weights.
+    """Return model info from the configuration, the tokenizer and the headers of the weight files.
 
     Args:
         name, dtype, device, quantize, drafts, runtime: as in `load_runtime`.
 
     Raises:
-        BadInputError: a dtype, a device, a quantization or a runtime that does not exist here.
-        CheckpointError: a checkpoint that is missing, broken or of the wrong kind.
-        UnsupportedModelError: a model that cannot be decoded speculatively, or not by the runtime asked for.
+        BadInputError: if the dtype, device, quantization or runtime is not available.
+        CheckpointError: if the checkpoint is missing, broken or of the wrong kind.
+        UnsupportedModelError: if the model cannot be decoded speculatively, or not by this
+            runtime.
     """
     check_runtime(runtime)
     place = pick_device(device)
@@ -145,7 +146,7 @@ def describe_model(
 def _runtime_of(
     config: Any, dtype: torch.dtype, place: torch.device, kind: str, quantize: str | None
 ) -> dict[str, str]:
-    """The first that covers the model, among those that the one asked for leaves; as `make_runtime` before its probes."""
+    """Return the first permitted runtime that covers the model, as `make_runtime` tries them."""
     obstacle = obstacle_to_kernels(config, dtype, place)
     if obstacle is None and kind in ("auto", "native"):
         return {"runtime": "native", "not_native": ""}
@@ -158,7 +159,7 @@ def _runtime_of(
 
 
 def _attention_of(config: Any) -> dict[str, int]:
-    if config.model_type in FAMILIES:  # known to the layer; other configurations are believed
+    if config.model_type in FAMILIES:  # a configuration may name windows that are not used
         windows = FAMILIES[config.model_type].windows(config)
         return dict(Counter("sliding_attention" if window else "full_attention" for window in windows))
     kinds = getattr(config, "layer_types", None)

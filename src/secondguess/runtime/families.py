@@ -1,7 +1,8 @@
-"""How the dense decoder families differ, in words that the fused decoder understands.
+"""Descriptions of the dense decoder families that the fused decoder supports.
 
-A family is a line in `FAMILIES`. `obstacle_to_fusing` names configurations that ask for what no description has words for;
-whether the description is right is then found out by the probe in `fused.fuse`.
+Each family is one entry of `FAMILIES`. `obstacle_to_fusing` rejects configurations with features
+that a description cannot express. The probe in `fused.fuse` then checks that the description is
+correct.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Norm:
-    """Root-mean-square norm; scaled after rounding, as Llama's modules do."""
+    """Root-mean-square norm that rounds before it applies the weight, as Llama's modules do."""
 
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight.detach()
@@ -36,7 +37,7 @@ class Norm:
 
 
 class OffsetNorm(Norm):
-    """Gemma's: the weight is what the scale has more than one, and rounding comes last."""
+    """Gemma's root-mean-square norm: the scale is 1 + weight, and the result is rounded last."""
 
     def __init__(self, module: Any) -> None:
         self.weight = 1.0 + module.weight.detach().float()
@@ -48,18 +49,23 @@ class OffsetNorm(Norm):
 
 @dataclass(frozen=True)
 class Family:
-    """How a family departs from Llama: pre-norm, rotary positions, gated feed-forward, biases where it has any.
+    """Differences of a model family from Llama.
+
+    All families have Llama's structure: pre-norm, rotary positions, a gated feed-forward network,
+    and biases where the checkpoint has them.
 
     Args:
-        windows: from the configuration, how many tokens each layer sees, None for all. A configuration may name windows
-            that the family's module does not have.
-        normalises_heads: whether queries and keys pass a norm of their own, per head (Qwen3).
-        joins_projections: whether query, key and value, and gate and up, are one linear layer each (Phi-3).
-        norm: which root-mean-square norm.
-        normalises_outputs: whether what attention and feed-forward add is normalised first (Gemma 3).
-        turns_by_layer_type: whether each type of layer has its own rotary frequencies (Gemma 3).
-        scales_embeddings: whether the embedding module multiplies what it looks up (Gemma).
-        activation: the configuration's name for the activation.
+        windows: function from the configuration to each layer's sliding window in tokens, None for
+            full attention. A configuration may name windows that the family's module does not use.
+        normalises_heads: whether queries and keys are normalised per head (Qwen3).
+        joins_projections: whether query, key and value are one linear layer, and gate and up
+            another (Phi-3).
+        norm: class of the root-mean-square norms.
+        normalises_outputs: whether the outputs of attention and feed-forward are normalised before
+            they are added to the residual (Gemma 3).
+        turns_by_layer_type: whether each layer type has its own rotary frequencies (Gemma 3).
+        scales_embeddings: whether the embedding module scales its output (Gemma).
+        activation: name of the configuration field that holds the activation.
     """
 
     windows: Callable[[Any], list[int | None]]
@@ -103,16 +109,16 @@ FAMILIES = {
 }
 
 UNCOVERED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-"""Fields of a configuration that, where they are set, ask for what no description here has words for."""
+"""Configuration fields that, when set, enable features the fused decoder does not implement."""
 
 
 def can_fuse(config: Any, device: torch.device) -> bool:
-    """Whether there is a description for models with this configuration on this device."""
+    """Return whether the fused decoder covers models with this configuration on this device."""
     return obstacle_to_fusing(config, device) is None
 
 
 def obstacle_to_fusing(config: Any, device: torch.device) -> str | None:
-    """Why there is no description for models with this configuration on this device; None when there is."""
+    """Return why the fused decoder does not cover this configuration on this device, else None."""
     if device.type != "cpu":
         return f"our own decoders run on a CPU, not on {device}"
     if config.model_type not in FAMILIES:
@@ -130,18 +136,18 @@ def obstacle_to_fusing(config: Any, device: torch.device) -> str | None:
 
 
 def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
-    """Whether frequencies are the same at every length and turn whole heads."""
+    """Return whether rotary frequencies are the same at every length and rotate whole heads."""
     fixed = rope.get("rope_type", "default") not in LENGTH_DEPENDENT_ROPE
     return fixed and rope.get("partial_rotary_factor", 1.0) == 1.0
 
 
 def attention_inputs(attention: Any, family: Family) -> list[Any]:
-    """The layers that make queries, keys and values."""
+    """Return the linear layers that compute queries, keys and values."""
     if family.joins_projections:
         return [attention.qkv_proj]
     return [attention.q_proj, attention.k_proj, attention.v_proj]
 
 
 def mlp_inputs(mlp: Any, family: Family) -> list[Any]:
-    """The layers that make gate and up."""
+    """Return the linear layers that compute gate and up."""
     return [mlp.gate_up_proj] if family.joins_projections else [mlp.gate_proj, mlp.up_proj]

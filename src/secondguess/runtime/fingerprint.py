@@ -1,4 +1,4 @@
-"""Which weights are these? A hash that tells a retrained model from the one that was measured."""
+"""SHA-256 fingerprints of model weights, which differ between a measured and a retrained model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class _Stamp(NamedTuple):
-    """A file as it was when it was hashed: one that was written since has another."""
+    """Path, size and modification time of a file, which change when the file is rewritten."""
 
     path: Path
     num_bytes: int
@@ -22,14 +22,15 @@ class _Stamp(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that `hash_weights` reads, in the order of their names; none for weights in another format."""
+    """Return a model's safetensors files sorted by name, empty for weights in another format."""
     return sorted(folder.glob("*.safetensors"))
 
 
 def hash_weights(folder: Path) -> str:
-    """SHA-256 over the weight files of a model, in the order of their names.
+    """Return the SHA-256 over a model's weight files, in the order of their names.
 
-    Reads all weights, about a second per gigabyte, but only once in a process while the files stay as they are.
+    Reads all weights, about a second per gigabyte. The result is cached in the process for as long
+    as the sizes and modification times of the files stay the same.
     """
     return _hash_files(tuple([_Stamp.of(path) for path in weight_files(folder)]))
 

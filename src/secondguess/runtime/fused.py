@@ -1,10 +1,12 @@
-"""A dense decoder as a few calls per layer: the weights of a loaded Transformers module, packed and joined.
+"""Dense decoder with few calls per layer, built from the weights of a Transformers module.
 
-On a CPU a small model's time is the number of its calls. A module makes some fifty per layer and prepares masks and
-positions through several levels of Python; this makes about twenty. Formats and loading stay Transformers': the
-weights are taken from the loaded module, layer by layer, and the module's own are released on the way.
+On a CPU the time of a small model is determined by the number of its calls. A module makes some
+fifty per layer and prepares masks and positions through several levels of Python; this decoder
+makes about twenty. Transformers loads the model. Its weights are then packed and joined layer by
+layer, and the module's own are released on the way.
 
-A family is covered when `FAMILIES` names it and `reproduces` finds that the fused decoder says what the module says.
+A family is covered if it is one of the `FAMILIES` and a probe finds that the fused decoder
+reproduces the module's logits.
 """
 
 from __future__ import annotations
@@ -32,19 +34,21 @@ with quiet():
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
-"""Largest difference of a logit that rounding may explain, relative to the largest logit."""
+"""Largest difference of logits attributed to rounding, relative to the largest logit, by dtype."""
 
 PROBE_LIMIT = 4096
-"""The probe stands at the end of the context, but no further than this."""
+"""Largest end position of the probe, which otherwise uses the last positions of the context."""
 PROBE_WIDTH = 16
 
 
 def fuse(model: Any, packed: bool) -> FusedDecoder | None:
-    """The fused decoder of a module, or None when it would not say the same; the module is used up either way.
+    """Return the fused decoder of a module, or None if it would not reproduce the module's logits.
+
+    The module must not be used afterwards in either case.
 
     Args:
         model: a causal language model for which `can_fuse` holds, in evaluation mode.
-        packed: whether its products can be packed (see `packing.can_pack`).
+        packed: whether to pack its weights (see `packing.can_pack`).
     """
     if not all(type(linear) is nn.Linear for linear in _linears(model)):
         return None  # adapters and the like compute something else from the same weights
@@ -52,7 +56,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
     limit = min(context_length_of(config) or PROBE_LIMIT, PROBE_LIMIT)
     width = min(PROBE_WIDTH, limit)
     tokens = torch.arange(2 * width).remainder(model.get_input_embeddings().weight.shape[0]).reshape(2, width)
-    # Far from the start, where scaled positions differ from plain ones.
+    # late positions, at which scaled rotary embeddings differ from plain ones
     positions = torch.arange(limit - width, limit)[None]
     with torch.inference_mode():
         expected = model(input_ids=tokens, position_ids=positions.expand(2, -1), use_cache=False).logits
@@ -64,7 +68,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
 
 
 def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Logits `[row, query, vocab]`: all tokens but the last as a prefill reads them, the last as decoding does."""
+    """Return logits `[row, query, vocab]` of a prefill followed by a decode step of one token."""
     runtime = FusedRuntime(decoder)
     rows, slots = tokens.shape[0], list(range(tokens.shape[0]))
     width = tokens.shape[1] - 1
@@ -80,7 +84,7 @@ def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 def _linears(model: Any) -> Iterator[Any]:
-    """Every module that becomes a part of a product."""
+    """Yield every module that becomes part of a `Product`."""
     family = FAMILIES[model.config.model_type]
     for layer in model.model.layers:
         yield from attention_inputs(layer.self_attn, family)
@@ -90,18 +94,19 @@ def _linears(model: Any) -> Iterator[Any]:
 
 
 def reproduces(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether logits differ by no more than a share of the largest."""
+    """Return whether logits differ by at most `tolerance` times the largest expected one."""
     scale = expected.abs().max().clamp_min(1.0)
     return bool((found - expected).abs().max() <= tolerance * scale)
 
 
 @dataclass(frozen=True)
 class View:
-    """What the queries of a forward see in layers of one kind, in the form that attention reads.
+    """Attention mask of the layers of one kind, in the form that `Heads.attend` takes.
 
     Args:
-        mask: `[row or 1, 1, query * group, key]`, added to the scores; None when nothing is hidden.
-        causal: whether each query sees the queries before it and itself, and nothing is cached yet.
+        mask: `[row or 1, 1, query * group, key]`, added to the scores; None if no key is masked or
+            `causal` is True.
+        causal: whether attention is plain causal attention, with nothing cached yet.
     """
 
     mask: Tensor | None
@@ -109,7 +114,7 @@ class View:
 
 
 class Heads:
-    """How many heads of what size, their scores scaled by how much; joined in the order query, key, value."""
+    """Number, size and score scaling of a layer's heads, which are joined as query, key, value."""
 
     def __init__(self, config: Any, attention: Any) -> None:
         self.size: int = attention.head_dim
@@ -119,7 +124,13 @@ class Heads:
         self.group: int = self.num_queries // self.num_keys
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, view: View) -> Tensor:
-        """`[row, query, head * size]` from `query` `[row, query, head, size]` and what the cache holds."""
+        """Return the attention output `[row, query, head * size]`.
+
+        Args:
+            query: `[row, query, head, size]`.
+            key, value: `[row, kv_head, key, size]`, from the cache.
+            view: the mask.
+        """
         rows, width = query.shape[:2]
         if view.causal:
             mixed = functional.scaled_dot_product_attention(
@@ -131,7 +142,8 @@ class Heads:
                 enable_gqa=self.group > 1,
             )
             return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
-        # The heads that share keys are rows of one product, those of one query side by side.
+        # Query heads that share a key head are folded into the queries, those of one query
+        # adjacent.
         folded = query.reshape(rows, width, self.num_keys, self.group * self.size).transpose(1, 2)
         folded = folded.reshape(rows, self.num_keys, width * self.group, self.size)
         mixed = attend_as_several(folded, key, value, view.mask, self.scaling)
@@ -140,12 +152,12 @@ class Heads:
 
 
 class Rotary:
-    """Cosines and sines of all positions met so far, from the module's own frequencies.
+    """Table of rotary cosines and sines, computed from the module's own frequencies on demand.
 
     Args:
         module: the rotary embedding.
-        dtype: of what it turns.
-        layer_type: whose frequencies, where the module has several.
+        dtype: dtype of the table.
+        layer_type: layer type whose frequencies are used; None if the module has only one set.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, layer_type: str | None = None) -> None:
@@ -156,7 +168,10 @@ class Rotary:
         self._table = torch.empty(0)
 
     def at(self, step: Step) -> tuple[Tensor, Tensor]:
-        """`[row or 1, query, 1, size]` each, for the queries of a forward; sines as `rotate` wants them."""
+        """Return cos and sin of a forward pass's queries, `[row or 1, query, 1, size]` each.
+
+        The first half of sin is negated, as `rotate` expects.
+        """
         self.reserve(step.num_keys)
         if step.start is None:
             found = self._table[step.query_positions]
@@ -166,12 +181,15 @@ class Rotary:
         return cos, sin
 
     def table(self, num_positions: int) -> Tensor:
-        """`[position, 2 * size]`, cosines and then sines, for at least so many positions."""
+        """Return the table `[position, 2 * size]` of cosines, then sines.
+
+        It has at least `num_positions` positions.
+        """
         self.reserve(num_positions)
         return self._table
 
     def reserve(self, num_positions: int) -> None:
-        """Be ready for positions below `num_positions`."""
+        """Extend the table to at least `num_positions` positions."""
         if num_positions > self._table.shape[0]:
             self._table = self._rows(max(256, 2 * num_positions))
 
@@ -182,22 +200,23 @@ class Rotary:
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout, rounded where the modules round.
+    """Apply the rotary embedding in the half-split layout, rounding where the modules round.
 
-    The modules negate the second half of the states where this has the sine negated, to the same bits.
+    The modules negate the second half of the states; here the sine is negated, which gives the
+    same bits.
     """
     return states * cos + states.roll(states.shape[-1] // 2, -1) * sin
 
 
 class Layer:
-    """One layer: attention and feed-forward, each added to what came in.
+    """Decoder layer: attention and feed-forward with residual connections.
 
     Args:
-        module: the layer whose weights it takes.
-        family, config: how the module uses them.
-        window: how many tokens it sees; None for all.
-        turned_like: which of the decoder's rotary tables it uses.
-        packed: whether products are packed.
+        module: the layer whose weights are taken.
+        family, config: description of the module's computation.
+        window: sliding window in tokens; None for full attention.
+        turned_like: key of the rotary table that the layer uses.
+        packed: whether to pack the weights.
     """
 
     def __init__(
@@ -231,14 +250,22 @@ class Layer:
         self.down = Product.joined([mlp.down_proj], packed)
 
     def release(self) -> None:
-        """Give up the weights of the products, which live on elsewhere."""
+        """Drop the weights of the products, which the caller holds in another form."""
         for product in (self.joint, self.output, self.gate_up, self.down):
             product.weight = torch.empty(0)
 
     def forward(
         self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: View, cache: Any
     ) -> Tensor:
-        """`states` `[row, query, width]` after this layer, the model's `index`-th."""
+        """Return the output of this layer, `[row, query, width]`.
+
+        Args:
+            states: input of the layer, `[row, query, width]`.
+            index: index of the layer in the cache.
+            rotary: cos and sin from `Rotary.at`.
+            view: the attention mask.
+            cache: the `KeyValueCache`.
+        """
         rows, width, _ = states.shape
         heads = self.heads
         joint = self.joint(self.attention_norm(states)).view(rows, width, -1, heads.size)
@@ -264,11 +291,11 @@ class Layer:
 
 
 class FusedDecoder:
-    """The weights of a module, in the form that `FusedRuntime` runs.
+    """Weights of a module, in the form that `FusedRuntime` runs.
 
     Args:
-        model: a causal language model of one of the `FAMILIES`; its layers are emptied.
-        packed: whether products are packed.
+        model: a causal language model of one of the `FAMILIES`; its layers are removed.
+        packed: whether to pack the weights.
     """
 
     def __init__(self, model: Any, packed: bool) -> None:
@@ -286,39 +313,42 @@ class FusedDecoder:
         self.layers: list[Layer] = []
         for index, (window, kind) in enumerate(zip(windows, types, strict=True)):
             self.layers.append(Layer(body.layers[index], family, config, window, kind, packed))
-            body.layers[index] = nn.Identity()  # its weights live on in ours alone
+            body.layers[index] = nn.Identity()  # frees the module's weights
         self.norm = family.norm(body.norm)
         self.head = Product.joined([model.get_output_embeddings()], packed)
         self.windows = set(windows)
 
     def without(self, skipped: Sequence[int]) -> FusedDecoder:
-        """The same weights but for some layers, counted from 0.
+        """Return a decoder that shares the weights but skips some layers.
+
+        Args:
+            skipped: layers to skip, counted from 0.
 
         Raises:
-            BadInputError: no such layer, or none left.
+            BadInputError: if a layer does not exist, or none would be left.
         """
         fewer = copy.copy(self)
         fewer.layers = [self.layers[index] for index in layers_without(skipped, len(self.layers))]
         return fewer
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """States `[..., width]` as they enter the first layer."""
+        """Return the inputs of the first layer, `[..., width]`."""
         states = functional.embedding(tokens, self.embedding)
         return states if self.embedding_scale is None else states * self.embedding_scale
 
     def ends(self) -> Ends:
-        """What may be borrowed from this decoder."""
+        """Return the embeddings, final norm and head, which a drafter may share."""
         width = self.embedding.shape[1]
         return Ends(width, self.embedding.dtype, self.embed, self.norm, self.head)
 
     @property
     def num_heads_per_key(self) -> int:
-        """Query heads that share one key head, alike in all layers."""
+        """Number of query heads per key head, the same in all layers."""
         return self.layers[0].heads.group
 
 
 class FusedRuntime(LayeredRuntime):
-    """Speculation over a fused decoder.
+    """Runtime over a fused decoder.
 
     Args:
         decoder: from `fuse`.
@@ -350,13 +380,13 @@ class FusedRuntime(LayeredRuntime):
         return self._output(levels, num_logits, with_hidden)
 
     def _output(self, levels: list[Tensor], num_logits: int, with_hidden: bool) -> Output:
-        """What the states of all levels, embeddings first, say."""
+        """Return the output for the hidden states of all levels, embeddings first."""
         last = levels[-1] = self.decoder.norm(levels[-1])
         logits = self.decoder.head(last[:, -num_logits:])
         return Output(logits, {layer: levels[layer] for layer in self.hidden_layers} if with_hidden else {})
 
     def _through(self, states: Tensor, step: Step, layers: range) -> list[Tensor]:
-        """What came in, and the states `[row, query, width]` behind each of these layers."""
+        """Run these layers; return their input and each layer's output, `[row, query, width]`."""
         decoder = self.decoder
         turns = {kind: rotary.at(step) for kind, rotary in decoder.rotaries.items()}
         views = {window: self._view(step, window) for window in decoder.windows}
@@ -375,12 +405,12 @@ class FusedRuntime(LayeredRuntime):
 
     def run_rest(self, tokens: Tensor, states: Tensor, step: Step, num_layers: int) -> Output:
         levels = self._through(states, step, range(num_layers, len(self.decoder.layers)))
-        # Nobody wants a level that is missing here but the embeddings.
+        # Of the levels that were not kept, only the embeddings can be requested.
         levels = [self.decoder.embed(tokens)] + [states] * (num_layers - 1) + levels
         return self._output(levels, tokens.shape[1], bool(self.hidden_layers))
 
     def _view(self, step: Step, window: int | None) -> View:
-        """The mask of one kind of layer, folded and in the model's dtype, made once for all of them."""
+        """Return the mask of the layers of one kind, with heads folded, in the model's dtype."""
         width = step.query_positions.shape[1]
         sees_all = window is None or step.num_keys <= window
         if sees_all and step.mask is not None and step.start is not None:

@@ -1,4 +1,4 @@
-"""Runtimes that can run some of a model's layers now and the others later, for drafters that live in the first ones."""
+"""Runtimes that can run a model's first layers before the others, for early-exit drafters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from secondguess.runtime.cached import CachedRow, CachedRuntime, Output, queries
 
 @dataclass(frozen=True)
 class Ahead:
-    """What the first layers have made of a round's queries before the rest runs.
+    """Hidden states of a round's queries after the first layers, before the remaining layers run.
 
     Args:
-        rows: in the order of their slots.
-        lengths: cached tokens of each, which tell one round from the next.
-        draft: the nodes that were read.
-        states: `[row, query, width]` behind the first `num_layers` layers.
+        rows: rows in the order of their slots.
+        lengths: cached tokens of each row, which differ between rounds.
+        draft: the nodes that have been run.
+        states: `[row, query, width]`, output of the first `num_layers` layers.
+        num_layers: number of layers that have been run.
     """
 
     rows: list[Row]
@@ -34,13 +35,18 @@ class Ahead:
     num_layers: int
 
     def agrees_with(self, states: Sequence[CachedRow], draft: Draft) -> bool:
-        """Whether these queries begin a draft: the same rows as far as before, and every node that was read where it was."""
+        """Return whether these queries are a prefix of a draft.
+
+        Rows and cached lengths must be the same, and every node that was run must have kept its
+        token and parent.
+        """
         num_read = self.states.shape[1] - 1
         if [state.row for state in states] != self.rows or [state.length for state in states] != self.lengths:
             return False
         if num_read > draft.num_nodes:
             return False
-        # What was padding when it was read has neither the place nor the ancestors of a node with the same token.
+        # Padding was run with another position and other ancestors than a node with the same
+        # token.
         same = self.draft.mask[:, :num_read].clone()
         for now, then in ((draft.tokens, self.draft.tokens), (draft.parents, self.draft.parents)):
             same &= now[:, :num_read] == then[:, :num_read]
@@ -48,10 +54,10 @@ class Ahead:
 
 
 def layers_without(skipped: Sequence[int], num_layers: int) -> list[int]:
-    """The layers that are left, counted from 0.
+    """Return the layers that remain, counted from 0.
 
     Raises:
-        BadInputError: no such layer, or none left.
+        BadInputError: if a skipped layer does not exist, or none would be left.
     """
     kept = [index for index in range(num_layers) if index not in set(skipped)]
     if not kept or not all(0 <= index < num_layers for index in skipped):
@@ -62,30 +68,38 @@ def layers_without(skipped: Sequence[int], num_layers: int) -> list[int]:
 
 
 class LayeredRuntime(CachedRuntime):
-    """Keeps what the first layers said of a draft until the others are asked about it."""
+    """Runtime that keeps the first layers' output for a draft until the remaining layers run."""
 
     runs_layers_apart = True
     _ahead: Ahead | None = None
 
     @abstractmethod
     def run_first(self, tokens: Tensor, step: Step, num_known: int, num_layers: int) -> Tensor:
-        """States `[row, query, width]` behind the first layers.
+        """Run the first layers and return their output `[row, query, width]`.
 
         Args:
-            tokens: `[row, query]`, what comes after `num_known` queries that have been through these layers.
-            step: of all the queries, also the known ones.
-            num_layers: how many layers.
+            tokens: `[row, query]`, without the `num_known` queries that these layers have run
+                already.
+            step: positions and mask of all queries, including those already run.
+            num_known: number of queries before `tokens`.
+            num_layers: number of layers to run.
         """
 
     @abstractmethod
     def run_rest(self, tokens: Tensor, states: Tensor, step: Step, num_layers: int) -> Output:
-        """A whole forward's output, begun with `states` behind the first `num_layers` layers.
+        """Run the remaining layers and return the output of the whole forward pass.
 
-        Hidden states are wanted of the embeddings and of what comes behind these layers only.
+        Only called if `hidden_layers` holds no layer below `num_layers` except the embeddings.
+
+        Args:
+            tokens: `[row, query]`.
+            states: `[row, query, width]`, output of the first `num_layers` layers.
+            step: positions and mask of the queries.
+            num_layers: number of layers that have been run.
         """
 
-    # A round that was interrupted leaves behind what it read, and rows, lengths and draft may look the same again in a
-    # cache that has been written anew since.
+    # An interrupted round leaves `_ahead` behind. It must be dropped below: rows, lengths and
+    # draft may match again after the cache has been overwritten.
     def release(self) -> None:
         self._ahead = None
         super().release()
@@ -123,7 +137,7 @@ class LayeredRuntime(CachedRuntime):
     def _go_on(
         self, members: Sequence[CachedRow], draft: Draft, known: Tensor | None, num_layers: int
     ) -> tuple[Tensor, Step, Tensor]:
-        """A round's tokens, its step, and the states of all its queries behind the first layers."""
+        """Return a round's tokens, its step and the first layers' output for all its queries."""
         starts = [state.length for state in members]
         queries = queries_of(members, [1] * len(members), draft)
         tokens = queries.tokens
@@ -146,7 +160,7 @@ class LayeredRuntime(CachedRuntime):
         if ahead is None or not ahead.agrees_with(states, draft):
             return super()._score(states, draft)
         if any(0 < layer % (self.num_layers + 1) < ahead.num_layers for layer in self.hidden_layers):
-            return super()._score(states, draft)  # somebody else wants states that were not kept
+            return super()._score(states, draft)  # needs hidden states that were not kept
         with torch.inference_mode():
             tokens, step, read = self._go_on(states, draft, ahead.states, ahead.num_layers)
             output = self.run_rest(tokens, read, step, ahead.num_layers)

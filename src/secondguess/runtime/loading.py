@@ -1,4 +1,4 @@
-"""From a name or a path to a runtime, or one clear line that says why not. Never the network."""
+"""Loading of models by name or path, with clear errors. Never accesses the network."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to decode, with everything that was decided while loading it.
+    """Model ready for decoding, with the settings chosen while loading it.
 
     Attributes:
-        runtime: the model; its contract is `runtime.base`.
-        kind: which runtime that is, one of `resolve.RUNTIMES` but `auto`.
-        tokenizer: a Transformers tokenizer; None for a borrowed model.
-        name: what the user called it.
-        path: the directory it was read from; of a borrowed model that came from none that is known, its name.
-        dtype: `float64`, `float32`, `bfloat16` or `float16`; what computes, also under `quantize`.
+        runtime: the model; see `runtime.base.Runtime`.
+        kind: name of the runtime, one of `resolve.RUNTIMES` except `auto`.
+        tokenizer: a Transformers tokenizer; None for a model passed to `borrow_model`.
+        name: name or path as given by the user.
+        path: directory of the checkpoint; the name, for a model passed to `borrow_model` whose
+            directory is unknown.
+        dtype: compute dtype, also with `quantize`: `float64`, `float32`, `bfloat16` or `float16`.
         device: such as `cpu` or `cuda:0`.
         quantize: `int8`, or None.
-        end_tokens: tokens after which the model's generation configuration says to stop.
+        end_tokens: end-of-sequence tokens, from the generation configuration or else the model
+            configuration or the tokenizer.
     """
 
     runtime: CachedRuntime
@@ -62,21 +64,24 @@ class LoadedModel:
     end_tokens: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer puts around one."""
+        """Return the token ids of a text, with the special tokens that the tokenizer adds."""
         ids: list[int] = self.tokenizer(text, verbose=False).input_ids
         return ids
 
     @property
     def runtime_in_words(self) -> str:
-        """The kind of runtime, and whether it rounds weights."""
+        """Name of the runtime, with a note if the kernels hold weights in 8 bits."""
         rounded = isinstance(self.runtime, NativeRuntime) and self.runtime.decoder.eight_bits
         return f"{self.kind}, weights in 8 bits" if rounded else self.kind
 
     def module(self) -> Any:
-        """The Transformers module whose law the runtime keeps: the one that runs, or else a second copy in memory.
+        """Return the Transformers module whose distribution the runtime reproduces.
+
+        It is the module that the runtime runs, or else a second copy loaded into memory.
 
         Raises:
-            UnsupportedModelError: there is none, because the kernels rounded the weights to 8 bits themselves.
+            UnsupportedModelError: if the kernels quantised the weights, which no module
+                reproduces.
         """
         if isinstance(self.runtime, NativeRuntime) and self.runtime.decoder.eight_bits:
             raise UnsupportedModelError(
@@ -98,23 +103,29 @@ def load_runtime(
     num_cached_tokens: int = 4096,
     drafts: bool = False,
 ) -> LoadedModel:
-    """Load a causal language model and its tokenizer from a directory, the Hugging Face cache, or the box.
+    """Load a causal language model and its tokenizer.
 
     Args:
-        name_or_path: a directory, a repository in the local Hugging Face cache, `builtin` or `builtin-draft`.
+        name_or_path: a directory, a repository in the local Hugging Face cache, or a built-in
+            model (`builtin` or `builtin-draft`).
         dtype: `auto` (see `pick_dtype`), `float64`, `float32`, `bfloat16` or `float16`.
         device: `auto` (see `pick_device`), `cpu`, `cuda` or `cuda:N`.
-        quantize: `int8` keeps the linear layers' weights in 8 bits: ours where the kernels run the model, else torchao's.
-        runtime: `native` (compiled kernels, see `runtime.native`), `fused` (torch, see `runtime.fused`),
-            `transformers` (the module), or `auto`: the first of them that covers the model and says the same.
-        num_cached_tokens: cached tokens, over all rows, that must fit into memory beside the weights.
-        drafts: whether the model only drafts, so that its law may be off by a rounding where that is faster.
+        quantize: `int8` keeps the weights of linear layers in 8 bits, quantised by the kernels if
+            they run the model, else by torchao.
+        runtime: `native` (compiled kernels, see `runtime.native`), `fused` (torch, see
+            `runtime.fused`), `transformers` (the module), or `auto`: the first of them that covers
+            the model and reproduces the module's logits.
+        num_cached_tokens: cached tokens, over all rows, that must fit into memory beside the
+            weights.
+        drafts: whether the model is used for drafting only. The kernels, if they run it, then
+            quantise its weights to 8 bits, which is faster and changes probabilities slightly.
 
     Raises:
-        BadInputError: a dtype, device, quantization or runtime that does not exist here.
-        CheckpointError: a checkpoint that is missing, broken or of the wrong kind.
-        UnsupportedModelError: a model that cannot be decoded speculatively, or not by the runtime asked for.
-        OutOfMemoryError: weights and cache would not fit; nothing was allocated.
+        BadInputError: if the dtype, device, quantization or runtime is not available.
+        CheckpointError: if the checkpoint is missing, broken or of the wrong kind.
+        UnsupportedModelError: if the model cannot be decoded speculatively, or not by this
+            runtime.
+        OutOfMemoryError: if weights and cache would not fit; nothing has been allocated.
     """
     place = pick_device(device)
     path = find_checkpoint(str(name_or_path))
@@ -142,7 +153,7 @@ def load_runtime(
         and number == torch.bfloat16
         and not has_bfloat16(place)
     ):
-        # The kernels were what made bfloat16 fast here, and a probe found that they say something else.
+        # bfloat16 is only fast here with the kernels, and the probe rejected them for this model.
         del made, model
         return load_runtime(
             name_or_path,
@@ -174,22 +185,24 @@ def make_runtime(
     quantize: str | None = None,
     drafts: bool = False,
 ) -> CachedRuntime:
-    """The runtime of this kind for a loaded model, or with `auto` the fastest that says what the module says.
+    """Return a runtime for a loaded model; with `auto` the fastest that reproduces its logits.
 
     Args:
-        model: a causal language model; it is taken apart or packed.
-        read_again: gives a copy of it, for when the fused form has to be given up.
-        kind, quantize, drafts: as in `load_runtime`.
+        model: a causal language model; it must not be used by the caller afterwards.
+        read_again: loads another copy of the model, for use after a probe has failed.
+        kind: name of the runtime, as in `load_runtime`.
+        quantize, drafts: as in `load_runtime`.
 
     Raises:
-        BadInputError: no such runtime.
-        UnsupportedModelError: a model that this runtime, or any, cannot decode.
+        BadInputError: if the runtime does not exist.
+        UnsupportedModelError: if this runtime, or any, cannot decode the model.
     """
     check_runtime(kind)
     dtype, place = model.dtype, model.device
     packable = quantize is None and can_pack(dtype, place)
     if kind in ("auto", "native") and can_run_native(model.config, dtype, place):
-        # A draft model that 8 bits do not suit is still faster here than elsewhere.
+        # A draft model whose probe fails in 8 bits is tried in bfloat16, still faster than
+        # elsewhere.
         for eight_bits in [drafts or quantize is not None, *([False] if drafts and quantize is None else [])]:
             unpacked = fuse(model.eval(), packed=False)
             native = to_native(unpacked, eight_bits) if unpacked else None
@@ -215,7 +228,7 @@ def make_runtime(
 def not_covered(
     kind: str, config: Any, dtype: torch.dtype, place: torch.device, quantize: str | None
 ) -> UnsupportedModelError:
-    """What to raise of a model for which a runtime of this kind was asked in vain."""
+    """Return the error for a model that the requested runtime does not cover."""
     return UnsupportedModelError(
         f"expected a model that the {kind} runtime covers, got a {config.model_type} "
         f"({str(dtype).removeprefix('torch.')} on {place}, quantize {quantize}); use runtime auto or transformers"
@@ -232,7 +245,10 @@ def memory_need(
     drafts: bool = False,
     runtime: str = "auto",
 ) -> MemoryNeed:
-    """What `load_runtime` with these arguments would take, so that several models can be checked together."""
+    """Return the memory that `load_runtime` with these arguments would take.
+
+    Allows several models to be checked together (`memory.check_memory`).
+    """
     path = find_checkpoint(str(name_or_path))
     place = pick_device(device)
     config = read_config(path)
@@ -243,7 +259,7 @@ def memory_need(
 
 @contextmanager
 def borrow_model(model: Any) -> Iterator[LoadedModel]:
-    """The user's own model as a `LoadedModel`; given back as it was found when the context ends."""
+    """Wrap the user's own model as a `LoadedModel` and restore the model when the context ends."""
     with TransformersRuntime(model) as runtime:
         name = str(model.name_or_path)
         dtype = str(model.dtype).removeprefix("torch.")
@@ -261,7 +277,7 @@ def borrow_model(model: Any) -> Iterator[LoadedModel]:
 
 
 def _folder_of(name: str) -> str:
-    """Where Transformers read a model of this name; the name itself if it lies nowhere (any more)."""
+    """Return the directory of a model of this name, or the name itself if there is none."""
     try:
         return find_checkpoint(name) if name else name
     except CheckpointError:
@@ -269,23 +285,27 @@ def _folder_of(name: str) -> str:
 
 
 def check_vocabularies(target: LoadedModel, drafter: LoadedModel) -> None:
-    """Require that a token id means the same to both models.
+    """Check that a token id means the same to both models.
 
     Raises:
-        CheckpointError: two tokenizers.
+        CheckpointError: if the tokenizers differ.
     """
     own, other = (model.tokenizer or read_tokenizer(model.path) for model in (target, drafter))
     check_tokenizers(target.name, own, drafter.name, other)
 
 
 def check_tokenizers(target: str, own: Any, drafter: str, other: Any) -> None:
-    """Require that the tokenizers of a target and of a drafter, both by name, give a token the same id.
+    """Check that the tokenizers of a target and of a drafter give each token the same id.
 
-    Padding of the vocabulary (Qwen2.5: 151936 rows in small models, 152064 in large ones, one tokenizer) and
-    tokens that were added to one of them do not matter.
+    Padding of the vocabulary (Qwen2.5: 151936 rows in small models, 152064 in large ones, one
+    tokenizer) and tokens that were added to one of them are ignored.
+
+    Args:
+        target, drafter: names of the models, for the error message.
+        own, other: tokenizers of the target and of the drafter.
 
     Raises:
-        CheckpointError: two tokenizers.
+        CheckpointError: if the tokenizers differ.
     """
     known, guessed = _vocabulary(own), _vocabulary(other)
     if known == guessed:
@@ -299,7 +319,13 @@ def check_tokenizers(target: str, own: Any, drafter: str, other: Any) -> None:
 
 
 def pick_device(device: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU."""
+    """Return the torch device of a name.
+
+    `auto` is the first CUDA device if there is one, else the CPU.
+
+    Raises:
+        BadInputError: if the device does not exist.
+    """
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     known = ["cpu", *(f"cuda:{index}" for index in range(num_cuda))]
     if device == "auto":
@@ -312,7 +338,14 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device, config: Any, runtime: str = "auto") -> torch.dtype:
-    """`auto` is bfloat16 where the processor multiplies it in hardware or our kernels run the model, else float32."""
+    """Return the torch dtype of a name.
+
+    `auto` is bfloat16 if the hardware multiplies in bfloat16 or the kernels run the model, else
+    float32.
+
+    Raises:
+        BadInputError: if the dtype is unknown.
+    """
     if dtype == "auto":
         by_kernels = runtime in ("auto", "native") and can_run_native(config, torch.bfloat16, device)
         return torch.bfloat16 if by_kernels or has_bfloat16(device) else torch.float32
@@ -321,7 +354,15 @@ def pick_dtype(dtype: str, device: torch.device, config: Any, runtime: str = "au
 
 
 def check_quantization(quantize: str | None, by_kernels: bool = False) -> None:
-    """Refuse unknown names, and known ones whose library is missing where our kernels will not do it."""
+    """Check that a quantization is available.
+
+    Args:
+        quantize: name of the quantization, or None.
+        by_kernels: whether the kernels quantise the model, so that torchao is not needed.
+
+    Raises:
+        BadInputError: if the name is unknown, or torchao is needed and missing.
+    """
     check_quantization_name(quantize)
     if quantize is None or by_kernels:
         return
@@ -333,7 +374,11 @@ def check_quantization(quantize: str | None, by_kernels: bool = False) -> None:
 
 
 def read_config(path: str) -> Any:
-    """The configuration of a checkpoint directory."""
+    """Return the configuration of a checkpoint directory.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
     try:
         with quiet():
             raw = json.loads((Path(path) / "config.json").read_bytes())
@@ -345,7 +390,12 @@ def read_config(path: str) -> Any:
 
 
 def check_loadable(config: Any, path: str) -> None:
-    """Refuse, before any weight is read, what is not a causal language model or cannot be speculated on."""
+    """Check, before any weight is read, that a model is causal and can be decoded speculatively.
+
+    Raises:
+        CheckpointError: if it is not a causal language model.
+        UnsupportedModelError: if it cannot be decoded speculatively.
+    """
     name = f"{path} ({config.model_type})"
     check_config(config, name)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -362,10 +412,10 @@ def check_loadable(config: Any, path: str) -> None:
 
 
 def read_tokenizer(path: str) -> Any:
-    """The tokenizer in a checkpoint directory.
+    """Return the tokenizer in a checkpoint directory.
 
     Raises:
-        CheckpointError: none there, or one that cannot be read.
+        CheckpointError: if there is none, or it cannot be read.
     """
     try:
         with quiet():
@@ -389,7 +439,7 @@ def _read_model(path: str, dtype: torch.dtype) -> Any:
             )
     except SecondGuessError:
         raise
-    except Exception as error:  # safetensors, torch and Transformers raise many kinds for unreadable weights
+    except Exception as error:  # unreadable weights raise exceptions of many libraries and kinds
         raise _broken(path, "weights", error) from error
     finally:
         if bars:
@@ -401,7 +451,7 @@ def _read_model(path: str, dtype: torch.dtype) -> Any:
 
 
 def _quantize_to_int8(model: Any) -> None:
-    """Weight-only int8, one scale per output channel; a head that is tied to the embeddings stays as it is."""
+    """Quantise weights to int8 with one scale per output channel, except a tied head."""
     with quiet():
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -436,7 +486,7 @@ def _need(
 ) -> MemoryNeed:
     num_parameters = count_parameters(Path(path))
     if num_parameters is None:
-        # Weights in the older pickle format; they are rarely wider than two bytes a number.
+        # weights in the older pickle format, which rarely take more than two bytes each
         num_parameters = sum(file.stat().st_size for file in Path(path).glob("*.bin")) // 2
     by_kernels = runtime in ("auto", "native") and can_run_native(config, dtype, place)
     return estimate_memory(

@@ -1,4 +1,4 @@
-"""What a model and its cache will take, and what there is; asked before anything large is allocated."""
+"""Memory of models and their KV caches, estimated and checked before large allocations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from secondguess.errors import CheckpointError, OutOfMemoryError
 GIB = 2**30
 HEADER_LIMIT = 100_000_000
 INT8_BYTES = 1.02
-"""Bytes per weight under int8: one, and the scales of the output channels."""
+"""Bytes per weight with int8: one, plus the scales of the output channels."""
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that a model takes: its weights, and a cache of `num_cached_tokens` tokens over all rows.
+    """Memory of a model in bytes.
 
-    `loading` is what the checkpoint takes in memory until its weights have been rounded, packed or neither.
+    Args:
+        name: name of the model, for messages.
+        weights: bytes of the weights.
+        cache: bytes of a KV cache of `num_cached_tokens` tokens over all rows.
+        num_cached_tokens: size of the cache in tokens.
+        loading: bytes of the checkpoint as read, before its weights are quantised or packed.
     """
 
     name: str
@@ -39,15 +44,15 @@ class MemoryNeed:
 
     @property
     def excess(self) -> int:
-        """What loading takes beyond the total, for a while."""
+        """Bytes that loading temporarily takes beyond the total."""
         return max(0, self.loading - self.total)
 
 
 def count_parameters(directory: Path) -> int | None:
-    """Parameters in a directory's safetensors files; None when its weights are in another format.
+    """Return the number of parameters in a directory's safetensors files, None for other formats.
 
     Raises:
-        CheckpointError: a file that is not safetensors, or was cut off.
+        CheckpointError: if a file is not safetensors or is truncated.
     """
     files = sorted(directory.glob("*.safetensors"))
     return sum(_count_in_file(file) for file in files) if files else None
@@ -82,9 +87,9 @@ def estimate_memory(
     packed: bool = False,
     num_cached_tokens: int = 4096,
 ) -> MemoryNeed:
-    """Bytes for the weights and for keys and values of all layers.
+    """Return the memory of a model's weights and of the keys and values of all layers.
 
-    Packing gives a head that was tied to the embeddings a copy of its own.
+    Packing gives a head that is tied to the embeddings a copy of its own.
     """
     text = config.get_text_config()
     num_heads = text.num_attention_heads
@@ -95,7 +100,7 @@ def estimate_memory(
     loading = num_parameters * dtype.itemsize
     if packed and text.tie_word_embeddings:
         num_parameters += num_embedded
-    if quantized:  # embeddings, and a head tied to them, stay as they are
+    if quantized:  # except the embeddings, with a head that shares them
         weights = int((num_parameters - num_embedded) * INT8_BYTES) + num_embedded * dtype.itemsize
     else:
         weights = num_parameters * dtype.itemsize
@@ -103,7 +108,7 @@ def estimate_memory(
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device; None when the system does not say."""
+    """Return the bytes that can still be allocated on a device, or None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
@@ -117,16 +122,16 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def peak_of(needs: Iterable[MemoryNeed]) -> int:
-    """Bytes that models take together at most, while they are loaded one after the other."""
+    """Return the peak memory in bytes of models that are loaded one after the other."""
     needs = list(needs)
     return sum(need.total for need in needs) + max((need.excess for need in needs), default=0)
 
 
 def check_memory(needs: Iterable[MemoryNeed], device: torch.device) -> None:
-    """Refuse models that do not fit together.
+    """Check that models fit into memory together.
 
     Raises:
-        OutOfMemoryError: telling what each needs and what there is.
+        OutOfMemoryError: if they do not, with the memory of each model and the memory available.
     """
     needs = list(needs)
     available = available_memory(device)
@@ -144,15 +149,15 @@ def check_memory(needs: Iterable[MemoryNeed], device: torch.device) -> None:
 
 
 def check_cache_memory(num_tokens: int, bytes_per_token: int, device: torch.device) -> None:
-    """Refuse prompts whose keys and values do not fit; what outputs add to them is allocated as they grow.
+    """Check that the KV caches of prompts fit into memory; outputs are allocated as they grow.
 
     Args:
-        num_tokens: what the cache would have to allocate (`KeyValueCache.num_to_allocate`).
-        bytes_per_token: what a token takes in the caches of all models.
-        device: where the caches are.
+        num_tokens: tokens that the cache would have to allocate (`KeyValueCache.num_to_allocate`).
+        bytes_per_token: bytes of a token in the caches of all models.
+        device: device of the caches.
 
     Raises:
-        OutOfMemoryError: telling what they need and what there is.
+        OutOfMemoryError: if they do not fit, with the memory needed and the memory available.
     """
     available = available_memory(device)
     needed = num_tokens * bytes_per_token

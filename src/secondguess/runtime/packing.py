@@ -1,8 +1,9 @@
-"""Linear layers whose weights were laid out for the processor once, at load, instead of at every call.
+"""Linear layers whose weights are packed for the processor at loading, not in every call.
 
-On a CPU a bfloat16 product over a few rows spends more time on reading a plainly stored weight than on arithmetic. oneDNN
-can store it in the blocks its kernel reads. The numbers are the same to the last bit, which a probe checks before the
-originals are released; where it finds a difference the model stays as it was.
+On a CPU a bfloat16 product over a few rows spends more time on reading a weight in plain layout
+than on arithmetic. oneDNN can store the weight in the blocks that its kernel reads. The results
+are bit-identical. A probe checks this before the original weights are released; on a mismatch the
+model stays unpacked.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 ROWS_HINT = 8
-"""How many rows oneDNN is told to expect: blocks chosen for 8 serve 1 to 8 rows alike, those for 1 do not."""
+"""Expected number of rows given to oneDNN: blocks for 8 suit 1 to 8 rows, those for 1 do not."""
 
 
 ALIKE_ROWS = 32
-"""oneDNN sums a row of a packed product in the same order for up to so many rows, and in another one for more."""
+"""Largest number of rows for which oneDNN sums each row of a packed product in the same order."""
 
 LONGEST_DRAFT = 96
-"""More tokens than any draft has nodes, with what a row may have to catch up."""
+"""Upper bound on the nodes of a draft plus the tokens that a row may have to catch up."""
 
 
 class Product:
-    """`values @ weight.T + bias` over a weight that may be packed.
+    """Product `values @ weight.T + bias` with an optionally packed weight.
 
     Args:
         weight: `[output, input]`.
         bias: `[output]` or None.
-        packed: whether `can_pack` holds for it.
+        packed: whether to pack the weight; requires `can_pack`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, packed: bool) -> None:
@@ -42,7 +43,7 @@ class Product:
 
     @classmethod
     def joined(cls, linears: Sequence[Any], packed: bool) -> Product:
-        """One product for several linear layers that read the same values; their outputs follow one another."""
+        """Return one product for linear layers with the same input, outputs concatenated."""
         weights = [linear.weight.detach() for linear in linears]
         biases = [linear.bias for linear in linears]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -56,16 +57,22 @@ class Product:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The same weight in oneDNN's blocks; opaque to everything but `multiply`."""
+    """Return a weight in oneDNN's block layout, which only `multiply` can read."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
     return packed
 
 
 def multiply(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`[..., output]` from `values` `[..., input]` and a packed weight.
+    """Return `values @ weight.T + bias` for a packed weight, `[..., output]`.
 
-    A row's bits depend on that row alone, except in a lone prompt of more than `LONGEST_DRAFT` tokens, which is always read as
-    one and in which whole products are the faster ones.
+    A row's bits depend on that row alone. The exception is a single prompt of more than
+    `LONGEST_DRAFT` tokens: it is always prefilled on its own, and one product over all its tokens
+    is faster.
+
+    Args:
+        values: `[..., input]`.
+        packed: weight from `pack`.
+        bias: `[output]` or None.
     """
     num_rows = values.shape[:-1].numel()
     if num_rows <= ALIKE_ROWS or (values.shape[0] == 1 and num_rows > LONGEST_DRAFT):
@@ -76,13 +83,13 @@ def multiply(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiply_at_once(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    # An unusual stride would send oneDNN to a reference kernel a hundred times slower.
+    # For unusual strides oneDNN falls back to a reference kernel that is a hundred times slower.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(values.contiguous(), packed, bias, "none", [], "")
     return product
 
 
 class PackedLinear(nn.Module):
-    """A linear layer over a packed weight; `weight` keeps its shape, not its layout."""
+    """Linear layer with a packed weight; `weight` keeps its shape, but not its memory layout."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -94,7 +101,7 @@ class PackedLinear(nn.Module):
         return multiply(values, self.weight, self.bias)
 
     def unpacked(self) -> nn.Linear:
-        """The layer that this was made from."""
+        """Return the linear layer with its weight in plain layout."""
         num_outputs, num_inputs = self.weight.shape
         linear = nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
         linear.weight = nn.Parameter(self.weight.to_dense(), requires_grad=False)
@@ -103,7 +110,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packing helps: bfloat16 on a CPU whose oneDNN computes in it."""
+    """Return whether packing helps: bfloat16 on a CPU for which oneDNN supports it."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
@@ -113,13 +120,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: Any) -> bool:
-    """Replace a model's linear layers by packed ones, if it then says the same.
+    """Replace a model's linear layers by packed ones if its logits stay the same.
 
-    One layer at a time, so that no more than one weight is held twice.
+    Layers are replaced one at a time, so that at most one weight is held twice.
 
     Returns:
-        Whether it was done. A model that reads a layer's weight in its own code, or whose logits would
-        change, is left as it was.
+        True if the layers were replaced. A model that reads a layer's weight in its own code, or
+        whose logits would change, is left unchanged.
     """
     with torch.inference_mode():
         expected = _probe(model)
@@ -139,12 +146,12 @@ def pack_linears(model: Any) -> bool:
 
 
 def _linear_names(model: Any) -> Iterator[str]:
-    """Layers of exactly this class; a subclass may compute something else."""
+    """Return the names of `nn.Linear` modules, without subclasses, which may compute otherwise."""
     return (name for name, module in model.named_modules() if type(module) is nn.Linear)
 
 
 def _probe(model: Any) -> Tensor:
-    """Logits of a few tokens, uncached, over more than one row."""
+    """Return the logits of a few tokens in two rows, computed without a cache."""
     vocab_size = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(6).remainder(vocab_size).reshape(2, 3)
     logits: Tensor = model(input_ids=tokens, use_cache=False).logits

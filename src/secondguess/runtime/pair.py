@@ -1,4 +1,4 @@
-"""Do a target and its drafter fit, together and into memory? Answered without reading any weights."""
+"""Compatibility and memory of a target and a draft model, checked without reading any weights."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from secondguess.runtime.memory import MemoryNeed, available_memory, peak_of
 INT8 = "int8"
 MAX_ROWS = 100_000
 MAX_CONTEXT = 100_000_000
-"""For a model that names no limit."""
+"""Limit for a model whose configuration sets none."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model is loaded with and how much of it is asked at once.
+    """Load settings, batch size and context length that memory is planned for.
 
     Args:
         dtype, device: as in `load_runtime`.
-        rows: sequences in flight.
-        context: tokens of each of them.
+        rows: number of concurrent sequences.
+        context: tokens per sequence.
+
+    Raises:
+        BadInputError: if `rows` or `context` is out of range.
     """
 
     dtype: str = "auto"
@@ -47,16 +50,16 @@ class Demand:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a team takes with all its rows filled.
+    """Memory of a target and a drafter when all rows are full.
 
     Args:
-        demand: for how many rows of how many tokens.
-        target, drafter: weights and caches; no drafter where it has no model.
-        head_bytes: weights of what was trained for the target, 0 for nothing.
-        int8: by `target` and `drafter`, the weights if they were kept in 8 bits.
-        int8_obstacle: why the target's cannot be, as things are; empty where they can.
-        total_bytes: all of it, and what loading takes beyond that for a while.
-        available_bytes: None when the system does not say.
+        demand: rows and context that memory is planned for.
+        target, drafter: weights and caches; `drafter` is None if it has no model.
+        head_bytes: bytes of a head trained for the target, 0 if there is none.
+        int8: bytes of the weights in 8 bits, by `target` and `drafter`.
+        int8_obstacle: reason why int8 is not available for the target; empty if it is.
+        total_bytes: sum of all parts, with what loading temporarily takes beyond it.
+        available_bytes: memory available on the device; None if unknown.
     """
 
     demand: Demand
@@ -70,7 +73,7 @@ class MemoryPlan:
 
     @property
     def missing_bytes(self) -> int | None:
-        """What there is too little; 0 where all of it fits, None when nobody knows."""
+        """Bytes that are missing; 0 if everything fits, None if available memory is unknown."""
         return None if self.available_bytes is None else max(0, self.total_bytes - self.available_bytes)
 
     def as_dict(self) -> dict[str, object]:
@@ -90,10 +93,15 @@ class MemoryPlan:
 
 
 def plan_demand(target: ModelDescription, *, rows: int | None, context: int | None) -> Demand:
-    """How much to reckon with: one row, and as many tokens as `load` makes sure of, unless told otherwise.
+    """Return the rows and the context to plan memory for.
+
+    Args:
+        target: description of the target.
+        rows: number of concurrent sequences; 1 by default.
+        context: tokens per sequence; by default as many as `load` checks memory for.
 
     Raises:
-        BadInputError: a number that is absurd, or more tokens than the model has positions.
+        BadInputError: if a number is out of range, or the context exceeds the model's.
     """
     limit = _positions(target)
     if context is not None and context > limit:
@@ -111,10 +119,14 @@ def plan_memory(
     drafter_quantize: str | None = None,
     head_bytes: int = 0,
 ) -> MemoryPlan:
-    """What weights and caches will take, with caches as large as they are really allocated.
+    """Return the memory of weights and caches, with caches of the size that is really allocated.
 
     Args:
-        head_bytes: weights of what was trained for the target.
+        demand: rows and context to plan for.
+        target: description of the target.
+        drafter: description of the draft model; None if the drafter has no model.
+        quantize, drafter_quantize: quantization of the target and of the draft model.
+        head_bytes: bytes of a head trained for the target.
     """
     need = _need(demand, target, quantize, drafts=False)
     int8 = {"target": _need(demand, target, INT8, drafts=False).weights}
@@ -129,10 +141,10 @@ def plan_memory(
 
 
 def remarks_on(target: ModelDescription, drafter: ModelDescription) -> list[str]:
-    """What may differ between a target and a draft model, and does.
+    """Return remarks on permitted differences between a target and a draft model.
 
     Raises:
-        CheckpointError: what may not: two tokenizers.
+        CheckpointError: if the tokenizers differ.
     """
     check_tokenizers(target.name, read_tokenizer(target.path), drafter.name, read_tokenizer(drafter.path))
     remarks = []
@@ -162,7 +174,7 @@ def _positions(model: ModelDescription) -> int:
 
 
 def _need(demand: Demand, model: ModelDescription, quantize: str | None, drafts: bool) -> MemoryNeed:
-    # A draft model caches nothing of a row that has outgrown it.
+    # A draft model does not draft for rows longer than its own context.
     tokens = min(demand.context, _positions(model))
     cached = KeyValueCache(torch.device("cpu")).num_to_allocate(demand.rows, tokens)
     return memory_need(

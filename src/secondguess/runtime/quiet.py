@@ -1,4 +1,4 @@
-"""Keep other libraries' messages off the terminal; what matters is raised as an error of ours."""
+"""Suppression of other libraries' warnings and log messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings and no log lines below errors while libraries are imported or a checkpoint is read."""
+    """Suppress warnings and log records below ERROR, for imports and for loading checkpoints."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,5 +1,7 @@
-"""The names that loading takes, and the directory of a model. Imports neither torch nor Transformers, so that the command
-line refuses a wrong name at once."""
+"""Validation of the names that loading accepts, and lookup of a model's directory.
+
+Imports neither torch nor Transformers, so that the command line rejects a wrong name at once.
+"""
 
 from __future__ import annotations
 
@@ -15,50 +17,54 @@ RUNTIMES = ("auto", "native", "fused", "transformers")
 
 
 def check_dtype(name: str) -> None:
-    """Refuse a dtype that does not exist here.
+    """Check the name of a dtype.
 
     Raises:
-        BadInputError: naming those that do.
+        BadInputError: if it is unknown; the message lists the known names.
     """
     if name != "auto" and name not in DTYPE_NAMES:
         raise BadInputError(f"expected dtype auto, {', '.join(DTYPE_NAMES)}, got {name!r}")
 
 
 def check_device(name: str) -> None:
-    """Refuse what cannot be the name of a device; `pick_device` knows which devices this machine has.
+    """Check the form of a device name; `pick_device` checks that the device exists.
 
     Raises:
-        BadInputError: naming the forms that a device has.
+        BadInputError: if the form is unknown; the message lists the known forms.
     """
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", name):
         raise BadInputError(f"expected device auto, cpu, cuda or cuda:N, got {name!r}")
 
 
 def check_quantization_name(name: str | None) -> None:
-    """Refuse a quantization that does not exist; None is no quantization.
+    """Check the name of a quantization; None is no quantization.
 
     Raises:
-        BadInputError: naming those that do.
+        BadInputError: if it is unknown; the message lists the known names.
     """
     if name is not None and name not in QUANTIZATIONS:
         raise BadInputError(f"expected quantize {', '.join(QUANTIZATIONS)} or nothing, got {name!r}")
 
 
 def check_runtime(kind: str) -> None:
-    """Refuse the name of a runtime that does not exist.
+    """Check the name of a runtime.
 
     Raises:
-        BadInputError: naming those that do.
+        BadInputError: if it is unknown; the message lists the known names.
     """
     if kind not in RUNTIMES:
         raise BadInputError(f"expected runtime {', '.join(RUNTIMES)}, got {kind!r}")
 
 
 def find_checkpoint(name: str) -> str:
-    """Return the directory of a model that is on this machine.
+    """Return the local directory of a model.
+
+    Args:
+        name: a directory, a repository in the local Hugging Face cache, `builtin` or
+            `builtin-draft`.
 
     Raises:
-        CheckpointError: naming the places that were looked at.
+        CheckpointError: if there is none; the message lists the places that were searched.
     """
     if name in ("builtin", "builtin-draft"):
         target, drafter = builtin_paths()
@@ -70,7 +76,7 @@ def find_checkpoint(name: str) -> str:
                 f"expected a model directory in Transformers format, got {name} without a config.json"
             )
         return name
-    # What begins like a path, or has more parts than organisation and name, is the name of no repository.
+    # Repository names do not start like a path and have at most two parts, organisation and name.
     is_path = directory.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     found = None if is_path else _find_in_cache(name)
     if found is None:
@@ -85,11 +91,11 @@ def find_checkpoint(name: str) -> str:
 
 
 def _find_in_cache(name: str) -> Path | None:
-    """Return the `config.json` of a repository in the local Hugging Face cache; None where it is not there."""
+    """Return the `config.json` of a repository in the local Hugging Face cache, or None."""
     import huggingface_hub
 
     try:
         found = huggingface_hub.try_to_load_from_cache(name, "config.json")
-    except (OSError, ValueError):  # a name that no repository can have
+    except (OSError, ValueError):  # not a valid repository name
         return None
     return Path(found) if isinstance(found, str) else None

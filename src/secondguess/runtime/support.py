@@ -1,4 +1,4 @@
-"""Which models can be decoded speculatively, and why the others cannot."""
+"""Checks for whether a model can be decoded speculatively."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 def check_supported(model: Any) -> None:
-    """Refuse by name, with the reason, a model that cannot be masked or rolled back.
+    """Raise an error with the reason if a model cannot be masked or rolled back.
 
     Raises:
-        UnsupportedModelError: for encoder-decoders, recurrent and hybrid models, models that attend to both
-            sides, models without a language-modelling head, models without the attention interface.
+        UnsupportedModelError: for encoder-decoders, recurrent and hybrid models, models with
+            bidirectional attention, models without a language-modelling head, and models without
+            the attention interface of Transformers.
     """
     name = type(model).__name__
     check_config(model.config, name)
@@ -29,10 +30,10 @@ def check_supported(model: Any) -> None:
 
 
 def check_class(model_class: Any, name: str) -> None:
-    """The part of `check_supported` that needs only the class.
+    """Run the checks of `check_supported` that need only the model class.
 
     Raises:
-        UnsupportedModelError: for recurrent models, and for those without the attention interface.
+        UnsupportedModelError: for recurrent models and models without the attention interface.
     """
     if model_class._is_stateful:
         raise _refusal(name, "it has recurrent state, which cannot forget rejected tokens")
@@ -41,10 +42,11 @@ def check_class(model_class: Any, name: str) -> None:
 
 
 def check_config(config: Any, name: str) -> None:
-    """The part of `check_supported` that needs no weights.
+    """Run the checks of `check_supported` that need only the configuration.
 
     Raises:
-        UnsupportedModelError: for encoder-decoders and for layer types other than full and sliding attention.
+        UnsupportedModelError: for encoder-decoders, and for layer types other than full and
+            sliding attention.
     """
     if config.is_encoder_decoder:
         raise _refusal(name, "it is an encoder-decoder; secondguess decodes decoder-only models")
@@ -58,10 +60,11 @@ def check_config(config: Any, name: str) -> None:
 
 
 def context_length_of(config: Any) -> int | None:
-    """Positions that a model holds; None when its configuration names no limit.
+    """Return a model's largest number of positions, or None if its configuration sets no limit.
 
-    Rotary embeddings whose frequencies change with the longest row in the batch ("dynamic", "longrope") are used
-    only up to where they start to change: beyond, a row's text would depend on its neighbours.
+    Rotary embeddings whose frequencies change with the longest row in the batch ("dynamic",
+    "longrope") are used only up to the length at which they start to change: beyond it, a row's
+    output would depend on the other rows of the batch.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -77,8 +80,11 @@ def _refusal(name: str, reason: str) -> UnsupportedModelError:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether torch's products in bfloat16 are fast there. Elsewhere they are ten times slower than those in float32."""
+    """Return whether torch's bfloat16 products are fast on a device.
+
+    Elsewhere they are ten times slower than float32 products.
+    """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # torch has no public question for this in the versions we support
+    # the supported torch versions have no public function for this
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -1,4 +1,4 @@
-"""Models of a few hundred random weights: small enough to enumerate what they can say, real enough to have a cache."""
+"""Models of a few hundred random weights whose outputs can be enumerated, with a real cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ with quiet():
 
 
 def tiny_pair(vocab_size: int = 3, seed: int = 3, disagreement: float = 0.2) -> tuple[Any, Any]:
-    """A target and a drafter that resembles it, both one-layer Llamas in float32.
+    """Return a target and a similar drafter, both one-layer Llamas in float32.
 
     Args:
         vocab_size: number of tokens.
-        seed: chooses the weights; the global generator is left as it was.
-        disagreement: standard deviation of what is added to the drafter's weights, which are of order one.
+        seed: seed of the weights; the state of the global generator is preserved.
+        disagreement: standard deviation of the noise that is added to the drafter's weights, which
+            are of order one.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -39,7 +40,7 @@ def tiny_pair(vocab_size: int = 3, seed: int = 3, disagreement: float = 0.2) -> 
         drafter.load_state_dict(target.state_dict())
         for weights in drafter.parameters():
             weights.add_(disagreement * torch.randn_like(weights))
-        # Logits of order one: no token is out of the question, none is certain.
+        # logits of order one, so that no token is impossible and none is certain
         for model in (target, drafter):
             model.lm_head.weight.mul_(0.56)
     return target.eval(), drafter.eval()

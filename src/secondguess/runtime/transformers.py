@@ -1,4 +1,4 @@
-"""Any Transformers decoder as a `Runtime`, its modules unmodified."""
+"""Runtime for any Transformers decoder, with unmodified modules."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from secondguess.runtime.support import check_supported, context_length_of
 
 
 class TransformersRuntime(CachedRuntime):
-    """Speculation over a loaded model.
+    """Runtime over a Transformers module.
 
-    The model's attention implementation is set to ours until `close()`; the runtime is a context manager.
+    The model's attention implementation is replaced by `attention.IMPLEMENTATION` until `close()`.
+    The runtime is a context manager.
 
     Args:
         model: a causal language model with the attention interface; put into evaluation mode.
         hidden_layers, prefill_chunk: as in `CachedRuntime`.
 
     Raises:
-        UnsupportedModelError: naming what makes the model impossible to roll back or to mask.
+        UnsupportedModelError: if the model cannot be rolled back or masked.
     """
 
     def __init__(self, model: Any, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512) -> None:
@@ -50,7 +51,7 @@ class TransformersRuntime(CachedRuntime):
         model.eval()
 
     def close(self) -> None:
-        """Give the model back as it was found and release the cache."""
+        """Restore the model's attention implementation and mode, and release the cache."""
         self.model.set_attn_implementation(self._found_attention)
         for module, training in self._found_training.items():
             module.training = training
@@ -97,7 +98,11 @@ class TransformersRuntime(CachedRuntime):
 
 
 def last_norm(model: Any) -> Any:
-    """The norm behind a model's last layer: the last norm that stands in its body itself, outside of the layers."""
+    """Return the final norm: the last norm among the direct children of the model's body.
+
+    Raises:
+        UnsupportedModelError: if there is none.
+    """
     norms = [
         module
         for name, module in model.base_model.named_children()

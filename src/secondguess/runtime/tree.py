@@ -1,7 +1,8 @@
-"""Trees of tokens: which node sees which, how deep it hangs, and the masks that say so. Pure functions.
+"""Token trees: ancestors, node depths and attention masks. Pure functions.
 
-A forward's *queries* are a row's uncached committed tokens followed by its nodes. Seen from the forward both are
-one tree whose root is the first uncached token: a chain of committed tokens, then the draft.
+The *queries* of a forward pass are a row's uncached committed tokens followed by its draft nodes.
+Together they form one tree, rooted at the first uncached token: a chain of committed tokens, then
+the draft.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ ROOT = -1
 def hang_below(
     parents: Sequence[Sequence[int]], lengths: Sequence[int], num_uncached: Sequence[int]
 ) -> list[list[int]]:
-    """Parents of all queries, when each row's draft hangs below the last of its uncached tokens.
+    """Return the parents of all queries, each draft attached to its row's last uncached token.
 
-    Queries that pad a row are trees of their own: they see themselves only.
+    Padding queries are separate trees: they attend to themselves only.
 
     >>> hang_below([[-1, 0, -1]], lengths=[3], num_uncached=[2])
     [[-1, 0, 1, 2, 1]]
@@ -34,12 +35,13 @@ def hang_below(
 
 
 def ancestor_closure(parents: Tensor) -> Tensor:
-    """`[row, node, node]` bool: whether the second node is the first itself or one of its ancestors.
+    """Return `[row, node, node]` bool, True if the second node is the first or its ancestor.
+
+    The relation "itself or parent" is squared until paths of any depth are covered, which takes
+    log2(nodes) products.
 
     Args:
         parents: `[row, node]` int64, -1 at a root.
-
-    The relation "itself or parent" is squared until paths of any depth are covered: log2(nodes) products.
     """
     num_nodes = parents.shape[1]
     nodes = torch.arange(num_nodes, device=parents.device)
@@ -52,28 +54,35 @@ def ancestor_closure(parents: Tensor) -> Tensor:
 
 
 def depths(closure: Tensor) -> Tensor:
-    """`[row, node]` int64 number of proper ancestors of each node, from its `ancestor_closure`."""
+    """Return the number of proper ancestors of each node, `[row, node]` int64.
+
+    Args:
+        closure: `[row, node, node]` bool, from `ancestor_closure`.
+    """
     return closure.sum(-1) - 1
 
 
 def chain_mask(starts: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """`[row, 1, query, key]` bool: query `t` of a row sees the keys up to slot `starts[row] + t`, included."""
+    """Return the mask of chains, `[row, 1, query, key]` bool.
+
+    Query `t` of a row attends to the keys up to and including cache position `starts[row] + t`.
+    """
     device = starts.device
     last_seen = starts[:, None] + torch.arange(num_queries, device=device)
     return (torch.arange(num_keys, device=device) <= last_seen[:, :, None])[:, None]
 
 
 class Stairs:
-    """Chain masks of rows that stand equally far, as views of one table instead of a computation per forward.
+    """Masks of chains that start at the same position in all rows, as views of one cached table.
 
-    In the table query `t` sees key `k` up to `k = t + depth`; shifted by `depth - start` that is the mask of a
-    chain that begins at slot `start`.
+    In the table query `t` attends to key `k` if `k <= t + depth`. Shifted by `depth - start`, that
+    is the mask of a chain that begins at cache position `start`.
 
     Args:
-        device: where the table lives.
-        shown, hidden: what a mask says where a query sees a key, and where not; True and False, or what is added to
-            their score.
-        repeats: lines per query, for heads that are folded into queries.
+        device: device of the table.
+        shown, hidden: mask values of visible and masked keys: True and False, or numbers to add to
+            the scores.
+        repeats: mask lines per query, for heads that are folded into queries.
     """
 
     MOST_QUERIES = 32
@@ -91,7 +100,10 @@ class Stairs:
         self._table = torch.empty(0, 0)
 
     def mask(self, start: int, num_queries: int, num_keys: int) -> Tensor:
-        """`[1, 1, query * repeats, key]`: what `chain_mask` says for one row, in the stairs' own words."""
+        """Return `chain_mask` of one row in the values `shown` and `hidden`.
+
+        The shape is `[1, 1, query * repeats, key]`.
+        """
         if num_queries > self.MOST_QUERIES:
             return self._lines(start, num_queries, num_keys)
         if 2 * num_keys > self._table.shape[-1]:
@@ -106,11 +118,14 @@ class Stairs:
 
 
 def tree_mask(starts: Tensor, closure: Tensor, num_keys: int) -> Tensor:
-    """`[row, 1, query, key]` bool: every cached token, and of the queries one's ancestors and oneself.
+    """Return the mask of trees, `[row, 1, query, key]` bool.
+
+    Each query attends to every cached token, to its ancestors among the queries and to itself.
 
     Args:
-        starts: `[row]` int64, cached tokens per row; query `t` is written to slot `starts[row] + t`.
-        closure: `[row, query, query]` bool.
+        starts: `[row]` int64, cached tokens per row; query `t` is written to cache position
+            `starts[row] + t`.
+        closure: `[row, query, query]` bool, from `ancestor_closure`.
         num_keys: width of the mask, at least `starts + queries` of every row.
     """
     num_rows, num_queries, _ = closure.shape
@@ -120,5 +135,5 @@ def tree_mask(starts: Tensor, closure: Tensor, num_keys: int) -> Tensor:
 
 
 def query_slots(starts: Tensor, num_queries: int) -> Tensor:
-    """`[row, query]` int64: the cache slots that a row's queries are written to."""
+    """Return the cache positions that each row's queries are written to, `[row, query]` int64."""
     return starts[:, None] + torch.arange(num_queries, device=starts.device)

@@ -1,7 +1,7 @@
 """``python -m secondguess.train``: run, export or install a pair without the rest of the package.
 
-python -m secondguess.train run runs/pair --minutes 120 --corpus corpus --exclude-prompts humaneval.jsonl
-python -m secondguess.train export runs/pair elsewhere     # the weights of this moment, also while a run goes on
+python -m secondguess.train run runs/pair --minutes 120 --corpus corpus --exclude-prompts FILE
+python -m secondguess.train export runs/pair elsewhere  # latest checkpoint, also during a run
 python -m secondguess.train install runs/pair src/secondguess/builtin
 """
 

@@ -1,13 +1,15 @@
-"""Fit a predictor of acceptance to examples: binary cross-entropy on soft labels, then calibration by depth.
+"""Fit of an acceptance predictor: binary cross-entropy on soft labels, then calibration by depth.
 
-SpecDec++ (arXiv 2405.19715), section 3: label y = min(1, p(x) / q(x)) of a drafted token x, loss
+SpecDec++ (arXiv 2405.19715), section 3: a draft token x has the label y = min(1, p(x) / q(x)),
+and a predicted acceptance probability a has the loss
 
     -( y log a + w (1 - y) log(1 - a) ),   w = 6,
 
-so that the loss of a missed rejection weighs more. Every node counts, on its own prefix, by the chance that it is reached (all
-before it accepted): the policy multiplies chances under that condition, and what follows a rejection is another text. On the
-built-in pair this took the log loss of held-out paths at temperature 0 from 0.503 to 0.489 nats; the shares of SpecDec++'s
-nodes are equal.
+so that a missed rejection costs more. SpecDec++ gives all nodes the same weight. Here a node is
+weighted by the probability that it is reached, that is, that all nodes before it are accepted:
+the controller multiplies probabilities under this condition, and after a rejection the text
+continues differently. With the built-in models, the weighting lowered the log loss of held-out
+paths at temperature 0 from 0.503 to 0.489 nats.
 """
 
 from __future__ import annotations
@@ -30,18 +32,21 @@ from secondguess.train.calibration import calibrate, calibrated, path_error, sig
 Array = NDArray[numpy.float64]
 WIDTH = 16
 REPORTS = 8
-"""Lines of progress."""
+"""Approximate number of progress lines per fit."""
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How to fit.
+    """Options of a fit.
 
     Args:
-        reject_weight: w above, 1 for the plain likelihood.
+        reject_weight: w in the loss above; 1 gives the plain likelihood.
         num_epochs: passes over the nodes.
-        batch_size: nodes per step.
-        learning_rate: of Adam at the beginning; it falls to zero along a cosine.
+        batch_size: nodes per optimiser step.
+        learning_rate: initial learning rate of Adam; it decays to zero along a cosine.
+
+    Raises:
+        BadInputError: a value out of range.
     """
 
     reject_weight: float = 6.0
@@ -58,12 +63,12 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class Examples:
-    """Guesses of several nodes.
+    """Features and labels of the nodes of drafts.
 
     Args:
-        features: `[guess, depth, feature]`.
-        chances: `[guess, depth]`, how likely the target accepts each node, 0 to 1.
-        real: `[guess, depth]`, which places hold a node.
+        features: `[draft, depth, feature]`.
+        chances: `[draft, depth]`, probability that the target accepts each node.
+        real: `[draft, depth]`, True where the draft has a node; the rest is padding.
     """
 
     features: Array
@@ -77,7 +82,7 @@ class Examples:
             raise ValueError(f"shapes that do not fit: {self.features.shape}, {shapes}")
 
     def nodes(self) -> Nodes:
-        """The real nodes, one after another."""
+        """Return the nodes of all drafts, without padding."""
         reached = numpy.ones_like(self.chances)
         reached[:, 1:] = self.chances.cumprod(1)[:, :-1]
         return Nodes(
@@ -90,20 +95,32 @@ class Examples:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Features `[node, feature]`, chances `[node]` of being accepted, and chances `[node]` of being reached at all."""
+    """Features and labels of single nodes.
+
+    Args:
+        features: `[node, feature]`.
+        chances: `[node]`, acceptance probabilities.
+        reached: `[node]`, probability that all nodes before this one are accepted.
+    """
 
     features: Tensor
     chances: Tensor
     reached: Tensor
 
     def select(self, members: Tensor) -> Nodes:
-        """Those at indices `[n]`."""
+        """Return the nodes at the indices `[n]`."""
         return Nodes(self.features[members], self.chances[members], self.reached[members])
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The parts of a predictor, and how good they are (losses in nats per node; calibration errors of running products)."""
+    """Fitted parts of a predictor.
+
+    Args:
+        layers: layers of the network.
+        calibration: scale and shift per depth.
+        figures: losses in nats per node, calibration errors of running products, and sizes.
+    """
 
     layers: tuple[Layer, Layer, Layer]
     calibration: Calibration
@@ -111,7 +128,12 @@ class Fitted:
 
 
 class AcceptanceNet(nn.Module):
-    """The network of `controllers/predictor.py`, to be trained; features are brought to mean 0 and deviation 1 first."""
+    """Trainable form of the network in `controllers/predictor.py`, with standardised features.
+
+    Args:
+        mean: `[feature]`, mean of the training features.
+        deviation: `[feature]`, their standard deviation.
+    """
 
     def __init__(self, mean: Tensor, deviation: Tensor) -> None:
         super().__init__()
@@ -122,14 +144,14 @@ class AcceptanceNet(nn.Module):
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits `[node]` from features `[node, feature]`."""
+        """Return logits `[node]` for features `[node, feature]`."""
         hidden = silu(self.first((features - self.mean) / self.deviation))
         hidden = hidden + silu(self.second(hidden))
         logits: Tensor = self.last(hidden)[:, 0]
         return logits
 
     def layers(self) -> tuple[Layer, Layer, Layer]:
-        """For a predictor: the change of units becomes part of the first layer."""
+        """Return the layers for a `Predictor`, with the standardisation folded into the first."""
         with torch.no_grad():
             weights = self.first.weight / self.deviation
             biases = self.first.bias - weights @ self.mean
@@ -141,7 +163,7 @@ class AcceptanceNet(nn.Module):
 
 
 def _layer(weights: Tensor, biases: Tensor) -> Layer:
-    # Six digits: what is dropped is far below what the fit could tell.
+    # Six significant digits: the rounding error is far below the uncertainty of the fit.
     rounded = [
         numpy.array([float(f"{value:.6g}") for value in each.flatten().tolist()])
         for each in (weights, biases)
@@ -150,7 +172,13 @@ def _layer(weights: Tensor, biases: Tensor) -> Layer:
 
 
 def weighted_loss(logits: Tensor, nodes: Nodes, reject_weight: float) -> Tensor:
-    """Mean over nodes that are reached, in nats; `logits` `[node]`."""
+    """Return the mean loss in nats, each node weighted by its probability of being reached.
+
+    Args:
+        logits: `[node]`, predicted.
+        nodes: labels.
+        reject_weight: w in the loss above.
+    """
     losses = nodes.chances * softplus(-logits) + reject_weight * (1 - nodes.chances) * softplus(logits)
     return (nodes.reached * losses).sum() / nodes.reached.sum().clamp(min=1e-6)
 
@@ -158,11 +186,14 @@ def weighted_loss(logits: Tensor, nodes: Nodes, reject_weight: float) -> Tensor:
 def fit(
     training: Examples, held_out: Examples, options: FitOptions, seed: int, report: Callable[[str], None]
 ) -> Fitted:
-    """Train, calibrate on the training examples, and measure on the others.
+    """Train and calibrate on the training examples, and evaluate on the held-out ones.
 
     Args:
-        seed: of the first weights and of the order of the nodes.
-        report: told how it goes.
+        training: examples to fit.
+        held_out: examples for the figures only.
+        options: options of the fit.
+        seed: seed of the initial weights and of the order of the nodes.
+        report: callback for progress lines.
     """
     nodes, others = training.nodes(), held_out.nodes()
     with torch.random.fork_rng(devices=[]):
@@ -220,7 +251,7 @@ def _train(
 
 
 def _logits(layers: tuple[Layer, Layer, Layer], examples: Examples) -> Array:
-    """`[guess, depth]`, by the code that decoding runs."""
+    """Return logits `[draft, depth]`, computed by the code that runs during decoding."""
     network = Network(Predictor(layers, Calibration((1.0,), (0.0,))))
     num_guesses, depth, num_features = examples.features.shape
     return network.logits(examples.features.reshape(-1, num_features)).reshape(num_guesses, depth)
@@ -239,7 +270,11 @@ def _figures(
     held_out: Examples,
     options: FitOptions,
 ) -> dict[str, object]:
-    """Calibration errors on held-out text: as trained, without the bias of the weight, and calibrated."""
+    """Return calibration errors on held-out text.
+
+    The predictions are those of the trained network, those with the bias of the loss weight
+    removed, and the calibrated ones.
+    """
     logits = _logits(layers, held_out)
     ways = {
         "as_trained": sigmoid(logits),

@@ -1,12 +1,14 @@
-"""Make a predictor's chances mean what they say: sequential temperature and bias scaling, depth by depth.
+"""Calibration of acceptance probabilities: sequential temperature and bias scaling by depth.
 
-What a controller uses is the running product of the chances of a path's nodes. So the depths are calibrated in turn
-(DSpark, arXiv 2607.05147): with the earlier ones fixed, scale and shift of a depth are those under which the product up to it has
-the smallest calibration error,
+Controllers use the running product of the acceptance probabilities along a path. The depths are
+therefore calibrated in order (DSpark, arXiv 2607.05147): with the shallower depths fixed, the
+scale and shift of a depth are those with which the product up to it has the smallest expected
+calibration error,
 
     ECE = sum over bins b of |mean product in b - mean outcome in b| * share of b
 
-A shift beside the temperature is needed here: training that weighs rejections more (SpecDec++) biases every logit.
+The shift is needed because training with a higher weight on rejections (SpecDec++) biases every
+logit.
 """
 
 from __future__ import annotations
@@ -23,41 +25,50 @@ Array = NDArray[numpy.float64]
 Flags = NDArray[numpy.bool_]
 
 NUM_BINS = 20
-"""Bins of equal width over [0, 1]."""
+"""Number of bins of equal width over [0, 1]."""
 SLACK = 0.003
-"""Calibration errors that differ by less are noise: the log loss decides between them, and temperatures vary smoothly."""
+"""Smallest significant difference of calibration errors.
+
+Among smaller differences, the log loss decides, so that temperatures vary smoothly.
+"""
 FEWEST = 100
-"""A depth at which fewer guesses have a node shares the calibration of the one before it."""
+"""Minimum number of drafts with a node at a depth.
+
+From the first depth with fewer, all depths share the calibration of the last one fitted.
+"""
 LOWEST_SCALE, HIGHEST_SCALE = 0.5, 2.0
-"""An error of nothing is also had by saying the mean everywhere, so scales stay near 1."""
+"""Bounds of the scales.
+
+Predicting the mean everywhere has no calibration error either, so scales are kept near 1.
+"""
 
 
 def sigmoid(logits: Array) -> Array:
-    """Without overflow."""
+    """Return the logistic function of `logits`, computed without overflow."""
     chances: Array = 0.5 + 0.5 * numpy.tanh(logits / 2)
     return chances
 
 
 def calibration_error(predicted: Array, outcomes: Array) -> float:
-    """Expected calibration error of chances `[n]` against outcomes `[n]` from 0 to 1."""
+    """Return the expected calibration error of probabilities `[n]` for outcomes `[n]` in 0..1."""
     bins = numpy.minimum((predicted * NUM_BINS).astype(int), NUM_BINS - 1)
     gaps = numpy.bincount(bins, predicted - outcomes, NUM_BINS)
     return float(numpy.abs(gaps).sum() / len(predicted))
 
 
 def log_loss(predicted: Array, outcomes: Array) -> float:
-    """Mean negative log-likelihood, in nats."""
+    """Return the mean negative log-likelihood, in nats."""
     kept = predicted.clip(1e-6, 1 - 1e-6)
     return float(-(outcomes * numpy.log(kept) + (1 - outcomes) * numpy.log(1 - kept)).mean())
 
 
 def calibrate(logits: Array, chances: Array, real: Flags) -> Calibration:
-    """Scales and shifts for every depth.
+    """Fit a scale and a shift for every depth.
 
     Args:
-        logits: `[guess, depth]` of the network.
-        chances: `[guess, depth]`, labels from 0 to 1.
-        real: `[guess, depth]`, which of them are nodes.
+        logits: `[draft, depth]`, output of the network.
+        chances: `[draft, depth]`, acceptance probabilities as labels.
+        real: `[draft, depth]`, True where the draft has a node.
     """
     scales: list[float] = []
     shifts: list[float] = []
@@ -75,13 +86,19 @@ def calibrate(logits: Array, chances: Array, real: Flags) -> Calibration:
 
 
 def calibrated(logits: Array, calibration: Calibration) -> Array:
-    """The chances `[guess, depth]`."""
+    """Return calibrated acceptance probabilities `[draft, depth]`."""
     pairs = numpy.array([calibration.at(depth) for depth in range(logits.shape[1])])
     return sigmoid(logits * pairs[:, 0] + pairs[:, 1])
 
 
 def path_error(predicted: Array, chances: Array, real: Flags) -> float:
-    """The calibration error of running products, averaged over the depths; arguments `[guess, depth]`."""
+    """Return the calibration error of running products, averaged over the depths.
+
+    Args:
+        predicted: `[draft, depth]`, predicted acceptance probabilities.
+        chances: `[draft, depth]`, acceptance probabilities as labels.
+        real: `[draft, depth]`, True where the draft has a node.
+    """
     products, outcomes = predicted.cumprod(1), chances.cumprod(1)
     errors = [
         calibration_error(products[there, depth], outcomes[there, depth])
@@ -92,7 +109,7 @@ def path_error(predicted: Array, chances: Array, real: Flags) -> float:
 
 
 def _best(logits: Array, products: Array, outcomes: Array) -> tuple[float, float]:
-    """Scale and shift for one depth, by a search that narrows down."""
+    """Return scale and shift for one depth, found by a grid search that is refined three times."""
     tried: list[tuple[float, float, float, float]] = []
     centre, span = (1.0, 0.0), 1.0
     for _ in range(4):
@@ -107,7 +124,7 @@ def _best(logits: Array, products: Array, outcomes: Array) -> tuple[float, float
 
 
 def _around(centre: tuple[float, float], span: float) -> Iterator[tuple[float, float]]:
-    """A grid over scales up to a factor of 2^span and shifts up to 4 span away."""
+    """Yield a grid of scales within a factor of 2^span and shifts within 4 span of `centre`."""
     for step in numpy.linspace(-span, span, 7):
         scale = min(max(centre[0] * 2**step, LOWEST_SCALE), HIGHEST_SCALE)
         for shift in numpy.linspace(-4 * span, 4 * span, 13):
@@ -115,5 +132,8 @@ def _around(centre: tuple[float, float], span: float) -> Iterator[tuple[float, f
 
 
 def undone(logits: Array, reject_weight: float) -> Array:
-    """Chances without the bias of a weighted loss, whose minimum is at logit a - log w."""
+    """Return probabilities without the bias of the weighted loss.
+
+    For a label y and a weight w, the loss has its minimum at the logit log(y / (1 - y)) - log w.
+    """
     return sigmoid(logits + math.log(reject_weight))

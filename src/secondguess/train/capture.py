@@ -1,7 +1,8 @@
-"""What the target thinks of a text: its hidden states, read again for every batch or once to disk.
+"""Hidden states of the target for training texts, computed per batch or stored on disk once.
 
-Both ways go through the runtime that decodes, so any dtype and any runtime will do. On disk a state takes two bytes per
-number: 1,000 texts of 512 tokens from 4 layers of width 4096 are 17 GB, which is why the default is to read again.
+Both ways use the runtime that also decodes, so any dtype and any runtime can be used. Stored
+states take two bytes per number: 1,000 texts of 512 tokens with 4 layers of width 4096 take
+17 GB, so the default is to compute them again for every batch.
 """
 
 from __future__ import annotations
@@ -27,28 +28,31 @@ from secondguess.train.files import write_atomically
 from secondguess.train.lessons import Batch, TaughtText
 
 LAST = -1
-"""The layer whose states say the target's law."""
+"""Index of the last, normalised hidden states, from which the LM head computes the logits."""
 GIGABYTE = 1_000_000_000
 TEXTS_PER_MARK = 32
-"""After so many texts a capture to disk notes how far it is."""
+"""Number of texts after which a capture to disk records its progress."""
 
 Report = Callable[[str], None]
 
 
 class Capture(Protocol):
-    """Makes lessons out of batches."""
+    """Source of the target's hidden states for batches of texts."""
 
     def lesson(self, batch: Batch) -> Lesson:
-        """The batch with the target's states, in float32 on the target's device."""
+        """Return the batch with hidden states, in float32 on the target's device."""
         ...
 
 
 class LiveCapture:
-    """Reads every batch with the target when it is asked for.
+    """Capture that runs the target on every batch when it is requested.
 
     Args:
-        target: shows its hidden states.
-        layers: which, beside the last.
+        target: runtime that can return hidden states.
+        layers: layers to return in addition to the last.
+
+    Raises:
+        UnsupportedModelError: a runtime that returns no hidden states.
     """
 
     def __init__(self, target: Runtime, layers: Sequence[int]) -> None:
@@ -61,8 +65,8 @@ class LiveCapture:
         return padded_lesson(batch, self.states(texts), self.target.device)
 
     def states(self, texts: Sequence[list[int]]) -> list[Hidden]:
-        """Per text the states `[position, width]` behind each of its tokens, in the target's dtype."""
-        # A runtime reads all tokens but the last: one more is put behind, and never read.
+        """Return per text and layer the states `[position, width]`, in the target's dtype."""
+        # `begin` caches all tokens but the last, so a token that is never processed is appended.
         rows = [Row([*text, 0], SamplingParams(max_tokens=1)) for text in texts]
         with ExitStack() as at_the_end:
             for row in reversed(rows):
@@ -72,14 +76,14 @@ class LiveCapture:
 
 
 class StoredCapture:
-    """Reads the target's states from disk; `fill` puts them there.
+    """Capture that reads hidden states from disk; `fill` writes them.
 
     Args:
-        folder: of the files.
-        texts: whose states they are.
-        layers: which, beside the last.
-        target: who thought them.
-        dtype: `float16` or `bfloat16`, of the files.
+        folder: folder of the files.
+        texts: texts to which the states belong.
+        layers: layers to store in addition to the last.
+        target: runtime that computes the states.
+        dtype: dtype of the files, `float16` or `bfloat16`.
     """
 
     def __init__(
@@ -97,20 +101,21 @@ class StoredCapture:
 
     @property
     def num_bytes(self) -> int:
-        """What all files take."""
+        """Size of all files in bytes."""
         itemsize: int = self.dtype.itemsize
         return self._starts[-1] * self.target.ends().width * itemsize * len(self.layers)
 
     def fill(self, gigabytes: float, report: Report, pause: Callable[[], None] = lambda: None) -> None:
-        """Read all texts once, from wherever an earlier call was cut off.
+        """Compute and store the states of all texts, continuing an interrupted call.
 
         Args:
-            gigabytes: that it may take.
-            report: told what it takes.
-            pause: called where nothing is lost; may raise.
+            gigabytes: maximum size of the files.
+            report: callback for a line with the size.
+            pause: called after each recorded progress; may raise without losing work.
 
         Raises:
-            BadInputError: more than so many gigabytes, or than the disk has left.
+            BadInputError: files larger than `gigabytes` or than the free disk space, or states
+                outside the range of the dtype.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         done = self._num_done()
@@ -146,20 +151,23 @@ class StoredCapture:
         return padded_lesson(batch, hidden, self.target.device)
 
     def _num_done(self) -> int:
-        """Texts whose states are on disk; none where those are of other layers, as another version of a head wants
-        them, or in other numbers, as another machine writes them."""
+        """Return the number of texts whose states are on disk.
+
+        It is 0 if the files have other layers, as for another version of a head, or another dtype,
+        as from another machine.
+        """
         mark = self.folder / "captured.json"
         found = json.loads(mark.read_text()) if mark.is_file() else {}
         return int(found["num_texts"]) if found.items() >= self._what().items() else 0
 
     def _what(self) -> dict[str, object]:
-        """What the files hold."""
+        """Return the layers and dtype of the files, as recorded with the progress."""
         return {"layers": list(self.layers), "dtype": str(self.dtype)}
 
     def _open(self, mode: str) -> None:
         shape = (self._starts[-1], self.target.ends().width)
         for layer in self.layers:
-            # numpy has no bfloat16: the files hold the bits.
+            # NumPy has no bfloat16: the bits are stored as int16.
             path = self.folder / f"layer_{layer}.npy"
             if mode == "w+":
                 self._maps[layer] = numpy.lib.format.open_memmap(path, "w+", numpy.int16, shape)
@@ -183,7 +191,7 @@ class StoredCapture:
 
 
 def padded_lesson(batch: Batch, hidden: Sequence[Hidden], device: torch.device) -> Lesson:
-    """A batch with states per row, padded with zeros, all on one device."""
+    """Return a batch with hidden states per row, padded with zeros, all on one device."""
     width = batch.tokens.shape[1]
     layers = {
         layer: torch.stack([_padded(of_row[layer].float(), width) for of_row in hidden]).to(device)
@@ -199,10 +207,12 @@ def _padded(states: Tensor, length: int) -> Tensor:
 
 
 def ends_for_learning(target: Runtime) -> Ends:
-    """The target's ends in float32 for the head, whatever the target computes in.
+    """Return the target's embeddings, final norm and LM head, frozen and with float32 outputs.
+
+    They still compute in the target's dtype.
 
     Raises:
-        UnsupportedModelError: ends that no gradient passes.
+        UnsupportedModelError: an LM head that does not propagate gradients.
     """
     ends = target.ends()
     for part in (ends.embed, ends.normalise, ends.unembed):

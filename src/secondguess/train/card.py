@@ -1,4 +1,4 @@
-"""The model cards: every number in them is read from the run that made the models."""
+"""Model cards of a trained pair, with every number read from the training run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLE_PROMPTS = (
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What one training stage took."""
+    """Steps, tokens and minutes of training recorded in a checkpoint."""
 
     steps: int
     tokens: int
@@ -44,7 +44,7 @@ class StageFacts:
 
 
 def machine() -> str:
-    """The kind of machine, without its name."""
+    """Return a description of the machine, without its host name."""
     processor = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Training checkpoints: the whole state of a run in one file."""
+"""Training checkpoints: one file with the whole state of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from secondguess.train.model import Decoder, ModelShape
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The content of a training checkpoint, or an error that says what to do."""
+    """Return the content of a training checkpoint.
+
+    Raises:
+        CheckpointError: a file that is missing, unreadable or incomplete.
+    """
     if not path.is_file():
         raise CheckpointError(
             f"there is no training checkpoint at {path}; start the run with `secondguess train pair`"

@@ -1,8 +1,9 @@
-"""Python source as training text: found, filtered, split by file, deduplicated and described in a manifest.
+"""Python source as training text: collection, filtering, deduplication, split and manifest.
 
-Two kinds of document come out of a file. The *file* itself, and each short, documented top-level *function* on its
-own: signature, docstring, body, which is the form in which people ask a small model to complete code. A file goes to
-the training side or to the held-out side as a whole, and its functions go with it, so nothing leaks between the sides.
+Each file yields two kinds of documents: the *file* itself, and each short, documented top-level
+*function* on its own (signature, docstring, body), the typical form of a completion prompt. A
+file and its functions are either all in the training set or all held out, so that no held-out
+function is trained on as a part of its file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PERMISSIVE = re.compile(
     r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation|0BSD|HPND|Unlicense|CC0|Zlib)\b", re.I
 )
 RESTRICTED = re.compile(r"GPL|Mozilla|MPL|Eclipse|EPL|CDDL|EUPL|CC-BY-NC|Proprietary|Commercial", re.I)
-# Tests, copies of other packages, and folders that hold tables rather than programs.
+# Tests, vendored packages, and folders with tables rather than programs.
 SKIPPED = (
     "test tests testing idle_test fixtures _vendor vendor vendored externals extern third_party site-packages "
     "dist-packages pip data datasets locale locales unicode encodings lexers lexer validator validators lib2to3 idlelib "
@@ -38,7 +39,7 @@ LARGEST_PER_PACKAGE = 3_000_000
 
 @dataclass(frozen=True)
 class Package:
-    """One source of text, as the model card names it."""
+    """Package whose source is used, as listed in the model card."""
 
     name: str
     version: str
@@ -55,7 +56,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by side, with the packages they came from."""
+    """Training and held-out documents, with the packages they come from."""
 
     training: list[Document]
     held_out: list[Document]
@@ -74,8 +75,8 @@ class Corpus:
 
 
 def licence_of(metadata: importlib.metadata.PackageMetadata) -> str:
-    """The licence a package declares, shortened; empty where it declares none."""
-    fields = metadata.json  # the one view of the metadata that has optional fields in its type
+    """Return the licence that a package declares, shortened; empty if it declares none."""
+    fields = metadata.json  # the only view of the metadata whose type allows missing fields
     lines = [str(line) for line in fields.get("classifier", [])]
     classifiers = [line.split("::")[-1].strip() for line in lines if "License ::" in line]
     free_text = str(fields.get("license", "")).strip()
@@ -89,12 +90,15 @@ def is_permissive(licence: str) -> bool:
 
 
 def is_held_out(content: bytes, one_in: int = 50) -> bool:
-    """Which side a file belongs to, from its content alone: the same file falls on the same side everywhere."""
+    """Return whether a file is held out, from a hash of its content.
+
+    Every run therefore holds out the same files.
+    """
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % one_in == 0
 
 
 def is_ordinary(text: str) -> bool:
-    """Whether a file looks written by a person for people, and not generated, tabular or packed."""
+    """Return whether a file looks handwritten, rather than generated, tabular or packed."""
     if not 200 <= len(text) <= LARGEST_FILE or "\0" in text:
         return False
     lines = text.split("\n")
@@ -109,7 +113,7 @@ def is_ordinary(text: str) -> bool:
 
 
 def documented_functions(text: str, most_lines: int = 60) -> Iterator[str]:
-    """Each short top-level function or method-like static helper with a docstring, as a text of its own."""
+    """Yield each short top-level function with a docstring as a text of its own."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -136,7 +140,7 @@ def _read(path: Path) -> str | None:
 
 
 def _without_licence_header(text: str) -> str:
-    """The text without a leading block of comments that is a licence: repeated thousands of times, it teaches nothing."""
+    """Return the text without a leading licence comment, which many files repeat."""
     lines = text.split("\n")
     end = 0
     while end < len(lines) and (lines[end].startswith("#") or not lines[end]):
@@ -154,7 +158,7 @@ def _wanted(relative: Path) -> bool:
 
 
 def standard_library() -> tuple[Package, list[Path]]:
-    """The running interpreter's own library (Python Software Foundation licence)."""
+    """Return the running interpreter's library (Python Software Foundation licence)."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in sorted(root.rglob("*.py")) if _wanted(path.relative_to(root))]
     version = ".".join(map(str, sys.version_info[:3]))
@@ -162,7 +166,7 @@ def standard_library() -> tuple[Package, list[Path]]:
 
 
 def installed_packages(directory: Path) -> Iterator[tuple[Package, list[Path]]]:
-    """Permissively licensed packages installed in ``directory``, with their Python files."""
+    """Yield permissively licensed packages installed in ``directory``, with their Python files."""
     for distribution in sorted(
         importlib.metadata.distributions(path=[str(directory)]), key=lambda d: d.metadata["Name"]
     ):
@@ -181,7 +185,11 @@ def installed_packages(directory: Path) -> Iterator[tuple[Package, list[Path]]]:
 
 
 def forbidden_fingerprints(prompts: Path | None) -> list[str]:
-    """Normalised signature and docstring of every evaluation prompt, which no training text may contain."""
+    """Return the last signature and docstring of each evaluation prompt, word characters only.
+
+    Args:
+        prompts: JSON-lines file with a ``prompt`` per line; None for no prompts.
+    """
     if prompts is None:
         return []
     fingerprints = []
@@ -197,7 +205,11 @@ def _normalised(text: str) -> str:
 
 
 class _Screen:
-    """Recognises evaluation prompts in a text, cheaply: full comparison only where a first fragment matches."""
+    """Detector of evaluation prompts in a text.
+
+    Only the first 40 word characters of each signature and docstring are compared, so a text may
+    also be excluded because of a function that merely begins alike.
+    """
 
     def __init__(self, prompts: Path | None) -> None:
         self.fingerprints = forbidden_fingerprints(prompts)
@@ -217,7 +229,18 @@ def build_corpus(
     forbidden_prompts: Path | None = None,
     most_bytes: int | None = None,
 ) -> Corpus:
-    """Collect, filter, deduplicate and split. ``forbidden_prompts`` is a JSON-lines file of evaluation prompts."""
+    """Collect, filter, deduplicate and split Python source.
+
+    Args:
+        directories: folders of installed packages.
+        include_standard_library: whether the running interpreter's library is included.
+        forbidden_prompts: JSON-lines file of evaluation prompts; files that contain one are
+            excluded.
+        most_bytes: size of the text after which no more is collected.
+
+    Raises:
+        BadInputError: a directory that does not exist, or no usable file.
+    """
     sources = [standard_library()] if include_standard_library else []
     for directory in directories:
         if not directory.is_dir():
@@ -231,7 +254,7 @@ def build_corpus(
     packages: list[Package] = []
     for package, files in sources:
         taken, size = 0, 0
-        # Ordering by digest makes a capped package a sample of its files and not the start of its alphabet.
+        # Ordered by digest, a package that exceeds the limit is sampled, not cut alphabetically.
         for path in sorted(files, key=lambda path: hashlib.sha256(path.name.encode()).digest()):
             if size > LARGEST_PER_PACKAGE or (most_bytes is not None and total > most_bytes):
                 break

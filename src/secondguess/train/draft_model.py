@@ -1,6 +1,7 @@
-"""A small Llama that learns its target's law, for any target: a draft model where the family has none.
+"""Small Llama draft model, for targets whose model family has no small member.
 
-It shares the target's tokenizer and starts from the target's embeddings, brought to its own width.
+It uses the target's tokenizer and is initialised from the target's embeddings, projected to its
+own width.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ with quiet():
 
 HEAD_SIZE = 64
 WIDEST = 512
-"""A draft model is no wider than its target, nor than this, unless asked to be."""
+"""Maximum default width of a draft model; by default it is also no wider than its target."""
 
 
 class DraftModel(Learner):
-    """Learns as a head does, but reads tokens alone.
+    """Draft model that is trained like a head but reads tokens only, no hidden states.
 
     Args:
         model: a `LlamaForCausalLM` over the target's vocabulary.
-        dtype: to be saved in.
+        dtype: dtype of the saved weights.
     """
 
     hidden_layers = ()
@@ -51,18 +52,20 @@ class DraftModel(Learner):
         width: int,
         device: torch.device | None = None,
     ) -> DraftModel:
-        """A model of random layers between the target's embeddings, drawn from torch's generator.
+        """Return a draft model with random layers and the target's embeddings at its own width.
+
+        The weights are drawn from torch's global generator.
 
         Args:
-            target: the target's configuration, for the ids of its special tokens, its context and its dtype.
-            vocab_size: of the target's logits.
-            ends: of the target.
-            num_layers: of the draft model.
-            width: of it, a multiple of 64; 0 for the target's, cut to 512.
-            device: of the target.
+            target: configuration of the target, for special tokens, context length and dtype.
+            vocab_size: size of the target's logits.
+            ends: embeddings, final norm and LM head of the target.
+            num_layers: number of layers of the draft model.
+            width: hidden size, a multiple of 64; 0 for the target's, reduced to at most 512.
+            device: device of the target.
 
         Raises:
-            BadInputError: a width that heads of size 64 do not divide.
+            BadInputError: a width that is not a multiple of the head size, 64.
         """
         width = width or max(HEAD_SIZE, min(ends.width, WIDEST) // HEAD_SIZE * HEAD_SIZE)
         if width % HEAD_SIZE:
@@ -89,7 +92,7 @@ class DraftModel(Learner):
 
     def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
         states = self.model.model(input_ids=lesson.tokens, use_cache=False).last_hidden_state
-        # The state at a place guesses the token behind it.
+        # The hidden state at a position predicts the next token.
         counts = lesson.counts[:, 1:]
         draft_logits = self.model.lm_head(states[:, :-1][counts])
         with torch.no_grad():
@@ -99,20 +102,25 @@ class DraftModel(Learner):
         return Marks([loss], [mean_where(overlap(target_logits, draft_logits), there)])
 
     def save(self, folder: Path) -> None:
-        """Write it in Transformers format, without a tokenizer."""
+        """Write the model in Transformers format, without a tokenizer."""
         save_model(self.model, folder, self.dtype)
 
 
 def embeddings_of_width(embeddings: Tensor, width: int) -> Tensor:
-    """`[vocab, width]`, with inner products as near as can be to those of `embeddings` `[vocab, any]`, of norm 1 on average.
+    """Return embeddings `[vocab, width]` that best preserve the inner products of `embeddings`.
 
-    Their leading singular directions; a wider table is filled up with zeros.
+    They are projections on the leading singular directions, padded with zeros if `width` is
+    larger, and scaled to norm 1 on average.
+
+    Args:
+        embeddings: `[vocab, any]`.
+        width: width of the result.
     """
     table = embeddings.double()
     _, directions = torch.linalg.eigh(table.T @ table)
     leading = table @ directions.flip(1)[:, :width]
     filled = torch.zeros(len(table), width, dtype=torch.float64)
     filled[:, : leading.shape[1]] = leading
-    # A fresh model's logits then have the spread of a fresh model.
+    # With norm 1 on average, logits have the spread of a freshly initialised model.
     scaled: Tensor = filled / filled.norm(dim=1).mean().clamp_min(1e-9)
     return scaled.float()

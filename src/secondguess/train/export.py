@@ -1,4 +1,4 @@
-"""A trained decoder as a directory that Transformers loads, and back."""
+"""Export of a trained decoder to a Transformers model directory, and import from one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ with quiet():
 
 
 def llama_config(shape: ModelShape, end_token: int) -> Any:
-    """The shape as Transformers describes it."""
+    """Return the Transformers configuration of a shape."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -51,7 +51,7 @@ def llama_config(shape: ModelShape, end_token: int) -> Any:
 def export_model(
     decoder: Decoder, tokenizer: Tokenizer, directory: Path, *, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write configuration, weights and tokenizer; each file appears whole or not at all."""
+    """Write configuration, weights and tokenizer, each file atomically."""
     end_token = end_token_id(tokenizer)
     weights = {name: weight.detach().to(dtype).contiguous() for name, weight in decoder.state_dict().items()}
     with whole_files(directory) as fresh:
@@ -65,33 +65,38 @@ def export_model(
 
 @contextmanager
 def whole_files(directory: Path) -> Iterator[Path]:
-    """A folder to write into, whose files then move to `directory`, each whole; none of them when writing fails."""
+    """Yield a temporary folder whose files are then moved to `directory`, each atomically.
+
+    No file is moved if writing fails.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         fresh = Path(temporary)
         yield fresh
         for path in sorted(fresh.iterdir()):
-            shutil.copyfile(
-                path, f"{path}.whole"
-            )  # a fresh file takes the usual permissions, a temporary one is private
+            # A copy has the default permissions, a file written as temporary is private.
+            shutil.copyfile(path, f"{path}.whole")
             os.replace(f"{path}.whole", directory / path.name)
 
 
 def saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of a checkpoint with this configuration; float32 where it names none."""
+    """Return the dtype that a configuration names; float32 if it names none or an unknown one."""
     name = str(config.get("dtype") or "float32").removeprefix("torch.")
     return DTYPES.get(name, torch.float32)
 
 
 def save_model(model: Any, directory: Path, dtype: torch.dtype) -> None:
-    """Write a Transformers model, converted in place, without its tokenizer; each file appears whole or not at all."""
+    """Write a Transformers model without its tokenizer, each file atomically.
+
+    The model is converted to `dtype` in place.
+    """
     with whole_files(directory) as fresh, without_bars():
         model.to(dtype).save_pretrained(fresh)
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Transformers reads and writes models without a word."""
+    """Suppress progress bars and messages of Transformers."""
     transformers_logging.disable_progress_bar()
     try:
         with quiet():
@@ -101,14 +106,21 @@ def without_bars() -> Iterator[None]:
 
 
 def _name_tokenizer_class(path: Path) -> None:
-    """Name the class as every version of Transformers knows it; version 5 writes a name that only it understands."""
+    """Set a tokenizer class that every version of Transformers accepts.
+
+    Version 5 writes a name that earlier versions do not accept.
+    """
     content = json.loads(path.read_text(encoding="utf-8"))
     content["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def load_exported(directory: Path) -> Decoder:
-    """A decoder from a directory that ``export_model`` wrote."""
+    """Return the decoder in a directory written by ``export_model``.
+
+    Raises:
+        CheckpointError: a directory that ``export_model`` did not write.
+    """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         shape = ModelShape(

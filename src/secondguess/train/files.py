@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, in folders that were tried before the work began."""
+"""Atomic writing of files, and a check that an output folder can be written to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from secondguess.errors import BadInputError
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Write beside ``path`` and rename at the end: an interruption leaves the earlier file as it was."""
+    """Open a temporary file that replaces ``path`` at the end.
+
+    An interruption leaves the previous file unchanged.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as stream:
@@ -27,18 +30,21 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def require_folder(folder: Path, option: str) -> None:
-    """See that files can be written into a folder, which may not be there yet, before work that ends in it. Makes nothing.
+    """Check that files can be written into a folder, which may not exist yet; create nothing.
+
+    Called before long work, so that an unusable output folder is reported at once.
 
     Args:
-        option: who named it.
+        folder: output folder.
+        option: command-line option that names it, for the error message.
 
     Raises:
-        BadInputError: it is a file, or lies where nothing can be written.
+        BadInputError: the folder is a file, or it cannot be created or written to.
     """
     if folder.is_file():
         raise BadInputError(f"expected a folder for {option}, got the file {folder}")
     try:
-        # What is missing will be made in the nearest folder that is there.
+        # Missing folders will be created in the nearest existing one.
         nearest = next((each for each in (folder, *folder.parents) if each.exists()), Path())
         with TemporaryFile(dir=nearest):
             pass

@@ -1,4 +1,4 @@
-"""How a trained decoder becomes a deeper one without forgetting."""
+"""Extension of a trained decoder by further layers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ _WRITES_RESIDUAL = ("o_proj.weight", "down_proj.weight")
 
 
 def deepened(decoder: Decoder, num_layers: int) -> tuple[Decoder, dict[str, str]]:
-    """A copy of ``decoder`` with ``num_layers`` layers.
+    """Return a copy of ``decoder`` with ``num_layers`` layers.
 
-    A multiple of its depth repeats the stack (G_stack, arXiv 2405.15319). Any other depth spreads new layers evenly
-    behind old ones: each is a copy of the layer before it whose two outputs are zero, so the model says what it said
-    before (LLaMA Pro, arXiv 2401.02415).
+    For a multiple of its depth, the stack is repeated (G_stack, arXiv 2405.15319). For any other
+    depth, new layers are spread evenly: each is a copy of the layer before it whose two output
+    projections are zero, so that the outputs of the model do not change (LLaMA Pro, arXiv
+    2401.02415).
 
     Returns:
-        The deeper decoder, and for each of its parameters that was taken over unchanged the name it had.
+        The deeper decoder, and a mapping from the names of its parameters that are not of new
+        layers to their previous names.
+
+    Raises:
+        BadInputError: fewer layers than the decoder has.
     """
     depth = decoder.shape.num_layers
     if num_layers < depth:
@@ -44,7 +49,7 @@ def deepened(decoder: Decoder, num_layers: int) -> tuple[Decoder, dict[str, str]
 
 
 def layer_sources(depth: int, num_layers: int) -> list[tuple[int, bool]]:
-    """Per layer of the deeper model, the old layer that it copies and whether it begins as the identity.
+    """Return per layer of the deeper model the layer it copies, and whether it is the identity.
 
     >>> layer_sources(3, 4)
     [(0, False), (1, False), (2, False), (2, True)]

@@ -1,4 +1,4 @@
-"""The card of a trained drafter: README.md and secondguess.json, every figure read from the run."""
+"""Card of a trained drafter: README.md and secondguess.json, with figures read from the run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from secondguess.heads.files import Provenance
 from secondguess.train.files import write_atomically
 
 RESTED = "none: the controller let the drafter rest, nothing was drafted"
-"""What is told in place of a speed-up where both runs were plain decoding."""
+"""Text shown instead of a speed-up if nothing was drafted, so both runs were plain decoding."""
 
 
 def write_card(folder: Path, provenance: Provenance, how_to_use: str) -> None:
-    """Write both files beside the weights.
+    """Write both files into the folder of the weights.
 
     Args:
-        folder: of the drafter.
-        provenance: all that is known of it.
-        how_to_use: a command.
+        folder: folder of the drafter.
+        provenance: target, training and figures of the drafter.
+        how_to_use: command that runs the drafter.
     """
     provenance.write(folder)
     with write_atomically(folder / "README.md") as stream:
@@ -28,7 +28,7 @@ def write_card(folder: Path, provenance: Provenance, how_to_use: str) -> None:
 
 
 def card_text(provenance: Provenance, how_to_use: str) -> str:
-    """The card, in Markdown."""
+    """Return the card in Markdown."""
     figures = _table(figures_as_told(provenance.figures), "figure")
     training = _table(provenance.training, "setting")
     return (
@@ -42,7 +42,7 @@ def card_text(provenance: Provenance, how_to_use: str) -> str:
 
 
 def _conditions(provenance: Provenance) -> str:
-    """At which temperatures the figures were measured, and on what."""
+    """Return the temperatures and texts with which the figures were measured."""
     temperatures = provenance.training.get("answers", {}).get("temperatures", ())
     as_is = provenance.training.get("as_is", True)
     written = (
@@ -61,7 +61,7 @@ def _conditions(provenance: Provenance) -> str:
 
 
 def figures_as_told(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures for people: without those that there are not, but for a speed-up, whose absence says something."""
+    """Return the figures to display: missing ones are dropped, a missing speed-up is explained."""
     told = {name: value for name, value in figures.items() if value is not None}
     return told | ({"speedup": RESTED} if "speedup" in figures and "speedup" not in told else {})
 

@@ -1,9 +1,11 @@
-"""The training loop of everything that learns to guess for one frozen target.
+"""Training loop of drafters for a frozen target.
 
-The target is read, the head guesses at every place, AdamW follows the losses of the depths, weighted by the recipe. The rate
-warms up and falls along a cosine. With a budget of steps, what a step does is a function of the seed, the step and the weights:
-a run that was killed and resumed from its checkpoint writes the log of the unbroken one, bit by bit (float32, one machine). With
-a budget of minutes the rate follows the clock.
+A step takes the target's hidden states for a batch of texts, drafts at its positions, and
+minimises the losses of the depths, weighted by the recipe, with AdamW. The learning rate warms up
+and decays along a cosine. With a budget of steps, a step is a function of the seed, the step and
+the weights: a run that was killed and resumed from its checkpoint writes the same log as an
+uninterrupted one, bit by bit (float32, one machine). With a budget of minutes, the learning rate
+depends on the elapsed time.
 """
 
 from __future__ import annotations
@@ -35,21 +37,26 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How to train a head.
+    """Settings of a training run.
 
     Args:
         budget: minutes, steps or both.
-        learning_rate: of AdamW at its height.
-        weight_decay: of AdamW.
-        warmup_steps: until that height.
-        clip: largest norm of the gradient.
+        learning_rate: peak learning rate of AdamW.
+        weight_decay: weight decay of AdamW.
+        warmup_steps: steps of linear warm-up to the peak.
+        clip: maximum norm of the gradient.
         batch_size: texts per step.
-        places: share of the places that count from which a step learns, drawn anew for each: neighbours say much the same,
-            and a law at every place is most of what a step costs.
-        seed: of the order of the texts and of whatever a head draws while it learns.
-        checkpoint_seconds, checkpoint_steps: between checkpoints; whichever comes first, 0 steps for seconds alone.
-        evaluate_steps: between looks at the held-out texts.
-        patience: so many looks without anything better end the run; 0 never ends it early.
+        places: share of the counted positions used in a step, drawn anew for each step.
+            Neighbouring positions carry similar information, and computing a distribution at
+            every position is most of the cost of a step.
+        seed: seed of the order of the texts and of the learner's random numbers.
+        checkpoint_seconds, checkpoint_steps: intervals between checkpoints, whichever ends first;
+            0 steps for seconds only.
+        evaluate_steps: steps between evaluations on the held-out texts.
+        patience: evaluations without improvement after which the run ends; 0 for no early end.
+
+    Raises:
+        BadInputError: a value out of range.
     """
 
     budget: Budget
@@ -81,15 +88,15 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step did, for whoever shows it.
+    """Metrics of one training step, for display.
 
     Args:
-        step: steps done.
-        share: of the budget that is spent, 0 to 1.
-        loss: weighted over the depths, nats.
-        accepted: share of guesses that the target would accept, by depth.
-        tokens_per_second: read in this step, padding not counted.
-        seconds_left: to the end of the budget at this pace.
+        step: number of steps done.
+        share: share of the budget that is spent, 0 to 1.
+        loss: sum of the weighted losses of the depths, in nats.
+        accepted: expected acceptance rate by depth.
+        tokens_per_second: throughput of this step, without padding.
+        seconds_left: estimated time to the end of the budget.
     """
 
     step: int
@@ -102,12 +109,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Aim:
-    """What a head is trained towards.
+    """Objective of a training run.
 
     Args:
-        objective: the loss of one guess.
-        weights: of the losses of so many depths.
-        score: of the acceptance by depth on held-out text; higher is better.
+        objective: loss of one drafted position.
+        weights: function from a number of depths to the weights of their losses.
+        score: function from the acceptance by depth on held-out text to a score; higher is better.
     """
 
     objective: Objective
@@ -117,7 +124,15 @@ class Aim:
 
 @dataclass
 class Standing:
-    """How far a run is; all of it is in the checkpoint."""
+    """Progress of a run, stored in the checkpoint.
+
+    Args:
+        step, tokens, seconds: training so far.
+        evaluated_step: step of the last evaluation; -1 before the first.
+        best_step, best_accepted: step with the best score, and its acceptance by depth.
+        num_disappointments: evaluations without improvement since then.
+        log_bytes: size of the log when the checkpoint was written.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -130,22 +145,27 @@ class Standing:
 
 
 def nothing() -> None:
-    """Never asks to stop."""
+    """Do nothing: the default `pause`, which never stops a run."""
 
 
 class HeadTrainer:
-    """Holds a run's state; `run` continues it to the end of its budget.
+    """Training run with its state; `run` continues it to the end of its budget.
 
     Args:
-        learner: what learns, on the target's device.
-        ends: of the target, in float32.
-        texts: and what is held out of them.
-        capture, held_out_capture: make lessons of them.
-        aim: losses, their weights, and what is better.
-        settings: how.
-        folder: of `checkpoint.pt` and `log.jsonl`; a run found there goes on.
-        progress: told after every step.
-        pause: called between steps; raises KeyboardInterrupt to stop, which leaves a checkpoint.
+        learner: module to train, on the target's device.
+        ends: embeddings, final norm and LM head of the target, with float32 outputs.
+        texts: training texts and held-out texts.
+        capture, held_out_capture: sources of the target's hidden states for them.
+        aim: loss, weights by depth, and score.
+        settings: settings of the run.
+        folder: folder of `checkpoint.pt` and `log.jsonl`; a run found there is continued.
+        progress: called after every step.
+        pause: called between steps; may raise KeyboardInterrupt to stop, and a checkpoint is
+            written then.
+
+    Raises:
+        BadInputError: a learner without trainable weights.
+        CheckpointError: a checkpoint that cannot be read or belongs to another learner.
     """
 
     def __init__(
@@ -180,14 +200,17 @@ class HeadTrainer:
 
     @property
     def share(self) -> float:
-        """Of the budget that is spent."""
+        """Share of the budget that is spent, 0 to 1."""
         return self.settings.budget.progress(self.standing.seconds, self.standing.step)
 
     def run(self) -> Standing:
-        """Train until the budget is spent or nothing gets better; the learner ends with the best weights.
+        """Train until the budget is spent or the score stops improving.
+
+        The learner then has the weights with the best score.
 
         Raises:
-            KeyboardInterrupt: what `pause` raised, after a checkpoint.
+            CheckpointError: a loss that is not finite.
+            KeyboardInterrupt: raised by `pause`; a checkpoint has been written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._cut_log()
@@ -233,7 +256,7 @@ class HeadTrainer:
         begun = time.monotonic()
         self.learner.train()
         with torch.random.fork_rng():
-            # What a head draws (dropout, anchors) depends on the step alone, not on what was drawn before it.
+            # Random numbers (dropout, anchors) depend on the step alone, not on earlier draws.
             torch.manual_seed(self.settings.seed * 1_000_003 + self.standing.step)
             lesson = _thinned(self.capture.lesson(batch), self.settings.places)
             marks = self.learner.learn(lesson, self.ends, self.aim.objective)
@@ -276,7 +299,7 @@ class HeadTrainer:
         return self.standing.seconds * (1 - share) / share if share else math.inf
 
     def _rate(self, step: int) -> float:
-        """The factor on the learning rate: a line up, then half a cosine down to zero."""
+        """Return the factor on the learning rate: linear warm-up, half a cosine down to zero."""
         warm = min(1.0, (step + 1) / max(1, self.settings.warmup_steps))
         return warm * 0.5 * (1 + math.cos(math.pi * self.share))
 
@@ -301,7 +324,7 @@ class HeadTrainer:
         _write_line(log, {"step": standing.step, "held_out_accepted": accepted, "score": score})
 
     def save(self, log: BinaryIO) -> None:
-        """Write the whole state; first the log, so that it is never behind the checkpoint."""
+        """Write the whole state; the log is written first, so that it is never behind it."""
         log.flush()
         os.fsync(log.fileno())
         self.standing.log_bytes = log.tell()
@@ -332,7 +355,7 @@ class HeadTrainer:
             ) from error
 
     def _cut_log(self) -> None:
-        """Forget what a killed run wrote after its last checkpoint."""
+        """Remove the log lines that a killed run wrote after its last checkpoint."""
         with (self.folder / LOG).open("ab") as log:
             log.truncate(self.standing.log_bytes)
 
@@ -342,7 +365,7 @@ def _write_line(log: BinaryIO, content: dict[str, object]) -> None:
 
 
 def _thinned(lesson: Lesson, share: float) -> Lesson:
-    """The same lesson with fewer places that count."""
+    """Return the `Lesson` with a random share of its counted positions."""
     if share == 1:
         return lesson
     lots = torch.rand(lesson.counts.shape).to(lesson.counts.device)
@@ -358,7 +381,7 @@ def held_out_acceptance(
     aim: Aim,
     batch_size: int,
 ) -> list[float]:
-    """Mean acceptance by depth over texts, every counted token alike."""
+    """Return the mean acceptance by depth over texts, weighting all counted tokens equally."""
     learner.eval()
     total, num_counted = torch.zeros(0), 0
     for batch in batches_in_order(texts, batch_size):
@@ -370,7 +393,10 @@ def held_out_acceptance(
 
 
 def acceptance_length(accepted: Sequence[float]) -> float:
-    """tau of a chain whose node at depth d is accepted with chance `accepted[d]` once all before it were.
+    """Return the expected acceptance length (tau) of a chain.
+
+    Args:
+        accepted: by depth, probability that the node is accepted if all before it are.
 
     >>> acceptance_length([0.5, 0.5])
     1.75

@@ -1,9 +1,11 @@
 """Losses that train a drafter towards a target.
 
-With speculative sampling a drafted token is accepted with probability ``alpha = sum_x min(p(x), q(x))``, the overlap of
-the target's law ``p`` and the drafter's law ``q``. A cross-entropy or Kullback-Leibler loss raises it only indirectly.
-"LK losses" (Nebius, arXiv 2602.23881) train the overlap itself; since its gradient vanishes where the laws hardly
-meet, the hybrid form starts as a divergence and becomes an overlap as the overlap grows.
+With speculative sampling, a draft token is accepted with probability
+``alpha = sum_x min(p(x), q(x))``, the overlap of the target's distribution ``p`` and the drafter's
+distribution ``q``. A cross-entropy or Kullback-Leibler loss increases it only indirectly.
+"LK losses" (Nebius, arXiv 2602.23881) train the overlap itself. Because its gradient vanishes
+where the distributions hardly overlap, the hybrid form begins as a divergence and approaches
+``1 - alpha`` as the overlap grows.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ def _check_same_shape(target_logits: Tensor, draft_logits: Tensor) -> None:
 
 
 def overlap(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Acceptance rate of one drafted token at temperature 1, per position: ``sum_x min(p(x), q(x))``."""
+    """Return ``sum_x min(p(x), q(x))`` per position: the acceptance rate at temperature 1."""
     _check_same_shape(target_logits, draft_logits)
     return torch.minimum(target_logits.float().softmax(-1), draft_logits.float().softmax(-1)).sum(-1)
 
 
 def forward_divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """``KL(p || q)`` per position, in nats: the usual distillation loss."""
+    """Return ``KL(p || q)`` per position, in nats: the usual distillation loss."""
     _check_same_shape(target_logits, draft_logits)
     target_log = target_logits.float().log_softmax(-1)
     draft_log = draft_logits.float().log_softmax(-1)
@@ -39,10 +41,13 @@ def forward_divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def hybrid_divergence(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
-    """``lam KL(p || q) + (1 - lam) (1 - alpha)`` with ``lam = exp(-sharpness alpha)`` held constant, per position
-    (arXiv 2602.23881): each position moves from divergence to overlap at its own pace."""
+    """Return the hybrid LK loss per position (arXiv 2602.23881).
+
+    It is ``lam KL(p || q) + (1 - lam) (1 - alpha)`` with ``lam = exp(-sharpness alpha)`` held
+    constant, so each position moves from divergence to overlap at its own rate.
+    """
     _check_same_shape(target_logits, draft_logits)
-    # One softmax of each law serves both halves: over a large vocabulary they are most of the work.
+    # One log-softmax per model serves both terms: with a large vocabulary it is most of the cost.
     target_log, draft_log = (logits.float().log_softmax(-1) for logits in (target_logits, draft_logits))
     alpha = torch.minimum(target_log, draft_log).exp().sum(-1)
     weight = torch.exp(-sharpness * alpha.detach())
@@ -51,19 +56,23 @@ def hybrid_divergence(target_logits: Tensor, draft_logits: Tensor, sharpness: fl
 
 
 def hybrid_overlap_loss(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
-    """``hybrid_divergence`` averaged over positions."""
+    """Return ``hybrid_divergence`` averaged over positions."""
     return hybrid_divergence(target_logits, draft_logits, sharpness).mean()
 
 
 def total_variation(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """``1 - alpha`` per position: the share of sampled guesses that is rejected (DistillSpec, arXiv 2310.08461)."""
+    """Return ``1 - alpha`` per position (DistillSpec, arXiv 2310.08461).
+
+    This is the rejection rate of sampled draft tokens.
+    """
     return 1.0 - overlap(target_logits, draft_logits)
 
 
 def top_token_cross_entropy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """``-log q(x)`` per position, in nats, for the target's most probable token x: what greedy decoding has to guess.
+    """Return ``-log q(x)`` per position, in nats, for the target's most probable token x.
 
-    Against the target's whole law, cross-entropy has the gradient of ``forward_divergence``.
+    This is the token that greedy decoding accepts. Cross-entropy against the target's whole
+    distribution would have the gradient of ``forward_divergence``.
     """
     _check_same_shape(target_logits, draft_logits)
     top = target_logits.argmax(-1, keepdim=True)
@@ -76,14 +85,17 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "tv": total_variation,
     "ce": top_token_cross_entropy,
 }
-"""By the name that ``--loss`` takes: target's and head's logits ``[..., vocab]`` to a loss per position ``[...]``."""
+"""Loss functions by their name for ``--loss``.
+
+Each maps the logits of target and drafter ``[..., vocab]`` to a loss per position ``[...]``.
+"""
 
 
 def objective(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of that name.
+    """Return the loss function of a name.
 
     Raises:
-        BadInputError: no such loss.
+        BadInputError: an unknown name.
     """
     if name not in OBJECTIVES:
         raise BadInputError(f"expected a loss among {', '.join(OBJECTIVES)}, got {name!r}")

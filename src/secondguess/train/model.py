@@ -1,9 +1,10 @@
-"""The decoder that is trained: Llama's arithmetic in one lean module.
+"""Llama decoder for training on a CPU.
 
-Parameter names are those of ``transformers.LlamaForCausalLM``, so a state dict moves between the two unchanged
-(``tests/train`` asserts equal logits). It exists beside the Transformers module because a training step on a CPU is
-dominated by everything that is not a matrix product: this one casts each weight once, projects queries, keys and
-values in one product, has no cache, no mask and no branches, and therefore compiles into few kernels.
+Parameter names are those of ``transformers.LlamaForCausalLM``, so state dicts can be exchanged
+(``tests/train`` asserts equal logits). It is separate from the Transformers module because a
+training step on a CPU is dominated by everything that is not a matrix product: this module casts
+each weight once, computes queries, keys and values in one product, has no cache, no padding mask
+and no branches, and therefore compiles into few kernels.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from secondguess.runtime.support import has_bfloat16
 
 
 def fast_dtype() -> torch.dtype:
-    """What products are computed in: bfloat16 where the processor multiplies it in hardware, else float32."""
+    """Return the dtype of matrix products: bfloat16 with hardware support, else float32."""
     return torch.bfloat16 if has_bfloat16(torch.device("cpu")) else torch.float32
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape of a Llama decoder with tied embeddings."""
+    """Shape of a Llama decoder with tied embeddings.
+
+    Raises:
+        BadInputError: sizes below 1, or sizes that do not divide each other.
+    """
 
     num_layers: int
     hidden_size: int
@@ -73,7 +78,7 @@ class ModelShape:
 
 
 class Norm(nn.Module):
-    """Root-mean-square norm, computed in fp32 and returned in the dtype of its input."""
+    """RMSNorm that computes in fp32 and returns the dtype of its input."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -87,7 +92,7 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A bias-free projection that keeps fp32 weights and multiplies in the dtype of its input."""
+    """Linear layer without bias, with fp32 weights, that multiplies in the dtype of its input."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -98,13 +103,13 @@ class Linear(nn.Module):
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in Llama's half-split layout; ``states`` is [row, position, head, size]."""
+    """Apply rotary embeddings in Llama's half-split layout to [row, position, head, size]."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rotary_tables(shape: ModelShape, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [1, position, 1, half a head] for positions from 0."""
+    """Return cos and sin [1, position, 1, head_size / 2] for positions from 0."""
     steps = torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
     angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-steps)[
         None, :, None, :
@@ -113,7 +118,10 @@ def rotary_tables(shape: ModelShape, length: int, dtype: torch.dtype) -> tuple[T
 
 
 class _Softmax(torch.autograd.Function):
-    """Masked softmax that keeps only its result in the training dtype: half the memory traffic of the built-in."""
+    """Masked softmax that saves only its result for the backward pass, in the training dtype.
+
+    This halves the memory traffic of PyTorch's softmax.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -151,8 +159,9 @@ class Attention(nn.Module):
         weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)).to(states.dtype)
         joint = functional.linear(states, weight).view(rows, length, heads + 2 * kv_heads, size)
         turned = rotate(joint[:, :, : heads + kv_heads], cos, sin)
-        # The query heads that share a key head are rows of one product. At training lengths two plain products and
-        # a softmax that the compiler fuses beat the processor's flash kernel, whose backward pass is slow.
+        # Query heads that share a key head are rows of one product. At training lengths, two plain
+        # products and a softmax fused by the compiler are faster than the flash attention kernel
+        # for CPUs, whose backward pass is slow.
         group = heads // kv_heads
         queries = turned[:, :, :heads].view(rows, length, kv_heads, group, size).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(rows * kv_heads, group * length, size)
@@ -202,7 +211,7 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Llama decoder whose state dict is that of ``LlamaForCausalLM`` with tied embeddings."""
+    """Llama decoder with the state dict of a ``LlamaForCausalLM`` with tied embeddings."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -210,7 +219,12 @@ class Decoder(nn.Module):
         self.model = Backbone(shape)
 
     def hidden(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Final hidden states [row, position, hidden] of ``tokens`` [row, position], in ``dtype`` or the fast one."""
+        """Return the final hidden states [row, position, hidden] of ``tokens`` [row, position].
+
+        Args:
+            tokens: token ids.
+            dtype: dtype of the computation; by default ``fast_dtype()``.
+        """
         shape, dtype = self.shape, dtype or fast_dtype()
         cos, sin = rotary_tables(shape, tokens.shape[1], dtype)
         mask = torch.full((tokens.shape[1], tokens.shape[1]), -1e30).triu(1)
@@ -221,13 +235,16 @@ class Decoder(nn.Module):
         return normed
 
     def forward(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Logits [row, position, vocab] in ``dtype``, or the fast one."""
+        """Return logits [row, position, vocab] in ``dtype``, by default ``fast_dtype()``."""
         states = self.hidden(tokens, dtype)
         return functional.linear(states, self.model.embed_tokens.weight.to(states.dtype))
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Random weights; what writes into the residual stream starts at zero, so a fresh layer is the identity."""
+        """Initialise the weights at random, except for zeros in output projections.
+
+        A fresh layer is therefore the identity.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:

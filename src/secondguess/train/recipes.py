@@ -1,6 +1,6 @@
-"""How each kind of drafter is made and trained: one frozen dataclass per kind, whose fields are what `--set` may change.
+"""Training recipes: one frozen dataclass per kind of drafter, with fields that `--set` can change.
 
-To add one: a class, one line in `RECIPES`, and one in the `SUMMARIES` of `cli/train_heads.py`.
+A new kind needs a class, one line in `RECIPES`, and one in `SUMMARIES` of `cli/train_heads.py`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from secondguess.train.head_trainer import acceptance_length
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a fresh learner is made from.
+    """Properties of a target that are needed to create a learner.
 
     Args:
-        path: of the target's folder.
-        config: the target's configuration, as Transformers writes it.
-        ends: of the target, in float32.
-        num_layers: of the target.
-        vocab_size: of its logits.
-        token_counts: `[vocab]` int64, how often it wrote each token.
-        device: where it is.
-        seed: of the first weights.
+        path: folder of the target.
+        config: the target's configuration in Transformers format.
+        ends: the target's embeddings, final norm and LM head, with float32 outputs.
+        num_layers: number of layers of the target.
+        vocab_size: size of the target's logits.
+        token_counts: `[vocab]` int64, occurrences of each token that counts in training texts.
+        device: device of the target.
+        seed: seed of the initial weights.
     """
 
     path: Path
@@ -50,21 +50,23 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """What all recipes say.
+    """Base class of recipes.
 
     Args:
-        learning_rate, weight_decay: of AdamW.
-        warmup_steps: until the rate is at its height.
-        clip: largest norm of the gradient.
+        learning_rate, weight_decay: peak learning rate and weight decay of AdamW.
+        warmup_steps: steps of linear warm-up to the peak.
+        clip: maximum norm of the gradient.
         batch_size: texts per step.
-        places: share of their places that a step learns from (`TrainSettings`).
+        places: share of the counted positions used in a step (`TrainSettings`).
 
     Attributes:
-        kind: of drafter; the command's name.
-        loss: the default of `--loss`.
-        guesses_alone: whether one law serves all depths, so that the last acceptance holds for all further ones.
-        runs_first_layers: whether what is trained drafts with the first of the target's layers, which not every runtime can run.
-        keeps_tokenizer: whether what is saved is a whole model, which needs the target's tokenizer beside it.
+        kind: kind of drafter; also the name of the command.
+        loss: default of `--loss`.
+        guesses_alone: True if one distribution serves all depths, so that the last measured
+            acceptance rate also applies to deeper nodes.
+        runs_first_layers: True if the drafter runs the first layers of the target, which not
+            every runtime supports.
+        keeps_tokenizer: True if a whole model is saved, which needs the target's tokenizer.
     """
 
     learning_rate: float = 1e-3
@@ -82,18 +84,24 @@ class Recipe(ABC):
 
     @abstractmethod
     def fresh(self, target: TargetFacts) -> Learner:
-        """An untrained learner, the same for the same seed."""
+        """Return an untrained learner, determined by the seed."""
 
     @abstractmethod
     def weights(self, num_depths: int) -> list[float]:
-        """Of the losses, by depth of the guess."""
+        """Return the weights of the losses by depth."""
 
     def score(self, accepted: Sequence[float]) -> float:
-        """What early stopping watches on held-out text: the acceptance length."""
+        """Return the held-out score used for early stopping: the acceptance length."""
         return acceptance_length(accepted)
 
     def save(self, learner: Learner, folder: Path, target: str) -> None:
-        """Write `config.json` and `model.safetensors` in the format of the kind, for a target of this name."""
+        """Write `config.json` and `model.safetensors` in the format of the kind.
+
+        Args:
+            learner: trained learner.
+            folder: folder to write to.
+            target: name of the target.
+        """
         saves: Any = learner
         saves.save(folder)
 
@@ -103,18 +111,18 @@ def _falling(decay: float, num_depths: int) -> list[float]:
 
 
 def _head(place: str) -> Any:
-    """A class or function of `secondguess.heads`, imported when it is asked for."""
+    """Import a class or function of `secondguess.heads`, given as `module:name`."""
     module, _, name = place.partition(":")
     return getattr(import_module(f"secondguess.heads.{module}"), name)
 
 
 @dataclass(frozen=True)
 class DraftRecipe(Recipe):
-    """A small model of its own.
+    """Separate small draft model.
 
     Args:
-        num_layers: of it.
-        width: a multiple of 64; 0 for the target's, cut to 512.
+        num_layers: number of layers.
+        width: hidden size, a multiple of 64; 0 for the target's, reduced to at most 512.
     """
 
     num_layers: int = 2
@@ -143,11 +151,11 @@ class DraftRecipe(Recipe):
 
 @dataclass(frozen=True)
 class EarlyExitRecipe(Recipe):
-    """A head behind an early layer of the target.
+    """Adapter on the hidden states of an early layer of the target.
 
     Args:
-        layer: after which the target is left; 0 for a quarter of them.
-        mlp_size: of the adapter's feed-forward; 0 for twice the target's width.
+        layer: number of target layers that run while drafting; 0 for a quarter of them.
+        mlp_size: intermediate size of the adapter; 0 for twice the target's hidden size.
     """
 
     layer: int = 0
@@ -172,11 +180,12 @@ class EarlyExitRecipe(Recipe):
 
 @dataclass(frozen=True)
 class WholeModelRecipe(Recipe):
-    """`early-exit --whole`: the target itself, made good at exiting early.
+    """`early-exit --whole`: the target itself, trained for early exits.
 
     Args:
-        layer_dropout: chance that the last layer is skipped while it learns.
-        exit_scale: weight of the early exits' losses beside the whole model's; 1 in LayerSkip's fine-tuning.
+        layer_dropout: probability of skipping the last layer in training.
+        exit_scale: weight of the losses of the early exits relative to the whole model's; 1 in
+            LayerSkip's fine-tuning.
     """
 
     learning_rate: float = 1e-4
@@ -204,19 +213,19 @@ class WholeModelRecipe(Recipe):
         return exit_weights(num_depths, self.exit_scale)
 
     def score(self, accepted: Sequence[float]) -> float:
-        """The mean over the exits, weighted as their losses are."""
+        """Return the mean acceptance of the exits, weighted as their losses are."""
         weights = self.weights(len(accepted))
         return sum(weight * each for weight, each in zip(weights, accepted, strict=True))
 
 
 @dataclass(frozen=True)
 class MedusaRecipe(Recipe):
-    """Medusa-1 (arXiv 2401.10774).
+    """Medusa-1 heads (arXiv 2401.10774).
 
     Args:
-        num_heads: how far it guesses.
+        num_heads: number of heads, one per depth.
         num_layers: residual layers per head.
-        decay: weight of each head's loss relative to the one before.
+        decay: weight of each head's loss relative to the previous one's.
     """
 
     num_heads: int = 4
@@ -240,12 +249,13 @@ class MedusaRecipe(Recipe):
 
 @dataclass(frozen=True)
 class EagleRecipe(Recipe):
-    """EAGLE-3 (arXiv 2503.01840).
+    """EAGLE-3 head (arXiv 2503.01840).
 
     Args:
-        num_steps: how many of its own guesses it learns to build on.
-        draft_vocab_size: words it knows: those that the target writes most; 0 for all.
-        decay: weight of each step's loss relative to the one before.
+        num_steps: number of draft steps in training.
+        draft_vocab_size: size of the draft vocabulary, the tokens that occur most often in the
+            training texts; 0 for all tokens.
+        decay: weight of each step's loss relative to the previous one's.
     """
 
     learning_rate: float = 5e-4
@@ -276,11 +286,11 @@ class EagleRecipe(Recipe):
 
 @dataclass(frozen=True)
 class MtpRecipe(Recipe):
-    """A module that predicts several tokens (DeepSeek-V3, arXiv 2412.19437).
+    """Multi-token prediction module (DeepSeek-V3, arXiv 2412.19437).
 
     Args:
-        num_steps: how far it guesses.
-        decay: weight of each step's loss relative to the one before.
+        num_steps: number of draft steps in training.
+        decay: weight of each step's loss relative to the previous one's.
     """
 
     learning_rate: float = 5e-4
@@ -304,14 +314,14 @@ class MtpRecipe(Recipe):
 
 @dataclass(frozen=True)
 class DSparkRecipe(Recipe):
-    """DSpark (arXiv 2607.05147).
+    """DSpark head (arXiv 2607.05147).
 
     Args:
-        block_size: tokens guessed at once.
-        num_layers: of its backbone.
-        num_states: of the target, evenly spread over its depth, that are fused for it.
-        markov_rank: of the head that corrects a guess by the word before it.
-        gamma: how slowly the weights `exp(-k / gamma)` fall with the depth k.
+        block_size: number of tokens drafted at once.
+        num_layers: number of layers of its backbone.
+        num_states: number of target layers, evenly spread, whose hidden states are its input.
+        markov_rank: rank of the head that corrects logits given the previous token.
+        gamma: decay constant of the loss weights `exp(-k / gamma)` over the depth k.
     """
 
     learning_rate: float = 5e-4
@@ -335,7 +345,7 @@ class DSparkRecipe(Recipe):
             markov_rank=self.markov_rank,
             num_layers=self.num_layers,
             seed=target.seed,
-            # Padding has an embedding that no text uses.
+            # The embedding of the padding token is not used by any text.
             mask_token=target.config.get("pad_token_id") or 0,
             device=target.device,
         )
@@ -350,7 +360,10 @@ class DSparkRecipe(Recipe):
 
 
 def spread_layers(num_layers: int, most: int) -> tuple[int, ...]:
-    """At most so many layers of a target, evenly from the second to the third from the end, where there are as many.
+    """Return at most `most` layers of a target, evenly spread.
+
+    They are counted from 1, and lie between the second and the third from last, or in a target
+    of fewer than `most + 3` layers between the first and the last.
 
     >>> spread_layers(16, 5), spread_layers(2, 5)
     ((2, 5, 8, 11, 14), (1, 2))
@@ -365,14 +378,14 @@ RECIPES: dict[str, type[Recipe]] = {
     recipe.kind: recipe
     for recipe in (DraftRecipe, EarlyExitRecipe, MedusaRecipe, MtpRecipe, EagleRecipe, DSparkRecipe)
 }
-"""By kind; `WholeModelRecipe` is the other mode of early-exit."""
+"""Recipes by kind; `WholeModelRecipe` is the other mode of early-exit."""
 
 
 def make_recipe(kind: str, changes: Sequence[str] = (), whole: bool = False) -> Recipe:
-    """The recipe of a kind, with `NAME=VALUE` changes.
+    """Return the recipe of a kind, with `NAME=VALUE` changes.
 
     Raises:
-        BadInputError: no such kind, option or value.
+        BadInputError: an unknown kind or option, or an invalid value.
     """
     if kind not in RECIPES:
         raise BadInputError(f"expected a drafter to train among {', '.join(RECIPES)}, got {kind!r}")

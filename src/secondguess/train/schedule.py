@@ -1,4 +1,4 @@
-"""What decides a training run besides its data, its shape and its loss: phases, budget, rates."""
+"""Settings of a training run: phases, budget and learning rates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from secondguess.errors import BadInputError
 
 @dataclass(frozen=True)
 class Phase:
-    """How training goes until a share ``until`` of the budget is spent."""
+    """Settings that apply until a share of the budget is spent.
+
+    Args:
+        until: share of the budget at which the phase ends, above 0 and up to 1.
+        num_layers: depth of the model.
+        length: tokens per window of text.
+        tokens_per_step: tokens per optimiser step.
+
+    Raises:
+        BadInputError: a value out of range.
+    """
 
     until: float
     num_layers: int
@@ -28,7 +38,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Budget:
-    """Minutes, steps or both; the run ends with whichever is spent first."""
+    """Budget in minutes, steps or both; a run ends when either is spent.
+
+    Raises:
+        BadInputError: neither is given, or one is not positive.
+    """
 
     minutes: float | None = None
     steps: int | None = None
@@ -56,7 +70,25 @@ class Budget:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything that decides a run except the data, the shape and the loss."""
+    """Settings that determine a run, except for the data, the shape and the loss.
+
+    Args:
+        phases: in order; the last one ends at 1.
+        budget: minutes, steps or both.
+        seed: seed of the weights and of the order of the text.
+        micro_tokens: tokens per micro-batch, over which gradients are accumulated.
+        muon_rate, adam_rate: peak learning rates of Muon and AdamW.
+        weight_decay: weight decay of Muon.
+        warmup_steps: steps of linear warm-up.
+        decay_share: last part of the budget, in which the learning rate decays to zero.
+        function_share: share of the rows that begin at a function.
+        checkpoint_seconds: interval between checkpoints.
+        compile: whether training steps are compiled.
+        most_threads: maximum number of threads.
+
+    Raises:
+        BadInputError: phases out of order, or a `decay_share` out of range.
+    """
 
     phases: tuple[Phase, ...]
     budget: Budget
@@ -71,7 +103,7 @@ class RunSettings:
     checkpoint_seconds: float = 180.0
     compile: bool = True
     most_threads: int = (
-        0  # 0 keeps PyTorch's number; otherwise at most so many, fewer while others need the cores
+        0  # 0 keeps PyTorch's count; else the count is reduced while other processes use the cores
     )
 
     def __post_init__(self) -> None:
@@ -88,6 +120,6 @@ class RunSettings:
         return next((phase for phase in self.phases if progress < phase.until), self.phases[-1])
 
     def rate_at(self, progress: float, step: int) -> float:
-        """The factor on both learning rates."""
+        """Return the factor on both learning rates."""
         warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
         return warm * min(1.0, (1.0 - progress) / self.decay_share)

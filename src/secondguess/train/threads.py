@@ -1,8 +1,8 @@
-"""How many threads to use beside other work on the same machine.
+"""Number of threads on a machine that is shared with other processes.
 
-A parallel region waits for its slowest thread. When another process holds one of the cores, two threads are slower
-than one: on a contended two-core machine a run was measured at a tenth of its speed. So the count follows, step by
-step, what the rest of the machine leaves over.
+A parallel region waits for its slowest thread. When another process occupies one of the cores, two
+threads are slower than one: on a contended two-core machine, a run was measured at a tenth of its
+speed. The thread count therefore follows, step by step, the cores that other processes leave idle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STATISTICS = Path("/proc/stat")
 
 
 def _busy_seconds() -> float | None:
-    """Processor seconds spent by everyone since boot, or None where the system does not say."""
+    """Return the CPU seconds of all processes since boot, or None without `/proc/stat`."""
     try:
         numbers = [int(number) for number in _STATISTICS.read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError, IndexError):
@@ -28,14 +28,21 @@ def _busy_seconds() -> float | None:
 
 
 def threads_to_use(others: float, cores: int, tolerance: float = 0.2) -> int:
-    """Cores left over when other processes keep ``others`` cores busy on average; a light load is ignored."""
+    """Return the cores left if other processes keep ``others`` cores busy on average.
+
+    A load up to ``tolerance`` cores is ignored.
+    """
     taken = int(others + 1 - tolerance)
     return max(1, min(cores, cores - taken))
 
 
 @dataclass
 class SpareThreads:
-    """Sets the thread count from the load that others caused since the last call."""
+    """Thread count that follows the load of other processes.
+
+    Args:
+        most: maximum number of threads.
+    """
 
     most: int
     _wall: float = field(default_factory=time.monotonic)
@@ -43,6 +50,7 @@ class SpareThreads:
     _busy: float | None = field(default_factory=_busy_seconds)
 
     def adapt(self) -> int:
+        """Set the thread count from the load since the last call, and return it."""
         wall, own, busy = time.monotonic(), time.process_time(), _busy_seconds()
         if busy is None or self._busy is None or wall - self._wall < 0.5:
             return torch.get_num_threads()

@@ -1,9 +1,9 @@
-"""A byte-level BPE for Python source, shared by target and drafter.
+"""Byte-level BPE tokenizer for Python source, shared by target and drafter.
 
-The pieces are cut so that a prompt may end anywhere a person ends one. A line end is a piece of its own, never glued
-to the punctuation before it or to the indentation after it: a prompt that ends with ``:`` or with a line end is then
-tokenised as the same text is in the middle of a file. Indentation is one token; words take one leading character
-(a space, a dot, an underscore) with them.
+Text is split so that a prompt may end at any usual place. A line end is a piece of its own, never
+merged with the punctuation before it or the indentation after it: a prompt that ends with ``:`` or
+with a line end is then tokenised like the same text in the middle of a file. Indentation is one
+token; a word includes one leading character (a space, a dot, an underscore).
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ PIECES = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn the merges; the same texts in the same order give the same tokenizer."""
+    """Train a tokenizer; the same texts in the same order give the same tokenizer.
+
+    Raises:
+        BadInputError: a vocabulary of fewer than 300 tokens.
+    """
     if vocab_size < 300:
         raise BadInputError(f"vocab_size must be at least 300 (256 bytes and some merges), got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
@@ -52,7 +56,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def as_transformers(tokenizer: Tokenizer, max_positions: int) -> Any:
-    """The same tokenizer as a ``PreTrainedTokenizerFast``, which is what lies in a model directory."""
+    """Return the tokenizer as a ``PreTrainedTokenizerFast``, the form saved with a model."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -66,7 +70,11 @@ def as_transformers(tokenizer: Tokenizer, max_positions: int) -> Any:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a run, or an error that says what to do."""
+    """Return the tokenizer of a run.
+
+    Raises:
+        CheckpointError: a file that is missing or unreadable.
+    """
     if not path.is_file():
         raise CheckpointError(
             f"there is no tokenizer at {path}; run `secondguess train pair`, which makes one"
@@ -80,7 +88,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
-    """The token that ends a document."""
+    """Return the id of the token that ends a document.
+
+    Raises:
+        CheckpointError: a tokenizer without that token.
+    """
     token: int | None = tokenizer.token_to_id(END_TOKEN)
     if token is None:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Tokenised text on disk, and the order in which training reads it.
 
-Everything is a pure function of (seed, step, slot): which window a row of a batch holds never depends on what was read
-before, so a resumed run continues with exactly the rows that the uninterrupted run would have seen.
+The window in a row of a batch is a pure function of (seed, step, row) and does not depend on
+earlier reads, so a resumed run reads exactly the rows of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTS = ("files", "functions", "held_out")
 def _encode(
     documents: Sequence[Document], tokenizer: Tokenizer
 ) -> tuple[NDArray[numpy.uint16], NDArray[numpy.int64]]:
-    """All documents in one array, an end token after each, with the position where each begins."""
+    """Return the documents in one array, each followed by an end token, and their starts."""
     end = end_token_id(tokenizer)
     pieces: list[NDArray[numpy.uint16]] = []
     for first in range(0, len(documents), 512):
@@ -40,7 +40,11 @@ def _encode(
 
 
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, directory: Path, seed: int) -> None:
-    """Tokenise the corpus into ``directory``: one array per part, shuffled by document."""
+    """Tokenise the corpus into ``directory``: one array per part, with shuffled documents.
+
+    Raises:
+        BadInputError: a vocabulary that does not fit into 16 bits.
+    """
     if tokenizer.get_vocab_size() > 2**16:
         raise BadInputError("tokens are stored in 16 bits; choose a vocabulary of at most 65,536")
     directory.mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, directory: Path, seed: in
 
 @dataclass(frozen=True)
 class TokenStore:
-    """The arrays written by ``write_tokens``, mapped and not read."""
+    """Memory-mapped arrays written by ``write_tokens``."""
 
     files: NDArray[numpy.uint16]
     functions: NDArray[numpy.uint16]
@@ -87,10 +91,13 @@ class TokenStore:
         return cls(files, functions, starts, held, held_out["bytes"] / max(1, held_out["tokens"]))
 
     def batch(self, seed: int, step: int, rows: int, length: int, function_share: float = 0.5) -> Tensor:
-        """Rows of ``length + 1`` tokens for one optimiser step: input and, shifted by one, what to predict.
+        """Return rows of ``length + 1`` tokens for one optimiser step: inputs and shifted labels.
 
-        A share of the rows begins where a documented function begins (the rest of the row runs on into the next
-        ones), the other rows are windows of whole files.
+        A share of the rows starts at the beginning of a documented function and continues with
+        the functions after it; the other rows are windows of whole files.
+
+        Raises:
+            BadInputError: a corpus that is shorter than one window.
         """
         num_functions = round(rows * function_share) if self._usable_functions(length) else 0
         windows = [
@@ -100,7 +107,11 @@ class TokenStore:
         return torch.from_numpy(numpy.stack(windows).astype(numpy.int64))
 
     def held_out_batch(self, rows: int, length: int) -> Tensor:
-        """Evenly spaced held-out windows, the same at every call."""
+        """Return evenly spaced held-out windows of ``length + 1`` tokens, the same in every call.
+
+        Raises:
+            BadInputError: a held-out text that is shorter than one window.
+        """
         rows = max(1, min(rows, (len(self.held_out) - 1) // length))
         if len(self.held_out) <= length:
             raise BadInputError(
@@ -128,15 +139,15 @@ class TokenStore:
         if blocks < 1:
             raise BadInputError(f"the corpus has {len(self.files)} tokens, fewer than one window of {length}")
         starts = [epoch_draw(seed, 2, step * rows + row, blocks) * length for row in range(rows)]
-        # The grid of blocks shifts with the step, so that no token is always first in its window.
+        # The grid of windows shifts with the step, so that no token is always first in its window.
         shift = step * 37 % length
         return [self.files[start + shift : start + shift + length + 1] for start in starts]
 
 
 def epoch_draw(seed: int, purpose: int, index: int, size: int) -> int:
-    """The ``index``-th element of an endless sequence that visits all of ``range(size)`` once per epoch."""
+    """Return an element of an endless sequence that visits ``range(size)`` once per epoch."""
     epoch, place = divmod(index, size)
-    # An affine walk with a random odd multiple coprime to ``size`` is a permutation without storing one.
+    # An affine map with a factor coprime to ``size`` is a permutation that need not be stored.
     generator = numpy.random.default_rng((seed, purpose, epoch))
     multiple = int(generator.integers(1, size + 1))
     while numpy.gcd(multiple, size) != 1:

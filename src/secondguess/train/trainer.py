@@ -1,10 +1,12 @@
-"""One training run of one decoder: phases, schedule, optimisers, checkpoints.
+"""Training run of one decoder: phases, schedule, optimisers, checkpoints.
 
-A run is a list of phases by progress (the share of its budget that is spent). A phase may be deeper than the one
-before it, because a shallow start reaches a given loss with fewer operations. To a multiple of its depth a model grows
-by repeating its layers in order (G_stack, arXiv 2405.15319); to any other depth by new layers between the old ones that
-begin as the identity (LLaMA Pro, arXiv 2401.02415). The learning rate warms up, stays, and falls linearly to
-zero over the last part of the budget, so a longer budget continues the flat part of a run instead of repeating it.
+A run is a list of phases by progress (the share of its budget that is spent). A phase may have
+more layers than the previous one, because a shallow model reaches a given loss with fewer
+operations. For a multiple of its depth, the layers of the model are repeated in order (G_stack,
+arXiv 2405.15319); for any other depth, layers that start as the identity are inserted between them
+(LLaMA Pro, arXiv 2401.02415). The learning rate warms up, stays constant, and decays linearly to
+zero over the last part of the budget, so a larger budget continues the constant part of a run
+instead of repeating it.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ REPORT_SECONDS = 20.0
 
 
 def next_token_loss(decoder: Decoder, rows: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of each token given those before it."""
+    """Return the mean cross-entropy, in nats, of each token given those before it."""
     logits = decoder(rows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
 class Rows(Protocol):
-    """Where a run reads: training rows by step, held-out rows always the same."""
+    """Source of token rows: training rows by step, and a fixed set of held-out rows."""
 
     @property
     def bytes_per_token(self) -> float: ...
@@ -51,7 +53,20 @@ class Rows(Protocol):
 
 
 class Trainer:
-    """Holds a run's state; ``run`` continues it to the end of its budget."""
+    """Training run with its state; ``run`` continues it to the end of its budget.
+
+    Args:
+        shape: final shape of the decoder.
+        settings: phases, budget and learning rates.
+        store: source of token rows.
+        checkpoint: file of the state; a run found there is continued.
+        initial: decoder to start from; random weights by default.
+        loss: loss of a decoder on token rows.
+        report: callback for progress lines.
+
+    Raises:
+        CheckpointError: a checkpoint that is unreadable or of another shape.
+    """
 
     def __init__(
         self,
@@ -82,11 +97,14 @@ class Trainer:
         return self.settings.budget.progress(self.seconds, self.step)
 
     def run(self, after_checkpoint: Callable[[Trainer], None] | None = None) -> Decoder:
-        """Train until the budget is spent; an interruption leaves a checkpoint of the last whole step."""
+        """Train until the budget is spent.
+
+        An interruption leaves a checkpoint of the last complete step.
+        """
         try:
             self._run(after_checkpoint)
         except KeyboardInterrupt:
-            # Between the two optimisers the weights are of two minds: then the earlier checkpoint stands.
+            # Between the two optimiser updates the weights are inconsistent and must not be saved.
             if not self._updating and self.step:
                 self.save()
             raise
@@ -122,7 +140,7 @@ class Trainer:
         )
 
     def held_out_loss(self, rows: int = 64, length: int = 256) -> float:
-        """Cross-entropy on fixed held-out windows, in nats per token."""
+        """Return the cross-entropy on fixed held-out windows, in nats per token."""
         batch = self.store.held_out_batch(rows, length)
         with torch.no_grad():
             losses = [
@@ -139,7 +157,7 @@ class Trainer:
         batch = self.store.batch(
             self.settings.seed, self.step, rows, phase.length, self.settings.function_share
         )
-        # Rows are dealt out in turn so that every micro-batch holds both kinds of text.
+        # Rows are distributed in turn, so that every micro-batch has both kinds of text.
         num_micro = max(1, rows * phase.length // self.settings.micro_tokens)
         total = 0.0
         for part in range(num_micro):
@@ -160,7 +178,7 @@ class Trainer:
         return total
 
     def _loss(self, micro: Tensor) -> Tensor:
-        # Kernels must not fix the thread count they were compiled under: it may change from step to step.
+        # The thread count may change from step to step, so it must not be compiled into kernels.
         inductor_config.cpp.dynamic_threads = True
         if not self.settings.compile:
             return self.loss_function(self.decoder, micro)
@@ -184,7 +202,7 @@ class Trainer:
         self.adam = torch.optim.AdamW(others, lr=settings.adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
     def _deepen(self, num_layers: int) -> None:
-        """Grow the model; the state of the optimisers goes with the layers that it belongs to."""
+        """Deepen the model; optimiser state is kept for parameters that are not of new layers."""
         old, old_state = self.decoder, self._named_state()
         self.decoder, source = deepened(old, num_layers)
         self._compiled.clear()
@@ -213,14 +231,14 @@ class Trainer:
         return self.checkpoint.with_suffix(".flat.pt")
 
     def _keep_before_decay(self) -> None:
-        """Keep the last state of the flat part of the schedule: a longer budget starts from there."""
+        """Save the state before the learning rate decays, from which a larger budget continues."""
         if self.progress > 1.0 - self.settings.decay_share and not self._in_decay:
             if self.step > self.settings.warmup_steps:
                 self._save_to(self._flat_checkpoint)
             self._in_decay = True
 
     def save(self) -> None:
-        """Write the whole state; the earlier checkpoint stays until the new one is complete."""
+        """Write the whole state; the previous checkpoint is kept until the new one is complete."""
         self._save_to(self.checkpoint)
 
     def _save_to(self, path: Path) -> None:
@@ -254,7 +272,8 @@ class Trainer:
             and self.progress < 1.0 - self.settings.decay_share
             and self._flat_checkpoint.is_file()
         ):
-            # The budget has grown: weights that were annealed for the old one are a worse start than the flat part.
+            # The budget is larger now. Weights from before the decay are a better start than
+            # weights from after it.
             self._load(self._flat_checkpoint)
             return
         self.report(f"resuming at step {self.step}, {100 * self.progress:.1f} % of the budget spent")

@@ -1,8 +1,9 @@
-"""Making a whole model good at exiting early (LayerSkip, Elhoushi et al., arXiv 2404.16710).
+"""Training of a whole model for early exits (LayerSkip, Elhoushi et al., arXiv 2404.16710).
 
-While it trains, layers are skipped at random, later ones more often, and the model's own head judges the states behind every
-layer. What comes out is a new checkpoint of the same architecture: another model, whose first layers draft better for it. It is
-trained towards the law of the model that it was, so that it stays close to it.
+In training, layers are skipped at random, later ones more often, and the model's LM head is
+applied to the hidden states after every layer. The result is a new checkpoint of the same
+architecture: another model, whose first layers are a better drafter for it. It is trained towards
+the distribution of the original model, so that it stays close to it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ with quiet():
 
 
 class WholeModel(Learner):
-    """A model whose every layer learns to be the last.
+    """Model that is trained to exit after every layer.
 
     Args:
         model: a Transformers causal language model with a list of decoder layers, in float32.
-        layer_dropout: chance that the last layer is skipped for a text; the first never is.
-        dtype: to be saved in.
+        layer_dropout: probability of skipping the last layer for a text; the first is never
+            skipped.
+        dtype: dtype of the saved weights.
     """
 
     hidden_layers = ()
@@ -41,16 +43,16 @@ class WholeModel(Learner):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        self._norm = (last_norm(model),)  # in a tuple: it is part of the model already
+        self._norm = (last_norm(model),)  # in a tuple, so that it is not registered twice
         self._exits: list[Tensor] = []
         layers = decoder_layers(model)
         for layer, rate in zip(layers, skip_rates(len(layers), layer_dropout), strict=True):
             layer.register_forward_hook(self._watch(rate))
 
     def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
-        """Marks by exit, the earliest first; the last is the whole model.
+        """Return losses and acceptance by exit, the earliest first; the last is the whole model.
 
-        `ends` are those of the model as it was: they say the law to stay close to.
+        `ends` belong to the original model, whose distribution is the training target.
         """
         self._exits.clear()
         self.model.base_model(input_ids=lesson.tokens, use_cache=False)
@@ -63,7 +65,7 @@ class WholeModel(Learner):
         for index, states in enumerate(self._exits):
             logits = self._logits(states, counts)
             losses.append(mean_where(objective(before, logits), there))
-            # An exit guesses for the new model; the new model itself is held against what it was.
+            # Exits draft for the new model; the new model is compared with the original one.
             judge = before if index == len(self._exits) - 1 else now
             accepted.append(mean_where(overlap(judge, logits), there))
         self._exits.clear()
@@ -90,7 +92,9 @@ class WholeModel(Learner):
 
 
 def skip_rates(num_layers: int, highest: float) -> list[float]:
-    """Chance of skipping each layer, rising exponentially from 0 to `highest` (LayerSkip, equation 2).
+    """Return the probability of skipping each layer (LayerSkip, equation 2).
+
+    It rises exponentially from 0 to `highest`.
 
     >>> [round(rate, 3) for rate in skip_rates(3, 0.2)]
     [0.0, 0.083, 0.2]
@@ -100,7 +104,9 @@ def skip_rates(num_layers: int, highest: float) -> list[float]:
 
 
 def exit_weights(num_exits: int, scale: float) -> list[float]:
-    """Weights of the exits' losses, summing to 1: quadratically more for later ones, most for the whole model (LayerSkip, 4.1.2).
+    """Return the weights of the exits' losses, which sum to 1 (LayerSkip, section 4.1.2).
+
+    They rise quadratically with the layer; that of the whole model is the largest.
 
     >>> exit_weights(3, 1.0)  # 0, 1 and 2 + 1
     [0.0, 0.25, 0.75]
@@ -114,10 +120,10 @@ def exit_weights(num_exits: int, scale: float) -> list[float]:
 
 
 def decoder_layers(model: Any) -> Sequence[nn.Module]:
-    """The layers of a Llama-like model.
+    """Return the decoder layers of a Llama-like model.
 
     Raises:
-        UnsupportedModelError: it has no list of as many layers as its configuration says.
+        UnsupportedModelError: no list of as many layers as the configuration specifies.
     """
     wanted = model.config.get_text_config().num_hidden_layers
     for child in model.base_model.children():
@@ -129,6 +135,6 @@ def decoder_layers(model: Any) -> Sequence[nn.Module]:
 
 
 def read_trainable(folder: Path) -> Any:
-    """A second copy of a model, in float32, whose weights may change."""
+    """Load a model in float32 for training, separate from the target in use."""
     with without_bars():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)

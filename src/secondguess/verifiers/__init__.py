@@ -1,4 +1,4 @@
-"""Who decides which guesses become text. Each rule is one file; `base.py` is the contract."""
+"""Verifiers by name. Each verification rule is one module; `base.py` defines the interface."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ VERIFIERS = {
     "traversal": "traversal:TraversalVerifier",
     "coupled": "coupled:CoupledVerifier",
 }
-"""Name on the command line -> module and class, imported when asked for."""
+"""Name on the command line -> module and class, imported on first use."""
 
 
 def check_verifier_name(name: str) -> None:
-    """Refuse a verifier that does not exist, without importing torch.
+    """Check that a verifier exists, without importing torch.
 
     Raises:
-        BadInputError: listing those there are.
+        BadInputError: unknown name; the message lists the verifiers.
     """
     if name not in VERIFIERS:
         raise BadInputError(f"expected a verifier among {', '.join(VERIFIERS)}; got '{name}'")
 
 
 def make_verifier(name: str) -> Verifier:
-    """The rule of that name.
+    """Return a new verifier.
 
     Raises:
-        BadInputError: no such rule; the message lists those there are.
+        BadInputError: unknown name; the message lists the verifiers.
     """
     check_verifier_name(name)
     module, class_name = VERIFIERS[name].split(":")

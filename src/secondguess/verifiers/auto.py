@@ -1,4 +1,4 @@
-"""The default: for each row, the rule that accepts most among those that keep its promise."""
+"""Default verifier: for each row, the rule that accepts most and keeps the row's guarantee."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from secondguess.verifiers.base import Exactness, Verifier
 
 
 class AutoVerifier(Verifier):
-    """Greedy match at temperature 0; sample-and-match for certain drafts and coupled rows; else the block rule for
-    sampled chains and traversal for sampled trees."""
+    """Verifier that chooses a rule for each row.
+
+    Greedy match at temperature 0; sample and match for drafts without probabilities and for
+    coupled rows; otherwise block verification for sampled chains and traversal for sampled trees.
+    """
 
     name = "auto"
     exactness = Exactness.LOSSLESS
@@ -37,7 +40,7 @@ class AutoVerifier(Verifier):
             return self._coupled.judge(draft, target_probs, noise)
         if not noise.any_coupled and draft.is_chain:
             return self._block.judge(draft, target_probs, noise)
-        # Row by row, so that what a row says does not depend on the form of its neighbours' drafts.
+        # Chosen per row, so that a row's text does not depend on the shape of other rows' drafts.
         branches = torch.tensor(draft.branches)
         groups = [
             (self._coupled, noise.coupled),

@@ -1,4 +1,4 @@
-"""The contract of whoever decides, and the arithmetic that several rules share."""
+"""Interface of verifiers, and the arithmetic that several verification rules share."""
 
 from __future__ import annotations
 
@@ -24,62 +24,72 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[numpy.float64]
 SMALLEST = torch.finfo(torch.float32).tiny
-"""What a drafter's probability is at least taken for: a drawn token has some, however it was rounded."""
+"""Lower bound on the draft probability of a drawn token, which rounding may have set to 0."""
 
 
 class Exactness(StrEnum):
-    """What a rule promises about the law of the text."""
+    """Guarantee of a verifier about the distribution of the generated text."""
 
     LOSSLESS = "lossless"
-    """The text follows the target's law exactly."""
+    """The text follows the target distribution exactly."""
     DRAFTER_INVARIANT = "drafter-invariant"
-    """Lossless, and for a given seed the text itself does not depend on the drafter or its draft lengths."""
+    """Lossless; for a given seed the text is also independent of the drafter and draft lengths."""
     LOSSY = "lossy"
-    """The law changes; never used unless asked for by name."""
+    """The distribution changes; used only when chosen by name."""
 
 
 class Verifier(ABC):
-    """A pure function from a draft, the target's laws and noise to a verdict.
+    """Base class of verifiers.
 
-    Because every random decision is asked of `noise`, the law of a verdict can be enumerated exactly.
+    A verifier is a pure function from a draft, target probabilities and noise to a verdict. All
+    random decisions are made through `noise`, so the distribution of verdicts can be enumerated.
     """
 
     name: str
     exactness: Exactness
     judges_trees: bool = True
-    """Whether it judges drafts that branch; a rule for single paths is refused beside a drafter that may branch."""
+    """True if drafts that branch are supported; otherwise drafters that may branch are refused."""
 
     def couples(self, seeded: bool) -> bool:
-        """Whether a row's drafts are to be drawn by the race that decides its text (`Row.coupled`)."""
+        """Return True if drafts are drawn by the race that samples the row's text (`Row.coupled`).
+
+        Args:
+            seeded: whether the request gave a seed.
+        """
         return False
 
     def promise(self, row: Row) -> Exactness:
-        """What the text of this very row may claim."""
+        """Return the guarantee for the text of this row."""
         return self.exactness
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse, before any work is spent, the settings of a request that this rule cannot serve.
+        """Check the settings of a request before any work is done for it.
 
         Raises:
-            BadInputError: naming the setting.
+            BadInputError: a setting that this verifier does not support.
         """
 
     @abstractmethod
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        """Decide which nodes become text and which token follows.
+        """Return the accepted path and the next token of each row.
 
         Args:
-            draft: nodes with the laws they were drawn from.
-            target_probs: `[row, node + 1, vocab]`, after the row's sampling settings; rows sum to one.
-            noise: answers this round's random questions.
+            draft: nodes with the distributions they were drawn from.
+            target_probs: `[row, node + 1, vocab]`, after the row's sampling settings; each
+                distribution sums to one.
+            noise: makes this round's random decisions.
 
         Raises:
-            BadInputError: a draft or rows that this rule cannot judge exactly.
+            BadInputError: a draft or rows that this rule cannot verify exactly.
         """
 
 
 def require_independent_chains(name: str, draft: Draft, noise: Noise) -> None:
-    """Refuse what a rule for single paths that accepts by chance would judge inexactly."""
+    """Check that all drafts are chains and no row is coupled.
+
+    Raises:
+        BadInputError: a draft branches, or a row is coupled.
+    """
     if not draft.is_chain:
         raise BadInputError(
             f"verifier '{name}' expects a chain, got a draft that branches; "
@@ -89,10 +99,14 @@ def require_independent_chains(name: str, draft: Draft, noise: Noise) -> None:
 
 
 def require_independent(name: str, noise: Noise) -> None:
-    """Refuse coupled rows, which a rule that accepts by chance would judge inexactly.
+    """Check that no row is coupled.
 
-    Such a rule takes its noise to be independent of the draft. A coupled row's nodes come from races that
-    later rounds meet again, so a rejection here would say something about them.
+    Rules that accept with a probability need noise that is independent of the draft. The nodes of
+    a coupled row are drawn by races that later rounds use again, so a rejection here would
+    condition those races.
+
+    Raises:
+        BadInputError: a row is coupled.
     """
     if noise.any_coupled:
         raise BadInputError(
@@ -102,7 +116,10 @@ def require_independent(name: str, noise: Noise) -> None:
 
 
 def likelihood_ratios(draft: Draft, target_probs: Tensor) -> Numbers:
-    """`p(x) / q(x)` `[row, node]` for the chain's nodes x; a certain drafter has q(x) = 1."""
+    """Return `p(x) / q(x)` `[row, node]` for the tokens x of chains.
+
+    q(x) is 1 if the draft has no probabilities.
+    """
     nodes = draft.tokens[..., None]
     target = to_host(target_probs[:, :-1].gather(-1, nodes))
     if draft.probs is not None:
@@ -111,28 +128,31 @@ def likelihood_ratios(draft: Draft, target_probs: Tensor) -> Numbers:
 
 
 def to_host(values: Tensor) -> Numbers:
-    """What there is one of per node: so little that arithmetic on the host beats starting a device's kernels."""
+    """Return per-node values as float64 on the host.
+
+    They are so few that arithmetic on the host is faster than launching kernels on a device.
+    """
     return values.cpu().numpy().astype(numpy.float64)
 
 
 def real_nodes(draft: Draft) -> NDArray[numpy.bool_]:
-    """`[row, node]` on the host, True where a node is real."""
+    """Return `[row, node]` on the host, True where a node is real and False for padding."""
     return _first_nodes(tuple(draft.lengths.tolist()), draft.num_nodes)
 
 
 @lru_cache(maxsize=256)
 def _first_nodes(lengths: tuple[int, ...], num_nodes: int) -> NDArray[numpy.bool_]:
-    """Each row's first nodes; the same few shapes come back in every round."""
+    """Return the mask of each row's first nodes; cached, as few shapes occur."""
     mask: NDArray[numpy.bool_] = numpy.arange(num_nodes) < numpy.array(lengths)[:, None]
     return mask
 
 
 @dataclass(frozen=True)
 class Excess:
-    """What the drafter leaves to be said at some places: `(w p - q)+`, and how much that is.
+    """Residuals `max(w p - q, 0)` at some positions, and their sums.
 
     Args:
-        laws: `[..., vocab]`, not normalised.
+        laws: `[..., vocab]`, the residuals, not normalised.
         masses: `[...]` on the host, their sums.
     """
 
@@ -140,7 +160,7 @@ class Excess:
     masses: Numbers
 
     def at(self, places: NDArray[numpy.int64]) -> Excess:
-        """Of `[row, place]` excesses those at each row's own place `[row]`."""
+        """Select one position per row, `places` `[row]`, from residuals `[row, position]`."""
         if _all_equal(places):
             place = int(places[0])
             return Excess(self.laws[:, place], self.masses[:, place])
@@ -148,19 +168,19 @@ class Excess:
 
 
 def excess(weights: Numbers, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Excess:
-    """`(w p - q)+` at the places `[...]`.
+    """Return the residuals `max(w p - q, 0)` at positions `[...]`.
 
     Args:
-        weights: `[...]` on the host, the w of each law; 1 for token-level rejection.
+        weights: `[...]` on the host, w; 1 for token-level rejection.
         target_probs: `[..., vocab]`, p.
-        draft_probs: `[..., vocab]`, q; None where the drafter was certain of `tokens`, so that q is one-hot.
-        tokens: `[...]`, the drafted tokens.
+        draft_probs: `[..., vocab]`, q; None if q is one-hot on `tokens`.
+        tokens: `[...]`, the draft tokens.
     """
     factors = torch.from_numpy(weights).to(target_probs)
     weighted = factors[..., None] * target_probs
     if draft_probs is not None:
         laws = weighted.sub_(draft_probs).clamp_min_(0.0)
-    else:  # w p(x) <= 1 = q(x) on the drafted token, and q is nothing elsewhere
+    else:  # q is one-hot: w p(x) <= 1 = q(x) at the draft token, and q is 0 elsewhere
         laws = weighted.scatter_(-1, tokens[..., None], 0.0)
     return Excess(laws, to_host(laws.sum(-1)))
 
@@ -170,7 +190,7 @@ def _all_equal(places: NDArray[numpy.int64]) -> bool:
 
 
 def at(values: Tensor, places: NDArray[numpy.int64]) -> Tensor:
-    """Of `values` `[row, place, ...]` each row's at its own place `[row]`."""
+    """Select one position per row, `places` `[row]`, from `values` `[row, position, ...]`."""
     if _all_equal(places):
         return values[:, int(places[0])]
     rows = torch.arange(len(places), device=values.device)
@@ -183,16 +203,22 @@ def law_after(
     lengths: NDArray[numpy.int64],
     excess_at: Callable[[NDArray[numpy.int64]], Excess],
 ) -> Tensor:
-    """The law `[row, vocab]`, not normalised, of the token behind each chain's first `lengths` `[row]` nodes.
+    """Return the distribution `[row, vocab]` of the token after the accepted nodes.
 
-    After a whole draft it is the target's own (the bonus); before its end, the excess at the node that was not
-    accepted (the correction), which `excess_at` gives for nodes `[row]`.
+    After a fully accepted draft it is the target distribution (bonus token), otherwise the
+    residual at the first node that was not accepted (correction token), not normalised.
+
+    Args:
+        draft: chains.
+        target_probs: `[row, node + 1, vocab]`.
+        lengths: `[row]`, number of accepted nodes.
+        excess_at: returns the residuals at nodes `[row]`.
     """
     is_early = lengths < draft.lengths.cpu().numpy()
     if not is_early.any():
         return at(target_probs, lengths)
     left = excess_at(numpy.minimum(lengths, draft.num_nodes - 1))
-    # Where p and q differ by less than rounding, the excess may vanish: nothing then tells p from q.
+    # Where p and q differ by less than rounding, the residual may be empty; p is used instead.
     corrects = is_early & (left.masses > 0)
     if corrects.all():
         return left.laws
@@ -207,26 +233,29 @@ def verdict_of(
     excess_at: Callable[[NDArray[numpy.int64]], Excess],
     noise: Noise,
 ) -> Verdict:
-    """Accept each chain's first `lengths` `[row]` nodes and draw what follows; the rest as in `law_after`."""
+    """Accept each chain's first `lengths` `[row]` nodes and draw the next token.
+
+    The arguments are those of `law_after`; `noise` draws the token.
+    """
     law = law_after(draft, target_probs, lengths, excess_at)
     on_device = torch.from_numpy(lengths).to(draft.tokens.device)
     return Verdict.of_chain(on_device, noise.draw(law, on_device))
 
 
 def plain_verdict(target_probs: Tensor, noise: Noise) -> Verdict:
-    """What follows pending where nothing was drafted: a round of plain decoding, in which there is nothing to judge."""
+    """Return the verdict of a round without drafts: one token per row, sampled from the target."""
     nothing = no_nodes(len(target_probs), target_probs.device)
     return Verdict.of_chain(nothing, noise.draw(target_probs.select(1, 0), nothing))
 
 
 @lru_cache(maxsize=64)
 def no_nodes(num_rows: int, device: torch.device) -> Tensor:
-    """`[row]` zeros, made once: the lengths of empty drafts."""
+    """Return `[row]` zeros, the lengths of empty drafts; cached."""
     return torch.zeros(num_rows, dtype=torch.long, device=device)
 
 
 def query_depths(draft: Draft) -> Tensor:
-    """`[row, query]`: how many nodes lie on the path that ends at each query; 0 behind pending."""
+    """Return `[row, query]`, the number of nodes on the path to each query; 0 for pending."""
     depths = _chain_depths(draft.num_rows, draft.num_nodes, draft.tokens.device)
     if draft.is_chain:
         return depths
@@ -238,16 +267,16 @@ def query_depths(draft: Draft) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _chain_depths(num_rows: int, num_nodes: int, device: torch.device) -> Tensor:
-    """Every round of as many nodes has the same."""
+    """Return the `query_depths` of chains; cached, as few shapes occur."""
     return torch.arange(num_nodes + 1, device=device).repeat(num_rows, 1)
 
 
 def follow(draft: Draft, chosen: Tensor) -> Verdict:
-    """Walk from pending to the child that carries the chosen token, as long as there is one.
+    """Accept the path from pending on which every node has the token chosen at its parent.
 
     Args:
         draft: chains or trees.
-        chosen: `[row, query]`, the token that follows each query. What the walk meets is the text.
+        chosen: `[row, query]`, the token that follows each query.
     """
     if not draft.num_nodes:
         return Verdict.of_chain(no_nodes(draft.num_rows, chosen.device), chosen[:, 0])

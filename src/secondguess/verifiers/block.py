@@ -1,15 +1,18 @@
-"""Block verification (Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024, arXiv 2403.10444).
+"""Block verification.
 
-Judging the block as a whole accepts at least as much as judging token by token, and no exact rule for one
-path accepts more. For a row's drafted tokens x_1..x_L, with p_i and q_i the laws at x_i:
+Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024, arXiv 2403.10444.
 
-    w_0 = 1,   w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i))                  weights
-    s_i = sum_y (w_i p_{i+1}(y) - q_{i+1}(y))+                             excess
-    h_i = s_i / (s_i + 1 - w_i) for i < L,   h_L = w_L                     chances
+Verifying the block as a whole accepts at least as many tokens as token-level rejection, and no
+lossless rule for a single path accepts more. For a row's draft tokens x_1..x_L, with p_i and q_i
+the target and draft distributions at x_i:
 
-The longest prefix whose chance h_i comes true is accepted (the empty one if none does); then the next token
-is drawn from p_{L+1} after the whole draft, else from the excess behind the prefix. A prefix survives with
-P(at least i accepted | x_1..x_i) = w_i.
+    w_0 = 1,   w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i))             weights
+    s_i = sum_y max(w_i p_{i+1}(y) - q_{i+1}(y), 0)                  masses of residuals
+    h_i = s_i / (s_i + 1 - w_i) for i < L,   h_L = w_L               acceptance probabilities
+
+Each prefix i passes with probability h_i, and the longest prefix that passes is accepted (the
+empty one if none does). The next token is drawn from p_{L+1} after the whole draft, otherwise from
+the residual after the prefix. P(at least i tokens accepted | x_1..x_i) = w_i.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from secondguess.verifiers.base import (
 
 
 class BlockVerifier(Verifier):
-    """Accept the longest prefix that the block's joint law allows; optimal for a single path."""
+    """Verifier that accepts the longest prefix that passes; optimal for a single path (chains)."""
 
     name = "block"
     exactness = Exactness.LOSSLESS
@@ -57,9 +60,9 @@ class BlockVerifier(Verifier):
 
 
 def prefix_weights(ratios: Numbers) -> Numbers:
-    """`w_0..w_L` `[row, node + 1]` from `p(x) / q(x)` `[row, node]`.
+    """Return `w_0..w_L` `[row, node + 1]`, given `p(x) / q(x)` `[row, node]`.
 
-    In log space, where a long product does not underflow: a weight may rise again.
+    Computed in log space: a long product may underflow although a weight may rise again.
     """
     walks = [list(accumulate(row, _next_log_weight, initial=0.0)) for row in ratios.tolist()]
     weights: Numbers = numpy.exp(walks)
@@ -71,25 +74,25 @@ def _next_log_weight(log_weight: float, ratio: float) -> float:
 
 
 def _last_true(answers: list[bool]) -> int:
-    """How many nodes the longest accepted prefix has."""
+    """Return the number of nodes of the longest prefix that passes."""
     return max((length for length, accepted in enumerate(answers, start=1) if accepted), default=0)
 
 
 def prefix_chances(weights: Numbers, masses: Numbers, lengths: Sequence[int]) -> Numbers:
-    """`h_1..h_L` `[row, node]`; rows end at their own lengths.
+    """Return `h_1..h_L` `[row, node]`; each row ends at its own length.
 
     Args:
-        weights: `w_0..w_L`.
-        masses: `s_0..s_(L-1)`.
-        lengths: of the rows' drafts.
+        weights: `w_0..w_L` `[row, node + 1]`.
+        masses: `s_0..s_(L-1)` `[row, node]`.
+        lengths: draft length of each row.
     """
     chances = weights[:, 1:].copy()
     for row, length in enumerate(lengths):
         for node in range(1, length):
             surplus = masses[row, node]
             total = surplus + 1 - weights[row, node]
-            # Both vanish only where w = 1 and p = q: the next prefix then has weight 1, so this chance cannot matter
-            # for a draft that goes on.
+            # 0 / 0 occurs only where w = 1 and p = q: a longer prefix then passes for certain, so
+            # this probability has no effect.
             if total > 0:
                 chances[row, node - 1] = surplus / total
     return chances

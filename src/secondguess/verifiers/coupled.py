@@ -1,10 +1,11 @@
-"""Sample and match: draw the text as plain sampling would, and keep the nodes that foretold it.
+"""Sample and match: sample the text as plain decoding would, and accept the nodes that match it.
 
-The target's token behind each query is drawn by a keyed exponential race, and a node is accepted when it is
-the token drawn at its parent. What is emitted is always the target's own draw, so any draft is safe: certain
-or sampled, chain or tree, chosen by any rule. Drafts drawn by the same race match with chance at least
-(1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv 2408.07978), exactly
-sum_x 1 / sum_y max(p(y) / p(x), q(y) / q(x)); certain ones match with chance p(x).
+The target's token at each query is drawn with keyed noise (for coupled rows by an exponential
+race), and a node is accepted if it is the token drawn at its parent. Every emitted token is the
+target's own sample, so any draft is safe: deterministic or sampled, chain or tree, chosen by any
+rule. Tokens drafted by the same race match with probability at least (1 - TV) / (1 + TV) (Daliri,
+Musco, Suresh, arXiv 2408.07978), exactly sum_x 1 / sum_y max(p(y) / p(x), q(y) / q(x));
+deterministic ones match with probability p(x).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from secondguess.verifiers.base import Exactness, Verifier, follow, query_depths
 
 
 class CoupledVerifier(Verifier):
-    """The text is a function of the seed and the target alone (chains and trees)."""
+    """Verifier whose text is a function of the seed and the target alone (chains and trees)."""
 
     name = "coupled"
     exactness = Exactness.DRAFTER_INVARIANT

@@ -1,4 +1,4 @@
-"""Greedy match: at temperature 0 a node is accepted when it is what the target would say."""
+"""Greedy match: at temperature 0 a node is accepted if it is the target's most likely token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class GreedyVerifier(Verifier):
-    """Follow the target's most likely token (chains and trees); for rows at temperature 0."""
+    """Verifier that accepts the target's most likely tokens (chains and trees); temperature 0."""
 
     name = "greedy"
     exactness = Exactness.LOSSLESS

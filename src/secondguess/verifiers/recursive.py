@@ -1,10 +1,13 @@
-"""Recursive rejection of sampled trees (SpecInfer, Miao et al. 2023, arXiv 2305.09781; without replacement: Recursive
-speculative decoding, Jeon et al. 2024, arXiv 2402.14160).
+"""Recursive rejection sampling of trees (SpecInfer, Miao et al. 2023, arXiv 2305.09781).
 
-From the root down: each node tries its children in the order in which they were drawn. The child with token t, drawn from q, is
-accepted with chance min(1, p(t) / q(t)); else p becomes (p - q)+ normalised, and the next child is tried. Behind the
-last accepted node the next token is drawn from what its rejected children left of p. On a chain this is
-token-level rejection. `traversal` accepts more; this is the rule to compare it with.
+Siblings drawn without replacement: Recursive speculative decoding, Jeon et al. 2024, arXiv
+2402.14160.
+
+From the root down, the children of a node are tried in the order in which they were drawn. The
+child with token t, drawn from q, is accepted with probability min(1, p(t) / q(t)); otherwise p
+becomes max(p - q, 0), normalised, and the next child is tried. After the last accepted node the
+next token is drawn from the p that remains after its children's rejections. On a chain this is
+token-level rejection. `traversal` accepts more; this rule serves as its baseline.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from secondguess.verifiers.trees import Level, Shape, Sheet, TreeVerifier, verdi
 
 
 class RecursiveVerifier(TreeVerifier):
-    """Descend to the first child that is accepted, as long as there is one (trees and chains)."""
+    """Verifier that descends to the first accepted child of each node (trees and chains)."""
 
     name = "recursive"
     exactness = Exactness.LOSSLESS
@@ -38,7 +41,7 @@ class RecursiveVerifier(TreeVerifier):
 
 
 def deepest_accepted(shape: Shape, accepted: NDArray[numpy.bool_]) -> NDArray[numpy.int64]:
-    """The query `[row]` at which the way down through first accepted children ends."""
+    """Return the query `[row]` at which the descent through first accepted children ends."""
     ends = [_way_down(shape, answers) for answers in accepted.tolist()]
     return numpy.array(ends, numpy.int64)
 

@@ -1,4 +1,7 @@
-"""Token-level rejection (Leviathan, Kalman, Matias 2022, arXiv 2211.17192; Chen et al. 2023, 2302.01318)."""
+"""Token-level rejection sampling.
+
+Leviathan, Kalman, Matias 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ from secondguess.verifiers.base import (
 
 
 class RejectionVerifier(Verifier):
-    """Accept node x with chance min(1, p(x) / q(x)); at the first rejection draw from (p - q)+ normalised.
+    """Verifier that accepts node x with probability min(1, p(x) / q(x)) (chains).
 
-    A node at any place is accepted with chance 1 - TV(p, q) given that its predecessors were.
+    After the first rejection the next token is drawn from max(p - q, 0), normalised. Given that
+    its predecessors were accepted, a node is accepted with probability 1 - TV(p, q).
     """
 
     name = "rejection"

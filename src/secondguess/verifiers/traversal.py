@@ -1,16 +1,18 @@
 """Traversal verification of sampled trees (Weng et al. 2025, arXiv 2505.12398).
 
-From the leaves to the root, first child first: block verification for trees, and equal to it on a chain. Pending has
-weight 1. At a node u with weight w, its target law p and the law q that its next child was drawn from:
+From the leaves to the root, first child first: block verification for trees, and equal to it on a
+chain. Pending has weight 1. At a node u with weight w, target distribution p and the distribution
+q that its next child was drawn from:
 
-    w_c = min(1, w p(t) / q(t))                                           weight of the child with token t
-    r = (w p - q)+,  s = sum r                                            what the child leaves when it is rejected:
-    w <- s / (s + 1 - w),   p <- r / s                                    u's new weight and target law
+    w_c = min(1, w p(t) / q(t))                  weight of the child with token t
+    r = max(w p - q, 0),  s = sum r              residual if the child is rejected
+    w <- s / (s + 1 - w),   p <- r / s           then the new weight and target distribution of u
 
-A child is entered with its weight; when all below it has been rejected it is accepted with the weight it then
-has, and with it the path that leads to it. The next token is drawn from the law p that it then has. Pending keeps weight 1,
-so the traversal ends there at the latest. A child's law q lacks its earlier siblings where these are distinct; it
-need not be the same for all children, only be the law that each was drawn from when the ones before it were known.
+A child starts with weight w_c. When all its descendants have been rejected, it is accepted with
+probability equal to its current weight, together with the path to it, and the next token is drawn
+from its current p. Pending keeps weight 1, so the traversal ends there at the latest. A child's q
+excludes its earlier siblings if siblings are distinct. It may differ between children, but must be
+the distribution that the child was drawn from given the siblings before it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from secondguess.verifiers.trees import Level, Shape, Sheet, TreeVerifier, verdi
 
 
 class TraversalVerifier(TreeVerifier):
-    """Accept the first path, from the leaves up, that the joint law of the tree allows (trees and chains)."""
+    """Verifier that accepts the first path to pass in post-order traversal (trees and chains)."""
 
     name = "traversal"
     exactness = Exactness.LOSSLESS
@@ -38,21 +40,22 @@ class TraversalVerifier(TreeVerifier):
 
 
 def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[Numbers, list[Tensor]]:
-    """The traversal as it goes while everything is refused.
+    """Compute the acceptance probabilities of a traversal in which every visited node is rejected.
 
-    What happens at a node depends on the weight that it is entered with and on its children's tokens, not on what lies
-    below these; so the tree can be gone through level by level.
+    The state of a node depends on its initial weight and its children's tokens, not on nodes below
+    these, so the tree is processed level by level.
 
     Returns:
-        `[row, node]`, the chance of each node when it comes up, 0 for padding; and for each query `[row, vocab]`, what is left
-        to say behind it then.
+        `[row, node]`, the probability that each node is accepted when visited, 0 for padding; and
+        for each query `[row, vocab]`, the distribution of the next token if its node is accepted
+        then, not normalised.
     """
     sheet = Sheet.of(shape, draft, target_probs)
     laws = list(target_probs.unbind(1))
-    # Logarithms of weights, as a long product of ratios may underflow and rise again.
+    # In log space: a long product of ratios may underflow although a weight may rise again.
     log_weights: Numbers = numpy.full((draft.num_rows, draft.num_nodes + 1), -numpy.inf)
     log_weights[:, 0] = 0.0
-    with numpy.errstate(divide="ignore"):  # the logarithm of nothing is minus infinity
+    with numpy.errstate(divide="ignore"):  # log(0) = -inf is intended
         for ranks in shape.levels:
             level = Level(sheet, draft, ranks, laws)
             for rank in ranks:
@@ -66,16 +69,17 @@ def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[Numbers,
 
 
 def weights_after(weights: Numbers, masses: Numbers) -> Numbers:
-    """`s / (s + 1 - w)` `[row, child]`.
+    """Return the weights `s / (s + 1 - w)` `[row, child]` after the rejection of a child.
 
-    Both vanish only where w = 1 and p = q. The child then had weight 1: it, or something below it, was accepted.
+    0 / 0 occurs only where w = 1 and p = q. The child then had weight 1, so that it or one of its
+    descendants was accepted, and the result does not matter.
     """
     totals = masses + 1 - weights
     return numpy.divide(masses, totals, out=numpy.ones_like(masses), where=totals > 0)
 
 
 def first_accepted(order: list[int], accepted: NDArray[numpy.bool_]) -> NDArray[numpy.int64]:
-    """The query `[row]` behind the first accepted node in this order; 0, pending, where there is none."""
+    """Return the query `[row]` of the first accepted node in this order; 0 (pending) if none."""
     if not order:
         return numpy.zeros(len(accepted), numpy.int64)
     answers = accepted[:, order]

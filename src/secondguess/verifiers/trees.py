@@ -1,8 +1,9 @@
-"""What the rules for sampled trees share: forms of trees, what siblings were drawn from, what is left after a rejection.
+"""Shared parts of the rules for sampled trees: shapes, sibling distributions, residuals.
 
-A tree is judged node by node, and all that can be known when a node comes up follows from the draft: whatever was
-looked at before it was rejected, for else the verdict would stand. So the chance of every node at its visit is computed
-beforehand, noise is asked once for all of them, and the answers are read in the rule's own order.
+A tree is verified node by node. A node is visited only after the alternatives before it were
+rejected, so its acceptance probability at that moment follows from the draft alone. Therefore the
+probabilities of all nodes are computed first, all random decisions are drawn in one call, and the
+rule then reads them in its own order.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from secondguess.verifiers.base import (
 
 @dataclass(frozen=True)
 class Rank:
-    """The children of one rank below the queries of a level: their first ones, or their second ones, ...
+    """The n-th children of a level's queries: all first children, all second children, ...
 
     Args:
-        nodes: the children, one of each of the level's first queries.
-        queries: these queries.
+        nodes: the children, one per query.
+        queries: their parents, the first queries of the level.
     """
 
     nodes: tuple[int, ...]
@@ -55,7 +56,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Shape:
-    """The form of a tree: the parent of each node. Queries are numbered as in `core`: 0 is pending, i + 1 node i."""
+    """Shape of a tree: the parent of each node.
+
+    Queries are numbered as in `core`: 0 is pending, i + 1 is node i.
+    """
 
     parents: tuple[int, ...]
 
@@ -65,7 +69,7 @@ class Shape:
 
     @cached_property
     def children(self) -> list[list[int]]:
-        """The nodes that hang from each query, in the order in which they were drawn."""
+        """Children of each query, in the order in which they were drawn."""
         found: list[list[int]] = [[] for _ in range(self.num_nodes + 1)]
         for node, parent in enumerate(self.parents):
             found[parent + 1].append(node)
@@ -73,15 +77,16 @@ class Shape:
 
     @cached_property
     def earlier(self) -> list[list[int]]:
-        """The siblings that were drawn before each node."""
+        """Siblings drawn before each node."""
         siblings = [self.children[parent + 1] for parent in self.parents]
         return [nodes[: nodes.index(node)] for node, nodes in enumerate(siblings)]
 
     @cached_property
     def levels(self) -> list[list[Rank]]:
-        """Per depth, from the root on, the ranks of its nodes. What is done to one rank can be done to all its nodes at once.
+        """Ranks of nodes per depth, from the root down; a rank is processed as one batch.
 
-        The queries with most children stand first, so that those that have a child of a rank are the first ones.
+        Queries are sorted by number of children, most first, so those with a child of a given rank
+        are always the first ones.
         """
         below = [0]
         found = []
@@ -95,7 +100,7 @@ class Shape:
 
     @cached_property
     def from_the_leaves(self) -> list[int]:
-        """The nodes in the order of a traversal: children before their parent, the first child's tree first."""
+        """Nodes in post-order: children before their parent, the first child's subtree first."""
 
         def below(query: int) -> list[int]:
             return [step for node in self.children[query] for step in (*below(node + 1), node)]
@@ -104,7 +109,7 @@ class Shape:
 
     @cached_property
     def paths(self) -> list[list[int]]:
-        """The nodes from pending down to each query, itself included."""
+        """Nodes on the path from pending to each query, including the query's own node."""
         found: list[list[int]] = [[]]
         for node, parent in enumerate(self.parents):
             found.append([*found[parent + 1], node])
@@ -113,12 +118,12 @@ class Shape:
 
 @lru_cache(maxsize=256)
 def shape_of(parents: tuple[int, ...]) -> Shape:
-    """The same few forms come back in every round."""
+    """Return the shape with these parents; cached, as few shapes occur."""
     return Shape(parents)
 
 
 class TreeVerifier(Verifier):
-    """A rule that judges rows whose drafts have one form together; chains are such a form."""
+    """Base class of rules for trees and chains; rows with drafts of the same shape are batched."""
 
     def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent(self.name, noise)
@@ -141,21 +146,26 @@ class TreeVerifier(Verifier):
 
     @abstractmethod
     def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        """The verdict on rows whose first nodes have this form; nodes behind them are padding."""
+        """Verify rows whose first nodes have this shape; further nodes are padding."""
 
 
 NOTHING = 1e-9
-"""Mass below which a law without some tokens counts as empty: what was drawn from the rest of it would be mostly rounding."""
+"""Mass below which a distribution without its earlier siblings counts as empty.
+
+What remains of it is then mostly rounding error.
+"""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """What the laws say of the drafted tokens, on the host.
+    """Probabilities of the draft tokens, on the host.
 
     Args:
-        target: `[row, query, node]`, the target's probability of each node's token behind each query.
-        drafted: `[row, node, node]`, that of the second node's token under the law which the draft reports of the first.
-        remaining: `[row, node]`, the mass that earlier siblings left of each node's law; 0 where nothing was left to draw.
+        target: `[row, query, node]`, the target probability of each node's token at each query.
+        drafted: `[row, node, node]`, the probability of the second node's token under the draft
+            distribution reported for the first node.
+        remaining: `[row, node]`, the mass of each node's draft distribution without the tokens of
+            its earlier siblings; 0 where nothing was left to draw.
     """
 
     target: Numbers
@@ -164,15 +174,15 @@ class Sheet:
 
     @cached_property
     def drawn(self) -> Numbers:
-        """`[row, node]`, the probability of each node's own token under the law that the draft reports of it."""
+        """`[row, node]`, the probability of each node's token under its own draft distribution."""
         return numpy.diagonal(self.drafted, axis1=1, axis2=2).clip(SMALLEST)
 
     @classmethod
     def of(cls, shape: Shape, draft: Draft, target_probs: Tensor) -> Sheet:
-        """Of a draft whose first nodes have this form.
+        """Build the sheet of a draft whose first nodes have this shape.
 
-        A certain drafter names tokens, whatever came before: each node has a one-hot law of its own, and a token that
-        is named twice is nothing new.
+        Without `draft.probs` every node has its own one-hot distribution, so that a sibling that
+        repeats a token has no mass left.
         """
         tokens = draft.tokens[:, None]
         target = to_host(target_probs.gather(2, tokens.expand(-1, target_probs.shape[1], -1)))
@@ -184,7 +194,7 @@ class Sheet:
         late = [node for node in range(shape.num_nodes) if shape.earlier[node]]
         if late and (draft.distinct or draft.probs is None):
             if draft.probs is not None:
-                # Siblings report one law: the eldest's total is theirs.
+                # Siblings share one reported distribution; its total is read at the first of them.
                 eldest = {shape.earlier[node][0]: None for node in late}
                 totals = to_host(_pick(draft.probs, tuple(eldest)).sum(-1, dtype=torch.float64))
                 by_eldest = dict(zip(eldest, totals.T, strict=True))
@@ -196,13 +206,14 @@ class Sheet:
 
 
 class Level:
-    """The queries of one depth that have children, while these are refused rank by rank.
+    """The queries of one depth that have children, while these are rejected rank by rank.
 
     Args:
-        sheet: of the draft.
-        ranks: of the level.
-        laws: per query `[row, vocab]`, what is left for the target to say there, of any positive total; those of this level
-            are replaced as its children are refused.
+        sheet: probabilities of the draft tokens.
+        draft: chains or trees of one shape.
+        ranks: the ranks of the level.
+        laws: per query `[row, vocab]`, the residual target distribution, of any positive total.
+            Entries of this level are replaced as children are rejected.
     """
 
     def __init__(self, sheet: Sheet, draft: Draft, ranks: Sequence[Rank], laws: list[Tensor]) -> None:
@@ -210,13 +221,15 @@ class Level:
         self._draft = draft
         self._laws = laws
         self._left = _beside([laws[query] for query in ranks[0].queries])
-        # None as long as nothing was refused: the laws are the target's own.
+        # None until a child is rejected: the target distributions sum to one.
         self._totals: Numbers | None = None
 
     def ratios(self, rank: Rank) -> Numbers:
-        """`p(t) / q(t)` `[row, child]` of the next children's tokens, under what is left of both laws.
+        """Return `p(t) / q(t)` `[row, child]` for the tokens t of the next children.
 
-        0 where nothing was left to draw: that token was not drawn, and what nobody drew may always be refused.
+        p is the residual target distribution, q the draft distribution without earlier siblings.
+        The ratio is 0 where nothing was left to draw: such a node was not sampled, so rejecting it
+        is always exact.
         """
         sheet, nodes = self._sheet, rank.node_index
         if self._totals is None:
@@ -229,18 +242,19 @@ class Level:
         return ratios
 
     def refuse(self, rank: Rank, weights: Numbers) -> Numbers:
-        """Leave `(w p - q)+` of the laws, with the q that each child was drawn from; the masses `[row, child]` of that.
+        """Replace each p by `max(w p - q, 0)`; return the masses `[row, child]` of the residuals.
 
-        q is the reported law over what earlier siblings left of it. Their tokens need not be cut out: where they were
-        refused, p has nothing left there. Where p and q differ by less than rounding, nothing is left that could tell
-        them apart, and p stays; so it does where nothing was drawn.
+        q is the distribution each child was drawn from: the reported one over the mass left by
+        earlier siblings. Their tokens need not be removed from q, as p is 0 there after their
+        rejection. p is kept where the residual is empty because p and q differ by less than
+        rounding, and where nothing was drawn.
         """
         count = len(rank.nodes)
         before = self._left if self._left.shape[1] == count else self._left[:, :count]
         totals = 1.0 if self._totals is None else self._totals[:, :count]
         remaining = self._sheet.remaining[:, rank.node_index]
         probs = None if self._draft.probs is None else _pick(self._draft.probs, rank.nodes)
-        # Both sides times what was left, so that q is read as it stands.
+        # p and q are both multiplied by `remaining`, so that q is used as reported.
         tokens = self._draft.tokens if probs is not None else _pick(self._draft.tokens, rank.nodes)
         left = excess(weights * remaining / totals, before, probs, tokens)
         masses, laws = left.masses, left.laws
@@ -260,12 +274,12 @@ class Level:
 
 
 def _beside(laws: Sequence[Tensor]) -> Tensor:
-    """`[row, i, vocab]` from i laws `[row, vocab]`; a view of one."""
+    """Stack distributions `[row, vocab]` to `[row, i, vocab]`; a view if there is only one."""
     return laws[0][:, None] if len(laws) == 1 else torch.stack(list(laws), 1)
 
 
 def _pick(values: Tensor, nodes: Sequence[int]) -> Tensor:
-    """Of `values` `[row, node, ...]` those of some nodes; a view where these stand side by side."""
+    """Select some nodes of `values` `[row, node, ...]`; a view if they are contiguous."""
     first, count = nodes[0], len(nodes)
     if nodes[-1] - first == count - 1 and list(nodes) == list(range(first, first + count)):
         return values.narrow(1, first, count)
@@ -273,12 +287,12 @@ def _pick(values: Tensor, nodes: Sequence[int]) -> Tensor:
 
 
 def verdict_at(shape: Shape, queries: NDArray[numpy.int64], laws: Sequence[Tensor], noise: Noise) -> Verdict:
-    """Accept the path to each row's query `[row]` and draw what follows it.
+    """Accept the path to one query per row and draw the next token.
 
     Args:
-        shape: of the rows' drafts.
-        queries: 0 accepts nothing.
-        laws: for each query `[row, vocab]`, what is left to say behind it.
+        shape: shape of the rows' drafts.
+        queries: `[row]`, the query at which the path ends; 0 accepts nothing.
+        laws: for each query `[row, vocab]`, the distribution of the next token, not normalised.
         noise: draws the next token.
     """
     found = [shape.paths[query] for query in queries.tolist()]

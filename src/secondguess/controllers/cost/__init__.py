@@ -1,1 +1,5 @@
-"""`cost`: draft as far as it pays. `controller.py` first; the rest is what it knows (chances, times) and what it may spend."""
+"""Controller `cost`: draft while the expected gain exceeds the cost.
+
+Start with `controller.py`. The other modules estimate acceptance probabilities and times, and
+bound the time that drafting may lose.
+"""

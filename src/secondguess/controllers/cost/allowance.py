@@ -1,22 +1,27 @@
-"""How much time may be lost: to trying (probes) and to being wrong (the guard).
+"""Bounds on the time that drafting may lose: a budget for probes, a guard against wrong estimates.
 
-Both are accounts. Probes are paid from an income, a small share of the time that passes; each failure halves the income until
-something pays, so over N plain rounds they cost at most PROBING * N of them, and LARGEST_PROBE.
+A probe is a short trial draft while nothing pays. Probes are paid from a budget whose income is a
+small share of the elapsed time. Each failed series halves the income until drafting pays again, so
+over N plain rounds (rounds without drafts) probes cost at most PROBING * N + LARGEST_PROBE plain
+rounds.
 
-The guard backs up every estimate by the wall clock: it books what drafting rounds really took against what plain rounds
-would have taken for the same tokens. Some credit may be saved up, some debt run into; then drafting stops for a while, twice
-as long each time until all of the debt is made good.
+The guard checks all estimates against the wall clock: it compares the time of rounds with drafts
+with the time plain rounds would have taken for the same tokens. Its balance, in plain rounds, is
+at most CREDIT. When it falls to -PATIENCE, drafting stops for COOLING rounds, and twice as long at
+each further stop until all of the loss is recovered.
 
-What a draft model takes to read a text serves all rounds to come, so it falls due in shares, round by round. What is not due
-yet when the row ends, or when drafting stops, falls due at once: it may never be earned back. So the account knows of all that
-was lost but for what is outstanding: at most the reading of the texts in flight, and nothing after a stop. With R the most that a
-single round of drafting can lose and all of that reading, together, what is lost over any N rounds is, in plain rounds, at most
+The prefill of a draft model serves all later rounds of a row, so it is amortised: booked in equal
+shares, round by round. The rest is booked at once when the row ends or drafting stops, as it may
+never be recovered. The balance therefore includes all losses but the outstanding prefill: at most
+that of the rows in flight, and none after a stop. With R the maximum loss of a single round of
+drafting plus all of that prefill, the loss over any N rounds is, in plain rounds, at most
 
     CREDIT + PATIENCE + R  +  (PATIENCE / 2 + R) * log2(1 + N / COOLING)
 
-(`loss_bound`; for N up to 2 ** MOST_DOUBLINGS * COOLING, some sixty thousand rounds). For a stretch begins with CREDIT at
-most; up to its first stop the balance is above -PATIENCE, and to that comes either what is outstanding, or, with the stop, one
-round's loss and what was outstanding: R in both cases. Up to each further stop it is PATIENCE / 2 and R again.
+(`loss_bound`; for N up to 2 ** MOST_DOUBLINGS * COOLING, about 65,000 rounds). The balance is at
+most CREDIT at the beginning and above -PATIENCE until the first stop. In addition there is either
+outstanding prefill, or at the stop one round's loss and the prefill outstanding then: R in both
+cases. Until each further stop it is PATIENCE / 2 + R again.
 """
 
 from __future__ import annotations
@@ -28,56 +33,67 @@ from collections.abc import Iterable, Sequence
 from secondguess.core import Row
 
 PROBING = 0.005
-"""Income of the account for probes: this share of the time that passes, at most."""
+"""Maximum income of the probe budget, as a share of the elapsed time."""
 LARGEST_PROBE = 6.0
-"""Probes are saved up for so many plain rounds at most."""
+"""Maximum probe budget, in plain rounds."""
 MOST_HALVINGS = 5
 SERIES = 4
-"""Probes come in series of about so many."""
+"""Approximate number of probes in a series."""
 NUM_FREE, FIRST_WAIT = 3, 8
-"""At the beginning, and after the machine has changed its speed, so many series are free; the rounds between them double."""
+"""Number of free series of probes, and number of rounds before the first one.
+
+They are granted at the beginning, and again (without the first wait) after the machine has changed
+its speed or become quiet. The number of rounds between two of them doubles.
+"""
 FREE_TRIAL = 1.0
-"""A free trial ends when it has lost so many plain rounds."""
+"""Loss at which a free series ends, in plain rounds."""
 PATIENCE = 16.0
-"""The guard stops drafting when the debt reaches so many plain rounds."""
+"""Loss at which the guard stops drafting, in plain rounds."""
 CREDIT = 16.0
-"""Time won is remembered up to so many plain rounds."""
+"""Maximum balance of the guard, in plain rounds."""
 COOLING = 64
-"""Rounds for which the first stop lasts."""
+"""Length of the first stop, in rounds."""
 MOST_DOUBLINGS = 10
 NUM_REVIEWED = 16
-"""Rounds before a stop, and plain rounds after it, that are compared with each other."""
+"""Number of rounds before a stop, and of plain rounds after it, that are compared."""
 LONGEST_SPREAD = 256
-"""The reading of a text falls due within so many rounds: nobody knows whether a text will be as long as it may."""
+"""Maximum number of rounds over which prefill is amortised, as a row may end early."""
 
 
 def loss_bound(num_rounds: int, worst_round: float) -> float:
-    """Plain rounds that drafting can lose at most over any stretch of so many rounds.
+    """Return the maximum loss from drafting over any `num_rounds` rounds, in plain rounds.
 
     Args:
-        worst_round: what a single round can lose, in plain rounds: drafting at full length, and reading all texts in flight.
+        num_rounds: number of rounds.
+        worst_round: maximum loss of a single round, in plain rounds: drafting at full length, and
+            the drafter's prefill of all rows in flight.
     """
     num_further_stops = math.log2(1 + num_rounds / COOLING)
     return CREDIT + PATIENCE + worst_round + (PATIENCE / 2 + worst_round) * num_further_stops
 
 
 class Probes:
-    """The account from which probes are paid, and the trials that are free after the machine has changed its speed."""
+    """Budget for probes, and the free series granted after the machine has changed its speed."""
 
     def __init__(self) -> None:
         self.balance = 0.0
         self._halvings = 0
-        self._num_free = NUM_FREE  # free trials left
+        self._num_free = NUM_FREE  # free series left
         self._wait = FIRST_WAIT  # rounds until the next of them
-        self._free_probes = 0  # left in the free trial under way
+        self._free_probes = 0  # probes left in the current free series
         self._free_loss = 0.0  # seconds that it may still lose
 
     def grant(self) -> None:
-        """Allow a few free trials soon: what is known of drafting was learned on a machine of another speed."""
+        """Grant free series, the first at once: earlier results are from another machine speed."""
         self._halvings, self._num_free, self._wait = 0, NUM_FREE, 0
 
     def earn(self, seconds: float, plain: float) -> None:
-        """Add the income of rounds that took so many seconds in all."""
+        """Add the income of some rounds.
+
+        Args:
+            seconds: their total duration.
+            plain: seconds of a plain round.
+        """
         income = PROBING * seconds / 2**self._halvings
         self.balance = min(self.balance + income, LARGEST_PROBE * plain)
 
@@ -88,7 +104,7 @@ class Probes:
 
     @property
     def is_due(self) -> bool:
-        """Whether a free series may begin."""
+        """True if a free series may begin."""
         return self._num_free > 0 and not self._wait
 
     def may_begin(self, price: float, plain: float) -> bool:
@@ -103,15 +119,16 @@ class Probes:
             self._num_free -= 1
             self._free_probes, self._free_loss = SERIES, FREE_TRIAL * plain
             return True
-        # The price may be wrong, which only a probe can show: no series is too expensive to be saved up for.
+        # Half of the maximum budget is always enough: `price` may be wrong, and only a probe can
+        # correct it.
         return self.balance >= min(price, LARGEST_PROBE * plain / 2)
 
     def may_go_on(self, price: float) -> bool:
-        """Return whether another probe of the series, expected to take so many seconds, may follow."""
+        """Return whether the series may go on with a probe of this expected cost in seconds."""
         return self._free_probes > 0 or self.balance >= price
 
     def pay(self, lost: float) -> None:
-        """A probe lost so many seconds (or, below zero, gained them)."""
+        """Charge the seconds that a probe lost (negative: gained)."""
         if not self._free_probes:
             self.balance -= lost
             return
@@ -130,7 +147,7 @@ class Probes:
 
 
 class Outstanding:
-    """Costs that serve many rounds to come: each falls due in equal shares, or at once when its row ends."""
+    """Costs not booked yet, which are amortised in equal shares or booked when their row ends."""
 
     def __init__(self) -> None:
         self._of: dict[Row, tuple[float, float]] = {}
@@ -139,13 +156,13 @@ class Outstanding:
         return bool(self._of)
 
     def add(self, row: Row, cost: float, num_rounds: float) -> None:
-        """Something was spent that serves a row for so many rounds; what it owes already is spread over as many."""
+        """Amortise `cost` and what is outstanding for the row over `num_rounds` rounds."""
         left, _ = self._of.get(row, (0.0, 0.0))
         left += cost
         self._of[row] = left, left / min(max(num_rounds, 1.0), LONGEST_SPREAD)
 
     def fall_due(self, rows: Iterable[Row]) -> float:
-        """What rows owe for one more round."""
+        """Deduct and return the shares of these rows for one round."""
         due = 0.0
         for row in rows:
             left, share = self._of.get(row, (0.0, 0.0))
@@ -158,7 +175,7 @@ class Outstanding:
         return due
 
     def settle(self, row: Row) -> float:
-        """All that a row owes."""
+        """Remove and return all outstanding cost of a row."""
         return self._of.pop(row, (0.0, 0.0))[0]
 
     def settle_all(self) -> float:
@@ -168,9 +185,9 @@ class Outstanding:
 
 
 class Guard:
-    """The wall-clock account of all drafting, in plain rounds.
+    """Wall-clock balance of all drafting, in plain rounds.
 
-    When drafting stops, the rounds that led to the stop are compared once more, with the plain rounds that follow: if
+    After a stop, the rounds that led to it are compared with the plain rounds that follow. If
     those take as long, the machine was the cause, and drafting goes on.
     """
 
@@ -184,17 +201,17 @@ class Guard:
         self._review: Review | None = None
 
     def spread(self, row: Row, cost: float, num_rounds: float) -> None:
-        """So many plain rounds went into reading a row's text, which serves it for so many rounds to come."""
+        """Amortise a row's prefill of `cost` plain rounds over its next `num_rounds` rounds."""
         self._outstanding.add(row, cost, num_rounds)
 
     def book(self, won: float, rows: Iterable[Row] = (), seconds: float = 0.0, plain: float = 1.0) -> None:
-        """Account for a round with drafts, reading that is spread left out.
+        """Record a round with drafts; prefill that is amortised is not included.
 
         Args:
-            won: plain rounds that it won (or, below zero, lost).
-            rows: those that took part in it.
+            won: plain rounds that it gained (negative: lost).
+            rows: the batch.
             seconds: its duration.
-            plain: seconds of the plain rounds that `won` was counted in.
+            plain: seconds of the plain rounds in which `won` is counted.
         """
         self._booked.append((seconds, plain))
         due = self._outstanding.fall_due(rows) if self._outstanding else 0.0
@@ -209,13 +226,13 @@ class Guard:
         self._booked.clear()
         self._num_waiting = COOLING * 2**self._doublings
         self._doublings = min(self._doublings + 1, MOST_DOUBLINGS)
-        # What was read will not be used for a while, and may never be.
+        # The prefilled cache will not be used for a while, and may never be.
         self._balance -= self._outstanding.settle_all()
-        # The debt stays; before the next, longer stop only half as much may be added to it.
+        # The loss stays; only half as much may be added to it before the next, longer stop.
         self._limit = self._balance - PATIENCE / 2
 
     def wait(self, rows: Iterable[Row] = (), num_rounds: int = 1, seconds: float = 1.0) -> None:
-        """Rounds without drafts have passed, which took so many seconds in all."""
+        """Record rounds without drafts, which took `seconds` in total."""
         for _ in range(num_rounds):
             if self._num_waiting:
                 self._num_waiting -= 1
@@ -226,36 +243,36 @@ class Guard:
             self._review = None
 
     def _revise(self, review: Review) -> None:
-        """Correct the debt by what the machine had caused; end the stop if it would not have come to it."""
+        """Add back the loss caused by the machine; end the stop if it would not have happened."""
         self._balance = min(self._balance + review.correction, CREDIT)
         if self._balance > review.limit:
             self._num_waiting, self._limit, self._doublings = 0, review.limit, review.doublings
 
     def forgive(self) -> None:
-        """Let drafting go on: the machine on which it made a loss has changed its speed."""
+        """Allow drafting again: its losses were measured at another machine speed."""
         self._balance = min(max(self._balance, -PATIENCE / 2), 0.0)
         self._num_waiting, self._limit, self._doublings = 0, -PATIENCE, 0
         self._booked.clear()
         self._review = None
 
     def end(self, row: Row) -> None:
-        """A row has ended: what was read of it will serve no more."""
+        """Book the outstanding prefill of a row that has ended."""
         due = self._outstanding.settle(row)
         if due:
             self.book(-due)
 
     @property
     def forbids(self) -> bool:
-        """Whether drafting is stopped for now."""
+        """True while drafting is stopped."""
         return self._num_waiting > 0
 
 
 class Review:
-    """Second look at the rounds that led to a stop.
+    """Comparison of the rounds that led to a stop with the plain rounds after it.
 
     Args:
-        booked: seconds of each, and of the plain rounds that it was compared with.
-        limit, doublings: of the guard before the stop.
+        booked: seconds of each round, and of the plain rounds that it was compared with.
+        limit, doublings: state of the guard before the stop.
     """
 
     def __init__(self, booked: Sequence[tuple[float, float]], limit: float, doublings: int) -> None:
@@ -271,6 +288,6 @@ class Review:
 
     @property
     def correction(self) -> float:
-        """Plain rounds by which the loss was overestimated."""
+        """Amount by which the loss was overestimated, in plain rounds."""
         plain = self._seconds / self._num_rounds
         return sum(seconds * max(1 / before - 1 / plain, 0.0) for seconds, before in self._booked)

@@ -1,42 +1,57 @@
-"""Running estimates of costs, robust to rounds that other load on the machine has disturbed."""
+"""Running estimates of costs, robust to rounds that other load on the machine has disturbed.
+
+A plain round is a round without drafts; it is the unit of the costs of drafts.
+"""
 
 from __future__ import annotations
 
 NUM_REMEMBERED = 16
-"""An average is over about so many values."""
+"""Approximate number of values in an average."""
 FARTHEST = 1.3
-"""A value counts for at most this multiple of what was expected: a hiccup is no news. (Nothing is too fast by accident.)"""
+"""Upper bound to which a value is clipped, as a multiple of the expected one.
+
+Single slow rounds are outliers. There is no lower bound, as disturbances make no round faster.
+"""
 FARTHEST_AT_FIRST = 2.5
-"""The same for the first value of its kind, of which little could be expected."""
+"""The same bound for the first value of a draft length, whose expected value is uncertain."""
 NUM_COLD = 3
-"""Of so many first plain rounds the least counts: the first ones allocate and fill caches."""
+"""Number of first plain rounds of which only the fastest counts.
+
+The first rounds allocate memory and fill caches.
+"""
 FADING = 1 - 1 / 96
-"""Weight of a round with a draft after the next one, in the costs of drafts."""
+"""Factor by which the weights of earlier rounds decay per round with drafts."""
 MOST_WEIGHT = 24
-"""Largest weight of one draft length, in rounds."""
+"""Maximum weight of one draft length, in rounds."""
 FIRST_NODE_COST = 0.03
-"""A drafted token makes a pass more expensive by this share of a plain round, until it was measured."""
+"""Initial cost of one more draft token in a target pass, as a share of a plain round."""
 NEIGHBOUR = 0.1
-"""Weight of a round in the cost of a draft length that is longer or shorter by one."""
+"""Weight of a round in the cost of a draft length that differs by one."""
 JUMP = 1.3
-"""Plain rounds that have become slower or faster by this factor mean that the machine has changed its speed."""
+"""Factor between plain rounds that indicates that the machine has changed its speed."""
 NUM_RECENT = 5
-"""All but one of so many plain rounds must be slower for that."""
+"""Number of recent plain rounds, of which all but one must be slower to indicate such a change."""
 FIRST_SLOPE = 0.6
-"""How much of the time per step is taken for the step's own while nothing tells it from what a draft takes to start."""
+"""Share of the cost per step that is attributed to the step while only one length was seen.
+
+The rest is attributed to the fixed cost of a draft.
+"""
 STALE = 1.4
-"""Plain rounds are timed where rows are longer or shorter than any yet by this factor; by its square, once a slope is trusted."""
+"""Factor by which row lengths may exceed the range seen before plain rounds are timed again.
+
+It is squared once the slope is trusted (`TELLING`).
+"""
 TELLING = 2.0
-"""The slope of plain rounds is trusted once rows were seen of which one is so many times as long as another."""
+"""Ratio between the longest and shortest row length seen at which the slope is trusted."""
 MOST_OF_LENGTH = 0.9
-"""At most this share of a plain round grows with the rows' length."""
+"""Maximum share of a plain round that grows with the rows' length."""
 
 
 class Average:
-    """A running average of positive values, robust against single large ones.
+    """Running average of positive values, robust against single large ones.
 
     Args:
-        num_cold: of so many first values the least counts.
+        num_cold: number of first values of which only the smallest counts.
     """
 
     __slots__ = ("_num_cold", "count", "value")
@@ -47,7 +62,7 @@ class Average:
         self.value = 0.0
 
     def add(self, value: float) -> None:
-        """One more value, which counts for no more than `FARTHEST` allows."""
+        """Add a value, clipped to `FARTHEST` times the average."""
         if self.count < self._num_cold:
             self.value = value if not self.count or value < self.value else self.value
             self.count += 1
@@ -59,7 +74,7 @@ class Average:
         self.value = known + ((value if value < most else most) - known) / self.count
 
     def follow(self, value: float) -> float:
-        """One more value, whatever it is; gives the share of the way to it that the average went."""
+        """Add a value without clipping; return the weight that it got in the average."""
         if self.count < NUM_REMEMBERED:
             self.count += 1
         share = 1 / self.count
@@ -68,13 +83,14 @@ class Average:
 
 
 class Line:
-    """Cost of a draft as a start and so much per step, fitted to recent drafts by least squares.
+    """Cost of a draft: a fixed cost plus a cost per step.
 
-    The first draft loads caches and allocates memory: it is left out.
+    Fitted to recent drafts by least squares. The first draft is left out: it fills caches and
+    allocates memory.
 
     Attributes:
-        count: drafts seen.
-        start: cost before the first step; 0 before the second draft.
+        count: number of drafts added.
+        start: fixed cost; 0 before the second draft.
         slope: cost per step; 0 before the second draft.
     """
 
@@ -92,7 +108,7 @@ class Line:
         if self._weight:
             expected = self.start + self.slope * num_steps
             if cost * FARTHEST < expected:
-                self.doubt()  # a disturbance makes a draft slower, never faster: what came before was disturbed
+                self.doubt()  # disturbances only make drafts slower: the earlier ones were disturbed
             cost = min(cost, expected * FARTHEST)
         self._weight = self._weight * FADING + 1
         self._x = self._x * FADING + num_steps
@@ -103,7 +119,7 @@ class Line:
         self.start = max(self._y - self.slope * self._x, 0.0) / self._weight
 
     def doubt(self) -> None:
-        """Keep the estimate with the weight of a single draft."""
+        """Keep the estimate, but only with the weight of a single draft."""
         if self._weight > 1:
             scale = 1 / self._weight
             self._weight = 1.0
@@ -114,7 +130,7 @@ class Line:
         mean = self._y / self._x
         spread = self._xx * self._weight - self._x * self._x
         if spread < 1e-6 * self._xx * self._weight:
-            return FIRST_SLOPE * mean  # only one length was seen: nothing tells the start from the steps
+            return FIRST_SLOPE * mean  # only one length was seen: the line is not determined
         slope = (self._xy * self._weight - self._x * self._y) / spread
         return min(max(slope, 0.1 * mean), mean)
 
@@ -122,14 +138,15 @@ class Line:
 class CostCurve:
     """Cost of a target pass by draft length, in plain rounds.
 
-    A running average for each length, drawn towards its neighbours and a straight line through all of them. The
-    weight of a length fades while others are drafted, so a single disturbed round does not decide its cost for good.
+    A running average per length, shrunk towards its neighbours and a straight line fitted to all
+    lengths. The weight of a length decays while others are drafted, so that a single disturbed
+    round does not fix its cost permanently.
     """
 
     def __init__(self) -> None:
         self._now = 0
         self._cells: dict[int, _CurveCell] = {}
-        # Sums of a least-squares line through what lengths cost beyond a plain round.
+        # Sums of a least-squares line through the costs beyond a plain round.
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._start, self._slope = 0.0, FIRST_NODE_COST
 
@@ -158,7 +175,7 @@ class CostCurve:
         cell.cost += (cost - cell.cost) / cell.weight
 
     def doubt(self) -> None:
-        """Keep the estimates with the weight of a single round each."""
+        """Keep the estimates, but each only with the weight of a single round."""
         for cell in self._cells.values():
             cell.weight = min(cell.weight, 1.0)
 
@@ -182,7 +199,7 @@ class CostCurve:
 
 
 class _CurveCell:
-    """Average cost of one draft length, its weight in rounds, and when it was seen last."""
+    """Average cost of one draft length, its weight in rounds, and the time of its last update."""
 
     __slots__ = ("cost", "time", "weight")
 
@@ -193,10 +210,11 @@ class _CurveCell:
 
 
 class PlainTime:
-    """Seconds of a plain round at one batch size: a line over the rows' mean length.
+    """Seconds of a plain round at one batch size, as a linear function of the rows' mean length.
 
-    The line goes through a running average of seconds at a running average of lengths; its slope is fitted to how the two moved
-    together, and drawn towards none while lengths have hardly differed. Where they no longer do, it is not forgotten.
+    The line passes through the running averages of seconds and lengths. Its slope is fitted to
+    their joint changes, shrunk towards 0 while lengths have hardly differed, and kept when they
+    stop differing.
     """
 
     __slots__ = (
@@ -222,13 +240,13 @@ class PlainTime:
         return self._level.count
 
     def at(self, length: float | None) -> float:
-        """Seconds, for rows of this length (None: of the length that they had on average)."""
+        """Return the seconds for rows of this mean length; None stands for the average length."""
         if length is None:
             return self._level.value
         return self._level.value + self._slope * (length - self._length)
 
     def knows(self, length: float) -> bool:
-        """Whether rows about this long were seen, or the line can be trusted that far."""
+        """Return whether rows of about this length were seen, or the line is trusted that far."""
         reach = STALE if self._longest < TELLING * self._shortest else STALE * STALE
         return self._shortest <= length * reach and length <= self._longest * reach
 
@@ -236,7 +254,7 @@ class PlainTime:
         """Add a plain round, or the median of several.
 
         Returns:
-            By which factor the machine has become slower, where it has changed its speed; else 1.
+            The factor by which the machine has become slower if it has changed its speed, else 1.
         """
         change = self._change(length, seconds, num_rounds) if self._level.count >= NUM_COLD else 1.0
         if change == 1.0:
@@ -246,12 +264,13 @@ class PlainTime:
         return change
 
     def _change(self, length: float, seconds: float, num_rounds: int) -> float:
-        """By which factor recent plain rounds differ from the expected time, where they agree in that; else 1."""
-        # The median of many rounds counts for two: together they outvote one round.
+        """Return the factor by which recent rounds agree to deviate from expected ones, else 1."""
+        # The median of several rounds counts twice, so that it outweighs a single round.
         self._recent = (*self._recent, *((length, seconds),) * min(num_rounds, 2))[-NUM_RECENT:]
         ratios = [seconds / self.at(length) for length, seconds in self._recent]
-        # Other load makes rounds slower by accident, and nothing makes them faster: fewer fast rounds are enough.
-        # Where rows are much shorter (or longer) than before, it is their length that makes rounds fast (or slow).
+        # Other load can make rounds slower but not faster, so fewer fast rounds are enough. If
+        # rows are much shorter (or longer) than before, their length explains why rounds are fast
+        # (or slow).
         fast = [ratio for ratio in ratios[-3:] if ratio < 1 / JUMP]
         if len(fast) >= 2 and length * STALE > self._length:
             return max(fast)
@@ -261,7 +280,7 @@ class PlainTime:
         return 1.0
 
     def rescale(self, change: float) -> None:
-        """Rounds take `change` times as long from now on, whatever their length."""
+        """Multiply the expected time by `change`, for all lengths."""
         self._level.value *= change
         self._level.count = NUM_COLD
         self._slope *= change
@@ -281,7 +300,7 @@ class PlainTime:
                 seconds = most
             self._spread += aside * aside
             self._along += aside * (seconds - known)
-            # Old news makes way for new, and only for new: how many lengths were seen is bounded, not for how long.
+            # Old observations lose weight only as new ones arrive: their age is not bounded.
             excess = self._spread / (NUM_REMEMBERED * centre * centre)
             if excess > 1:
                 self._along /= excess
@@ -290,7 +309,7 @@ class PlainTime:
             slope = self._along / (self._spread + centre * centre / 4)
             highest = MOST_OF_LENGTH * level.value / centre
             self._slope = 0.0 if slope < 0 else min(slope, highest)
-        # One round far from all others may have been a hiccup: a length counts as seen when two in succession had it.
+        # A single length may be an outlier: it counts as seen once two successive rounds had it.
         self._longest = max(self._longest, min(length, self._before))
         self._shortest = min(self._shortest, max(length, self._before))
         self._before = length

@@ -1,17 +1,19 @@
-"""Draft as far as it pays: expected tokens over expected time, both measured. The default.
+"""Cost-based controller, the default: draft while the expected gain exceeds the cost.
 
-A round drafts a node when the chance that the node is accepted, in tokens, exceeds what the node costs, at the rate at which
-tokens could be had otherwise:
+A node is drafted if its expected gain in tokens, the probability S that it and all nodes before it
+are accepted, exceeds its cost in seconds times the rate of tokens per second available otherwise:
 
     draft node k + 1   iff   S_{k+1}  >  rate * (T_draft + T_target(k + 2) - T_target(k + 1))
 
-For the highest rate that can be held, this is the best policy of all (the optimal stopping rule of a renewal-reward
-process; SpecDec++, arXiv 2405.19715, has the threshold form, SmartSpec, 2406.14066, the goodput). The rate is that of
-recent rounds and at least plain decoding's, so the threshold follows text, load and machine.
+T_draft is a draft step, T_target(m) a target pass over m tokens. For the highest sustainable rate
+this policy is optimal (optimal stopping of a renewal-reward process; SpecDec++, arXiv 2405.19715,
+has the threshold form, SmartSpec, arXiv 2406.14066, the goodput). The rate is that of recent
+rounds and at least that of plain decoding, so the threshold adapts to text, load and machine.
 
-S is learnt from what the verifier in use accepted: for a draft model from its confidences, calibrated; for a look-up by
-position, given how long its match was. Whether to draft at all is decided by what such drafts have gained lately.
-When nothing pays, rounds are plain, and what looking for better costs is bounded (`allowance.py`).
+S is estimated from what the verifier in use accepted: for a draft model from its calibrated
+confidences, for n-gram and suffix lookup by position and length of the match. Whether to draft at
+all is decided by the recent gain of similar drafts. If nothing pays, rounds are plain (without
+drafts), and the cost of further trials is bounded (`allowance.py`).
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from secondguess.names import Name, read_options, require_between, with_argument
 
 PLAIN = Plan(0, 0)
 PROBE_LENGTH = 2
-"""Levels of a probe at most. Of a single one the fixed cost of drafting may exceed what it can bring."""
+"""Maximum levels of a probe. With one level, the fixed cost of drafting may exceed any gain."""
 LONGEST_AT_FIRST = 2
-"""Levels of the first drafts, whose cost is not known yet."""
+"""Maximum levels of a drafter's first drafts, whose cost is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class CostOptions:
     """Options of `cost:LENGTH`.
 
     Args:
-        length: levels per round at most (in a chain, nodes), 0 to 64.
+        length: maximum levels per round (in a chain, nodes), 0 to 64; 0 is plain decoding.
     """
 
     length: int = 16
@@ -53,7 +55,7 @@ class CostOptions:
 
 
 class CostController(Controller):
-    """Weighs tokens against time in every round, per row of the batch."""
+    """Controller that weighs expected tokens against time, for each row in every round."""
 
     def __init__(self, options: CostOptions = CostOptions()) -> None:
         self.options = options
@@ -76,7 +78,7 @@ class CostController(Controller):
 
     @property
     def times(self) -> RoundTimes:
-        """What rounds take, as far as it is known."""
+        """Measured times of rounds."""
         return self._prices.times
 
     @times.setter
@@ -89,7 +91,7 @@ class CostController(Controller):
         was_probing, self._probing = self._probing, False
         self._place = _place(prospects)
         plans = [PLAIN] * num_rows
-        # A series of probes is seen through, whatever else is on offer by now.
+        # A series of probes is continued even if all candidates are in backoff.
         self.probes.count_round()
         paused = self._rests.cover(rows, prospects)
         self._resting = paused and not was_probing and not self.probes.is_due
@@ -119,7 +121,7 @@ class CostController(Controller):
         return plans
 
     def _best_offers(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Offer]:
-        """The best of each row that has any, best first."""
+        """Return the best candidate of each row that has one, best first."""
         num_rows, offers = len(rows), []
         for index, row in enumerate(rows):
             offer = self._offers_of.best(index, row, prospects[index], num_rows)
@@ -130,7 +132,10 @@ class CostController(Controller):
         return offers
 
     def _probe(self, offers: list[Offer], rows: Sequence[Row], was_probing: bool) -> list[Offer]:
-        """Try a short draft of the best (of several that are alike), if that can be paid for; a series, once there is enough."""
+        """Return these candidates shortened to probes if the probe budget allows it, else none.
+
+        Probes come in series: the first one needs a budget for all of them.
+        """
         part = offers[0].part
         price = self._prices.drafting(part, len(offers), 1) + self._prices.wider(0, 1)
         price += self.times.reading(part, sum([offer.prospect.unread for offer in offers])) / SERIES
@@ -166,7 +171,10 @@ class CostController(Controller):
         return answers
 
     def _deeper(self, depth: int) -> float:
-        """Seconds by which nodes at a depth make the round dearer: none where a look-up's draft is as long in any case."""
+        """Return the seconds that nodes at this depth add to the round, without drafting them.
+
+        They are 0 if a lookup draft in the batch is that long anyway.
+        """
         if any(offer.certain and offer.length > depth for offer in self._offers):
             return 0.0
         return self._prices.wider(depth, depth + 1)
@@ -175,24 +183,24 @@ class CostController(Controller):
         if self._resting:
             if (
                 draft.num_nodes
-            ):  # of requests that decide for themselves; their rows went on by more than a token
+            ):  # drafts of rows with their own `draft_length`, which may gain more than one token
                 self._learn_of_rest()
             else:
                 self._pass(rows, time)
             return
         num_rows = len(rows)
-        # In levels, as they are planned: what a level's nodes cost together is learnt from the clock.
+        # In levels, as in plans: the cost of all nodes of a level is measured together.
         lengths = draft.depths.tolist() if draft.num_nodes else [0] * num_rows
         drafted = [offer for offer in self._offers if lengths[offer.row]]
         if num_rows - lengths.count(0) > len(drafted):
-            return  # requests that decide for themselves were drafted for: no news of what was planned
+            return  # rows with their own `draft_length` were drafted for: the plan was not measured
         for offer in self._offers:
             if not lengths[offer.row]:
                 self.expectations.learn_nothing(offer.kind)
         if not drafted and not self._offers:
             self._learn_plain(rows, Rounds(mean_length(rows), [self._place], [time]))
             return
-        if not drafted:  # a draft that came to nothing took its time all the same
+        if not drafted:  # the drafter gave no nodes, but took time
             self.expectations.move_on(rows, 1)
             self._book(self._place, rows, num_rows, time.total, 0.0)
             return
@@ -207,7 +215,7 @@ class CostController(Controller):
         self._book(self._place, rows, num_rows + sum(accepted), time.total, spread)
 
     def _learn_plain(self, rows: Sequence[Row], rounds: Rounds) -> None:
-        """Rounds for which nothing was planned."""
+        """Learn from rounds in which nothing was to be drafted."""
         self.expectations.move_on(rows, rounds.num)
         changed = self.times.see_plain(len(rows), rounds.context, rounds.seconds)
         plain, total = self.times.plain(len(rows)), sum(rounds.seconds)
@@ -219,20 +227,20 @@ class CostController(Controller):
             self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Put earlier verdicts to the test: the machine on which they were reached has changed its speed."""
+        """Reset the decisions that were made before the machine changed its speed."""
         self.guard.forgive()
         self.probes.grant()
         self._rests.end()
         self._prices.forget_paces()
 
     def _pass(self, rows: Sequence[Row], time: RoundTime) -> None:
-        """A round in which nobody was asked is over."""
+        """Record a round in which all candidates were in backoff."""
         if not self._passed.add(self._place, rows, time):
             self._learn_of_rest()
             self._passed.add(self._place, rows, time)
 
     def _learn_of_rest(self) -> None:
-        """From what has passed unasked."""
+        """Learn from the recorded backoff rounds."""
         if self._passed:
             rows, taken = self._passed.take()
             for rounds in taken:
@@ -243,14 +251,17 @@ class CostController(Controller):
     ) -> None:
         self.times.see(num_rows, width, time.total - time.draft - time.prefill)
         self._prices.renew()
-        # Beside a model's steps a look-up's take no time worth telling apart.
+        # Next to the draft steps of a model, the time of a lookup is negligible.
         steppers = [offer for offer in drafted if not offer.certain] or drafted
         steps = [lengths[offer.row] for offer in steppers]
         longest = max(steps)
         self.times.see_steps(steppers[0].part, round(sum(steps) / longest), longest, time.draft)
 
     def _learn_reading(self, rows: Sequence[Row], drafted: Sequence[Offer], time: RoundTime) -> float:
-        """What reading took serves many rounds, over which the guard is to book it; gives its seconds."""
+        """Learn the cost of drafter prefill, amortise it over later rounds and return its seconds.
+
+        Later rounds use the prefilled cache, so `Guard` books its cost in shares.
+        """
         readers = [offer for offer in drafted if offer.prospect.unread]
         if not readers:
             return 0.0
@@ -266,11 +277,19 @@ class CostController(Controller):
     def _book(
         self, place: Hashable, rows: Sequence[Row], num_tokens: int, seconds: float, spread: float
     ) -> None:
-        """Account for a round that was to have a draft: its tokens, its seconds, and those of them that fall due later."""
+        """Record a round with planned drafts.
+
+        Args:
+            place: key of the round's token rate, see `_place`.
+            rows: the batch.
+            num_tokens: tokens gained by all rows.
+            seconds: duration of the round.
+            spread: seconds of drafter prefill, which are amortised over later rounds.
+        """
         num_rows = len(rows)
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
-        # Like with like: what a disturbance adds is in the mean of plain rounds, too.
+        # Disturbed rounds are included in this mean, as they are in `seconds`.
         mean = plain * self.times.disturbance.excess
         self._prices.book(place, seconds / plain, num_tokens / num_rows, worthwhile=not self._probing)
         self.probes.earn(seconds, plain)
@@ -291,7 +310,11 @@ def _net(offer: Offer) -> float:
 
 
 def _place(prospects: Sequence[Sequence[Prospect]]) -> Hashable:
-    """In what kind of place a batch stands: a token saved here is worth what tokens take hereabouts."""
+    """Return the key of the token rate that drafts are compared with.
+
+    It is the batch size, or for a single row the kind of its first candidate: saved tokens are
+    worth less where decoding is fast anyway.
+    """
     if len(prospects) > 1:
         return len(prospects)
     for choice in prospects[0]:

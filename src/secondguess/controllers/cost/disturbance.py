@@ -1,36 +1,36 @@
-"""Detection of other load on the machine, from plain rounds alone.
+"""Detection of other load on the machine, from the durations of rounds.
 
-Preempted rounds take several times as long as the others. They hardly move the median that costs are compared
-with, but they do make up most of the time that passes. So the account of what drafting has won or lost (`Guard`)
-is kept in mean plain rounds, those of busy moments included, and verdicts that were reached on a busy machine
-expire when it becomes quiet.
+Preempted rounds take several times as long as the others. They hardly move the median with which
+costs are compared, but make up most of the elapsed time. The balance of what drafting has gained
+or lost (`Guard`) is therefore kept in mean plain rounds (rounds without drafts), disturbed ones
+included, and decisions made on a busy machine expire when it becomes quiet.
 """
 
 from __future__ import annotations
 
 WINDOW = 16
-"""Plain rounds that are looked at together."""
+"""Number of recent rounds considered together."""
 SLOW = 1.5
-"""A plain round that took this many times its usual time was disturbed."""
+"""Multiple of its expected time above which a round counts as disturbed."""
 NUM_BUSY, NUM_QUIET = 4, 1
-"""So many disturbed rounds of a window, at least or at most, make a busy or a quiet machine."""
+"""Minimum number of disturbed rounds in a window for a busy machine, maximum for a quiet one."""
 
 
 QUIET_EXCESS = 1.1
-"""Most that disturbances add to the mean plain round of a quiet machine."""
+"""Maximum `excess` of a quiet machine."""
 
 
 class Disturbance:
-    """Running statistics of plain rounds relative to their usual time.
+    """Running statistics of the durations of rounds relative to their expected time.
 
     Attributes:
-        excess: mean of a plain round over its usual time, at least 1.
+        excess: mean plain round over its usual time, at least 1.
     """
 
     def __init__(self) -> None:
         self.excess = 1.0
         self._count = 0
-        self._slow = 0  # a bit for each of the last rounds, 1 for a disturbed one
+        self._slow = 0  # one bit per recent round, 1 if it was disturbed
         self._num_seen = 0
         self._was_busy = False
 
@@ -43,13 +43,21 @@ class Disturbance:
         return self._num_seen >= WINDOW and self._slow.bit_count() <= NUM_QUIET
 
     def add(self, ratio: float) -> bool:
-        """Add a plain round over its usual time; return True if a busy machine has become quiet."""
+        """Add the ratio of a plain round to its usual time.
+
+        Returns:
+            True if a busy machine became quiet.
+        """
         self._count = min(self._count + 1, WINDOW)
         self.excess = max(self.excess + (ratio - self.excess) / self._count, 1.0)
         return self._see(ratio)
 
     def add_drafted(self, ratio: float) -> bool:
-        """Add a round with drafts over its expected time, which may only make the machine look quieter."""
+        """Add the ratio of a round with drafts to its expected time; `excess` is not updated.
+
+        Returns:
+            True if a busy machine became quiet.
+        """
         return self._see(ratio)
 
     def _see(self, ratio: float) -> bool:
@@ -66,6 +74,6 @@ class Disturbance:
         return was_busy
 
     def restart(self) -> None:
-        """Forget all rounds: their usual time has changed."""
+        """Discard all rounds: their usual time has changed."""
         self.excess, self._count, self._was_busy = 1.0, 0, False
         self._slow = self._num_seen = 0

@@ -1,8 +1,8 @@
-"""What guesses are expected to bring, from how like ones have fared: all that the controller `cost` has learnt of text.
+"""Expected gain of drafts, from the acceptance of similar ones.
 
-Experience is kept from the general to the special: of a drafter's part at a temperature, of what the guess says of itself
-beforehand (such as the length of a match), of how the row's drafts have fared lately. Nodes are judged by confidence, where
-there is a law, and by position where there is none.
+Statistics go from general to specific: by drafter and temperature, by properties of the candidate
+that are known in advance (such as the length of a match), by the row's recent acceptance rate.
+Nodes are grouped by confidence if they have a draft distribution, and by position otherwise.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ from secondguess.controllers.cost.experience import STRENGTH, Experience
 from secondguess.core import Prospect, Row
 
 CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
-"""Confidences between two edges are expected to be accepted alike."""
+"""Edges of the confidence bins; nodes of one bin share their statistics."""
 BIN_CENTRES = [(low + high) / 2 for low, high in pairwise((0.0, *CONFIDENCE_EDGES, 1.0))]
 LEAST_CHANCE = 0.02
-"""A confidence that is corrected stays so far from 0 and 1."""
+"""Distance that a corrected confidence keeps from 0 and 1."""
 FIRST_GAIN, FIRST_WIDTH, FIRST_SHARE = 1.0, 2.0, 0.7
-"""What is believed of guesses of which nothing is known: worth a try."""
+"""Initial gain in tokens, width in nodes and acceptance rate: high enough to be tried."""
 DOUBT = 1.0
-"""How many tokens a guess of an unknown kind may gain beyond what is expected of it; falls with the root of the count."""
+"""Exploration bonus of a new kind of draft, in tokens; falls with the square root of the count."""
 NO_DOUBT = 0.1
-"""What is left of that after the about hundred drafts that an average remembers, taken off: drafts that just fail to pay
-would else be made for ever."""
+"""Amount subtracted from the exploration bonus.
+
+It is what remains of the bonus after about a hundred drafts, the number that an average covers.
+Otherwise drafts that just fail to pay would be made forever.
+"""
 NEUTRAL, FORGETTING = 0.5, 8.0
-"""What a row's share of accepted nodes goes back to while nothing is drafted, and in how many rounds."""
+"""Value to which a row's acceptance rate returns without drafts, and time constant in rounds."""
 DRAFTS_DECAY = 1 - 1 / 100
-"""Averages over whole drafts remember about a hundred of them."""
+"""Decay of averages over whole drafts, which cover about a hundred of them."""
 DEEP = 8
-"""Positions of a look-up's guess from here on are expected to fare alike."""
+"""Position from which all nodes of a lookup draft share their statistics."""
 
 
 class Fates:
-    """Decayed sums of what drafts brought, the nodes that they had, and how many drafts there were."""
+    """Decayed sums of tokens gained, nodes drafted and number of drafts."""
 
     __slots__ = ("count", "gain", "width")
 
@@ -51,14 +54,14 @@ class Fates:
         self.width = self.width * DRAFTS_DECAY + width
 
     def means(self, gain: float, width: float) -> tuple[float, float]:
-        """The averages, drawn towards what is expected."""
+        """Return the average gain and width, shrunk towards the expected `gain` and `width`."""
         weight = self.count + STRENGTH
         return (self.gain + STRENGTH * gain) / weight, (self.width + STRENGTH * width) / weight
 
 
 @dataclass
 class Standing:
-    """How a row's drafts have fared lately: the share accepted; None before the first draft."""
+    """Recent acceptance rate of a row's drafts; None before the first draft."""
 
     NUM_LEVELS: ClassVar[int] = 5
 
@@ -66,7 +69,7 @@ class Standing:
 
     @property
     def level(self) -> int:
-        """0 before the first draft, then 1 to 4 by the share."""
+        """Bin of the acceptance rate: 0 before the first draft, then 1 to 4."""
         return 0 if self.share is None else 1 + int(self.share * 3.999)
 
     def see(self, drafted: int, accepted: int) -> None:
@@ -74,21 +77,22 @@ class Standing:
         self.share = share if self.share is None else self.share + (share - self.share) / 3
 
     def move_on(self, num_rounds: int) -> None:
-        """The text went on without drafts: what was seen of it says less and less."""
+        """Let the acceptance rate return to `NEUTRAL` over rounds without drafts."""
         if self.share is not None:
             self.share = NEUTRAL + (self.share - NEUTRAL) * (1 - 1 / FORGETTING) ** num_rounds
 
 
 class Kind:
-    """What is expected to fare alike: guesses of one part under one temperature, and what they say of themselves.
+    """Statistics of drafts that are expected to be accepted alike.
 
-    Holds the places of its experience, which are asked for in every round.
+    These are the drafts with the same drafter, coupling, temperature and kind of candidate. The
+    cells of the statistics are kept here, as they are needed in every round.
 
     Args:
-        nodes, drafts: where experience is kept.
-        of_pool: fates of all drafts of this pool.
-        pool: part, coupling and temperature.
-        own: what the guess says of itself beforehand.
+        nodes, drafts: stores of the statistics.
+        of_pool: sums over all drafts of this pool.
+        pool: drafter, coupling and temperature.
+        own: kind of candidate (`Prospect.kind`).
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class Kind:
 
 
 class Expectations:
-    """Experience with nodes and with whole drafts."""
+    """Acceptance statistics of nodes and of whole drafts."""
 
     def __init__(self) -> None:
         self.nodes = Experience(memory=200)
@@ -118,8 +122,8 @@ class Expectations:
         self._kinds: dict[Hashable, Kind] = {}
 
     def kind(self, row: Row, prospect: Prospect) -> Kind:
-        """Of this guess for this row."""
-        # Temperatures that differ by little fare alike, and a server meets any number of them.
+        """Return the statistics of drafts like this candidate of this row."""
+        # Similar temperatures share statistics, as a server may get any number of them.
         temperature = round(row.params.temperature, 1)
         key = (prospect.part, prospect.kind, row.coupled, temperature)
         kind = self._kinds.get(key)
@@ -130,20 +134,22 @@ class Expectations:
         return kind
 
     def of_draft(self, row: Row, kind: Kind) -> tuple[float, float, float, float]:
-        """What a draft for this row should do in a round: tokens accepted, nodes drafted, doubt, how often it comes.
+        """Return expectations about a draft for this row.
 
-        Doubt is what it might gain beyond that; what is never tried is never found out. Not every guess that is announced comes.
+        Returns:
+            Tokens accepted, nodes drafted, exploration bonus in tokens (what it might gain beyond
+            the expectation), and the share of planned drafts that have any nodes.
         """
         standing = self.standings.get(row)
         level = standing.level if standing is not None else 0
         gain, width = kind.of_kind.means(*kind.of_pool.means(FIRST_GAIN, FIRST_WIDTH))
         doubt = max(DOUBT / (1 + kind.of_kind.count) ** 0.5 - NO_DOUBT, 0.0)
         gain_here, width = kind.at_level[level].means(gain, width)
-        # A row that fares badly may fare better soon, and only a draft tells: no worse is expected than of all such guesses.
+        # At least the kind's average: a row with poor drafts may improve, as only drafts can show.
         return max(gain_here, gain), width, doubt, self.drafts.mean(kind.comes, 1.0)
 
     def survivals(self, kind: Kind, longest: int) -> list[float]:
-        """Of a look-up's guess, the chance that its first 1, 2, ... nodes are all accepted."""
+        """Return the probabilities that a lookup's first 1, 2, ... nodes are all accepted."""
         mean = self.nodes.mean
         anywhere = mean(kind.anywhere, FIRST_SHARE)
         shares = [mean(path, anywhere) for path in kind.by_position[:longest]]
@@ -151,12 +157,12 @@ class Expectations:
         return list(accumulate(shares, mul))
 
     def of_node(self, kind: Kind, confidence: float) -> tuple[int, float, float]:
-        """Of a node with this confidence: its level (for `learn`), its chance, and that of the one behind it.
+        """Return a node's confidence bin, its acceptance probability and that of the next node.
 
-        The chances are those of nodes before which all are accepted.
+        The bin is for `learn`. Each probability is conditional on all nodes before being accepted.
         """
         level = bisect_right(CONFIDENCE_EDGES, confidence)
-        # While a bin has seen little, what all bins have shown says more than the drafter's word.
+        # Prior of the bins: the confidence corrected by the mean error over all bins.
         corrected = confidence + self.nodes.mean(kind.miscalibration, 0.0)
         expected = min(max(corrected, LEAST_CHANCE), 1 - LEAST_CHANCE)
         own = self.nodes.mean(kind.by_confidence[level], expected)
@@ -165,10 +171,15 @@ class Expectations:
     def learn(
         self, row: Row, kind: Kind, levels: Sequence[int], certain: bool, length: int, accepted: int
     ) -> None:
-        """A draft of so many nodes, of which so many were accepted.
+        """Add a draft of `length` nodes, of which `accepted` were accepted.
 
         Args:
-            levels: of the confidences of its first nodes, as `of_node` gave them.
+            row: the row.
+            kind: statistics to which the draft is added.
+            levels: confidence bins of its first nodes, from `of_node`.
+            certain: whether its nodes have no draft distribution.
+            length: number of nodes.
+            accepted: number of accepted nodes.
         """
         add, num_levels = self.nodes.add, len(levels)
         for place in range(min(accepted + 1, length)):
@@ -193,11 +204,11 @@ class Expectations:
         standing.see(length, accepted)
 
     def learn_nothing(self, kind: Kind) -> None:
-        """A guess was expected of this kind, and none came."""
+        """Record that a planned draft of this kind had no nodes."""
         self.drafts.add(kind.comes, 0.0)
 
     def move_on(self, rows: Sequence[Row], num_rounds: int) -> None:
-        """Rows went on without drafts."""
+        """Record rounds of these rows without drafts."""
         standings = self.standings
         if standings:
             for row in rows:

@@ -1,8 +1,9 @@
-"""How guesses have fared: decayed counts of nodes that were reached and of those that were accepted.
+"""Decayed acceptance statistics: the share accepted among the nodes that were reached.
 
-A node is *reached* when all before it were accepted; then its own fate is seen, whatever comes behind it. So the share
-accepted among those reached, the censored hazard of survival analysis (Kaplan and Meier 1958), is not biased by
-drafts that stopped early, as an average of accepted lengths would be.
+A node is *reached* if all nodes before it were accepted; then its own outcome is observed,
+whatever follows it. The share accepted among reached nodes, the censored hazard of survival
+analysis (Kaplan and Meier 1958), is therefore not biased by drafts that stopped early, unlike an
+average of accepted lengths.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 STRENGTH = 4.0
-"""How many observations the expectation handed in is worth."""
+"""Weight of the prior expectation, in observations."""
 
 
 AGEING = 1 - 1 / 300
-"""Weight of observations after a round that could have brought another one and did not."""
+"""Decay of observations after a round that could have added another one and did not."""
 
 
 class Cell:
-    """A decayed sum of observations, and how many there are in it."""
+    """Decayed sum and decayed number of observations."""
 
     __slots__ = ("count", "total")
 
@@ -28,14 +29,14 @@ class Cell:
 
 
 Path = tuple[Cell, ...]
-"""Cells from the general to the special."""
+"""Cells from general to specific."""
 
 
 class Experience:
-    """Averages by key, each drawn towards a more general one while little has been seen.
+    """Averages by key, each shrunk towards a more general one while it has few observations.
 
     Args:
-        memory: how many observations an average remembers, about.
+        memory: approximate number of observations in an average.
     """
 
     def __init__(self, memory: float) -> None:
@@ -43,11 +44,11 @@ class Experience:
         self._cells: dict[Hashable, Cell] = {}
 
     def path(self, *keys: Hashable) -> Path:
-        """The cells of some keys, from the general to the special; to be kept by who asks often."""
+        """Return the cells of these keys, general to specific; callers may keep them."""
         return tuple([self._cells.setdefault(key, Cell()) for key in keys])
 
     def add(self, path: Path, value: float) -> None:
-        """One observation: 1 or 0 for accepted or not, or any other number to be averaged."""
+        """Add an observation: 1 for accepted, 0 for rejected, or any other number to average."""
         decay = self._decay
         for cell in path:
             cell.total = cell.total * decay + value
@@ -55,14 +56,17 @@ class Experience:
 
     @staticmethod
     def age(path: Path) -> None:
-        """Reduce the weight of the observations in these cells, so that they do not prevent new ones for good."""
+        """Reduce the weight of the observations in these cells.
+
+        Otherwise low averages could prevent new observations permanently.
+        """
         for cell in path:
             cell.total *= AGEING
             cell.count *= AGEING
 
     @staticmethod
     def mean(path: Path, expected: float) -> float:
-        """The average of the last cell, drawn towards that of the one before, and so on to what is expected."""
+        """Return the average of the last cell, shrunk towards those before it and `expected`."""
         for cell in path:
             if cell.count:
                 expected = (cell.total + STRENGTH * expected) / (cell.count + STRENGTH)

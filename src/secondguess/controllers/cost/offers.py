@@ -1,7 +1,7 @@
-"""What one row's draft should bring and take: the best of the ways in which it could be drafted for.
+"""Expected gain and cost of drafting for one row, and the choice of its best draft candidate.
 
-How far a draft model goes is decided on the way, so it counts with what such drafts have brought; a look-up's guess is weighed
-node by node, at once.
+The length of a draft model's draft is decided while drafting, so its gain is the average of
+similar drafts. A lookup candidate is evaluated node by node in advance.
 """
 
 from __future__ import annotations
@@ -13,21 +13,27 @@ from secondguess.controllers.cost.prices import Prices
 from secondguess.core import Prospect, Row
 
 CAUTION = 1.2
-"""By how much more than it takes the reading of a text must pay."""
+"""Factor by which the gain must exceed the amortised cost of a drafter's prefill."""
 UNLIKELY = 0.1
-"""A look-up's node that survives less often is not worth a place, though its row waits anyway."""
+"""Probability of a lookup draft's first nodes being accepted at which the draft is cut.
+
+The cut applies even if the row has to wait for longer drafts of other rows anyway.
+"""
 
 
 class Offer:
-    """One row's best prospect in a round.
+    """Best draft candidate of one row in a round.
 
     Args:
-        length: most nodes.
-        gain, width: tokens that the draft should bring, and nodes that it should have.
-        survivals: of a look-up, the chances that its first 1, 2, ... nodes are all accepted.
-        doubt: tokens that it might bring beyond that.
-        reading: seconds for what the drafter has to read first, spread over the rounds to come.
-        net: tokens, when what the draft takes is paid for.
+        row: index of the row in the batch.
+        prospect: the candidate.
+        kind: statistics of similar drafts.
+        length: maximum number of nodes.
+        gain, width: expected number of tokens gained and of nodes drafted.
+        survivals: for lookup, the probabilities that its first 1, 2, ... nodes are all accepted.
+        doubt: exploration bonus, tokens that it might gain beyond the expectation.
+        reading: seconds of drafter prefill, amortised over the row's remaining rounds.
+        net: expected tokens, bonus included, less the cost converted to tokens.
     """
 
     __slots__ = (
@@ -65,36 +71,46 @@ class Offer:
         self.part, self.certain = prospect.part, prospect.certain
         self.gain, self.width, self.survivals = gain, width, survivals
         self.doubt, self.reading, self.net = doubt, reading, net
-        # Of the draft under way: levels of confidence of its nodes, the chance that all are accepted, whether it goes on.
+        # State of the current draft: confidence bins of its nodes, the probability that all of
+        # them are accepted, and whether it goes on.
         self.seen: list[int] = []
         self.survival = 1.0
         self.goes_on = True
 
     @property
     def num_likely(self) -> int:
-        """How many nodes are likely enough to be put before the target where others make it wait anyway."""
+        """Number of nodes likely enough to be drafted if the row has to wait for others anyway."""
         return sum(survival >= UNLIKELY for survival in self.survivals)
 
     def worth(self, width: int) -> float:
-        """Tokens that a draft of at most so many nodes should bring."""
+        """Return the expected tokens gained by a draft of at most `width` nodes."""
         if self.certain:
             return sum(self.survivals[:width])
         return self.gain * min(width / self.width, 1.0)
 
 
 class Offers:
-    """Makes them, from what is expected and what it costs.
+    """Factory of `Offer` objects.
 
     Args:
-        longest: nodes that a draft may have.
+        expectations: acceptance statistics.
+        prices: costs in the current round.
+        longest: maximum number of nodes of a draft.
     """
 
     def __init__(self, expectations: Expectations, prices: Prices, longest: int) -> None:
         self._expectations, self._prices, self._longest = expectations, prices, longest
 
     def best(self, index: int, row: Row, choices: Sequence[Prospect], num_rows: int) -> Offer | None:
-        """The best for one row, the first of equals; None where nothing can be drafted."""
-        # A request may have decided for itself; a row without room ends with the target's own token.
+        """Return the best candidate of one row, the first of equals; None if there is none.
+
+        Args:
+            index: of the row in the batch.
+            row: the row.
+            choices: its draft candidates.
+            num_rows: batch size.
+        """
+        # A row's own `draft_length` takes precedence; its last token is the target's.
         if not self._longest or row.params.draft_length is not None:
             return None
         room = row.room
@@ -126,7 +142,7 @@ class Offers:
             net = gain - rate * shares[min(width, self._longest) - 1]
         reading = 0.0
         if prospect.unread:
-            # What is read now serves all the rounds that the row will yet take; but it is spent before anything is won.
+            # Prefill serves all remaining rounds of the row, but takes its time before any gain.
             seconds = prices.times.reading(prospect.part, prospect.unread)
             reading = CAUTION * seconds / max(room / (1 + gain), 1.0)
         net = comes * (net + doubt) - rate * reading
@@ -134,7 +150,7 @@ class Offers:
 
 
 def _best_length(survivals: Sequence[float], rate: float, shares: Sequence[float]) -> tuple[float, int]:
-    """The most that a look-up's first nodes bring net of their price, and how many they are."""
+    """Return the highest net gain of the first nodes of a lookup draft, and their number."""
     best, length = survivals[0] - rate * shares[0], 1
     total = 0.0
     for number, survival in enumerate(survivals):

@@ -1,7 +1,10 @@
-"""What a second is worth and what nodes cost in the round under way: measured times, put to use.
+"""Token rate and costs of nodes in the current round, from measured times.
 
-Both are asked for many times in a round, and hardly change from one round to the next. So the rate is worked out once a round,
-and prices once every few rounds.
+Both are needed many times in a round and hardly change from one round to the next. The rate is
+computed once per round, costs once every few rounds.
+
+The rate is averaged separately by `place`, a key that distinguishes batch sizes and, for a single
+row, kinds of draft candidates. A plain round is a round without drafts.
 """
 
 from __future__ import annotations
@@ -11,17 +14,20 @@ from collections.abc import Hashable
 from secondguess.controllers.cost.round_times import RoundTimes
 
 PACE_MEMORY = 64
-"""Rounds over which the pace of places of one kind is averaged."""
+"""Number of rounds over which a pace is averaged."""
 LONGEST = 2.0
-"""A round counts for at most this multiple of their average duration: disturbances are not part of the pace."""
+"""Upper bound to which a round's duration is clipped, as a multiple of the average.
+
+Disturbances are not part of the pace.
+"""
 HELD_TO = 1 - 1 / 8
-"""A round in which no draft was good enough leaves so much of what they are held to beyond plain decoding."""
+"""Factor by which the required speedup beyond 1 decays per round without a good draft."""
 RENEWAL = 16
-"""Prices are worked out anew after so many rounds; in the beginning after each with a draft."""
+"""Number of rounds after which costs are recomputed; initially after every round with a draft."""
 
 
 class Pace:
-    """The speed of recent rounds, in plain rounds: averages of what they took and of what they gave per row."""
+    """Average duration, in plain rounds, and average tokens per row of recent rounds."""
 
     __slots__ = ("seconds", "tokens")
 
@@ -30,7 +36,7 @@ class Pace:
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding, which can always be had."""
+        """Speedup over plain decoding, at least 1, as plain decoding is always possible."""
         return max(self.tokens / self.seconds, 1.0)
 
     def see(self, seconds: float, tokens: float, num_rounds: int) -> None:
@@ -40,10 +46,14 @@ class Pace:
 
 
 class Prices:
-    """Of one round after the other; `enter` begins a round.
+    """Token rate and costs of the current round; `enter` begins a round.
+
+    Args:
+        longest: maximum number of nodes of a draft.
 
     Attributes:
-        rate: tokens per second that can be had in a place like this.
+        times: measured times of rounds.
+        rate: tokens per second that drafts of the current round have to exceed.
     """
 
     def __init__(self, longest: int) -> None:
@@ -60,20 +70,24 @@ class Prices:
         self._num_drafts = self._age = 0
 
     def enter(self, num_rows: int, place: Hashable) -> None:
-        """A round over so many rows begins, in a place like this."""
+        """Begin a round over `num_rows` rows, with the rate of this place."""
         pace = self._paces.get(place)
         speedup = pace.speedup if pace is not None else 1.0
-        # What such places gave in other texts is not to be had here while no draft is good enough. Were drafts held to it for
-        # long, a text whose guesses are good, but not that good, would go by at the pace of plain decoding.
+        # The speedup was measured in other texts and may be out of reach here while no draft is
+        # good enough. If it were required for long, a text with good but not that good drafts
+        # would run at plain speed.
         speedup = 1 + (speedup - 1) * HELD_TO**self._num_idle
         self._num_rows = num_rows
         self.rate = speedup * num_rows / self.times.plain(num_rows)
 
     def book(self, place: Hashable, seconds: float, tokens: float, worthwhile: bool) -> None:
-        """A round with drafts took so many plain rounds and gave so many tokens per row.
+        """Record a round with drafts.
 
         Args:
-            worthwhile: whether the drafts were good enough, and not just tried.
+            place: key of its rate.
+            seconds: its duration in plain rounds.
+            tokens: tokens gained per row.
+            worthwhile: True if the drafts were expected to pay, False if they were probes.
         """
         self._see(place, seconds, tokens, 1)
         if not worthwhile:
@@ -82,7 +96,7 @@ class Prices:
             self._num_idle //= 2
 
     def book_plain(self, place: Hashable, seconds: float, num_rounds: int) -> None:
-        """Rounds without drafts took so many plain rounds each."""
+        """Record rounds without drafts; `seconds` is the duration of each in plain rounds."""
         self._see(place, seconds, 1.0, num_rounds)
         self._num_idle += num_rounds
 
@@ -94,11 +108,11 @@ class Prices:
         self._age += num_rounds
 
     def forget_paces(self) -> None:
-        """Forget the speeds of recent rounds."""
+        """Discard the speeds of recent rounds."""
         self._paces.clear()
 
     def renew(self) -> None:
-        """A round with drafts was timed: from time to time all prices are worked out anew."""
+        """Discard the cached costs if they are old; call it after each timed round with drafts."""
         self._num_drafts += 1
         if self._age >= RENEWAL or self._num_drafts < RENEWAL:
             self._age = 0
@@ -106,7 +120,7 @@ class Prices:
                 known.clear()
 
     def shares(self, part: int) -> list[float]:
-        """One row's share of what drafts of 1, 2, ... nodes add to a round, in seconds."""
+        """Return one row's share of the seconds that drafts of 1, 2, ... nodes add to a round."""
         key = (self._num_rows, part)
         known = self._shares.get(key)
         if known is None:
@@ -117,7 +131,7 @@ class Prices:
         return known
 
     def wider(self, width: int, wider: int) -> float:
-        """Seconds by which nodes make the rest of a round dearer."""
+        """Return the seconds that drafts of `wider` instead of `width` levels add to the pass."""
         key = (self._num_rows, width, wider)
         known = self._widenings.get(key)
         if known is None:
@@ -127,14 +141,14 @@ class Prices:
         return known
 
     def step(self, part: int, num_rows: int) -> float:
-        """Seconds of a further draft step over so many rows."""
+        """Return the seconds of one more draft step over `num_rows` rows."""
         known = self._steps.get((part, num_rows))
         if known is None:
             known = self._steps[part, num_rows] = self.times.step(part, num_rows)
         return known
 
     def drafting(self, part: int, num_rows: int, num_steps: int) -> float:
-        """Seconds of a draft of so many steps over so many rows."""
+        """Return the seconds of a draft of `num_steps` steps over `num_rows` rows."""
         key = (part, num_rows, num_steps)
         known = self._draftings.get(key)
         if known is None:

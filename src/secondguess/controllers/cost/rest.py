@@ -1,10 +1,13 @@
-"""Rounds that pass without anybody being asked, because nothing paid.
+"""Backoff of draft candidates that did not pay.
 
-Where a kind of guess does not pay for a row, it will not in the very next rounds either, and asking takes time. So it is let
-alone for a number of rounds, and for twice as many each time that it does not pay again. A round in which nothing else is on
-offer passes unasked; a longer match of a look-up, say, is something else, and so is another row's.
+A kind of draft that does not pay for a row will not pay in the very next rounds either, and
+evaluating it takes time. It is therefore skipped for a number of rounds, and for twice as many
+each time that it does not pay again. If all candidates of a round are in backoff, the round runs
+without drafts and nothing is evaluated. A candidate of another kind, such as a longer lookup
+match, or of another row is evaluated at once.
 
-What such rounds teach is kept until somebody is asked again: behind a forward, which empties caches, each call is slow.
+Statistics of backoff rounds are buffered until candidates are evaluated again: after a forward
+pass, which evicts the CPU caches, each call is slow.
 """
 
 from __future__ import annotations
@@ -15,16 +18,16 @@ from secondguess.controllers.cost.round_times import mean_length
 from secondguess.core import Prospect, RoundTime, Row
 
 SHORTEST = 8
-"""Rounds of a first rest; one more for each row, since asking takes longer for many."""
+"""Rounds of the first backoff; one per row is added, as evaluating more rows takes longer."""
 MOST_DOUBLINGS = 3
 FEW = 8
-"""So many rounds are learnt from as one."""
+"""Maximum number of buffered rounds that are added to the statistics as one."""
 MOST_KEPT = 16
-"""So many rounds are kept at most until they are learnt from."""
+"""Maximum number of buffered rounds."""
 
 
 class Rests:
-    """Until when which rows' guesses of which kinds are let alone."""
+    """Backoff state by row and kind of draft candidate."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -32,7 +35,7 @@ class Rests:
         self._of: dict[Row, dict[Hashable, Rest]] = {}
 
     def cover(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> bool:
-        """Whether a round begins in which all that is on offer is let alone."""
+        """Begin a round; return whether every candidate of every row is in backoff."""
         self._now += 1
         if len(rows) != self._num_rows:  # what does not pay for many rows may pay for one
             self._num_rows = len(rows)
@@ -48,7 +51,7 @@ class Rests:
         return True
 
     def begin(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> None:
-        """Nothing of this paid."""
+        """Put these candidates in backoff, as none of them paid."""
         now, shortest = self._now, SHORTEST + len(rows)
         for row, choices in zip(rows, prospects, strict=True):
             for choice in choices:
@@ -60,20 +63,20 @@ class Rests:
                         rest.doublings = min(rest.doublings + 1, MOST_DOUBLINGS)
 
     def end(self) -> None:
-        """Something paid: that is news of everything else too."""
+        """End all backoff: a candidate paid, so others may pay as well."""
         self._of.clear()
 
     def forget(self, row: Row) -> None:
-        """A row has ended."""
+        """Discard the state of a row that has ended."""
         self._of.pop(row, None)
 
 
 class Rest:
-    """Of one row's guesses of one kind.
+    """Backoff of one row's candidates of one kind.
 
     Attributes:
-        until: the round in which it is over.
-        doublings: of the rest after it.
+        until: number of the round in which it ends.
+        doublings: number of times that the length of the next backoff is doubled.
     """
 
     __slots__ = ("doublings", "until")
@@ -86,13 +89,13 @@ NO_RESTS: Mapping[Hashable, Rest] = {}
 
 
 class Rounds:
-    """A few plain rounds.
+    """Successive plain rounds (rounds without drafts).
 
     Attributes:
-        num: how many.
-        context: mean tokens per row amidst them.
-        places: in what kinds of places, with how many in each.
-        seconds: of each, prefill left out.
+        num: number of rounds.
+        context: mean tokens per row halfway through them.
+        places: number of rounds by key of the token rate (`Prices`).
+        seconds: duration of each round without prefill.
     """
 
     __slots__ = ("context", "num", "places", "seconds")
@@ -105,7 +108,7 @@ class Rounds:
 
 
 class Passed:
-    """Rounds of the same rows that have passed without anybody being asked, each with one token for each row."""
+    """Buffer of successive backoff rounds over the same rows, each with one token per row."""
 
     def __init__(self) -> None:
         self._rows: tuple[Row, ...] = ()
@@ -117,8 +120,8 @@ class Passed:
         return len(self._times)
 
     def add(self, place: Hashable, rows: Sequence[Row], time: RoundTime) -> bool:
-        """One more; False where others have to be taken first, as those of other rows have."""
-        held = tuple(rows)  # a caller may change its list
+        """Add a round; return False if the buffer is full or holds rounds of other rows."""
+        held = tuple(rows)  # the caller may change its list
         if not self._times:
             self._rows, self._context = held, mean_length(held)
         elif held != self._rows or len(self._times) == MOST_KEPT:
@@ -128,7 +131,7 @@ class Passed:
         return True
 
     def take(self) -> tuple[tuple[Row, ...], list[Rounds]]:
-        """Whose rounds they were, and the rounds, a few at a time; then there are none."""
+        """Return the rows and their rounds, at most `FEW` together, and empty the buffer."""
         rows, context, places, times = self._rows, self._context, self._places, self._times
         self._rows, self._places, self._times = (), [], []
         rounds = []

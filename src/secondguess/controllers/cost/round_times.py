@@ -1,9 +1,11 @@
-"""Costs of rounds, learned from the rounds: T_target(m) and T_draft(k) at the batch size in use.
+"""Measured costs of rounds: T_target(m) and T_draft(k) at the batch size in use.
 
-A round over R rows whose longest draft has w levels (in a chain, nodes) takes `rest(R, w)` seconds beside drafting, and a
-draft of k steps over n rows `drafting(part, n, k)`. All but plain rounds is kept in plain rounds of the same moments, so
-that a machine that changes its speed changes all costs alike. Drafted rounds that take unexpectedly long (or short) bring
-about a few plain ones, which tell whether the machine or the draft is the cause.
+A round over R rows whose longest draft has w levels (in a chain, nodes) takes `rest(R, w)` seconds
+besides drafting, and a draft of k steps over n rows `drafting(part, n, k)`. Plain rounds (rounds
+without drafts) are kept in seconds, all other costs relative to plain rounds of the same time, so
+that a machine that changes its speed changes all costs alike. If rounds with drafts take
+unexpectedly long (or short), a few plain rounds are timed to find out whether the machine or the
+draft is the cause.
 """
 
 from __future__ import annotations
@@ -16,31 +18,37 @@ from secondguess.controllers.cost.disturbance import Disturbance
 from secondguess.core import Row
 
 AGE = 64
-"""After so many rounds with drafts a plain one is timed again: everything is compared with it."""
+"""Number of rounds with drafts after which a plain round is timed again."""
 FRESH = 8
-"""So many drafted rounds after a plain one are compared with it in full; later ones may be slower because the machine is."""
+"""Number of rounds with drafts after a plain one whose costs may raise an estimate.
+
+Later ones may be slower because the machine is, and only lower an estimate.
+"""
 AGE_IF_BUSY = 32
-"""The same while other load disturbs the rounds."""
+"""Same as `AGE` while other load disturbs the rounds."""
 SURPRISE = 1.3
-"""Drafted rounds that take this many times as long as expected, or as short, are looked into."""
+"""Factor between measured and expected time at which rounds with drafts are checked."""
 NUM_SURPRISES, NUM_CHECKS = 4, 2
-"""All but one of so many drafted rounds must agree in that; then so many plain rounds are timed."""
+"""Number of rounds, all but one of which must deviate, and of plain rounds timed in a check."""
 NUM_NEW = 3
-"""After so many drafts the cost of a part's steps is trusted."""
+"""Number of drafts after which the cost of a drafter's steps is trusted."""
 PAUSE = 16
-"""After plain rounds that did not explain it, so many drafted rounds pass before that happens again."""
+"""Number of rounds with drafts without another check, after a check that found no change."""
 IMPOSSIBLE = 0.9
-"""A pass over a draft cannot take less than this share of a plain round, which then must have become faster."""
+"""Minimum cost of a pass over a draft, as a share of a plain round.
+
+If it is measured to be less, plain rounds must have become faster and are timed.
+"""
 NEAR = 1.3
-"""Batch sizes within this factor of one another are told from one another on straight lines."""
+"""Maximum factor between batch sizes at which the time of one is estimated from the other's."""
 
 
 class RoundTimes:
     """Seconds by batch size, draft length and number of draft steps.
 
     Attributes:
-        context: mean tokens per row in the round under way; None for the average of all rounds.
-        disturbance: of plain rounds, by other load on the machine.
+        context: mean tokens per row in the current round; None for the average of all rounds.
+        disturbance: statistics of disturbances by other load on the machine.
     """
 
     def __init__(self) -> None:
@@ -55,9 +63,10 @@ class RoundTimes:
         self._num_checks = self._pause = 0
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
-        """Return whether a plain round has to be timed before anything is compared with one.
+        """Return whether a plain round has to be timed before costs are compared with it.
 
         Args:
+            num_rows: batch size.
             context: mean tokens per row.
         """
         nearest = num_rows if num_rows in self._plain else self._nearest(num_rows)
@@ -73,7 +82,11 @@ class RoundTimes:
         )
 
     def see_plain(self, num_rows: int, context: float, seconds: Sequence[float]) -> bool:
-        """Add successive rounds without drafts; return True if the machine has changed its speed or become quiet."""
+        """Add successive rounds without drafts, given the seconds of each.
+
+        Returns:
+            True if the machine has changed its speed or become quiet.
+        """
         plain = self._plain.get(num_rows)
         if plain is None:
             plain = self._plain[num_rows] = PlainTime(context)
@@ -98,7 +111,7 @@ class RoundTimes:
         self._num_checks = 0 if changed else max(self._num_checks - num_rounds, 0)
         if not self._num_checks and not changed:
             self._pause = PAUSE
-            # The machine is as fast as before, so drafted rounds do cost something else.
+            # The machine is as fast as before, so the costs of drafts have changed.
             for curve in self._curves.values():
                 curve.doubt()
             for lines in self._steps.values():
@@ -106,7 +119,13 @@ class RoundTimes:
                     line.doubt()
 
     def see(self, num_rows: int, width: int, seconds: float) -> None:
-        """Add a round with drafts, the time of drafting left out."""
+        """Add a round with drafts.
+
+        Args:
+            num_rows: batch size.
+            width: levels of the longest draft.
+            seconds: duration without drafting and drafter prefill.
+        """
         self._num_since_plain += 1
         curve = self._curves.get(num_rows)
         if curve is None:
@@ -125,7 +144,7 @@ class RoundTimes:
         return self._num_since_plain <= FRESH
 
     def _notice(self, ratio: float) -> None:
-        """Compare a drafted round with what was expected of it."""
+        """Record the ratio of measured to expected time of a round; start a check if needed."""
         self.disturbance.add_drafted(ratio)
         self._surprises = (*self._surprises, ratio)[-NUM_SURPRISES:]
         self._pause = max(self._pause - 1, 0)
@@ -135,7 +154,7 @@ class RoundTimes:
                 self._num_checks, self._surprises = NUM_CHECKS, ()
 
     def see_steps(self, part: Hashable, num_rows: int, num_steps: int, seconds: float) -> None:
-        """Add draft steps that took so long together."""
+        """Add draft steps that took `seconds` in total."""
         seen = self._steps.setdefault(part, {})
         line = seen.get(num_rows)
         if line is None:
@@ -145,22 +164,22 @@ class RoundTimes:
             line.add(num_steps, cost)
 
     def see_reading(self, part: Hashable, num_tokens: int, seconds: float) -> None:
-        """Add the time in which a drafter has prefilled so many tokens."""
+        """Add the time that a drafter took to prefill `num_tokens` tokens."""
         self._reading.setdefault(part, Line()).add(num_tokens, seconds / self._any_plain())
 
     def reading(self, part: Hashable, num_tokens: int) -> float:
-        """Seconds in which a drafter prefills so many tokens; 0 before it was timed."""
+        """Return the seconds a drafter takes to prefill `num_tokens` tokens; 0 while unknown."""
         line = self._reading.get(part)
         if line is None or not num_tokens:
             return 0.0
         return (line.start + line.slope * num_tokens) * self._any_plain()
 
     def _any_plain(self) -> float:
-        """Seconds of a plain round at the smallest batch size seen."""
+        """Return the seconds of a plain round at the smallest batch size seen."""
         return self._plain[min(self._plain)].at(None)
 
     def plain(self, num_rows: int) -> float:
-        """Seconds of a round without drafts; from the batch sizes around it where this one is unknown."""
+        """Return the seconds of a round without drafts, interpolated for unknown batch sizes."""
         known = self._plain.get(num_rows)
         if known is not None:
             return known.at(self.context)
@@ -175,7 +194,7 @@ class RoundTimes:
         return min(self._plain, key=lambda size: abs(size - num_rows), default=None)
 
     def rest(self, num_rows: int, width: int) -> float:
-        """Seconds of a round but for drafting, whose longest draft has `width` levels."""
+        """Return the seconds, without drafting, of a round with drafts of up to `width` levels."""
         plain = self.plain(num_rows)
         if width == 0:
             return plain
@@ -183,21 +202,21 @@ class RoundTimes:
         return plain * (curve or UNKNOWN).at(width)
 
     def step(self, part: Hashable, num_rows: int) -> float:
-        """Seconds of a further draft step over so many rows; 0 before one was seen."""
+        """Return the seconds of one more draft step over `num_rows` rows; 0 while unknown."""
         line = _at_nearest(self._steps.get(part), num_rows)
         return line.slope * self.plain(num_rows) if line else 0.0
 
     def drafting(self, part: Hashable, num_rows: int, num_steps: float) -> float:
-        """Seconds of a draft of so many steps; 0 before one was seen."""
+        """Return the seconds of a draft of `num_steps` steps; 0 while unknown."""
         line = _at_nearest(self._steps.get(part), num_rows)
         return (line.start + line.slope * num_steps) * self.plain(num_rows) if line else 0.0
 
     def is_new(self, part: Hashable) -> bool:
-        """Return whether too few drafts of a part have been timed to trust their cost."""
+        """Return whether too few drafts of a drafter have been timed to trust their cost."""
         return sum(line.count for line in self._steps.get(part, {}).values()) < NUM_NEW
 
     def most_rows(self, part: Hashable) -> int:
-        """The most rows that a draft step was seen to take; 0 before one was seen."""
+        """Return the largest batch in which a draft step was timed; 0 before one was timed."""
         return max(self._steps.get(part, {}), default=0)
 
 
@@ -206,14 +225,14 @@ Estimate = TypeVar("Estimate", CostCurve, Line)
 
 
 def _at_nearest(known: Mapping[int, Estimate] | None, num_rows: int) -> Estimate | None:
-    """The estimate of the nearest batch size."""
+    """Return the estimate of the nearest batch size; None if there is none."""
     if not known:
         return None
     return known.get(num_rows) or known[min(known, key=lambda other: abs(other - num_rows))]
 
 
 def mean_length(rows: Sequence[Row]) -> float:
-    """Mean tokens per row."""
+    """Return the mean number of tokens per row."""
     if len(rows) == 1:
         return len(rows[0].tokens)
     return sum([len(row.tokens) for row in rows]) / len(rows)

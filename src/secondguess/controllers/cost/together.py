@@ -1,8 +1,10 @@
-"""Which drafts of a batch pay together: its rows wait for the longest draft, and share what a draft step costs.
+"""Selection of the drafts that pay together in a batch.
 
-Rows that are alike are treated alike. If their places in the batch decided, whether a row is drafted for would depend on what
-has nothing to do with it; an enumeration, whose batch holds a row's every fate, would take that for foresight. Where only a
-few of many can be taken, their texts decide between those that are worth the same.
+The rows of a batch wait for the longest draft and share the cost of draft steps. Rows with equal
+values are treated alike. If positions in the batch decided, whether a row is drafted for would
+depend on something unrelated to it, and the exact enumeration (`enumeration.py`), whose batch
+holds all possible outcomes of a row, would report that as anticipation. If only a few of many rows
+can be taken, ties are broken by their tokens.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from secondguess.controllers.cost.prices import Prices
 from secondguess.core import Row
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Longest drafts that are weighed for a batch, whose rows wait for each other."""
+"""Maximum draft lengths that are considered for a batch."""
 
 
 def worthwhile(offers: Sequence[Offer], rows: Sequence[Row], prices: Prices) -> list[Offer]:
-    """The offers that pay together, their lengths cut to what is best for all."""
-    if len(rows) == 1:  # it waits for nobody
+    """Return the candidates that pay together, with lengths cut to the best one for the batch."""
+    if len(rows) == 1:
         return [offer for offer in offers if offer.net > 0]
-    # What is found out is found out once, however many rows take part.
+    # The exploration bonus counts once, however many rows are drafted for.
     doubt = max((offer.doubt for offer in offers), default=0.0)
     longest = max((offer.width for offer in offers), default=0)
     best, taken, best_width = 0.0, [], 0
@@ -40,7 +42,7 @@ def worthwhile(offers: Sequence[Offer], rows: Sequence[Row], prices: Prices) -> 
 def _together(
     offers: Sequence[Offer], rows: Sequence[Row], width: int, prices: Prices
 ) -> tuple[float, list[Offer]]:
-    """What drafts of at most so many nodes bring a batch, in tokens net of their price, and whose they are."""
+    """Return the net gain in tokens of drafts of at most `width` nodes, and the candidates."""
     rate = prices.rate
     chosen = [offer for offer in offers if offer.certain]
     net = sum(offer.worth(width) for offer in chosen) - rate * prices.wider(0, width)
@@ -54,18 +56,24 @@ def _together(
             best, best_count = with_these, count
     best_count = _with_equals([worth for worth, _ in models], best_count)
     if models:
-        # A drafter may cost anything, and reading a whole batch only to find that out is dear: it is tried on one row
-        # first, and then on at most twice as many as before. (The batch is judged by what all would bring.)
+        # A new drafter's cost is unknown, and prefilling a whole batch only to measure it is
+        # expensive: it is tried on one row first, then on at most twice as many as before. (The
+        # net gain is that of all rows.)
         most = max(2 * prices.times.most_rows(models[0][1].part), 1)
         chosen += first_few(models[:best_count], most, rows)
     return net + best, chosen
 
 
 def first_few(ordered: Sequence[tuple[float, Offer]], count: int, rows: Sequence[Row]) -> list[Offer]:
-    """The best few: of those that are worth the same the ones whose text comes first, and all that have the same text.
+    """Return the best `count` candidates.
+
+    Ties are broken by the order of the rows' tokens; rows with the same tokens are taken together,
+    so there may be more than `count`.
 
     Args:
-        ordered: offers and what they are worth, best first.
+        ordered: values and candidates, best first.
+        count: number of candidates wanted.
+        rows: the batch.
     """
     if count >= len(ordered):
         return [offer for _, offer in ordered]
@@ -77,11 +85,12 @@ def first_few(ordered: Sequence[tuple[float, Offer]], count: int, rows: Sequence
 
 
 def worth_another(chances: list[tuple[float, Offer]], wider: float, prices: Prices) -> list[Offer]:
-    """Whose drafts should get another node.
+    """Return the candidates whose drafts should get another node.
 
     Args:
-        chances: per row that could, that the node is accepted.
-        wider: seconds by which the node makes the rest of the round dearer, however many rows have it.
+        chances: the probability that the node is accepted, for each row that could get one.
+        wider: seconds that the node adds to the rest of the round, however many rows have it.
+        prices: costs in the current round.
     """
     rate = prices.rate
     if len(chances) == 1:
@@ -103,7 +112,7 @@ def _first(pair: tuple[float, Offer]) -> float:
 
 
 def _with_equals(values: Sequence[float], count: int) -> int:
-    """Of values in falling order the first `count`, and those that equal the last of them."""
+    """Return `count`, increased to include all descending `values` equal to the last one."""
     while 0 < count < len(values) and values[count] == values[count - 1]:
         count += 1
     return count

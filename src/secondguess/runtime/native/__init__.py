@@ -1,1 +1,1 @@
-"""A dense decoder's forward in one call: the kernels, how they are reached, and the runtime that runs them."""
+"""Compiled kernels that run a dense decoder's forward pass in one call, and their runtime."""

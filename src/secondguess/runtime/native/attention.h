@@ -1,4 +1,5 @@
-// Attention of a few queries over a cache of keys and values `[position][size]`, and what comes before it.
+// Root-mean-square norm, rotary embedding, and attention of a few queries over cached keys and
+// values `[position][size]`.
 #pragma once
 
 #include <algorithm>
@@ -7,9 +8,9 @@
 #include "vectors.h"
 
 struct Norm {
-    const float* weight;  // null where there is no such norm
+    const float* weight;  // null if the layer has no such norm
     float eps;
-    int32_t rounds_first;  // whether numbers are rounded to bfloat16 before they meet the weight (Llama), or after (Gemma)
+    int32_t rounds_first;  // round before applying the weight (Llama), or after (Gemma)
 };
 
 // Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467) of one row; `to` may be `from`.
@@ -30,10 +31,10 @@ inline void normalise(const bf16* from, int64_t size, const Norm& norm, bf16* to
 
 constexpr int64_t LARGEST_HEAD = 512;
 
-// Rotary embedding of one head, rounded where the modules round. `turns` holds the cosines, then the sines, those of the
-// first half negated.
+// Rotary embedding of one head, rounded where the Transformers modules round. `turns` holds the
+// cosines, then the sines with their first half negated.
 inline void rotate(const bf16* from, int64_t size, const bf16* turns, bf16* to) {
-    bf16 other[LARGEST_HEAD], turned[LARGEST_HEAD];  // the other half's numbers; `to` may be `from`
+    bf16 other[LARGEST_HEAD], turned[LARGEST_HEAD];  // `other`: halves swapped; `to` may be `from`
     const int64_t half = size / 2;
     std::memcpy(other, from + half, half * sizeof(bf16));
     std::memcpy(other + half, from, half * sizeof(bf16));
@@ -46,7 +47,7 @@ inline void rotate(const bf16* from, int64_t size, const bf16* turns, bf16* to) 
     std::memcpy(to, turned, size * sizeof(bf16));
 }
 
-// The dot product of a query and a key, still in 16 parts. With `SIZE` known nothing is masked.
+// Dot product of a query and a key as 16 partial sums. With a fixed `SIZE` no lanes are masked.
 template <int SIZE>
 inline Floats dot(const bf16* query, const bf16* key, int64_t size) {
     Floats sum = zeros();
@@ -58,7 +59,8 @@ inline Floats dot(const bf16* query, const bf16* key, int64_t size) {
     return sum;
 }
 
-// 64 numbers (or what is `left` of a head) of the values' sum by their shares. Two sums in turn, so that neither waits for itself.
+// Weighted sum of the values for 64 numbers of a head, or the `left` last ones; `shares` are the
+// unnormalised attention weights. Two alternating sums hide the latency of the addition.
 template <int SIZE>
 inline void mix(const bf16* values, int64_t size, int64_t left, const int32_t* positions, int64_t count, const float* shares,
                 Floats factor, bf16* to) {
@@ -109,8 +111,9 @@ inline void attend_sized(const bf16* query, const bf16* keys, const bf16* values
         mix<SIZE>(values + j, size, size - j, positions, count, scores, factor, to + j);
 }
 
-// One query over the keys and values at `positions`: softmax(q k * scaling) v, in float32 until the end. Everything is
-// summed in the order of the list, so a result does not depend on what else the cache holds.
+// Attention of one query over the keys and values at `positions`: softmax(q k * scaling) v, in
+// float32 until the result is stored. All sums follow the order of the list, so that the result
+// does not depend on what else the cache holds.
 inline void attend(const bf16* query, const bf16* keys, const bf16* values, int64_t size, const int32_t* positions,
                    int64_t count, float scaling, float* scores, bf16* to) {
     if (size == 64) return attend_sized<64>(query, keys, values, size, positions, count, scaling, scores, to);

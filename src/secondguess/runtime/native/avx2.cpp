@@ -1,2 +1,2 @@
-// The kernels for processors with AVX2 and fused multiplication, as nearly all x86 processors have had since 2013.
+// Kernels for processors with AVX2 and FMA, which nearly all x86 processors since 2013 have.
 #include "decoder.h"

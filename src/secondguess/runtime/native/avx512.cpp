@@ -1,2 +1,3 @@
-// The kernels for processors with AVX-512 and its bfloat16 products, and for AMX where the caller says it is there.
+// Kernels for processors with AVX-512 and its bfloat16 products, and for AMX if the caller enables
+// it.
 #include "decoder.h"

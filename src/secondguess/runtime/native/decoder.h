@@ -1,7 +1,9 @@
-// One forward of a dense decoder in one call of all threads: between two products nothing returns to Python, and threads meet five
-// times a layer. Compiled once for each kind of processor (see `vectors.h`).
+// Forward pass of a dense decoder in one call of all threads: nothing returns to Python between
+// two products, and threads are synchronised five times a layer. Compiled once for each kind of
+// processor (see `vectors.h`).
 //
-// Numbers are rounded to bfloat16 where the modules of Transformers round, so that a probe can compare the two.
+// Numbers are rounded to bfloat16 where the modules of Transformers round, so that a probe can
+// compare the logits of the two.
 
 #pragma once
 
@@ -18,39 +20,41 @@ enum Activation { SILU, GELU, GELU_TANH };
 struct Layer {
     Norm attention_norm, query_norm, key_norm, attention_output_norm, mlp_norm, mlp_output_norm;
     Weight joint, output, gate_up, down;
-    int64_t window;    // tokens it sees, 0 for all
-    int64_t rotary;    // which of the decoder's tables
+    int64_t window;    // sliding window in tokens, 0 for full attention
+    int64_t rotary;    // index into `Forward::turns`
 };
 
 struct Decoder {
     const Layer* layers;
     int64_t num_layers, width, inner_width, num_queries, num_keys, head_size, activation, num_embedded, amx;
-    float scaling, embedding_scale;  // of scores; of embeddings, 1 where they are not scaled
+    float scaling, embedding_scale;  // factor on scores; factor on embeddings, 1 if not scaled
     const bf16* embedding;
     Norm norm;
     Weight head;
 };
 
-// Layers `first_layer` to `last_layer - 1`, over the tokens that come after `num_known` ones of each row which these layers have
-// seen already. An index counts the known ones too.
+// Arguments of a forward pass through layers `first_layer` to `last_layer - 1`. These layers have
+// already run the first `num_known` tokens of each row's step; `num_tokens` follow. An index
+// counts from the first token of the step, including the known ones.
 struct Forward {
     int64_t num_rows, num_tokens, num_known, num_logits, first_layer, last_layer, capacity, context_length, num_threads;
-    int64_t shows_floats;        // whether `hidden` is of 32 bits a number, for torch where it is slow in bfloat16
+    int64_t shows_floats;        // `hidden` is float32, for processors with slow bfloat16 in torch
     const int64_t* tokens;       // [row][token]
-    const bf16* states;          // [row][token][width], what enters the first layer; null for the tokens' embeddings
+    const bf16* states;          // [row][token][width], input of the first layer; null: embeddings
     const int64_t* starts;       // [row], cached positions before index 0
     const int64_t* slots;        // [row]
-    const uint8_t* closure;      // [row][index][index], which are an index's ancestors or itself; null for chains
-    const bf16* const* turns;    // tables of the rotary embeddings, [position][2 * head_size]
+    const uint8_t* closure;      // [row][index][index], 1 at ancestors and itself; null for chains
+    const bf16* const* turns;    // rotary tables [position][2 * head_size], cosines then sines
     bf16* const* keys;           // per layer [slot][head][capacity][size]
     bf16* const* values;
-    void* const* hidden;         // per level 0..num_layers where the states of all tokens go, or null
+    void* const* hidden;         // per level 0..num_layers the output [row][token][width], or null
     float* logits;               // [row][num_logits][vocabulary]
 };
 
 static int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 
-// Numbers of 16 bits that lie in the first half become numbers of 32 bits; from the last to the first, none is overwritten unread.
+// Widen the bfloat16 numbers in the first half of a buffer to float32, from the last to the first,
+// so that none is overwritten before it is read.
 static void widen_in_place(float* numbers, int64_t size) {
     for (int64_t i = round_up(size, 16) - 16; i >= 0; i -= 16) {
         const Lanes part = lanes(size - i);
@@ -72,7 +76,7 @@ static Floats activate(Floats x, int64_t activation) {
     return half * (one + load(each));
 }
 
-// Rows of numbers with room for whole tiles; what is padding stays zero.
+// Matrix of rows, padded with zeros to whole tiles.
 struct Rows {
     std::vector<bf16> numbers;
     std::vector<float> wide;
@@ -83,8 +87,8 @@ struct Rows {
     void reserve(int64_t num_rows, int64_t width) {
         const int64_t rows = round_up(num_rows, 2 * TILE);
         stride = round_up(width, 64);
-        // Reused buffers keep old numbers: in rows beyond the last nobody looks, in columns beyond the last weights are zero
-        // and must not meet a NaN.
+        // Reused buffers keep old numbers. Rows beyond the last do not affect results. Columns
+        // beyond the last are multiplied by zero weights and must not be NaN.
         numbers.assign(rows * stride, 0);
         if (VectorUnit::WIDE) wide.assign(rows * stride, 0);
         small.assign(rows * stride, 0);
@@ -92,7 +96,7 @@ struct Rows {
     }
     bf16* row(int64_t index) { return numbers.data() + index * stride; }
 
-    // Whether a row has to be made ready for products by `weight` once its numbers are known.
+    // Return whether rows must be converted before products by `weight`.
     static bool needs_form(const Weight& weight) { return weight.scale || VectorUnit::WIDE; }
     void form(int64_t index, const Weight& weight) {
         if (weight.scale)
@@ -105,8 +109,8 @@ struct Rows {
     }
 };
 
-// Memory of the forwards of one decoder. Everything that more than one thread reads is shared; a few normalised rows are
-// cheaper made by each thread than waited for.
+// Buffers of one decoder's forward passes. Buffers that several threads read are shared. A few
+// normalised rows are computed by each thread for itself, which is cheaper than a barrier.
 struct Workspace {
     int64_t num_rows = 0, num_threads = 0, num_keys = 0;
     Rows states, joint, mixed, gated, added;
@@ -114,7 +118,7 @@ struct Workspace {
     std::vector<std::vector<float>> scores;
     std::vector<std::vector<int32_t>> positions;
 
-    // What could not be allocated counts as not there, so that a smaller forward may follow.
+    // If an allocation fails, sizes stay 0, so that a smaller forward pass can still succeed.
     void reserve(const Decoder& decoder, int64_t rows, int64_t threads, int64_t keys) {
         if (rows > num_rows || threads > num_threads) {
             rows = std::max(rows, num_rows), threads = std::max(threads, num_threads);
@@ -139,7 +143,7 @@ struct Workspace {
     }
 };
 
-// One thread's part of a forward.
+// One thread's part of a forward pass.
 struct Worker {
     const Decoder& decoder;
     const Forward& forward;
@@ -147,11 +151,11 @@ struct Worker {
     const int thread, num_threads;
     const int64_t num_rows = forward.num_rows * forward.num_tokens;  // all tokens of all rows
     const int64_t num_indices = forward.num_known + forward.num_tokens;
-    const bool alone = num_rows <= TILE;  // whether each thread normalises for itself
+    const bool alone = num_rows <= TILE;  // each thread normalises all rows for itself
 
     void wait() const { Team::get().barrier(); }
 
-    // Rows that this thread makes for everybody, when it does not make all of them for itself.
+    // Rows that this thread normalises: all if `alone`, else its share for all threads.
     int64_t first_row() const { return alone ? 0 : thread * num_rows / num_threads; }
     int64_t last_row() const { return alone ? num_rows : (thread + 1) * num_rows / num_threads; }
     Rows& own() const { return space.normalised[alone ? thread : 0]; }
@@ -164,7 +168,7 @@ struct Worker {
         multiply<VectorUnit>(values, weight, thread, num_threads, finish);
     }
 
-    // The states, normalised, as what a product by `weight` reads.
+    // Return the normalised states as inputs of a product by `weight`.
     Values read_states(const Norm& norm, const Weight& weight) const {
         Rows& to = own();
         for (int64_t row = first_row(); row < last_row(); row++) {
@@ -175,10 +179,10 @@ struct Worker {
         return to.values(num_rows);
     }
 
-    // Rows that all threads wrote, as what a product by `weight` reads.
+    // Return rows that all threads have written as inputs of a product by `weight`.
     Values read_shared(Rows& rows, const Weight& weight) const {
         if (Rows::needs_form(weight)) {
-            // whole rows are needed: one thread each, and everybody waits
+            // conversion needs whole rows, so each is done by one thread
             for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++)
                 rows.form(row, weight);
             wait();
@@ -194,7 +198,7 @@ struct Worker {
         });
     }
 
-    // The product, normalised where the family does that, added to the states.
+    // Add the product to the states, normalised first if the family has an output norm.
     void add(const Values& values, const Weight& weight, const Norm& norm) const {
         if (!norm.weight) {
             product(values, weight, [&](int64_t row, int64_t block, Floats low, Floats high) {
@@ -223,7 +227,7 @@ struct Worker {
         return forward.closure ? forward.closure + (row * num_indices + index) * num_indices : nullptr;
     }
 
-    // The text position of an index: its ancestors stand between the cached ones and itself.
+    // Text position of an index: the number of cached tokens plus the number of its ancestors.
     int64_t position(int64_t row, int64_t index) const {
         int64_t depth = index;
         if (const uint8_t* line = ancestors(row, index)) {
@@ -233,7 +237,7 @@ struct Worker {
         return forward.starts[row] + depth;
     }
 
-    // The cache positions that an index sees, in order; returns how many.
+    // List the cache positions that an index attends to, in order. Returns their number.
     int64_t list_visible(int64_t row, int64_t index, int64_t window, int32_t* positions) const {
         const int64_t start = forward.starts[row], own = position(row, index);
         const int64_t oldest = window ? std::max<int64_t>(0, own - window + 1) : 0;
@@ -250,7 +254,7 @@ struct Worker {
         bf16 *keys, *values;
     };
 
-    // Where the cache has what one key head of one row saw.
+    // Cached keys and values of one key head of one row in layer `index`.
     Block block_of(int64_t index, int64_t row, int64_t head) const {
         const int64_t offset = (forward.slots[row] * decoder.num_keys + head) * forward.capacity * decoder.head_size;
         return {forward.keys[index] + offset, forward.values[index] + offset};
@@ -262,7 +266,7 @@ struct Worker {
         rotate(from, decoder.head_size, forward.turns[layer.rotary] + at * 2 * decoder.head_size, to);
     }
 
-    // Turn and cache what one key head of one row gained.
+    // Rotate the new keys of one key head of one row, and write keys and values to the cache.
     void remember(const Layer& layer, int64_t index, int64_t row, int64_t head) const {
         const int64_t size = decoder.head_size;
         const Block at = block_of(index, row, head);
@@ -274,7 +278,7 @@ struct Worker {
         }
     }
 
-    // Let some tokens' queries of one key head look at what is cached.
+    // Attention of tokens `first` to `last - 1` for the query heads of one key head.
     void look(const Layer& layer, int64_t index, int64_t row, int64_t head, int64_t first, int64_t last) const {
         const int64_t size = decoder.head_size, group = decoder.num_queries / decoder.num_keys;
         const Block at = block_of(index, row, head);
@@ -292,8 +296,9 @@ struct Worker {
         }
     }
 
-    // All rows' key heads, shared out. Where there are fewer heads than would keep every thread as busy as the others, or many
-    // tokens, the tokens of each head are shared out too, once everybody has cached its keys.
+    // Attention of all rows. Key heads are divided among the threads. If they cannot be divided
+    // evenly and there are enough tokens, the tokens of each head are divided instead, after a
+    // barrier for the keys.
     void mix(const Layer& layer, int64_t index) const {
         const int64_t num_heads = forward.num_rows * decoder.num_keys;
         const int64_t first = thread * num_heads / num_threads, last = (thread + 1) * num_heads / num_threads;
@@ -304,7 +309,7 @@ struct Worker {
             return;
         }
         wait();
-        // token by token in turn, because later ones see more
+        // tokens alternate between threads, because later ones attend to more keys
         for (int64_t item = 0; item < num_heads; item++)
             for (int64_t token = thread; token < forward.num_tokens; token += num_threads)
                 look(layer, index, item / decoder.num_keys, item % decoder.num_keys, token, token + 1);
@@ -316,7 +321,7 @@ struct Worker {
         mix(layer, index);
         wait();
         add(read_shared(space.mixed, layer.output), layer.output, layer.attention_output_norm);
-        // A block holds 16 gates and the 16 numbers that they open or close.
+        // A block holds 16 gates and the 16 values that they multiply.
         product(read_states(layer.mlp_norm, layer.gate_up), layer.gate_up,
                 [&](int64_t row, int64_t block, Floats gate, Floats up) {
                     const Floats opened = rounded(activate(rounded(gate), decoder.activation));
@@ -326,7 +331,7 @@ struct Worker {
         add(read_shared(space.gated, layer.down), layer.down, layer.mlp_output_norm);
     }
 
-    // Go on from states that an earlier forward handed out.
+    // Start from hidden states that the caller passes in.
     void take() const {
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++)
             std::memcpy(space.states.row(row), forward.states + row * decoder.width, decoder.width * sizeof(bf16));
@@ -345,7 +350,7 @@ struct Worker {
         wait();
     }
 
-    // Hand out the states of all tokens, where somebody asked for those of this level.
+    // Copy the hidden states of all tokens to the caller if this level was requested.
     void show(int64_t level) const {
         if (!forward.hidden[level]) return;
         const int64_t size = decoder.width * (forward.shows_floats ? sizeof(float) : sizeof(bf16));
@@ -400,7 +405,7 @@ struct Worker {
 
 extern "C" {
 
-// Sizes of the structures, so that the caller can see that it means the same ones.
+// Sizes of the structures, for the caller to check that it uses the same definitions.
 void secondguess_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weight), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Layer), sizes[3] = sizeof(Decoder);
     sizes[4] = sizeof(Forward);
@@ -410,12 +415,12 @@ void* secondguess_workspace() { return new (std::nothrow) Workspace; }
 
 void secondguess_free(void* workspace) { delete (Workspace*)workspace; }
 
-// Read memory from front to back, each thread its share of every piece, and do nothing with it: what a forward cannot beat.
-// Returns a number that depends on all of it.
+// Read memory from front to back, each thread its share of every piece. The time is a lower bound
+// for a forward pass. Returns a checksum, so that the reads are not optimised away.
 int64_t secondguess_read(const char* const* pieces, const int64_t* sizes, int64_t num_pieces, int64_t num_threads) {
     std::atomic<uint64_t> found{0};
     Team::get().run(num_threads, [&](int thread, int num_threads) {
-        constexpr int AT_ONCE = 32;  // as many sums, so that none waits for itself
+        constexpr int AT_ONCE = 32;  // independent sums, to hide the latency of the addition
         uint64_t sums[AT_ONCE] = {};
         for (int64_t piece = 0; piece < num_pieces; piece++) {
             const int64_t share = sizes[piece] / num_threads / sizeof sums * sizeof sums;
@@ -428,7 +433,7 @@ int64_t secondguess_read(const char* const* pieces, const int64_t* sizes, int64_
     return (int64_t)found;
 }
 
-// Per row of `width` logits, the largest probability of their softmax. Rows lie `stride` numbers apart.
+// Largest softmax probability of each row of `width` logits. Rows are `stride` numbers apart.
 void secondguess_confidences(const float* logits, int64_t num_rows, int64_t width, int64_t stride, double* confidences) {
     for (int64_t row = 0; row < num_rows; row++) {
         const float* from = logits + row * stride;
@@ -446,7 +451,7 @@ void secondguess_confidences(const float* logits, int64_t num_rows, int64_t widt
     }
 }
 
-// Returns 0; 1 when there was no memory for what lies between the layers; 2 when a token has no embedding.
+// Returns 0 on success, 1 if the workspace cannot be allocated, 2 if a token id is out of range.
 int secondguess_run(const Decoder* decoder, const Forward* forward, void* workspace) {
     Workspace& space = *(Workspace*)workspace;
     for (int64_t i = 0; !forward->states && i < forward->num_rows * forward->num_tokens; i++)
@@ -465,7 +470,8 @@ int secondguess_run(const Decoder* decoder, const Forward* forward, void* worksp
     return 0;
 }
 
-// The logits [row][vocabulary] of states that are normalised already. Returns 0, or 1 when there was no memory.
+// Logits [row][vocabulary] of hidden states that are already normalised. Returns 0 on success, 1
+// if memory could not be allocated.
 int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_rows, float* logits, int64_t num_threads,
                         void* workspace) {
     Decoder head = *decoder;

@@ -1,4 +1,4 @@
-"""The weights of a dense decoder in the form that the kernels read, and which models have one."""
+"""Weights of a dense decoder in the layout of the kernels, and checks for covered models."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LARGEST_HEAD = 512
 
 
 def can_run_native(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels are there and know models like this, in bfloat16 or rounded from it."""
+    """Return whether the kernels can run a model, in bfloat16 or quantised from it."""
     return obstacle_to_kernels(config, dtype, device) is None
 
 
 def obstacle_to_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernels do not run models like this; None when they do."""
+    """Return why the kernels cannot run a model, or None if they can."""
     if obstacle := obstacle_to_fusing(config, device):
         return obstacle
     if dtype != torch.bfloat16:
@@ -43,12 +43,13 @@ def obstacle_to_kernels(config: Any, dtype: torch.dtype, device: torch.device) -
 
 
 class NativeDecoder:
-    """The weights of a fused decoder in the form that the kernels read.
+    """Weights of a fused decoder in the layout of the kernels.
 
     Args:
-        decoder: unpacked, in bfloat16; its layers are emptied on the way.
-        eight_bits: whether linear layers are rounded to 8 bits a number, and what they read to 8 bits a number and row.
-        unit: what does the products; the fastest of `library.units()` unless another is named.
+        decoder: unpacked, in bfloat16; the weights of its layers are released.
+        eight_bits: whether to quantise the weights of linear layers to 8 bits, with a scale per
+            output, and their inputs to 8 bits, with a scale per row.
+        unit: unit that computes the products; by default the fastest of `library.units()`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class NativeDecoder:
         self.embedding = decoder.embedding
         self.embedding_scale = decoder.embedding_scale
         self.norm = decoder.norm
-        # A head of its own is kept in the kernels' form alone; the embeddings are there anyway.
+        # A tied head is also kept in plain layout, which takes no memory beside the embeddings.
         tied = decoder.head.weight.data_ptr() == decoder.embedding.data_ptr()
         self.tied_head = decoder.head if tied else None
         heads = decoder.layers[0].heads
@@ -97,10 +98,13 @@ class NativeDecoder:
         )
 
     def without(self, skipped: Sequence[int]) -> NativeDecoder:
-        """The same weights but for some layers, counted from 0.
+        """Return a decoder that shares the weights but skips some layers.
+
+        Args:
+            skipped: layers to skip, counted from 0.
 
         Raises:
-            BadInputError: no such layer, or none left.
+            BadInputError: if a layer does not exist, or none would be left.
         """
         kept = layers_without(skipped, self.num_layers)
         fewer = copy.copy(self)
@@ -113,14 +117,14 @@ class NativeDecoder:
         return fewer
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """States `[..., width]` as they enter the first layer."""
+        """Return the inputs of the first layer, `[..., width]`."""
         states = functional.embedding(tokens, self.embedding)
         return states if self.embedding_scale is None else states * self.embedding_scale
 
     def read_weights(self, num_threads: int) -> int:
-        """Read all that a forward over one token reads of the weights, and nothing else; returns how many bytes.
+        """Read all weights that a forward pass over one token reads; return their size in bytes.
 
-        The time that this takes is the least that a forward can.
+        The time of this call is a lower bound for a forward pass.
         """
         held = [blocks.tensors[-1] for blocks in self._kept if isinstance(blocks, Blocks)]
         sizes = [tensor.numel() for tensor in held]

@@ -1,7 +1,8 @@
-"""The compiled kernels of `decoder.h`, and the structures that they read.
+"""Compiled kernels of `decoder.h`, and the structures that are passed to them.
 
-They are built when the package is installed, where there is a C++ compiler for x86, for each kind of processor; `units` says
-which of them this one can run. Where it is none the fused runtime computes with torch instead.
+The kernels are built for each kind of processor when the package is installed, if there is a C++
+compiler for x86. `units` returns those that this processor can run. If there are none, the fused
+runtime computes with torch instead.
 """
 
 from __future__ import annotations
@@ -99,12 +100,15 @@ INSTRUCTIONS = {
     "avx512": tuple(f"avx512_{part}" for part in ("f", "bw", "vl", "dq", "vnni", "bf16")),
     "avx2": ("avx2", "fma3"),
 }
-"""What a processor must have, in torch's words, by kind of kernels; matrix tiles come on top of AVX-512. The fastest first."""
+"""Required processor features by kind of kernels, in torch's names, fastest first.
+
+Matrix tiles (`amx`) require the features of `avx512` too.
+"""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of the processor that multiplies, with the kernels compiled for it.
+    """Processor unit that computes products, with the kernels compiled for it.
 
     Args:
         name: `amx`, `avx512` or `avx2`.
@@ -121,7 +125,10 @@ class Unit:
 
 @lru_cache(maxsize=1)
 def units() -> tuple[Unit, ...]:
-    """What the kernels can use here, the fastest first; nothing where they were not built or the processor is another."""
+    """Return the units that the kernels can use on this machine, fastest first.
+
+    Empty if the kernels were not built, or the processor supports none of them.
+    """
     found = []
     if processor_has("avx512") and (kernels := _open("avx512")):
         if _has_tiles():
@@ -133,26 +140,25 @@ def units() -> tuple[Unit, ...]:
 
 
 def processor_has(kind: str) -> bool:
-    """Whether this processor has what the kernels of a kind are compiled for."""
+    """Return whether this processor has the features that a kind of kernels requires."""
     found = torch.cpu.get_capabilities()
     return all(found.get(each) for each in INSTRUCTIONS[kind])
 
 
 def _has_tiles() -> bool:
-    """Whether there are matrix tiles and the system lets this process use them."""
+    """Return whether there are matrix tiles and the system lets this process use them."""
     return processor_has("amx") and bool(torch.cpu._init_amx())
 
 
 def _open(kind: str) -> ctypes.CDLL | None:
-    """The kernels of a kind, ready to be called; None where they were not built, or from other sources."""
+    """Return the kernels of a kind, or None if they were not built, or from other sources."""
     built = Path(__file__).parent / f"_{kind}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not built.exists():
         return None
     try:
-        # torch has been imported, so that both use one pool of threads.
         kernels = ctypes.CDLL(str(built))
     except OSError:
-        return None  # built elsewhere, for libraries that are not here
+        return None  # built on another machine, for libraries that are missing here
     expected = [ctypes.sizeof(each) for each in (Weight, Norm, Layer, Decoder, Forward)]
     sizes = (c_int64 * len(expected))()
     try:

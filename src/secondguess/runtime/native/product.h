@@ -1,8 +1,10 @@
-// values @ weight.T, each row summed in an order of its own: its bits do not depend on how many rows there are.
+// values @ weight.T with a fixed order of summation per row: a row's bits do not depend on the
+// number of rows.
 //
-// A weight lies in blocks of 32 outputs. Within a block, 64 bytes of every output's inputs (32 in bfloat16, 64 in 8 bits)
-// make two tiles of 16 outputs, and within a tile 4 bytes of each of the 16 outputs stand side by side: the form that AMX
-// tiles and the vector dot products both read, once, from front to back.
+// A weight is stored in blocks of 32 outputs. Within a block, 64 bytes of every output's inputs
+// (32 in bfloat16, 64 in 8 bits) form two tiles of 16 outputs, and within a tile 4 bytes of each
+// of the 16 outputs are adjacent. Both AMX tiles and the vector dot products read this layout
+// once, from front to back.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +15,9 @@
 constexpr int BLOCK = 32;          // outputs
 constexpr int TILE = 16;           // rows, or outputs
 constexpr int TILE_BYTES = 1024;   // 16 rows of 64 bytes
-constexpr long AHEAD = 4096;       // bytes to ask for in advance
+constexpr long AHEAD = 4096;       // prefetch distance in bytes
 
-// Have what one step reads brought nearer.
+// Prefetch the two tiles that one step reads.
 inline void ask_for(const char* tiles) {
     for (int line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(tiles + line, _MM_HINT_T0);
 }
@@ -38,8 +40,8 @@ struct Weight {
     int64_t num_steps() const { return scale ? num_inputs / 64 : num_inputs / 32; }
 };
 
-// What a product reads: rows in bfloat16, for units that want them also in float32, and for 8-bit weights in 8 bits with a scale
-// per row. There is room for a multiple of 32 rows.
+// Inputs of a product: rows in bfloat16, also in float32 for units with WIDE, and for 8-bit
+// weights in 8 bits with a scale per row. Memory is allocated for a multiple of 32 rows.
 struct Values {
     const bf16* numbers;
     const float* wide;
@@ -49,9 +51,10 @@ struct Values {
     int64_t num_rows;
 };
 
-// A unit adds up the products of some rows of its values, ROWS at most, with one block: into `sums[row][output]`, in float32 for
-// bfloat16, as whole numbers for 8 bits. These are too large by SHIFT times the sum of the output's weights. WIDE says whether it
-// reads float32 in place of bfloat16.
+// A unit multiplies at most ROWS rows of its values with one block into `sums[row][output]`, in
+// float32 for bfloat16 weights and in int32 for 8-bit weights. The int32 sums are too large by
+// SHIFT times the sum of the output's weights. WIDE: the unit reads float32 values instead of
+// bfloat16.
 #ifdef __AVX512BF16__
 #include "product_avx512.h"
 #else
@@ -61,8 +64,8 @@ struct Values {
 #include "product_amx.h"
 #endif
 
-// One thread's share of a product. `finish(row, block, low, high)` gets the 16 + 16 sums of each row and block, with
-// scales and bias applied.
+// One thread's share of a product. `finish(row, block, low, high)` is called with the 16 + 16 sums
+// of each row and block, with scales and bias applied.
 template <class Unit, class Finish>
 inline void multiply(const Values& values, const Weight& weight, int thread, int num_threads, Finish finish) {
     const int64_t num_blocks = weight.num_blocks(), num_steps = weight.num_steps();
@@ -95,7 +98,7 @@ inline void multiply(const Values& values, const Weight& weight, int thread, int
     }
 }
 
-// One row in 8 bits: the largest number becomes 127. Returns the scale.
+// Quantise a row to 8 bits, with its largest magnitude at 127. Returns the scale.
 inline float shrink(const bf16* row, int64_t count, int8_t* to) {
     Floats most = zeros();
     for (int64_t i = 0; i < count; i += 16) most = largest(most, absolute(load(row + i)));

@@ -1,4 +1,4 @@
-// Sums of products by AMX: up to 32 rows with one block at once.
+// Products by AMX tiles: up to 32 rows with one block at once.
 #pragma once
 
 struct TileShapes {
@@ -7,7 +7,7 @@ struct TileShapes {
     uint8_t num_rows[16] = {};
 };
 
-// `NUMBERS` of the rows' numbers meet 64 bytes of each output's inputs in a step.
+// One step multiplies `NUMBERS` values of each row by 64 bytes of each output's inputs.
 template <int NUMBERS, class Number, class Multiply>
 inline void tile_sums(const Number* rows, int64_t stride, bool two, const char* block, int64_t num_steps, void* sums,
                       Multiply multiply) {
@@ -41,14 +41,14 @@ struct MatrixUnit {
 
     const Values& values;
 
-    // Tiles 0 to 3 hold sums (rows by outputs), 4 and 5 rows, 6 and 7 weights.
+    // Tiles 0 to 3 hold sums (rows by outputs), 4 and 5 values, 6 and 7 weights.
     explicit MatrixUnit(const Values& values) : values(values) {
         TileShapes shapes;
         for (int i = 0; i < 8; i++) {
             shapes.row_bytes[i] = 64;
             shapes.num_rows[i] = i < 6 ? std::min<int64_t>(values.num_rows, TILE) : TILE;
         }
-        // GCC does not know that tiles are loaded from memory: what was written before must be there.
+        // GCC does not treat tile loads as memory reads; the barrier makes earlier writes visible.
         asm volatile("" : : "r"(&shapes) : "memory");
         _tile_loadconfig(&shapes);
     }

@@ -1,8 +1,9 @@
-// Sums of products by the vector units of AVX2: one row with both tiles of a block at once, or a few rows with one after the
-// other, as many as sixteen registers hold.
+// Products by the vector units of AVX2: one row with both tiles of a block at once, or up to four
+// rows with one tile after the other, which is what sixteen registers can hold.
 #pragma once
 
-// The first and the second number of a pair are added to the same sum, one after the other. Values come in float32.
+// Products of the first and of the second number of a pair are added to the same sum, in that
+// order. Values are in float32.
 template <int COUNT, int TILES>
 inline void vector_sums(const float* rows, int64_t stride, const char* first_tile, int64_t num_steps, float* sums) {
     __m256 found[COUNT][2 * TILES];
@@ -32,8 +33,9 @@ inline void vector_sums(const float* rows, int64_t stride, const char* first_til
         for (int part = 0; part < 2 * TILES; part++) _mm256_storeu_ps(sums + row * BLOCK + part * 8, found[row][part]);
 }
 
-// The units multiply unsigned by signed, two at a time into 16 bits: sizes of weights by values with the weights' signs. Neither
-// is ever -128, so that two products fit.
+// The instruction multiplies unsigned by signed bytes and adds two products in 16 bits: magnitudes
+// of weights are multiplied by values with the weights' signs. No weight or value is -128, so that
+// two products fit.
 template <int COUNT, int TILES>
 inline void vector_sums(const int8_t* rows, int64_t stride, const char* first_tile, int64_t num_steps, int32_t* sums) {
     __m256i found[COUNT][2 * TILES];

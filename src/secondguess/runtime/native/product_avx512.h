@@ -1,4 +1,4 @@
-// Sums of products by the vector units of AVX-512: up to 8 rows with one block at once.
+// Products by the vector units of AVX-512: up to 8 rows with one block at once.
 #pragma once
 
 template <int COUNT>
@@ -24,7 +24,8 @@ inline void vector_sums(const bf16* rows, int64_t stride, const char* block, int
     }
 }
 
-// These units multiply unsigned by signed: values are shifted, the caller takes that out again.
+// The instruction multiplies unsigned by signed bytes: values are shifted by 128 (SHIFT), which
+// the caller corrects.
 template <int COUNT>
 inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, int64_t num_steps, int32_t* sums) {
     __m512i low[COUNT], high[COUNT];

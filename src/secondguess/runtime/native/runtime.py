@@ -1,4 +1,4 @@
-"""The runtime whose forward is one call of compiled code."""
+"""Runtime whose forward pass is one call of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -24,17 +24,22 @@ from secondguess.runtime.support import context_length_of, has_bfloat16
 
 NO_MEMORY, UNKNOWN_TOKEN = 1, 2
 MOST_ROWS = 1024
-"""Rows whose slots, when in order, are listed once."""
+"""Largest batch whose slots, when in order, are taken from a preallocated list."""
 NOWHERE = torch.empty(0, dtype=torch.long)
 
 PROBE_WIDTH = 16
 PROBE_TOLERANCE = {False: 0.03, True: 0.12}
-"""What rounding to bfloat16 or 8 bits may explain of the logits, as root mean squares: trained models and tiny random ones show
-0.01 and 0.03 to 0.05; what computes something else is off by about 1."""
+"""Largest relative root-mean-square error of the logits attributed to rounding, by `eight_bits`.
+
+Trained and tiny random models have errors of 0.01 in bfloat16 and 0.03 to 0.05 in 8 bits; a wrong
+computation has an error of about 1.
+"""
 
 
 def to_native(decoder: FusedDecoder, eight_bits: bool = False) -> NativeDecoder | None:
-    """A fused decoder for the kernels, or None when they would not say the same; it is used up either way.
+    """Return a fused decoder in the layout of the kernels, or None if they would not reproduce it.
+
+    The fused decoder must not be used afterwards in either case.
 
     Args:
         decoder: unpacked, in bfloat16.
@@ -49,12 +54,13 @@ def to_native(decoder: FusedDecoder, eight_bits: bool = False) -> NativeDecoder 
 
 
 class NativeRuntime(LayeredRuntime):
-    """Speculation over the kernels.
+    """Runtime over the compiled kernels.
 
-    A row's bits depend on that row alone: on no neighbour, no padding, no length of a chunk and no shape of a draft.
+    A row's bits depend on that row alone: not on other rows, padding, chunk lengths or the shape
+    of a draft.
 
     Args:
-        decoder: from a fused decoder.
+        decoder: from `to_native`.
         hidden_layers, prefill_chunk: as in `CachedRuntime`.
     """
 
@@ -78,7 +84,7 @@ class NativeRuntime(LayeredRuntime):
         self._workspace = c_void_p(kernels.secondguess_workspace())
         if not self._workspace:
             raise OutOfMemoryError("expected memory for a model's workspace, got none")
-        # Not at exit: a daemon thread may still be in a forward.
+        # not at exit: a daemon thread may still be in a forward pass
         weakref.finalize(self, kernels.secondguess_free, self._workspace).atexit = False
         levels = decoder.num_layers + 1
         self._keys, self._values = (c_void_p * decoder.num_layers)(), (c_void_p * decoder.num_layers)()
@@ -92,7 +98,7 @@ class NativeRuntime(LayeredRuntime):
             values=ctypes.addressof(self._values),
         )
         self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
-        # What is made of states is made by torch, which is slow in bfloat16 on many processors.
+        # Drafters process hidden states with torch, which is slow in bfloat16 on many processors.
         self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
         self._forward.shows_floats = self._dtype_of_states == torch.float32
         self._learning_head: Tensor | None = None
@@ -109,7 +115,11 @@ class NativeRuntime(LayeredRuntime):
         return Ends(decoder.embedding.shape[1], dtype, embed, normalise, self._unembed)
 
     def _unembed(self, states: Tensor) -> Tensor:
-        """The head, by the kernels; where a gradient is wanted, by torch, if it is the embeddings."""
+        """Return the logits of normalised hidden states.
+
+        Computed by the kernels. If a gradient is needed and the head is tied to the embeddings,
+        torch computes them; with an untied head the result has no gradient.
+        """
         head = self.decoder.tied_head
         if states.requires_grad and head is not None:
             if self._learning_head is None:
@@ -135,7 +145,7 @@ class NativeRuntime(LayeredRuntime):
         return Step(None, NOWHERE, num_keys, starts=starts, closure=queries.closure)
 
     def _reach_cache(self) -> None:
-        """Know where keys and values are; they move when the cache grows."""
+        """Update the addresses of keys and values, which change when the cache grows."""
         cache, decoder = self.cache, self.decoder
         cache.allocate(decoder.num_layers, decoder.num_key_heads, decoder.head_size, torch.bfloat16)
         reached = (cache, cache.num_slots, cache.capacity)
@@ -170,20 +180,24 @@ class NativeRuntime(LayeredRuntime):
         num_known: int = 0,
         states: Tensor | None = None,
     ) -> Output:
-        """One call of the kernels, over some layers.
+        """Run some layers in one call of the kernels.
 
         Args:
-            tokens: `[row, token]`, behind `num_known` others of the same step.
-            layers: one after the other.
-            wanted: hidden states, of the embeddings or of what comes behind these layers.
-            states: what enters the first of the layers; None for the embeddings.
+            tokens: `[row, token]`, preceded by `num_known` other tokens of the same step.
+            step: starts and ancestors of all tokens of the step.
+            layers: consecutive layers to run.
+            num_logits: number of last columns whose logits are returned.
+            wanted: layers whose hidden states are returned: the input of the first of `layers`, or
+                any of their outputs.
+            num_known: number of preceding tokens that these layers have run already.
+            states: input of the first of `layers`; None for the embeddings of `tokens`.
         """
         rows, width = tokens.shape
         tokens = tokens.contiguous()
         self._reach_cache()
         for index, rotary in enumerate(self.decoder.rotaries):
             self._turns[index] = rotary.table(step.num_keys).data_ptr()
-        # The last layer may be asked for by two numbers.
+        # the last layer has two numbers
         asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
         addresses, shown = self._room_for(rows, width, asked) if asked else (self._no_levels, None)
         logits = torch.empty(rows, num_logits, self.vocab_size)
@@ -217,7 +231,12 @@ class NativeRuntime(LayeredRuntime):
         return Output(logits, {layer: of_levels[self._level(layer)] for layer in wanted})
 
     def _room_for(self, rows: int, width: int, asked: Sequence[int]) -> tuple[ctypes.Array[c_void_p], Tensor]:
-        """Where the kernels put the states of these levels: addresses, and all as one tensor `[level, row, query, width]`."""
+        """Allocate the hidden states of these levels for the kernels.
+
+        Returns:
+            The addresses by level, null if not requested, and the states of the requested levels
+            `[level, row, query, width]`.
+        """
         addresses = (c_void_p * (self.decoder.num_layers + 1))()
         states = torch.empty(
             len(asked), rows, width, self.decoder.embedding.shape[1], dtype=self._dtype_of_states
@@ -228,5 +247,5 @@ class NativeRuntime(LayeredRuntime):
         return addresses, states
 
     def _level(self, layer: int) -> int:
-        """A layer's number counted from the embeddings; -1 is the last of them."""
+        """Return a layer's level, counted from the embeddings; -1 is the last level."""
         return layer % (self.decoder.num_layers + 1)

@@ -1,8 +1,10 @@
-// Threads that run a function together, with barriers that suit both a quiet and a busy machine.
+// Thread pool with barriers that are fast on idle machines and do not waste time on busy ones.
 //
-// A forward waits for its threads several times a layer. On a quiet machine a thread that goes to sleep at a barrier comes
-// back too late, so it spins. On a busy one a thread that spins takes the processor from the very thread that it waits for,
-// so it sleeps. `sched_yield` tells which it is: where nothing else wants to run it returns at once.
+// The threads of a forward pass are synchronised several times a layer. On an idle machine a
+// thread that sleeps at a barrier wakes up too late, so it spins. On a busy machine a spinning
+// thread takes the processor from the thread that it waits for, so it sleeps. The two are
+// distinguished by the time of `sched_yield`, which returns at once if no other thread is ready to
+// run.
 
 #pragma once
 
@@ -22,15 +24,15 @@
 #include <system_error>
 #include <thread>
 
-// A number that threads wait for to change.
+// Number whose change threads can wait for.
 class Signal {
     std::atomic<uint32_t> value{0}, num_sleeping{0};
 
     static constexpr int NUM_SPINS = 500;                 // about 10 microseconds
-    static constexpr int NUM_SPINS_BUSY = 50;             // about 1
-    static constexpr int64_t LONGEST_YIELD = 500'000;  // nanoseconds; where it takes longer, something else ran
-    static constexpr int64_t BUSY_TIME = 20'000'000;   // for so long the machine is then taken to be busy
-    static constexpr int64_t PATIENCE = 5'000'000;     // after so long without a change a thread sleeps in any case
+    static constexpr int NUM_SPINS_BUSY = 50;             // about 1 microsecond
+    static constexpr int64_t LONGEST_YIELD = 500'000;  // ns; a longer yield shows a busy machine
+    static constexpr int64_t BUSY_TIME = 20'000'000;   // ns for which it then counts as busy
+    static constexpr int64_t PATIENCE = 5'000'000;     // ns without a change until a thread sleeps
 
     static inline std::atomic<int64_t> busy_until{0};
 
@@ -83,8 +85,8 @@ class Team {
     static constexpr int MOST_THREADS = 1023;
 
     std::mutex one_at_a_time;
-    Signal started;  // how many threads run the function, and above these 10 bits how many calls there were
-    Signal passed;   // how many barriers there were
+    Signal started;  // number of threads of the call in the low 10 bits, number of calls above
+    Signal passed;   // number of barriers passed
     std::atomic<int> num_arrived{0};
     int num_workers = 0, num_threads = 1;
     Function function = nullptr;
@@ -101,12 +103,12 @@ class Team {
         }
     }
 
-    // Start the threads that are missing.
+    // Start threads until there are `wanted` workers, or fewer if the system refuses.
     void grow(int wanted) {
         try {
             for (; num_workers < wanted; num_workers++)
                 std::thread(&Team::work, this, num_workers + 1, started.get()).detach();
-        } catch (const std::system_error&) {  // the function is then shared by fewer
+        } catch (const std::system_error&) {  // continue with fewer threads
         }
     }
 
@@ -114,17 +116,17 @@ class Team {
 
   public:
     static Team& get() {
-        // A child process has none of its parent's threads, and makes a team of its own.
+        // A forked child has none of its parent's threads and starts a team of its own.
         static const int watching = pthread_atfork(nullptr, nullptr, [] { instance.store(nullptr); });
         (void)watching;
         if (!instance.load()) {
-            Team *made = new Team, *none = nullptr;  // never freed: its threads wait until the process ends
+            Team *made = new Team, *none = nullptr;  // never freed: its threads never end
             if (!instance.compare_exchange_strong(none, made)) delete made;
         }
         return *instance.load();
     }
 
-    // Return when all threads of the running function have called it.
+    // Wait until all threads of the running function have called it.
     void barrier() {
         if (num_threads == 1) return;
         const uint32_t seen = passed.get();
@@ -136,7 +138,8 @@ class Team {
         }
     }
 
-    // Call a function in several threads, the calling one among them. Calls from different threads wait for each other.
+    // Call a function in several threads, including the calling one. Concurrent calls are
+    // serialised.
     template <class Callable>
     void run(int64_t wanted, Callable callable) {
         const std::lock_guard<std::mutex> lock(one_at_a_time);

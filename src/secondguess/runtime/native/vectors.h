@@ -1,5 +1,6 @@
-// Vectors of 16 numbers: bfloat16 in memory, float32 in registers. Each kind of processor says in a header of its own how it
-// loads, stores and combines them; everything else here is written once, in those words.
+// Vectors of 16 numbers: bfloat16 in memory, float32 in registers. One header per kind of
+// processor defines loads, stores and arithmetic; all other functions are written once on top of
+// them.
 #pragma once
 
 #include <immintrin.h>
@@ -18,10 +19,10 @@ using bf16 = uint16_t;
 
 inline Floats zeros() { return all(0.0f); }
 
-// To bfloat16 and back: modules round after each of their operations, and so do we.
+// Round to bfloat16 precision, as the Transformers modules do after each operation.
 inline Floats rounded(Floats numbers) { return widen(narrow(numbers)); }
 
-// e to the x to float32's precision: 2 to the whole part, times a polynomial in the rest.
+// e^x to float32 precision: 2 to the integer part, times a polynomial in the remainder.
 inline Floats exponential(Floats x) {
     x = largest(smallest(x, all(88.0f)), all(-87.0f));
     const Floats whole = nearest_whole(x * all(1.44269504f));

@@ -1,4 +1,4 @@
-// The words of `vectors.h` for AVX2: a vector of 16 is two registers of 8.
+// Vector operations for AVX2: a vector of 16 is two registers of 8.
 #pragma once
 
 struct Floats {
@@ -8,7 +8,7 @@ struct Halves {
     __m256i both;  // 16 numbers in bfloat16
 };
 
-// What part of a vector lies within the first `count` numbers.
+// Lanes of a vector that lie within the first `count` numbers.
 struct Lanes {
     long count;  // from 0 to 16
     bool full() const { return count == 16; }
@@ -27,7 +27,8 @@ inline Floats widen(Halves halves) {
     return {widen(_mm256_castsi256_si128(halves.both)), widen(_mm256_extracti128_si256(halves.both, 1))};
 }
 
-// The nearest bfloat16, the even one of two; what is no number stays none. In the lower half of each lane.
+// Round to the nearest bfloat16, ties to even; NaN stays NaN. Results are in the low half of each
+// lane.
 inline __m256i narrow(__m256 numbers) {
     const __m256i bits = _mm256_castps_si256(numbers);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -37,7 +38,7 @@ inline __m256i narrow(__m256 numbers) {
     return _mm256_srli_epi32(_mm256_blendv_epi8(near, quiet, none), 16);
 }
 inline Halves narrow(Floats numbers) {
-    // packing works within each half of a register, hence the order at the end
+    // packing works within each half of a register; the permutation restores the order
     return {_mm256_permute4x64_epi64(_mm256_packus_epi32(narrow(numbers.low), narrow(numbers.high)), 0xD8)};
 }
 
@@ -91,7 +92,7 @@ inline Floats nearest_whole(Floats x) {
     constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(x.low, mode), _mm256_round_ps(x.high, mode)};
 }
-// For powers that float32 can hold as normal numbers.
+// 2^whole, for exponents of normal float32 numbers.
 inline __m256 power_of_two(__m256 whole) {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
@@ -121,7 +122,7 @@ inline float largest_of(Floats x) {
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
-// `whole` numbers, less `times` as much of `other`, exactly.
+// whole - times * other, computed in integers, as float32.
 inline Floats load_difference(const int32_t* whole, const int32_t* other, int32_t times) {
     const auto eight = [&](int start) {
         const __m256i less = _mm256_mullo_epi32(_mm256_loadu_si256((const __m256i*)(other + start)), _mm256_set1_epi32(times));
@@ -130,20 +131,21 @@ inline Floats load_difference(const int32_t* whole, const int32_t* other, int32_
     return {eight(0), eight(8)};
 }
 
-// The nearest whole numbers in 8 bits.
+// Store the nearest integers as 8-bit numbers.
 inline void store_small(int8_t* to, Floats numbers) {
     const __m256i halves = _mm256_packs_epi32(_mm256_cvtps_epi32(numbers.low), _mm256_cvtps_epi32(numbers.high));
     const __m256i sorted = _mm256_permute4x64_epi64(halves, 0xD8);
     _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(sorted), _mm256_extracti128_si256(sorted, 1)));
 }
 
-// Of 8 pairs of bfloat16, the first and the second numbers.
+// The first, and the second, numbers of 8 pairs of bfloat16.
 inline __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 inline __m256 second_of(__m256i pairs) {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xFFFF0000)));
 }
 
-// `sum` and the products of 32 numbers, two to a lane; of the first `count` of them.
+// Add the products of 32 numbers to `sum`, two per lane; with `count`, of the first `count`
+// numbers.
 inline Floats add_products(Floats sum, const bf16* a, const bf16* b) {
     for (int half = 0; half < 32; half += 16) {
         const __m256i x = _mm256_loadu_si256((const __m256i*)(a + half)), y = _mm256_loadu_si256((const __m256i*)(b + half));
@@ -160,7 +162,7 @@ inline Floats add_products(Floats sum, const bf16* a, const bf16* b, long count)
     return add_products(sum, some[0], some[1]);
 }
 
-// Lane i is the sum of the 16 lanes of `parts[i]`, always added in the same order.
+// Lane i is the sum of the 16 lanes of `parts[i]`, in a fixed order.
 inline Floats sum_each(const Floats parts[16]) {
     const auto eight = [&](const Floats* from) {
         __m256 fours[4];
@@ -168,7 +170,7 @@ inline Floats sum_each(const Floats parts[16]) {
             fours[i] = _mm256_hadd_ps(_mm256_add_ps(from[2 * i].low, from[2 * i].high),
                                       _mm256_add_ps(from[2 * i + 1].low, from[2 * i + 1].high));
         const __m256 first = _mm256_hadd_ps(fours[0], fours[1]), second = _mm256_hadd_ps(fours[2], fours[3]);
-        // each half of a register has added its own four lanes of every part
+        // each half of a register holds the sums of its own four lanes
         return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
     };
     return {eight(parts), eight(parts + 8)};

@@ -1,10 +1,10 @@
-// The words of `vectors.h` for AVX-512.
+// Vector operations for AVX-512.
 #pragma once
 
 using Floats = __m512;
 using Halves = __m256i;  // 16 numbers in bfloat16
 
-// What part of a vector lies within the first `count` numbers.
+// Lanes of a vector that lie within the first `count` numbers.
 struct Lanes {
     __mmask16 mask;
 };
@@ -40,18 +40,19 @@ inline Floats keep(Lanes part, Floats numbers, Floats otherwise) { return _mm512
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
 
-// `whole` numbers, less `times` as much of `other`, exactly.
+// whole - times * other, computed in integers, as float32.
 inline Floats load_difference(const int32_t* whole, const int32_t* other, int32_t times) {
     const __m512i less = _mm512_mullo_epi32(_mm512_loadu_si512(other), _mm512_set1_epi32(times));
     return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(whole), less));
 }
 
-// The nearest whole numbers in 8 bits.
+// Store the nearest integers as 8-bit numbers.
 inline void store_small(int8_t* to, Floats numbers) {
     _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(numbers)));
 }
 
-// `sum` and the products of 32 numbers, two to a lane; of the first `count` of them.
+// Add the products of 32 numbers to `sum`, two per lane; with `count`, of the first `count`
+// numbers.
 inline Floats add_products(Floats sum, const bf16* a, const bf16* b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
 }
@@ -60,7 +61,7 @@ inline Floats add_products(Floats sum, const bf16* a, const bf16* b, long count)
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_maskz_loadu_epi16(mask, a), (__m512bh)_mm512_maskz_loadu_epi16(mask, b));
 }
 
-// Lane i is the sum of the 16 lanes of `parts[i]`, always added in the same order; `parts` is used up.
+// Lane i is the sum of the 16 lanes of `parts[i]`, in a fixed order; `parts` is overwritten.
 inline Floats sum_each(Floats parts[16]) {
     for (int i = 0; i < 8; i++)
         parts[i] = _mm512_shuffle_f32x4(parts[i], parts[i + 8], 0x44) + _mm512_shuffle_f32x4(parts[i], parts[i + 8], 0xEE);
@@ -69,7 +70,7 @@ inline Floats sum_each(Floats parts[16]) {
     for (int i = 0; i < 2; i++)
         parts[i] = _mm512_shuffle_ps(parts[i], parts[i + 2], 0x44) + _mm512_shuffle_ps(parts[i], parts[i + 2], 0xEE);
     const Floats sums = _mm512_shuffle_ps(parts[0], parts[1], 0x88) + _mm512_shuffle_ps(parts[0], parts[1], 0xDD);
-    // The shuffles leave the sums in this order.
+    // undo the order in which the shuffles leave the sums
     const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
     return _mm512_permutexvar_ps(order, sums);
 }

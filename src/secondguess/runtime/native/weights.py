@@ -1,4 +1,4 @@
-"""Weights in the blocks that the kernels read (see `product.h`), in memory of large pages."""
+"""Weights in the block layout of the kernels (see `product.h`), in memory with large pages."""
 
 from __future__ import annotations
 
@@ -16,23 +16,29 @@ BLOCK, TILE = 32, 16
 INPUT_MULTIPLE = 64
 ARENA = 2**26
 ROWS_AT_ONCE = 4096
-"""Rows of a weight that are rounded together: in float32 a whole head would take as much memory as a small model."""
+"""Rows of a weight that are quantised at once.
+
+A whole language-modelling head in float32 would take as much memory as a small model.
+"""
 
 
 class Arena:
-    """Memory in few large pieces. Over pages of 2 MiB a processor reads a fifth faster than over those of 4 KiB."""
+    """Allocator of weight memory in few large pieces.
+
+    A processor reads memory with pages of 2 MiB a fifth faster than with pages of 4 KiB.
+    """
 
     def __init__(self) -> None:
         self._piece = torch.empty(0, dtype=torch.uint8)
 
     def hold(self, values: Tensor) -> Tensor:
-        """A flat copy of `values`, byte by byte; lives as long as somebody refers to it."""
+        """Return a flat copy of the bytes of `values`, which stays allocated while referenced."""
         flat = values.contiguous().view(torch.uint8).reshape(-1)
         size = -(-flat.numel() // 64) * 64
         if size > self._piece.numel():
-            # Private, because shared memory gets large pages under another rule, which is usually off.
+            # Private: large pages for shared memory follow another setting, which is usually off.
             memory = mmap.mmap(-1, max(size, ARENA), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without large pages: small ones are slower, not wrong
+            with suppress(OSError):  # systems without large pages: small ones are only slower
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._piece = torch.frombuffer(memory, dtype=torch.uint8)
         place, self._piece = self._piece[: flat.numel()], self._piece[size:]
@@ -41,11 +47,11 @@ class Arena:
 
 @dataclass
 class Blocks:
-    """One weight in blocks, with what its products need beside it.
+    """Weight in blocks, with its scales, sums and bias.
 
     Args:
-        weight: what the kernels read; it points into `tensors`.
-        tensors: what must live as long.
+        weight: structure that the kernels read; it points into `tensors`.
+        tensors: tensors that must be kept as long as `weight`.
     """
 
     weight: library.Weight
@@ -53,13 +59,13 @@ class Blocks:
 
 
 def in_blocks(weight: Tensor, bias: Tensor | None, arena: Arena, eight_bits: bool) -> Blocks:
-    """A linear layer's weight for the kernels.
+    """Return a linear layer's weight in the layout of the kernels.
 
     Args:
         weight: `[output, input]`.
         bias: `[output]` or None.
-        arena: where the numbers go.
-        eight_bits: whether to round them to 8 bits, with one scale per output.
+        arena: allocator of the blocks.
+        eight_bits: whether to quantise to 8 bits, with one scale per output.
     """
     num_outputs, num_inputs = weight.shape
     to_add = (0, -num_inputs % INPUT_MULTIPLE, 0, -num_outputs % BLOCK)
@@ -90,7 +96,9 @@ def in_blocks(weight: Tensor, bias: Tensor | None, arena: Arena, eight_bits: boo
 
 
 def side_by_side(gate: Tensor, up: Tensor) -> Tensor:
-    """Rows of two weights (or biases) in turn, 16 of each: a block then holds gates and what they open.
+    """Interleave the rows of two weights (or biases), 16 of each in turn.
+
+    A block of 32 outputs then holds 16 gates and the 16 values that they multiply.
 
     Args:
         gate, up: `[output, ...]`; padded with zeros to whole tiles.
