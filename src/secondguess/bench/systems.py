@@ -195,13 +195,19 @@ class Speculator(System):
     A user's controller lives as long as the loaded model. So there is one for each temperature and batch size, made
     after the warm-up, which keeps over the prompts what it has learnt; what it learnt under one condition never
     reaches another.
+
+    Args:
+        ends_texts: end tokens end a text, as for a user; else every text has the length that is asked for.
     """
 
     family = "secondguess"
     batches = True
 
-    def __init__(self, models: Models, drafter: str, controller: str | None = None) -> None:
+    def __init__(
+        self, models: Models, drafter: str, controller: str | None = None, *, ends_texts: bool = False
+    ) -> None:
         self._target = models.target
+        self._ends_texts = ends_texts
 
         def load_draft_model(name: str) -> Runtime:
             self.draft_model = name
@@ -264,7 +270,8 @@ class Speculator(System):
     def _row(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int, stream: int) -> Row:
         params = SamplingParams(max_tokens=num_tokens, temperature=temperature)
         row = make_row(self._target, self._verifier, list(prompt), params)
-        row.end_tokens = frozenset()
+        if not self._ends_texts:
+            row.end_tokens = frozenset()
         # Known noise, yet the verifier of a request without a seed: that is what users get who ask for none.
         row.seed, row.stream = seed, stream
         return row

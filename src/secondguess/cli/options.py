@@ -23,8 +23,6 @@ DRAFTER_NAMES = (
     "dspark[:PATH]"
 )
 """Written out, because asking the drafters themselves would import torch for `--help`."""
-FROM_THE_TEXT_ALONE = "model:PATH, ngram or suffix"
-"""Those of them that guess and borrow nothing from the target."""
 
 
 def checked_by(place: str) -> Callable[[Any], Any]:
