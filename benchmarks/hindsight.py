@@ -18,13 +18,13 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from replay import replay
+from round_costs import Stage, measure_round_costs
 
 from secondguess.api import encode, load, make_row
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
 from secondguess.bench.provenance import gather
-from secondguess.bench.replay import replay
-from secondguess.bench.round_costs import Stage, measure_round_costs
 from secondguess.bench.systems import Models, ModelsApart, Speculator
 from secondguess.bench.traces import Trace, record
 from secondguess.bench.workloads import Workload, load_workload

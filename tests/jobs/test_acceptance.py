@@ -10,7 +10,6 @@ import numpy
 import pytest
 import torch
 
-from secondguess.bench.replay import ReplayRow
 from secondguess.bench.traces import Guess, NodeLaw, Trace, node_chances, record
 from secondguess.bench.workloads import _OWN_PROMPTS
 from secondguess.controllers import make_controller
@@ -115,11 +114,6 @@ def test_sampled_chances_expect_what_is_accepted_on_average() -> None:
     difference = numpy.array([guess.accepted[-1] for guess in guesses]) - expected
     # 800 guesses whose differences deviate by about 0.5: four standard errors.
     assert abs(difference.mean()) < 4 * difference.std() / len(guesses) ** 0.5
-
-
-def test_a_replayed_row_is_coupled_as_it_was() -> None:
-    (trace,) = recorded([row_of(1.0, coupled=True)], num_tokens=2)
-    assert ReplayRow(trace).row.coupled
 
 
 def guess_of(num_nodes: int, chance: float) -> Guess:

@@ -30,6 +30,7 @@ class CostProbe:
         context: token ids of a typical row.
         widths: numbers of tokens m for which a target pass is timed.
         num_sweeps: sweeps over all widths per call of `sample`.
+        num_rows: rows of a pass, all with the same context.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class CostProbe:
         context: Sequence[int],
         widths: Sequence[int] = tuple(range(1, 10)),
         num_sweeps: int = 3,
+        num_rows: int = 1,
     ) -> None:
         self._target = target
         self._draft_models = dict(draft_models)
         self._context = list(context)
         self._widths = widths
         self._num_sweeps = num_sweeps
+        self._num_rows = num_rows
         self._target_seconds: dict[int, list[float]] = defaultdict(list)
         self._draft_seconds: dict[str, list[float]] = defaultdict(list)
 
@@ -60,20 +63,21 @@ class CostProbe:
 
     def sample(self) -> None:
         """Time target passes of every width, each after one step of every draft model."""
-        row = Row(self._context, SamplingParams(max_tokens=1))
+        rows = [Row(list(self._context), SamplingParams(max_tokens=1)) for _ in range(self._num_rows)]
         runtimes = [self._target, *self._draft_models.values()]
         with torch.inference_mode(), ExitStack() as at_the_end:
             for runtime in runtimes:
-                runtime.begin([row])
-                at_the_end.callback(runtime.end, row)
+                runtime.begin(rows)
+                for row in rows:
+                    at_the_end.callback(runtime.end, row)
             for _ in range(self._num_sweeps):
-                self._sweep(row)
+                self._sweep(rows)
 
-    def _sweep(self, row: Row) -> None:
+    def _sweep(self, rows: Sequence[Row]) -> None:
         for width in self._widths:
             for name, runtime in self._draft_models.items():
-                self._draft_seconds[name].append(_timed_pass(runtime, row, 1))
-            self._target_seconds[width].append(_timed_pass(self._target, row, width))
+                self._draft_seconds[name].append(_timed_pass(runtime, rows, 1))
+            self._target_seconds[width].append(_timed_pass(self._target, rows, width))
 
     def costs(self, draft_model: str | None = None) -> Costs:
         """Return the median costs so far.
@@ -85,18 +89,18 @@ class CostProbe:
         return Costs(target, median(self._draft_seconds[draft_model]) if draft_model else 0.0)
 
 
-def _timed_pass(runtime: Runtime, row: Row, num_tokens: int) -> float:
-    """Time one forward pass over `pending` and `num_tokens - 1` nodes, in seconds.
+def _timed_pass(runtime: Runtime, rows: Sequence[Row], num_tokens: int) -> float:
+    """Time one forward pass over `pending` and `num_tokens - 1` nodes of each row, in seconds.
 
     The KV cache is restored afterwards.
     """
-    draft = Draft.chains([stretch(row.tokens, num_tokens - 1)], device=runtime.device)
+    draft = Draft.chains([stretch(row.tokens, num_tokens - 1) for row in rows], device=runtime.device)
     synchronise(runtime.device)
     start = time.perf_counter()
-    runtime.score([row], draft)
+    runtime.score(rows, draft)
     synchronise(runtime.device)
     seconds = time.perf_counter() - start
-    runtime.rewind([row], [len(row.tokens) - 1])
+    runtime.rewind(rows, [len(row.tokens) - 1 for row in rows])
     return seconds
 
 

@@ -205,13 +205,20 @@ class Speculator(System):
     In normal use a controller is kept as long as the loaded model. Here one is kept per
     temperature and batch size: it is made after the warm-up and learns over all prompts, and
     nothing learnt under one condition affects another.
+
+    Args:
+        ends_texts: end tokens end a text, as for a user; otherwise every text has the requested
+            number of tokens.
     """
 
     family = "secondguess"
     batches = True
 
-    def __init__(self, models: Models, drafter: str, controller: str | None = None) -> None:
+    def __init__(
+        self, models: Models, drafter: str, controller: str | None = None, *, ends_texts: bool = False
+    ) -> None:
         self._target = models.target
+        self._ends_texts = ends_texts
 
         def load_draft_model(name: str) -> Runtime:
             self.draft_model = name
@@ -274,7 +281,8 @@ class Speculator(System):
     def _row(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int, stream: int) -> Row:
         params = SamplingParams(max_tokens=num_tokens, temperature=temperature)
         row = make_row(self._target, self._verifier, list(prompt), params)
-        row.end_tokens = frozenset()
+        if not self._ends_texts:
+            row.end_tokens = frozenset()
         # Seeded noise, but the verifier of requests without a seed, which are the common case.
         row.seed, row.stream = seed, stream
         return row

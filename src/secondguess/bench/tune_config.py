@@ -1,4 +1,4 @@
-"""What a tuning is asked for."""
+"""Settings of a tuning."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from dataclasses import dataclass
 from secondguess.api import default_drafter
 from secondguess.drafters import draft_model_paths, parse_drafter_name
 from secondguess.errors import BadInputError
-from secondguess.pairing import understand_drafter
-
-DEPTH, SAMPLED_DEPTH = 12, 8
-"""Most nodes of a recorded guess; a sampled one is judged at every length, which takes time."""
 
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """For which model, on what, and how long it may take.
+    """Model, prompts, candidates and time budget of a tuning.
 
     Args:
         model: the target.
-        drafters: names of the drafters to weigh, which may borrow nothing from the target; empty for the target's own,
-            its draft model alone and joined with `suffix` where it has one, `suffix`, and `ngram`.
+        drafters: names of the drafters to compare; empty for the target's default drafter, its draft model alone and
+            joined with `suffix` where it has one, `suffix`, and `ngram`.
         prompts: as `bench` takes them; None takes HumanEval where it lies beside the checkout, else `builtin`.
         num_prompts: how many of them at most, evenly spread.
         num_tokens: new tokens per prompt at most; an end token ends a text before.
@@ -29,13 +25,13 @@ class TuneConfig:
         batch_sizes: for how many texts at once.
         dtype, device: as `load` takes them.
         num_threads: of torch.
-        minutes: a budget: with less of it fewer prompts are used and fewer runs made.
-        num_verified: how many of the best to run for each batch size, beside plain decoding and the default.
-        int8: whether to look at a target with weights in 8 bits too.
+        minutes: time budget; with less of it fewer prompts are used and fewer runs made.
+        num_verified: how many of the best of each batch size enter the final runs, beside plain decoding and the default.
+        int8: whether to run a target with weights in 8 bits too.
         seed: of sampled texts.
 
     Raises:
-        BadInputError: a value that makes no sense, a drafter that does not exist, or one that borrows from the target.
+        BadInputError: a value out of range, or a drafter that does not exist.
     """
 
     model: str = "builtin"
@@ -69,11 +65,11 @@ class TuneConfig:
                 raise BadInputError(f"expected different {option}, got {', '.join(map(str, values))}")
         if not self.batch_sizes:
             raise BadInputError("expected at least one batch size, got none")
-        for drafter in self.drafters_to_weigh:
+        for drafter in self.drafters_to_compare:
             _check_drafter(drafter)
 
     @property
-    def drafters_to_weigh(self) -> tuple[str, ...]:
+    def drafters_to_compare(self) -> tuple[str, ...]:
         if self.drafters:
             return self.drafters
         own = default_drafter(self.model)
@@ -81,22 +77,12 @@ class TuneConfig:
         joined = [f"suffix+{model}" for model in models]
         return tuple(dict.fromkeys([own, *models, "suffix", "ngram", *joined]))
 
-    @property
-    def depth(self) -> int:
-        return SAMPLED_DEPTH if self.temperature > 0 else DEPTH
-
 
 def _check_drafter(name: str) -> None:
-    """Refuse a drafter whose guesses along a known text cannot be recorded, before anything is loaded."""
+    """Refuse plain decoding and unknown drafters before anything is loaded."""
     if any(part.kind == "none" for part in parse_drafter_name(name)):
         raise BadInputError(
-            f"expected drafters that guess, got {name!r}; plain decoding is always measured, leave it out"
-        )
-    if understand_drafter(name).needs_target:
-        # The target does not read a text that is known already, so it has no states to lend.
-        raise BadInputError(
-            f"expected drafters that guess from the text alone for tune, got {name}, which borrows from the target; "
-            "compare it with `secondguess bench --drafters all`"
+            f"expected drafters that draft, got {name!r}; plain decoding is always measured, leave it out"
         )
 
 

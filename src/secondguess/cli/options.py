@@ -23,8 +23,6 @@ DRAFTER_NAMES = (
     "dspark[:PATH]"
 )
 """Drafter names for `--help`; a literal because importing the drafters would import torch."""
-FROM_THE_TEXT_ALONE = "model:PATH, ngram or suffix"
-"""Drafters that share no layers or hidden states with the target."""
 
 
 def checked_by(place: str) -> Callable[[Any], Any]:

@@ -33,8 +33,7 @@ def tune(
     drafter: Annotated[
         list[str] | None,
         Option(
-            help=f"A drafter to weigh: {options.FROM_THE_TEXT_ALONE}, or several joined by + (what borrows from the "
-            "target is refused); repeatable.",
+            help=f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
             callback=options.check_drafter,
             show_default="the target's own, suffix, ngram, and suffix+model:PATH",
             rich_help_panel=options.TEAM,
@@ -65,11 +64,13 @@ def tune(
     verify: Annotated[
         int,
         Option(
-            help="How many of the best to run for each batch size, beside plain decoding and the default; 0 runs nothing.",
+            help="How many of the best of each batch size enter the final runs, beside plain decoding and the default.",
             rich_help_panel=WORKLOAD,
         ),
     ] = 3,
-    int8: Annotated[bool, Option(help="Predict for weights in 8 bits too.", rich_help_panel=WORKLOAD)] = True,
+    int8: Annotated[
+        bool, Option(help="Run the best with weights in 8 bits too.", rich_help_panel=WORKLOAD)
+    ] = True,
     seed: Annotated[int, Option(help="Of sampled texts.", rich_help_panel=WORKLOAD)] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -88,8 +89,8 @@ def tune(
 ) -> int:
     """Find the fastest settings for your prompts and write them to a configuration file.
 
-    Measures the cost of rounds and the acceptance of every drafter, predicts the speed
-    of all combinations, and runs the best ones. Ctrl-C writes nothing.
+    Runs all drafters on a few prompts, drops the slower half and repeats with more prompts;
+    then the same with the controllers of the best drafters. Ctrl-C writes nothing.
     """
     from secondguess.bench.tune_config import TuneConfig
 
@@ -117,7 +118,6 @@ def tune(
     from secondguess.bench.tuning import run_tune
 
     doing = "loading"
-
     try:
         with progress_bar("loading") as bar:
 

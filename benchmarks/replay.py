@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from round_costs import RoundCosts
 
-from secondguess.bench.round_costs import RoundCosts
 from secondguess.bench.traces import Guess, NodeLaw, Trace
 from secondguess.controllers.base import Controller
 from secondguess.controllers.laws import DraftLaws

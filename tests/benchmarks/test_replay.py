@@ -1,0 +1,188 @@
+"""Replays of controllers over recorded drafts, against arithmetic done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from replay import Prefill, Replayed, ReplayRow, replay
+from round_costs import PartCosts, RoundCosts, Stage, fit_line, in_turns, make_cells, part_costs
+
+from secondguess.bench.traces import Guess, NodeLaw, Trace
+from secondguess.controllers import make_controller
+from secondguess.core import Prospect, Row
+from secondguess.sampling import SamplingParams
+from secondguess.testing import ScriptedDrafter, TableModel, random_law
+from secondguess.verifiers import make_verifier
+
+NOTHING = Guess(Prospect(longest=0, certain=True), (), ())
+PLAIN_ROUND, STEP, ASKED, START, UPKEEP, READING = 1.0, 0.1, 0.15, 0.05, 0.01, 0.002
+SURE = NodeLaw(1.0, 0.0, 0.0)
+
+
+def rest(width: int) -> float:
+    """Of a round over one row; two rows take half as much again."""
+    return PLAIN_ROUND + 0.2 * width
+
+
+PART = PartCosts(
+    {1: STEP, 2: 1.5 * STEP},
+    {1: ASKED, 2: 1.5 * ASKED},
+    {1: {1: rest(1), 2: rest(2)}, 2: {1: 1.5 * rest(1), 2: 1.5 * rest(2)}},
+    {1: START, 2: START},
+)
+COSTS = RoundCosts({1: PLAIN_ROUND, 2: 1.5 * PLAIN_ROUND}, [PART])
+NO_PREFILL = Prefill()
+
+
+def guess(num_accepted: int, depth: int = 8, certain: bool = False, part: int = 0) -> Guess:
+    accepted = tuple(min(cut, num_accepted) for cut in range(1, depth + 1))
+    return Guess(Prospect(part, certain=certain), () if certain else (SURE,) * depth, accepted)
+
+
+def text(num_tokens: int, *guesses: Guess) -> Trace:
+    """A text at each of whose places the parts draft alike."""
+    return Trace("", 7, 0.0, [[each] * num_tokens for each in guesses or (NOTHING,)], num_tokens)
+
+
+def run(controller: str, *texts: Trace, costs: RoundCosts = COSTS, prefill: Prefill = NO_PREFILL) -> Replayed:
+    """Replay one batch."""
+    (done,) = replay(make_controller(controller), texts, costs, len(texts), [prefill])
+    return done
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_a_constant_length_takes_what_the_closed_form_says(length: int, accepted: int) -> None:
+    """Rounds of accepted + 1 tokens; the text's length is a multiple, and the last round has room for all of it but one."""
+    num_tokens = 20 * (accepted + 1) + 1
+    done = run(f"fixed:{length}", text(num_tokens, guess(accepted)), prefill=Prefill(0.5, [0.3]))
+    seconds, left = 0.5 + 0.3, num_tokens
+    while left:
+        drafted = min(length, left - 1)
+        seconds += rest(drafted) + (START + drafted * STEP if drafted else 0.0)
+        left -= min(accepted, drafted) + 1
+    assert done.num_tokens == num_tokens
+    assert done.seconds == pytest.approx(seconds)
+
+
+def test_a_long_text_tends_to_tokens_over_cost_per_round() -> None:
+    done = run("fixed:4", text(5000, guess(2)))
+    assert done.num_tokens / done.seconds == pytest.approx(3 / (START + 4 * STEP + rest(4)), rel=0.01)
+    assert done.num_drafted / done.num_rounds == pytest.approx(4, rel=0.01)
+    assert done.num_accepted / done.num_drafted == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_draft_model_that_never_drafts_does_not_prefill() -> None:
+    done = run("fixed:0", text(10, guess(1)), prefill=Prefill(0.5, [0.3]))
+    assert done.seconds == pytest.approx(0.5 + 10 * PLAIN_ROUND)
+
+
+def test_a_lookup_is_updated_in_every_round() -> None:
+    kept_up = RoundCosts(COSTS.plain, [PartCosts(PART.step, PART.asked_step, PART.rest, PART.start, UPKEEP)])
+    done = run("fixed:0", text(10, guess(1, certain=True)), costs=kept_up)
+    assert done.seconds == pytest.approx(10 * (PLAIN_ROUND + UPKEEP))
+
+
+def test_two_rows_share_rounds() -> None:
+    done = run("fixed:1", text(11, guess(0)), text(11, guess(0)))
+    assert done.num_tokens == 22
+    assert done.seconds == pytest.approx(10 * (START + 1.5 * STEP + 1.5 * rest(1)) + 1.5 * PLAIN_ROUND)
+
+
+def test_rows_out_of_order_have_costs_of_their_own() -> None:
+    costs = RoundCosts(COSTS.plain, [], RoundCosts({1: 10.0, 2: 10.0}, []))
+    texts = [Trace("", 7, 0.0, [[NOTHING] * length], 9) for length in (1, 3, 3)]
+    assert run("fixed:0", *texts, costs=costs).seconds == pytest.approx(2.0 * PLAIN_ROUND + 2 * 10.0)
+    # When the last of three leaves, the others stay where they are.
+    texts.reverse()
+    assert run("fixed:0", *texts, costs=costs).seconds == pytest.approx(
+        2 * PLAIN_ROUND + 2 * 1.5 * PLAIN_ROUND
+    )
+
+
+def test_a_question_that_ends_a_draft_costs_as_much_as_one_that_does_not() -> None:
+    unsure = NodeLaw(0.1, 1.0, 0.1)
+    done = run("confidence", text(11, Guess(Prospect(), (unsure,) * 8, (0,) * 8)))
+    # The controller is not asked where there is room for one node only.
+    asked, unasked = START + ASKED + (ASKED - STEP) + rest(1), START + ASKED + rest(1)
+    assert done.seconds == pytest.approx(9 * asked + unasked + PLAIN_ROUND)
+
+
+def test_a_draft_model_reads_what_others_wrote_before_it_drafts_again() -> None:
+    reading = PartCosts(PART.step, PART.asked_step, PART.rest, reading=READING)
+    silent = PartCosts({1: 0.0}, {1: 0.0}, PART.rest)
+    # The lookup writes eight tokens at the second place, and has no draft elsewhere.
+    looked_up = [NOTHING, guess(7, 7, certain=True), *[NOTHING] * 12]
+    trace = Trace("", 7, 0.0, [looked_up, [guess(0, part=1)] * 14])
+    done = run("fixed:1", trace, costs=RoundCosts(COSTS.plain, [silent, reading]))
+    # Places 0, 1 (lookup, 1 of its 1 node), 3 ... 12 by the model, 13 plain.
+    seconds = 11 * (STEP + rest(1)) + rest(1) + PLAIN_ROUND
+    # After the lookup's two tokens the model has three to read, one more than its first step holds.
+    assert done.seconds == pytest.approx(seconds + READING)
+
+
+def test_a_step_that_few_rows_take_costs_what_was_measured_for_one_of_so_many() -> None:
+    costs = PartCosts({1: 1.0, 5: 3.0}, {1: 1.5, 5: 4.0}, {}, lone_step={5: 2.0})
+    assert costs.step_of(5, 5, asks=False) == 3.0
+    assert costs.step_of(1, 5, asks=False) == 2.0
+    assert costs.step_of(3, 5, asks=False) == 2.5
+    assert costs.step_of(3, 5, asks=True) == 3.5
+    assert PartCosts({1: 1.0, 5: 3.0}, {1: 1.5}, {}).step_of(1, 5, asks=False) == 1.0
+    part = PartCosts({1: 1.0, 5: 3.0}, {1: 1.5}, {}, {1: 0.5, 5: 0.5}, lone_step={5: 2.0})
+    assert RoundCosts({1: 1.0}, [part]).drafting([(0, 1), (0, 1)], False, 5) == 4.5
+
+
+def test_two_tokens_are_new_to_a_draft_model_whose_drafts_were_all_accepted() -> None:
+    row = ReplayRow(text(20, guess(3)))
+    row.advance(2, part=1, length=2)
+    assert row.unread == {1: 2}
+    row.advance(1, part=1, length=2)
+    assert row.unread == {1: 1}
+    row.advance(0, part=0, length=0)
+    assert row.unread == {1: 2}
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_replayed_row_is_coupled_as_it_was(coupled: bool) -> None:
+    trace = replace(text(2), temperature=1.0, coupled=coupled)
+    assert ReplayRow(trace).row.coupled is coupled
+
+
+class CountingClock:
+    """A clock that advances by a second per call."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_rounds_are_timed_by_length_in_turns_and_the_first_ones_are_left_out() -> None:
+    target = TableModel(8, random_law(8, seed=1))
+    made = []
+
+    def make_rows(count: int) -> list[Row]:
+        made.append(count)
+        params = SamplingParams(max_tokens=10**6, temperature=0)
+        return [Row([1, 2, 3], params, seed=place) for place in range(count)]
+
+    stage = Stage(
+        target, ScriptedDrafter(lambda row: [1] * 9), make_verifier("auto"), make_rows, CountingClock()
+    )
+    cells = make_cells(stage, [True], [1, 2], lengths=(0, 1, 3))
+    assert in_turns(cells, 2, 3, lambda: True) == 3
+    assert made == [1, 2, 2, 1, 1, 2]
+    for cell in cells:
+        assert {length: len(all_) for length, all_ in cell.sweep.rest.items()} == {0: 6, 1: 6, 3: 6}
+    costs = part_costs(cells)
+    assert set(costs.rest) == {1, 2}
+    assert costs.step == {1: 0.0, 2: 0.0}, "on this clock a draft takes as long whatever its length"
+    assert costs.start[1] == costs.start[2] > 0
+
+
+def test_a_line_is_not_moved_by_one_point_that_is_off() -> None:
+    assert fit_line({1: 3.0, 2: 5.0, 3: 7.0, 4: 9.0, 6: 99.0}) == pytest.approx((1.0, 2.0))
+    assert fit_line({3: 6.0}) == (0.0, 2.0)
