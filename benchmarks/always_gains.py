@@ -37,8 +37,8 @@ import torch
 
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
-from secondguess.bench.provenance import gather
-from secondguess.bench.systems import Models, ModelsApart, Speculator
+from secondguess.bench.provenance import collect_provenance
+from secondguess.bench.systems import Models, ModelsWithOwnCaches, Speculator
 from secondguess.bench.workloads import load_workload
 from secondguess.builtin import builtin_paths
 
@@ -67,9 +67,9 @@ class Pair:
         if self.name == "builtin":
             workload = load_workload(options.prompts, options.num_prompts)
             return encode_workload(models.target, workload, options.max_tokens).prompts
-        dice = random.Random(0)
+        rng = random.Random(0)
         vocab_size = models.target.runtime.vocab_size
-        return [[dice.randrange(vocab_size) for _ in range(96)] for _ in range(options.num_prompts)]
+        return [[rng.randrange(vocab_size) for _ in range(96)] for _ in range(options.num_prompts)]
 
 
 @contextmanager
@@ -100,7 +100,7 @@ class Worker:
         self._endless = cycle(self.prompts)
 
     def system(self, controller: str) -> Speculator:
-        return Speculator(ModelsApart(self.models), f"model:{self.pair.drafter}", controller)
+        return Speculator(ModelsWithOwnCaches(self.models), f"model:{self.pair.drafter}", controller)
 
     def in_turns(
         self, systems: dict[str, Speculator], prompts: Sequence[Sequence[int]]
@@ -272,7 +272,7 @@ def main() -> None:
 
 def write(path: Path, results: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Write what there is so far, so that an interrupted run is not lost."""
-    about = gather(
+    about = collect_provenance(
         num_threads=options.threads,
         device="cpu",
         dtype=options.dtype,

@@ -20,22 +20,22 @@ import torch
 
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
 PASS, STEP, NODE = 1e-3, 0.15e-3, 0.03e-3
 """Synthetic seconds of a plain round, of a draft step, and that each node adds to the pass."""
 
 
-class SpokenLaws(DraftLaws):
+class FixedConfidences(DraftProbs):
     """Draft distributions that consist of given confidences only.
 
     Computing confidences from logits depends on the vocabulary size and is no controller overhead.
     """
 
     def __init__(self, confidences: Sequence[float]) -> None:
-        self.foretold = None
+        self.acceptance_probs = None
         self.__dict__["confidences"] = confidences
 
 
@@ -44,24 +44,28 @@ class Scene:
     """Synthetic workload.
 
     Args:
-        prospects: returns the draft candidates of every row, by round number.
+        candidates: returns the draft candidates of every row, by round number.
         chance: acceptance probability of a node; confidences are drawn around it.
     """
 
     name: str
-    prospects: Callable[[int], tuple[Prospect, ...]]
+    candidates: Callable[[int], tuple[Candidate, ...]]
     chance: float
     num_rows: int = 1
 
 
-MODEL = Prospect(part=1)
+MODEL = Candidate(part=1)
 SCENES = (
     Scene("a draft model that pays", lambda number: (MODEL,), 0.75),
     Scene("a draft model that does not pay", lambda number: (MODEL,), 0.0),
-    Scene("a look-up that pays", lambda number: (Prospect(kind=number % 4, longest=10, certain=True),), 0.8),
+    Scene(
+        "a look-up that pays",
+        lambda number: (Candidate(kind=number % 4, longest=10, deterministic=True),),
+        0.8,
+    ),
     Scene(
         "a look-up or a model",
-        lambda number: (Prospect(kind=number % 4, longest=number % 8, certain=True), MODEL),
+        lambda number: (Candidate(kind=number % 4, longest=number % 8, deterministic=True), MODEL),
         0.75,
     ),
     Scene("a draft model, 8 rows", lambda number: (MODEL,), 0.75, 8),
@@ -87,37 +91,45 @@ class Meter:
 
 
 def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) -> None:
-    dice = random.Random(0)
+    rng = random.Random(0)
     rows = [Row([0] * 50, SamplingParams(max_tokens=10**6)) for _ in range(scene.num_rows)]
     for number in range(num_rounds):
-        choices = scene.prospects(number)
-        prospects = [choices] * scene.num_rows
-        plans = meter.time("plan", lambda prospects=prospects: controller.plan(rows, prospects))
-        certain = [
-            next((choice.certain for choice in choices if choice.part == plan.part), True) for plan in plans
+        choices = scene.candidates(number)
+        candidates = [choices] * scene.num_rows
+        plans = meter.time("plan", lambda candidates=candidates: controller.plan(rows, candidates))
+        deterministic = [
+            next((choice.deterministic for choice in choices if choice.part == plan.part), True)
+            for plan in plans
         ]
         lengths = [
             plan.length if looks_up else min(plan.length, 1)
-            for plan, looks_up in zip(plans, certain, strict=True)
+            for plan, looks_up in zip(plans, deterministic, strict=True)
         ]
         active = [
-            index for index, plan in enumerate(plans) if not certain[index] and plan.length > lengths[index]
+            index
+            for index, plan in enumerate(plans)
+            if not deterministic[index] and plan.length > lengths[index]
         ]
         while active:
-            laws = SpokenLaws([min(max(scene.chance + dice.uniform(-0.2, 0.2), 0.05), 0.995) for _ in rows])
+            dists = FixedConfidences(
+                [min(max(scene.chance + rng.uniform(-0.2, 0.2), 0.05), 0.995) for _ in rows]
+            )
             depth = max(lengths[index] for index in active) - 1
-            answers = meter.time("go_on", lambda laws=laws, depth=depth: controller.go_on(rows, laws, depth))
+            answers = meter.time(
+                "go_on", lambda dists=dists, depth=depth: controller.go_on(rows, dists, depth)
+            )
             active = [index for index in active if answers[index]]
             for index in active:
                 lengths[index] += 1
             active = [index for index in active if plans[index].length > lengths[index]]
         accepted = [
-            next((d for d in range(length) if dice.random() >= scene.chance), length) for length in lengths
+            next((d for d in range(length) if rng.random() >= scene.chance), length) for length in lengths
         ]
         draft = Draft.chains([[0] * length for length in lengths])
         verdict = Verdict.of_chain(torch.tensor(accepted), torch.zeros(len(rows), dtype=torch.long))
         steps = max(
-            (length for length, looks_up in zip(lengths, certain, strict=True) if not looks_up), default=0
+            (length for length, looks_up in zip(lengths, deterministic, strict=True) if not looks_up),
+            default=0,
         )
         drafting = STEP * steps
         total = PASS + drafting + NODE * max(lengths)

@@ -20,13 +20,13 @@ import torch
 
 from secondguess import SamplingParams
 from secondguess.api import LLM, Generation, load
-from secondguess.bench.provenance import gather
+from secondguess.bench.provenance import collect_provenance
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.noise import KeyedNoise, Noise
 from secondguess.runtime.base import Hidden, Runtime
 from secondguess.runtime.loading import find_checkpoint
-from secondguess.sampling import target_laws
+from secondguess.sampling import compute_target_probs
 
 SEED = 7
 
@@ -38,7 +38,7 @@ class Branching(Drafter):
     """
 
     name = "tree"
-    certain = True
+    deterministic = True
 
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self._inner = inner
@@ -104,9 +104,9 @@ def deciding_gap(runtime: Runtime, context: list[int], params: SamplingParams) -
     if params.temperature == 0:
         scores = logits[0, 0]
     else:
-        laws = target_laws(logits, [row], empty)
+        dists = compute_target_probs(logits, [row], empty)
         depths = torch.zeros(1, 1, dtype=torch.long, device=runtime.device)
-        scores = -KeyedNoise.of_rows([row], runtime.device).arrivals(laws, depths).log()[0, 0]
+        scores = -KeyedNoise.of_rows([row], runtime.device).arrivals(dists, depths).log()[0, 0]
     best = scores.topk(2).values
     return float(best[0] - best[1])
 
@@ -172,7 +172,7 @@ def main() -> None:
     total = sum(len(result["flips"]) for result in results)
     print(f"{total} texts differ in {len(results)} comparisons of {len(prompts)} prompts ({options.dtype})")
     if options.output:
-        provenance = gather(
+        provenance = collect_provenance(
             num_threads=torch.get_num_threads(),
             device=llm.target.device,
             dtype=llm.target.dtype,

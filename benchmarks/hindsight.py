@@ -24,8 +24,8 @@ from round_costs import Stage, measure_round_costs
 from secondguess.api import encode, load, make_row
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
-from secondguess.bench.provenance import gather
-from secondguess.bench.systems import Models, ModelsApart, Speculator
+from secondguess.bench.provenance import collect_provenance
+from secondguess.bench.systems import Models, ModelsWithOwnCaches, Speculator
 from secondguess.bench.traces import Trace, record
 from secondguess.bench.workloads import Workload, load_workload
 from secondguess.builtin import builtin_paths
@@ -118,10 +118,10 @@ def for_real(
     models = Models("builtin", options.dtype, "cpu")
     mix = workload(options.num_prompts)
     prompts = encode_workload(models.target, mix, options.max_tokens).prompts
-    systems = {name: Speculator(ModelsApart(models), options.drafter, name) for name in controllers}
+    systems = {name: Speculator(ModelsWithOwnCaches(models), options.drafter, name) for name in controllers}
     in_turns(systems, prompts[:1], 32, temperature, 0)
     for system in systems.values():
-        system.begin_measuring()
+        system.reset()
     seconds, decoding = ({name: [[] for _ in prompts] for name in systems} for _ in range(2))
     for _ in range(options.repeats):
         for number, prompt in enumerate(prompts):
@@ -192,7 +192,7 @@ def main() -> None:
             tables.append(show(f"measured without prefill, {where}", decoding))
     if options.output is not None:
         names = ["builtin", *draft_model_paths(options.drafter)]
-        about = gather(
+        about = collect_provenance(
             num_threads=options.threads,
             device="cpu",
             dtype=options.dtype,

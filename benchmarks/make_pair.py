@@ -118,7 +118,7 @@ def first_layers(target: Any, num_layers: int) -> Any:
     return drafter.eval()
 
 
-def laws(model: Any, tokens: Tensor) -> Tensor:
+def dists(model: Any, tokens: Tensor) -> Tensor:
     """Return next-token probabilities `[text, position, vocab]` from position `UNREAD` on."""
     # Copied: over a strided view torch's bfloat16 product is a hundred times slower.
     states = model.model(tokens, use_cache=False).last_hidden_state[:, UNREAD:].contiguous()
@@ -126,11 +126,11 @@ def laws(model: Any, tokens: Tensor) -> Tensor:
 
 
 def measure(target: Any, drafter: Any, tokens: Tensor) -> Agreement:
-    target_laws, drafter_laws = laws(target, tokens), laws(drafter, tokens)
+    compute_target_probs, compute_draft_probs = dists(target, tokens), dists(drafter, tokens)
     return Agreement(
-        float((target_laws.argmax(-1) == drafter_laws.argmax(-1)).float().mean()),
-        float(torch.minimum(target_laws, drafter_laws).sum(-1).mean()),
-        float(target_laws.amax(-1).mean()),
+        float((compute_target_probs.argmax(-1) == compute_draft_probs.argmax(-1)).float().mean()),
+        float(torch.minimum(compute_target_probs, compute_draft_probs).sum(-1).mean()),
+        float(compute_target_probs.amax(-1).mean()),
     )
 
 

@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
-from secondguess.bench.provenance import gather
-from secondguess.bench.systems import Models, ModelsApart, Speculator
+from secondguess.bench.provenance import collect_provenance
+from secondguess.bench.systems import Models, ModelsWithOwnCaches, Speculator
 from secondguess.bench.workloads import load_workload
 from secondguess.builtin import builtin_paths
 
@@ -108,7 +108,9 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
     # Plain decoding twice: the difference between the two is the machine's noise.
     drafters = {"plain": "none", "plain again": "none", **drafters}
     systems = {
-        name: Speculator(ModelsApart(models), drafter, None if drafter == "none" else options.controller)
+        name: Speculator(
+            ModelsWithOwnCaches(models), drafter, None if drafter == "none" else options.controller
+        )
         for name, drafter in drafters.items()
     }
     size = options.batch_size
@@ -119,7 +121,7 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
     for temperature in options.temperature:
         in_turns(systems, batches[0], 32, temperature, 0)
         for system in systems.values():
-            system.begin_measuring()
+            system.reset()
         seconds: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in systems}
         for _ in range(options.repeats):
             for system in systems.values():
@@ -158,7 +160,7 @@ def main() -> None:
     with noise_model() as noise:
         table = compare(options, {"noise": f"model:{noise}", "itself": "model:builtin"})
     if options.output is not None:
-        about = gather(
+        about = collect_provenance(
             num_threads=options.threads,
             device="cpu",
             dtype=options.dtype,

@@ -16,7 +16,7 @@ from statistics import stdev
 import torch
 from torch.nn import functional
 
-from secondguess.bench.provenance import gather
+from secondguess.bench.provenance import collect_provenance
 from secondguess.runtime.loading import LoadedModel, load_runtime
 
 PRECISIONS = {"bfloat16": None, "int8": "int8"}
@@ -66,7 +66,7 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if options.output:
         exact = models["bfloat16"]
-        provenance = gather(
+        provenance = collect_provenance(
             num_threads=torch.get_num_threads(),
             device=exact.device,
             dtype=exact.dtype,

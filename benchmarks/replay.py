@@ -12,26 +12,26 @@ from dataclasses import dataclass
 import torch
 from round_costs import RoundCosts
 
-from secondguess.bench.traces import Guess, NodeLaw, Trace
+from secondguess.bench.traces import Guess, NodeProbs, Trace
 from secondguess.controllers.base import Controller
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import Draft, Plan, Prospect, RoundTime, Row, Verdict
-from secondguess.drafters.shadow import FAR_BEHIND
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
+from secondguess.drafters.mirroring import PREFILL_THRESHOLD
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Clock
 
 
-class RecordedLaws(DraftLaws):
+class RecordedProbs(DraftProbs):
     """The laws of a trace's nodes, one per row: their summaries, for nobody kept them whole or foretold anything."""
 
-    def __init__(self, laws: Sequence[NodeLaw]) -> None:
-        self.foretold = None
-        self.__dict__["confidences"] = [law.confidence for law in laws]
-        self.__dict__["entropies"] = [law.entropy for law in laws]
-        self.__dict__["runners_up"] = [law.runner_up for law in laws]
+    def __init__(self, dists: Sequence[NodeProbs]) -> None:
+        self.acceptance_probs = None
+        self.__dict__["confidences"] = [dist.confidence for dist in dists]
+        self.__dict__["entropies"] = [dist.entropy for dist in dists]
+        self.__dict__["runners_up"] = [dist.runner_up for dist in dists]
 
 
-NO_LAW = NodeLaw(1.0, 0.0, 0.0)
+NO_PROBS = NodeProbs(1.0, 0.0, 0.0)
 """The line of a row that drew no node: it means nothing."""
 
 
@@ -81,7 +81,7 @@ class ReplayRow:
         )
         self.row = Row([0] * trace.num_prompt, params, coupled=trace.coupled)
         self.place = 0
-        self.unread: dict[int, int] = {}
+        self.num_uncached: dict[int, int] = {}
 
     @property
     def guesses(self) -> list[Guess]:
@@ -89,26 +89,30 @@ class ReplayRow:
         return [part[self.place] for part in self.trace.guesses]
 
     @property
-    def prospects(self) -> list[Prospect]:
+    def candidates(self) -> list[Candidate]:
         """By part, as they were recorded, but for what has been read in this replay."""
-        return [self._up_to_date(guess.prospect) for guess in self.guesses]
+        return [self._up_to_date(guess.candidate) for guess in self.guesses]
 
-    def _up_to_date(self, prospect: Prospect) -> Prospect:
-        if prospect.certain:
-            return prospect
-        unread = self.unread.get(prospect.part, len(self.row.tokens))
-        return prospect._replace(unread=unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0)
+    def _up_to_date(self, candidate: Candidate) -> Candidate:
+        if candidate.deterministic:
+            return candidate
+        num_uncached = self.num_uncached.get(candidate.part, len(self.row.tokens))
+        return candidate._replace(
+            num_uncached=num_uncached // PREFILL_THRESHOLD * PREFILL_THRESHOLD
+            if num_uncached > PREFILL_THRESHOLD
+            else 0
+        )
 
     def advance(self, num_accepted: int, part: int, length: int) -> int:
         """Commit what was accepted of a part's draft and one token more; gives the number of tokens."""
         committed = min(num_accepted + 1, self.trace.num_tokens - self.place)
         self.row.tokens.extend([0] * committed)
         self.place += committed
-        for reader in self.unread:
-            self.unread[reader] += committed
+        for reader in self.num_uncached:
+            self.num_uncached[reader] += committed
         if length:
             # A draft model has read its own guesses but the last: two tokens are new to it after a draft accepted whole.
-            self.unread[part] = 2 if num_accepted == length else 1
+            self.num_uncached[part] = 2 if num_accepted == length else 1
         return committed
 
     @property
@@ -127,18 +131,18 @@ class TimedController(Controller):
         self._controller = controller
         self._clock: Clock = clock or (lambda: 0.0)
         self.name = controller.name
-        self.reads_laws = controller.reads_laws
+        self.uses_probs = controller.uses_probs
         self.seconds = 0.0
 
-    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         start = self._clock()
-        plans = self._controller.plan(rows, prospects)
+        plans = self._controller.plan(rows, candidates)
         self.seconds += self._clock() - start
         return plans
 
-    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+    def go_on(self, rows: Sequence[Row], dists: DraftProbs, depth: int) -> list[bool]:
         start = self._clock()
-        answers = self._controller.go_on(rows, laws, depth)
+        answers = self._controller.go_on(rows, dists, depth)
         self.seconds += self._clock() - start
         return answers
 
@@ -202,7 +206,7 @@ def _replay_batch(
         plans, lengths = drafting.plans, drafting.lengths
         parts = {plan.part for plan, length in zip(plans, lengths, strict=True) if length}
         reading = sum(_reading(part, live, drafting, costs, prefill) for part in sorted(parts))
-        draft_seconds = costs.drafting(drafting.steps, controller.reads_laws, len(live))
+        draft_seconds = costs.drafting(drafting.steps, controller.uses_probs, len(live))
         draft_seconds += sum(costs.asking(part, count) for part, count in drafting.endings)
         total = reading + draft_seconds + costs.rest(len(live), max(lengths), parts) + costs.upkeep(len(live))
         total += controller.seconds - decided
@@ -246,10 +250,10 @@ def _reading(
         for row, plan, length in zip(live, drafting.plans, drafting.lengths, strict=True)
         if length and plan.part == part
     ]
-    new = [row for row in readers if part not in row.unread]
-    behind = [row.unread[part] for row in readers if row.unread.get(part, 0) > 2]
+    new = [row for row in readers if part not in row.num_uncached]
+    behind = [row.num_uncached[part] for row in readers if row.num_uncached.get(part, 0) > 2]
     per_row = prefill.first_draft[part] if prefill.first_draft else 0.0
-    apart = any(unread > FAR_BEHIND for unread in behind)
+    apart = any(num_uncached > PREFILL_THRESHOLD for num_uncached in behind)
     catching_up = (
         costs.catching_up(part, len(behind), sum(behind) - 2 * len(behind), apart) if behind else 0.0
     )
@@ -259,8 +263,8 @@ def _reading(
 def _draft(controller: Controller, live: Sequence[ReplayRow]) -> Drafting:
     rows = [row.row for row in live]
     # A drafter made of several puts parts without a guess last.
-    prospects = [sorted(row.prospects, key=lambda prospect: prospect.longest == 0) for row in live]
-    plans = controller.plan(rows, prospects)
+    candidates = [sorted(row.candidates, key=lambda candidate: candidate.longest == 0) for row in live]
+    plans = controller.plan(rows, candidates)
     limits = [
         max(0, min(plan.length, row.row.room - 1, row.guesses[plan.part].num_nodes))
         for plan, row in zip(plans, live, strict=True)
@@ -277,12 +281,12 @@ def _draft(controller: Controller, live: Sequence[ReplayRow]) -> Drafting:
         for index in active:
             lengths[index] += 1
         asked = [index for index in active if lengths[index] < limits[index]]
-        uncertain = [index for index in asked if live[index].guesses[plans[index].part].laws]
-        if uncertain and controller.reads_laws:
-            laws = [NO_LAW] * len(live)
+        uncertain = [index for index in asked if live[index].guesses[plans[index].part].dists]
+        if uncertain and controller.uses_probs:
+            dists = [NO_PROBS] * len(live)
             for index in uncertain:
-                laws[index] = live[index].guesses[plans[index].part].laws[depth]
-            answers = controller.go_on(rows, RecordedLaws(laws), depth)
+                dists[index] = live[index].guesses[plans[index].part].dists[depth]
+            answers = controller.go_on(rows, RecordedProbs(dists), depth)
             asked = [index for index in asked if index not in uncertain or answers[index]]
             if not any(answers[index] for index in uncertain):
                 endings.append((plans[uncertain[0]].part, len(uncertain)))

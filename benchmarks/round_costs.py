@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from secondguess.controllers.base import Controller
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import Draft, Plan, Prospect, RoundTime, Row, Verdict
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.decode import Team, decode
 from secondguess.drafters.base import Drafter
 from secondguess.runtime.base import Runtime
-from secondguess.stats import Clock, Ledger
+from secondguess.stats import Clock, StatsRecorder
 from secondguess.testing import ScriptedDrafter
 from secondguess.verifiers.base import Verifier
 
@@ -156,7 +156,7 @@ class Sweep(Controller):
     name = "sweep"
 
     def __init__(self, part: int, lengths: Sequence[int], asks: bool, lone: bool = False) -> None:
-        self.reads_laws = asks
+        self.uses_probs = asks
         self._lone = lone
         self._part = part
         self._lengths = lengths
@@ -165,15 +165,15 @@ class Sweep(Controller):
         self.draft: dict[int, list[float]] = defaultdict(list)
         self.rest: dict[int, list[float]] = defaultdict(list)
 
-    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         length = self._lengths[self._number % len(self._lengths)]
         self._number += 1
         others = 0 if self._lone else length
         return [Plan(self._part, length), *[Plan(self._part, others)] * (len(rows) - 1)]
 
-    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+    def go_on(self, rows: Sequence[Row], dists: DraftProbs, depth: int) -> list[bool]:
         # What an adaptive controller would read takes its time too.
-        return [confidence >= 0 for confidence in laws.confidences]
+        return [confidence >= 0 for confidence in dists.confidences]
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         if self.notes:
@@ -204,7 +204,7 @@ class Cell:
     """One thing to time: a part of a drafter over so many rows, asking its controller or not.
 
     Args:
-        certain: the part looks its guesses up.
+        deterministic: the part looks its guesses up.
         disordered: the rows are what is left of a batch that another row has left.
         lone: only the first of the rows drafts.
     """
@@ -215,18 +215,20 @@ class Cell:
         part: int,
         num_rows: int,
         asks: bool,
-        certain: bool,
+        deterministic: bool,
         lengths: Sequence[int],
         disordered: bool = False,
         lone: bool = False,
     ) -> None:
         # A look-up drafts what it finds, which is seldom as long as asked; what any tokens would cost is what is timed.
-        drafter = ScriptedDrafter(lambda row: row.tokens[-max(*lengths, 1) :]) if certain else stage.drafter
+        drafter = (
+            ScriptedDrafter(lambda row: row.tokens[-max(*lengths, 1) :]) if deterministic else stage.drafter
+        )
         self.part, self.num_rows, self.asks, self.disordered = part, num_rows, asks, disordered
         self.sweep = Sweep(part, lengths, asks, lone)
         self._num_lengths = len(lengths)
         self._make_new_rows = stage.make_rows
-        self._team = Team(stage.target, drafter, stage.verifier, self.sweep, Ledger(stage.clock))
+        self._team = Team(stage.target, drafter, stage.verifier, self.sweep, StatsRecorder(stage.clock))
         self._warm = False
 
     def run(self, num_cycles: int) -> None:
@@ -275,15 +277,15 @@ def measure_round_costs(
         lengths: draft lengths to time; 0 among them.
         num_cycles: rounds of each.
     """
-    certain = [choice.certain for choice in _choices(stage)]
-    cells = make_cells(stage, certain, batch_sizes, lengths)
+    deterministic = [choice.deterministic for choice in _choices(stage)]
+    cells = make_cells(stage, deterministic, batch_sizes, lengths)
     in_turns(cells, 2, -(-num_cycles // 2), lambda: True)
-    return RoundCosts(plain_costs(cells), [part_costs(cells, part) for part in range(len(certain))])
+    return RoundCosts(plain_costs(cells), [part_costs(cells, part) for part in range(len(deterministic))])
 
 
 def make_cells(
     stage: Stage,
-    certain: Sequence[bool],
+    deterministic: Sequence[bool],
     batch_sizes: Sequence[int],
     lengths: Sequence[int] = LENGTHS,
     disordered: bool = False,
@@ -291,14 +293,14 @@ def make_cells(
     """What there is to time of a drafter.
 
     Args:
-        certain: by part of the drafter, whether it looks its guesses up.
+        deterministic: by part of the drafter, whether it looks its guesses up.
         disordered: as in `Cell`.
     """
     return [
-        Cell(stage, part, num_rows, asks, is_certain, lengths, disordered)
+        Cell(stage, part, num_rows, asks, is_deterministic, lengths, disordered)
         for num_rows in batch_sizes
-        for part, is_certain in enumerate(certain)
-        for asks in ((False,) if is_certain else (False, True))
+        for part, is_deterministic in enumerate(deterministic)
+        for asks in ((False,) if is_deterministic else (False, True))
     ]
 
 
@@ -351,12 +353,12 @@ def fit_line(points: Curve) -> tuple[float, float]:
     return start, slope
 
 
-def _choices(stage: Stage) -> list[Prospect]:
+def _choices(stage: Stage) -> list[Candidate]:
     """What the drafter's parts say of some row, by part."""
     rows = stage.make_rows(1)
     stage.drafter.begin(rows)
     try:
-        (choices,) = stage.drafter.prospects(rows)
+        (choices,) = stage.drafter.candidates(rows)
     finally:
         stage.drafter.end(rows[0])
     return sorted(choices, key=lambda choice: choice.part)

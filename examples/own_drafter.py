@@ -6,13 +6,13 @@ from secondguess.decode import Team, decode
 from secondguess.drafters.base import Drafter
 from secondguess.noise import Noise
 from secondguess.sampling import SamplingParams
-from secondguess.testing import TableModel, random_law
+from secondguess.testing import TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
 
 class PeriodicDrafter(Drafter):
     name = "periodic"
-    certain = True
+    deterministic = True
     default_controller = "fixed:4"
 
     def __init__(self, period: int) -> None:
@@ -23,7 +23,7 @@ class PeriodicDrafter(Drafter):
         return Draft.chains([tokens[:limit] for tokens, limit in zip(repeats, budgets.lengths, strict=True)])
 
 
-table = random_law(vocab_size=5, seed=0)
+table = random_probs(vocab_size=5, seed=0)
 target = TableModel(
     5, lambda context: table(context[-2:])
 )  # remembers two tokens, so greedy text soon repeats
@@ -32,4 +32,4 @@ team = Team(target, PeriodicDrafter(period=3), make_verifier("auto"), make_contr
 for _ in decode(team, [row]):
     pass
 print(row.output)
-print(team.ledger.of(row))
+print(team.recorder.of(row))

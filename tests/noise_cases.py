@@ -48,7 +48,7 @@ def chained_texts(
         pending = texts[everyone, ends - 1]
         draft = drawn_tree(drafter, pending, noise, parents, distinct)
         said = torch.cat([pending[:, None], draft.tokens], 1)
-        verdict = rule.judge(draft, TARGET[said], noise)
+        verdict = rule.verify(draft, TARGET[said], noise)
         unfinished = ends <= NUM_TOKENS
         for place in range(verdict.paths.shape[1] + 1):
             tokens = verdict.next_tokens
@@ -66,18 +66,18 @@ def drawn_tree(
 ) -> Draft:
     """A tree of this form behind every row's pending token `[row]`."""
     said, depths = [pending], [-1]
-    laws: list[torch.Tensor] = []
+    dists: list[torch.Tensor] = []
     for node, parent in enumerate(parents):
         depths.append(depths[parent + 1] + 1)
-        laws.append(drafter[said[parent + 1]])
-        offer = laws[-1].clone()
+        dists.append(drafter[said[parent + 1]])
+        offer = dists[-1].clone()
         if distinct:
             for earlier in (other for other in range(node) if parents[other] == parent):
                 offer.scatter_(1, said[earlier + 1][:, None], 0.0)
         said.append(noise.draft(offer, depths[-1], node))
     form = torch.tensor(parents).expand(len(pending), len(parents))
     lengths = torch.full((len(pending),), len(parents))
-    return Draft(torch.stack(said[1:], 1), form, lengths, torch.stack(laws, 1), distinct)
+    return Draft(torch.stack(said[1:], 1), form, lengths, torch.stack(dists, 1), distinct)
 
 
 def chained_text_p_value(

@@ -14,7 +14,7 @@ from secondguess.certify import (
     tiny_subject,
 )
 from secondguess.errors import BadInputError
-from secondguess.testing import random_law
+from secondguess.testing import random_probs
 from secondguess.verifiers import base
 
 SMALL = CertifyOptions(num_samples=4000, limit=0.08, batch_size=1000)
@@ -48,9 +48,9 @@ def test_other_temperatures_pass(temperature):
         assert certificate.distance == 0
 
 
-def test_a_bent_law_fails(monkeypatch):
+def test_a_bent_distribution_fails(monkeypatch):
     """Corrections drawn from the target's law instead of the excess: the classic mistake."""
-    monkeypatch.setattr(base, "law_after", lambda draft, laws, lengths, excess_at: base.at(laws, lengths))
+    monkeypatch.setattr(base, "next_token_probs", lambda draft, dists, lengths, residual_at: base.at(dists, lengths))
     certificate = certify(tiny_subject(), SMALL)
     assert not certificate.passed
     assert certificate.p_value < 1e-6
@@ -78,10 +78,10 @@ def test_the_default_is_large_enough_to_pass():
     """What chance alone is expected to give, E sum |P - Q'| / 2 by the normal law, fits under the limit."""
     options, subject = CertifyOptions(), tiny_subject()
 
-    def next_law(text):
+    def next_dist(text):
         return subject.plain_logits((*subject.prompt, *text)).softmax(-1)
 
-    masses = Cells.of(next_law, options.num_tokens, options.num_cells).masses.values()
+    masses = Cells.of(next_dist, options.num_tokens, options.num_cells).masses.values()
     deviations = [math.sqrt(mass * (1 - mass) / options.num_samples) for mass in masses]
     assert math.sqrt(2 / math.pi) * sum(deviations) / 2 + options.slack < 0.97 * options.limit
 
@@ -123,35 +123,35 @@ def test_progress_tells_of_exact_probabilities_and_then_of_texts():
 
 
 def test_the_models_own_forward_runs_once_for_a_beginning():
-    law, asked = random_law(50, seed=1), []
+    dist, asked = random_probs(50, seed=1), []
 
-    def next_law(text):
+    def next_dist(text):
         asked.append(text)
-        return law(text)
+        return dist(text)
 
-    Cells.of(next_law, num_tokens=3, num_cells=30)
+    Cells.of(next_dist, num_tokens=3, num_cells=30)
     assert len(asked) == len(set(asked))
 
 
 def test_cells_split_the_likeliest_beginnings():
-    law = random_law(50, seed=1)
-    cells = Cells.of(law, num_tokens=3, num_cells=30)
+    dist = random_probs(50, seed=1)
+    cells = Cells.of(dist, num_tokens=3, num_cells=30)
     assert sum(cells.masses.values()) == pytest.approx(1)
     assert 30 <= len(cells.masses) <= 35
     assert not cells.covers_all_texts(3)
-    likeliest = int(law(()).argmax())
-    rarest = int(law(()).argmin())
+    likeliest = int(dist(()).argmax())
+    rarest = int(dist(()).argmin())
     assert cells.cell_of((rarest, 0, 0)) == (OTHER,)
     assert cells.cell_of((likeliest, 0, 0))[0] == likeliest
-    assert cells.masses[(OTHER,)] == pytest.approx(1 - float(law(()).topk(4).values.sum()))
+    assert cells.masses[(OTHER,)] == pytest.approx(1 - float(dist(()).topk(4).values.sum()))
 
 
 def test_every_text_of_a_small_vocabulary_has_its_cell():
-    law = random_law(3, seed=1)
-    cells = Cells.of(law, num_tokens=2, num_cells=9)
+    dist = random_probs(3, seed=1)
+    cells = Cells.of(dist, num_tokens=2, num_cells=9)
     assert cells.covers_all_texts(2)
     for text, mass in cells.masses.items():
-        assert mass == pytest.approx(float(law(())[text[0]] * law(text[:1])[text[1]]))
+        assert mass == pytest.approx(float(dist(())[text[0]] * dist(text[:1])[text[1]]))
 
 
 def test_g_test_knows_chi_square():

@@ -89,7 +89,7 @@ def test_json_is_one_object_with_every_promised_field(secondguess_command, team,
     (record,) = done.records
     assert list(record) == FIELDS
     assert list(record["stats"]) == STATS
-    assert list(record["stats"]["seconds"]) == ["prefill", "draft", "score", "judge", "other"]
+    assert list(record["stats"]["seconds"]) == ["prefill", "draft", "score", "verify", "other"]
     assert record["stats"]["num_tokens"] == len(record["token_ids"]) == 12
     assert record["finish_reason"] == "length"
     assert record["exactness"] == "lossless"

@@ -149,7 +149,7 @@ class TestDraft:
         draft = replace(Draft.chains([[5], [6]]), distinct=distinct)
         assert draft.select(torch.tensor([1])).distinct == distinct
 
-    def test_select_takes_rows_in_order_with_their_laws(self):
+    def test_select_takes_rows_in_order_with_their_distributions(self):
         probs = torch.arange(6.0).reshape(3, 1, 2)
         part = Draft.chains([[5], [6], [7]], probs).select(torch.tensor([2, 0]))
         assert part.tokens.tolist() == [[7], [5]]

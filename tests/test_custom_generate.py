@@ -12,11 +12,11 @@ from transformers import NoRepeatNGramLogitsProcessor
 import secondguess
 import secondguess.drop_in
 from drop_in_cases import PROMPT, tiny_model
-from secondguess.errors import StrangerWarning
+from secondguess.errors import MismatchWarning
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
 from secondguess.runtime.fingerprint import hash_weights
-from secondguess.runtime.loading import borrow_model
+from secondguess.runtime.loading import wrap_model
 from secondguess.testing import LawTreeDrafter
 
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_carried_out_is_refused_by_name(model, settings, named):
 def head(model, tmp_path):
     """An untrained head for the model, whose files lie in the folder `target`."""
     model.save_pretrained(tmp_path / "target")
-    with borrow_model(model) as target:
+    with wrap_model(model) as target:
         MedusaHead.fresh(target.runtime.ends(), num_heads=2).save(tmp_path / "head", target="tiny")
     Provenance("medusa", "tiny", hash_weights(tmp_path / "target")).write(tmp_path / "head")
     return tmp_path / "head"
@@ -106,14 +106,14 @@ def test_a_head_for_a_model_known_by_its_name_is_no_stranger(model, head, monkey
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: found.get(name))
     model.name_or_path = name
     with warnings.catch_warnings():
-        warnings.simplefilter("error", StrangerWarning)
+        warnings.simplefilter("error", MismatchWarning)
         draft_with(model, head)
 
 
 def test_a_head_for_other_weights_is_a_stranger(model, head):
     model.name_or_path = str(head.parent / "target")
     Provenance("medusa", "somebody", "0" * 64).write(head)
-    with pytest.warns(StrangerWarning, match="somebody"):
+    with pytest.warns(MismatchWarning, match="somebody"):
         draft_with(model, head)
 
 

@@ -11,17 +11,17 @@ from secondguess.drafters.none import NoDrafter
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
-from secondguess.testing import TableModel, random_law
+from secondguess.testing import TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
 
 def table_team(drafter=None):
-    target = TableModel(5, random_law(5, seed=0))
+    target = TableModel(5, random_probs(5, seed=0))
     return Team(target, drafter or NoDrafter(), make_verifier("auto"), make_controller("fixed:3"))
 
 
 def test_closing_the_iterator_early_releases_every_row():
-    draft_model = TableModel(5, random_law(5, seed=1))
+    draft_model = TableModel(5, random_probs(5, seed=1))
     team = table_team(ModelDrafter(draft_model, "model:table", 5))
     rounds = decode(team, [Row([token], SamplingParams(max_tokens=50)) for token in range(3)])
     next(rounds)
@@ -88,7 +88,7 @@ def test_running_out_of_memory_leaves_a_runtime_that_still_works(monkeypatch):
 
 
 def test_a_vocabulary_of_which_everything_is_banned_is_not_drafted_from():
-    narrow = ModelDrafter(TableModel(3, random_law(3, seed=1)), "model:narrow", 5)
+    narrow = ModelDrafter(TableModel(3, random_probs(3, seed=1)), "model:narrow", 5)
     params = SamplingParams(max_tokens=6, logit_bias=dict.fromkeys(range(3), -torch.inf))
     drafted, plain = Row([3], params), Row([3], params)
     list(decode(table_team(narrow), [drafted]))

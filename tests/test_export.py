@@ -17,7 +17,7 @@ from secondguess.configuration import Configuration, LoadSettings, Tuned
 from secondguess.errors import BadInputError
 from secondguess.export import ENGINES, export
 from secondguess.export.base import Recommendation, recommend
-from secondguess.pairing import NamedDrafter, understand_drafter
+from secondguess.pairing import DrafterInfo, resolve_drafter
 
 yaml = pytest.importorskip("yaml")  # comes with Transformers
 
@@ -299,7 +299,7 @@ def test_options_that_an_engine_knows_too_are_handed_on():
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
 def test_options_that_an_engine_lacks_are_named(engine, drafter):
     done = exported(engine, drafter)
-    given = understand_drafter(NAMES[drafter]).given
+    given = resolve_drafter(NAMES[drafter]).given
     named = {key for key in given if any(f"{key}={given[key]}" in note for note in done.notes)}
     known = {("vllm", "ngram"): {"max", "min"}, ("vllm", "suffix"): {"factor", "threshold"}}
     some = {"max"} if drafter == "ngram" and engine != "sglang" else set()
@@ -382,7 +382,7 @@ def test_a_path_that_could_write_lines_of_its_own_is_refused():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_drafter_that_an_engine_lacks_is_refused(engine):
     with pytest.raises(BadInputError, match=r"drafter that .* has \(none, model.*, got oracle:3; choose"):
-        export(Recommendation("m", NamedDrafter("oracle:3", "oracle"), 3), engine)
+        export(Recommendation("m", DrafterInfo("oracle:3", "oracle"), 3), engine)
 
 
 def test_an_engine_that_does_not_exist():

@@ -2,7 +2,7 @@
 
 Real Transformers checkpoints (tiny, random, made on the fly) in float64, where rounding cannot flip a decision, and in
 bfloat16 as it ships on a CPU, through torch and through our kernels, where a token's bits do not depend on what is
-scored with it; the laws of sampled text are proved by enumeration in test_laws.py.
+scored with it; the laws of sampled text are proved by enumeration in test_distributions.py.
 """
 
 import itertools
@@ -103,9 +103,11 @@ def generate(models, drafter, verifier, controller, settings, prompts=None, toge
     """Output tokens of each prompt (of the first few, where the settings are fewer), as one batch or one after another."""
     prompts = PROMPTS[: len(settings)] if prompts is None else prompts
     target = models["itself"]()
-    judge = verifier and make_verifier(verifier)
+    verify = verifier and make_verifier(verifier)
     rows = [
-        Row(list(prompt), params, seed=params.seed or 0, coupled=judge.couples(params.seed is not None))
+        Row(
+            list(prompt), params, seed=params.seed or 0, coupled=verify.uses_coupling(params.seed is not None)
+        )
         for prompt, params in zip(prompts, settings, strict=True)
     ]
     for batch in [rows] if together else [[row] for row in rows]:
@@ -114,7 +116,7 @@ def generate(models, drafter, verifier, controller, settings, prompts=None, toge
             target_vocab_size=VOCAB_SIZE,
             load_draft_model=lambda name: models[name](),
         )
-        for _ in decode(Team(target, guesser, judge, make_controller(controller)), batch):
+        for _ in decode(Team(target, guesser, verify, make_controller(controller)), batch):
             pass
     return [row.output for row in rows]
 

@@ -1,6 +1,6 @@
 """The field's real mistakes, each put into the shipping code on purpose: the proofs must notice every one.
 
-A mutant patches the package; a check is one of the proofs of test_laws, test_noise or test_certify in small. Each
+A mutant patches the package; a check is one of the proofs of test_distributions, test_noise or test_certify in small. Each
 check passes on the code as it ships and fails with the mutant in place.
 """
 
@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import secondguess.decode
-from law_cases import (
+from distribution_cases import (
     PAIRS,
     PROMPT,
     ROUNDING,
     SAMPLED,
+    dist_error,
     expected_accepted,
-    law_error,
     make_pair_drafter,
     mean_accepted,
-    one_hot_law,
+    one_hot_dist,
     play,
     seasoned,
 )
@@ -32,7 +32,7 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Team, decode
-from secondguess.drafters.alternating import AlternatingDrafter
+from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.medusa import MedusaDrafter
@@ -44,8 +44,8 @@ from secondguess.heads.context import FeatureContext
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.eagle import EagleHead
 from secondguess.heads.learning import Lesson
-from secondguess.heads.medusa import MedusaHead, MedusaShape
-from secondguess.heads.runtime import HeadRuntime
+from secondguess.heads.medusa import MedusaConfig, MedusaHead
+from secondguess.heads.runtime import FeatureHeadRuntime
 from secondguess.heads.unrolled import ChainsOfPlaces
 from secondguess.noise import KeyedNoise, Purpose
 from secondguess.runtime import tree
@@ -56,7 +56,7 @@ from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
-from secondguess.sampling import SamplingParams, target_laws
+from secondguess.sampling import SamplingParams, compute_target_probs
 from secondguess.testing import ScriptedDrafter, TableModel
 from secondguess.verifiers import base, block, coupled, make_verifier, rejection
 from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head
@@ -66,7 +66,7 @@ Patch = pytest.MonkeyPatch
 # Checks: each says whether the code passes.
 
 
-def law_holds(
+def dist_holds(
     verifier: str,
     drafter: str = "sampled",
     controller: Controller | str = "fixed:3",
@@ -88,18 +88,18 @@ def law_holds(
             **row_settings,
         )
         ends = row_settings.get("end_tokens", frozenset())
-        errors.append(law_error(branches, plain_law(pair, params), 4, ends))
+        errors.append(dist_error(branches, plain_dist(pair, params), 4, ends))
     return max(errors) < ROUNDING
 
 
-def plain_law(pair, params):
-    def next_law(output):
+def plain_dist(pair, params):
+    def next_dist(output):
         row = Row([*PROMPT], params)
         row.tokens.extend(output)
         logits = pair.target(tuple(row.tokens)).log()[None, None]
-        return target_laws(logits, [row], Draft.empty(1))[0, 0]
+        return compute_target_probs(logits, [row], Draft.empty(1))[0, 0]
 
-    return next_law
+    return next_dist
 
 
 def acceptance_holds(verifier: str, coupled: bool = False) -> bool:
@@ -114,17 +114,17 @@ def acceptance_holds(verifier: str, coupled: bool = False) -> bool:
     return abs(mean_accepted(branches) - expected) < ROUNDING
 
 
-def keyed_law_holds(verifier: str, coupled: bool = False, drafter: torch.Tensor = CRUDE) -> bool:
+def keyed_dist_holds(verifier: str, coupled: bool = False, drafter: torch.Tensor = CRUDE) -> bool:
     """Several rounds with the noise that ships: G-test of 20,000 texts of 5 tokens, at 1e-6."""
     return chained_text_p_value(verifier, coupled=coupled, drafter=drafter) > 1e-6
 
 
-def cached_law_holds(kind: str = "module") -> bool:
+def cached_dist_holds(kind: str = "module") -> bool:
     """Two rounds on real Transformers models, enumerated: what the caches hold after a verdict is the truth."""
     exact = torch.bfloat16 if kind == "native" else torch.float64
     target, drafter = (model.to(exact) for model in tiny_pair(vocab_size=2))
 
-    def next_law(output):
+    def next_dist(output):
         tokens = torch.tensor([[0, 1, *output]])
         with torch.inference_mode():
             # The kernels are held to what they say of a text in one forward, the others to the module.
@@ -135,7 +135,7 @@ def cached_law_holds(kind: str = "module") -> bool:
         runtime, draft_runtime = (
             NativeRuntime(NativeDecoder(FusedDecoder(model, packed=False))) for model in (target, drafter)
         )
-    found = exact_model_law(target, next_law)
+    found = exact_model_dist(target, next_dist)
     if kind != "native":
         runtime, draft_runtime = (
             FusedRuntime(FusedDecoder(model, packed=False)) if kind == "fused" else TransformersRuntime(model)
@@ -149,7 +149,7 @@ def cached_law_holds(kind: str = "module") -> bool:
     )
     (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
     # The modules compute their norms in float32, the fused runtime in float64; the kernels say logits in float32.
-    error = law_error(branches, lambda output: found[output], num_tokens=4)
+    error = dist_error(branches, lambda output: found[output], num_tokens=4)
     return error < (ROUNDING if kind == "module" else 1e-6)
 
 
@@ -176,7 +176,7 @@ def heads_draft_as_they_learn(kind: str) -> bool:
     rounds = decode(team, [row])
     for _ in range(8):
         next(rounds)
-    budgets = Budgets([2], lambda laws, depth: [True], reads_laws=False)
+    budgets = Budgets([2], lambda dists, depth: [True], uses_probs=False)
     with torch.inference_mode():
         drafter.prepare([row], [0])
         draft = drafter.propose([row], budgets, KeyedNoise.of_rows([row]))
@@ -184,7 +184,7 @@ def heads_draft_as_they_learn(kind: str) -> bool:
     rounds.close()
     errors = []
     for elder, younger in ((0, 2), (1, 3)):
-        said = learnt_laws(target, drafter.head, [*text, drawn[elder], drawn[younger]], len(text) - 1)
+        said = learnt_dists(target, drafter.head, [*text, drawn[elder], drawn[younger]], len(text) - 1)
         errors.append(torch.stack(said) - draft.probs[0, [elder, younger]])
     return max(float(error.abs().max()) for error in errors) < 1e-5
 
@@ -194,7 +194,7 @@ def head_drafter(kind, target, shape):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         if kind == "medusa":
-            head = MedusaHead(MedusaShape(ends.width, num_heads=2, num_layers=1, has_bias=True), ends)
+            head = MedusaHead(MedusaConfig(ends.width, num_heads=2, num_layers=1, has_bias=True), ends)
         else:
             head = DsparkHead.fresh(ends, (0, 1), block_size=2, markov_rank=3, num_layers=2)
         for weight in head.parameters():
@@ -202,7 +202,7 @@ def head_drafter(kind, target, shape):
     return {"medusa": MedusaDrafter, "dspark": DsparkDrafter}[kind](head.to(ends.dtype), target, kind, shape)
 
 
-def learnt_laws(target, head, text, pending):
+def learnt_dists(target, head, text, pending):
     """The laws of the nodes behind place `pending` of a text, as learning makes them: behind the text's own tokens."""
     tokens = torch.tensor([text])
     with torch.no_grad():
@@ -225,13 +225,13 @@ def learnt_laws(target, head, text, pending):
     return [logits[0, column].softmax(-1) for logits in said]
 
 
-def exact_model_law(target, next_law):
+def exact_model_dist(target, next_dist):
     """The model's own laws behind every output of up to 3 tokens, looked up before anything of ours touches it."""
     outputs = [()]
     for output in outputs:
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
-    return {output: next_law(output) for output in outputs}
+    return {output: next_dist(output) for output in outputs}
 
 
 def rows_stay_apart() -> bool:
@@ -246,7 +246,7 @@ def rows_stay_apart() -> bool:
     rows = [Row([0, 1], params), Row([2], params), Row([1, 1, 2], params)]
     for _ in decode(team, rows):
         pass
-    expected = one_hot_law(3, 3)
+    expected = one_hot_dist(3, 3)
     return all(
         row.tokens[place] == int(expected(tuple(row.tokens[:place])).argmax())
         for row in rows
@@ -268,27 +268,27 @@ def head_says_its_words() -> bool:
 
 
 def redraw_from_the_target_after_a_rejection(patch: Patch) -> None:
-    patch.setattr(base, "law_after", lambda draft, laws, lengths, excess_at: base.at(laws, lengths))
+    patch.setattr(base, "next_token_probs", lambda draft, dists, lengths, residual_at: base.at(dists, lengths))
 
 
 def bonus_from_the_last_drafted_place(patch: Patch) -> None:
-    original = base.law_after
+    original = base.next_token_probs
 
-    def law_after(draft, laws, lengths, excess_at):
+    def next_token_probs(draft, dists, lengths, residual_at):
         whole = torch.from_numpy(lengths) == draft.lengths
-        before = base.at(laws, (lengths - 1).clip(0))
-        return torch.where(whole[:, None], before, original(draft, laws, lengths, excess_at))
+        before = base.at(dists, (lengths - 1).clip(0))
+        return torch.where(whole[:, None], before, original(draft, dists, lengths, residual_at))
 
-    patch.setattr(base, "law_after", law_after)
+    patch.setattr(base, "next_token_probs", next_token_probs)
 
 
 def correction_from_the_place_behind(patch: Patch) -> None:
-    original = base.law_after
+    original = base.next_token_probs
 
-    def law_after(draft, laws, lengths, excess_at):
-        return original(draft, laws, (lengths + 1).clip(max=draft.num_nodes), excess_at)
+    def next_token_probs(draft, dists, lengths, residual_at):
+        return original(draft, dists, (lengths + 1).clip(max=draft.num_nodes), residual_at)
 
-    patch.setattr(base, "law_after", law_after)
+    patch.setattr(base, "next_token_probs", next_token_probs)
 
 
 def uncapped_last_test(patch: Patch) -> None:
@@ -351,7 +351,7 @@ def discard_a_poor_draft(patch: Patch) -> None:
 
 def choose_the_drafter_by_its_guess(patch: Patch) -> None:
     """Anticipation: the look-up steps in where the model has drawn an unlikely token."""
-    original = AlternatingDrafter.propose
+    original = CombinedDrafter.propose
 
     def propose(self, rows, budgets, noise):
         draft = original(self, rows, budgets, noise)
@@ -363,20 +363,20 @@ def choose_the_drafter_by_its_guess(patch: Patch) -> None:
         one_hot = torch.nn.functional.one_hot(tokens, draft.probs.shape[-1]).to(draft.probs)
         return Draft(tokens, draft.parents, draft.lengths, torch.where(poor[..., None], one_hot, draft.probs))
 
-    patch.setattr(AlternatingDrafter, "propose", propose)
+    patch.setattr(CombinedDrafter, "propose", propose)
 
 
-def look_ups_beside_samples_have_even_laws(patch: Patch) -> None:
-    original = AlternatingDrafter._with_laws
+def look_ups_beside_samples_have_even_distributions(patch: Patch) -> None:
+    original = CombinedDrafter._with_probs
 
-    def with_laws(self, draft):
-        laws = original(self, draft).probs
-        return Draft(draft.tokens, draft.parents, draft.lengths, torch.full_like(laws, 1 / laws.shape[-1]))
+    def with_probs(self, draft):
+        dists = original(self, draft).probs
+        return Draft(draft.tokens, draft.parents, draft.lengths, torch.full_like(dists, 1 / dists.shape[-1]))
 
-    patch.setattr(AlternatingDrafter, "_with_laws", with_laws)
+    patch.setattr(CombinedDrafter, "_with_probs", with_probs)
 
 
-def draft_law_of_another_temperature(patch: Patch) -> None:
+def draft_distribution_of_another_temperature(patch: Patch) -> None:
     original = ModelDrafter.propose
 
     def propose(self, rows, budgets, noise):
@@ -388,7 +388,7 @@ def draft_law_of_another_temperature(patch: Patch) -> None:
 
 
 def greedy_draft_treated_as_sampled(patch: Patch) -> None:
-    patch.setattr(EnumeratingNoise, "draft", lambda self, laws, depth, node=None: laws.argmax(-1))
+    patch.setattr(EnumeratingNoise, "draft", lambda self, dists, depth, node=None: dists.argmax(-1))
 
 
 def certain_draft_treated_as_sampled(patch: Patch) -> None:
@@ -407,7 +407,7 @@ def sampled_draft_treated_as_certain(patch: Patch) -> None:
     patch.setattr(
         rejection,
         "likelihood_ratios",
-        lambda draft, laws: base.likelihood_ratios(Draft(draft.tokens, draft.parents, draft.lengths), laws),
+        lambda draft, dists: base.likelihood_ratios(Draft(draft.tokens, draft.parents, draft.lengths), dists),
     )
 
 
@@ -420,8 +420,8 @@ def clipped_residual(patch: Patch) -> None:
 
     def excess(*args):
         left = original(*args)
-        laws = torch.where(left.laws < 1e-3, 0.0, left.laws)
-        return base.Excess(laws, laws.sum(-1).numpy())
+        dists = torch.where(left.dists < 1e-3, 0.0, left.dists)
+        return base.Residual(dists, dists.sum(-1).numpy())
 
     for rule in (block, rejection):
         patch.setattr(rule, "excess", excess)
@@ -433,41 +433,41 @@ def top_p_after_the_ratio(patch: Patch) -> None:
 
     def remember(logits, rows, draft):
         seen["laws"] = logits.softmax(-1)
-        return target_laws(logits, rows, draft)
+        return compute_target_probs(logits, rows, draft)
 
-    patch.setattr(secondguess.decode, "target_laws", remember)
+    patch.setattr(secondguess.decode, "compute_target_probs", remember)
     patch.setattr(
-        rejection, "likelihood_ratios", lambda draft, laws: base.likelihood_ratios(draft, seen["laws"])
+        rejection, "likelihood_ratios", lambda draft, dists: base.likelihood_ratios(draft, seen["laws"])
     )
 
 
-def laws_of_the_next_place(patch: Patch) -> None:
+def distributions_of_the_next_place(patch: Patch) -> None:
     patch.setattr(
         rejection,
         "likelihood_ratios",
-        lambda draft, laws: base.likelihood_ratios(draft, laws.roll(-1, 1)),
+        lambda draft, dists: base.likelihood_ratios(draft, dists.roll(-1, 1)),
     )
 
 
 def padding_counts_as_rejected(patch: Patch) -> None:
     """A short row of a padded batch, accepted whole, is corrected for a node that it never had."""
-    original = base.law_after
+    original = base.next_token_probs
 
-    def law_after(draft, laws, lengths, excess_at):
+    def next_token_probs(draft, dists, lengths, residual_at):
         padded = torch.full_like(draft.lengths, draft.num_nodes)
-        return original(Draft(draft.tokens, draft.parents, padded, draft.probs), laws, lengths, excess_at)
+        return original(Draft(draft.tokens, draft.parents, padded, draft.probs), dists, lengths, residual_at)
 
-    patch.setattr(base, "law_after", law_after)
+    patch.setattr(base, "next_token_probs", next_token_probs)
 
 
 def tree_walk_ignores_parents(patch: Patch) -> None:
-    original = base.follow
+    original = base.accept_matching
 
-    def follow(draft, chosen):
+    def accept_matching(draft, chosen):
         flat = torch.arange(-1, draft.num_nodes - 1).expand_as(draft.parents)
         return original(Draft(draft.tokens, flat, draft.lengths), chosen)
 
-    patch.setattr(coupled, "follow", follow)
+    patch.setattr(coupled, "accept_matching", accept_matching)
 
 
 def penalties_skip_drafted_ancestors(patch: Patch) -> None:
@@ -586,9 +586,9 @@ def rounds_share_numbers(patch: Patch) -> None:
 def race_forgets_the_position(patch: Patch) -> None:
     original = KeyedNoise._race
 
-    def race(self, laws, depths):
+    def race(self, dists, depths):
         still = KeyedNoise(self.keys, torch.zeros_like(self.positions), self.coupled, self.greedy)
-        return original(still, laws, depths)
+        return original(still, dists, depths)
 
     patch.setattr(KeyedNoise, "_race", race)
 
@@ -596,7 +596,7 @@ def race_forgets_the_position(patch: Patch) -> None:
 def neighbouring_races_are_the_same(patch: Patch) -> None:
     original = KeyedNoise._race
     patch.setattr(
-        KeyedNoise, "_race", lambda self, laws, depths: original(self, laws, (depths - 1).clamp_min(0))
+        KeyedNoise, "_race", lambda self, dists, depths: original(self, dists, (depths - 1).clamp_min(0))
     )
 
 
@@ -679,9 +679,9 @@ def vocabulary_map_read_as_ids(patch: Patch) -> None:
 
 def a_node_keeps_the_feature_it_was_drafted_with(patch: Patch) -> None:
     """What is committed is not read again with the target's features."""
-    original = HeadRuntime.rewind
+    original = FeatureHeadRuntime.rewind
     patch.setattr(
-        HeadRuntime,
+        FeatureHeadRuntime,
         "rewind",
         lambda self, rows, lengths: original(self, rows, [length + 1 for length in lengths]),
     )
@@ -699,10 +699,10 @@ def a_token_is_read_beside_its_own_feature(patch: Patch) -> None:
 
 
 def steps_of_training_stand_in_one_place(patch: Patch) -> None:
-    original = unrolled.turns_at
+    original = unrolled.cos_sin_at
     patch.setattr(
         unrolled,
-        "turns_at",
+        "cos_sin_at",
         lambda shape, positions, dtype: original(shape, positions - positions[:, :1], dtype),
     )
 
@@ -729,52 +729,52 @@ class Mutant:
         return self.name or self.mutate.__name__.replace("_", "-")
 
 
-def law(*args: object, **settings: object) -> Callable[[], bool]:
-    return lambda: law_holds(*args, **settings)
+def dist(*args: object, **settings: object) -> Callable[[], bool]:
+    return lambda: dist_holds(*args, **settings)
 
 
 PENALISED = SamplingParams(temperature=1.0, frequency_penalty=1.5, max_tokens=20)
 TRUNCATED = SamplingParams(temperature=1.0, top_p=0.7, max_tokens=20)
 
 MUTANTS = [
-    Mutant(redraw_from_the_target_after_a_rejection, law("rejection"), "redraw-from-p-token-level"),
-    Mutant(redraw_from_the_target_after_a_rejection, law("block"), "redraw-from-p-block"),
-    Mutant(bonus_from_the_last_drafted_place, law("rejection")),
-    Mutant(correction_from_the_place_behind, law("rejection")),
-    Mutant(uncapped_last_test, law("block")),
-    Mutant(uncapped_prefix_weights, law("block")),
-    Mutant(block_stops_at_the_first_failure, law("block")),
-    Mutant(drop_the_trigger_token, law("block", controller="confidence:3,threshold=0.5")),
-    Mutant(drop_the_trigger_token, law("block", controller=seasoned(3)), "drop-the-trigger-token-cost"),
-    Mutant(drop_the_trigger_token, law("block", controller="entropy:3"), "drop-the-trigger-token-entropy"),
-    Mutant(discard_a_poor_draft, law("block", controller=seasoned(3))),
+    Mutant(redraw_from_the_target_after_a_rejection, dist("rejection"), "redraw-from-p-token-level"),
+    Mutant(redraw_from_the_target_after_a_rejection, dist("block"), "redraw-from-p-block"),
+    Mutant(bonus_from_the_last_drafted_place, dist("rejection")),
+    Mutant(correction_from_the_place_behind, dist("rejection")),
+    Mutant(uncapped_last_test, dist("block")),
+    Mutant(uncapped_prefix_weights, dist("block")),
+    Mutant(block_stops_at_the_first_failure, dist("block")),
+    Mutant(drop_the_trigger_token, dist("block", controller="confidence:3,threshold=0.5")),
+    Mutant(drop_the_trigger_token, dist("block", controller=seasoned(3)), "drop-the-trigger-token-cost"),
+    Mutant(drop_the_trigger_token, dist("block", controller="entropy:3"), "drop-the-trigger-token-entropy"),
+    Mutant(discard_a_poor_draft, dist("block", controller=seasoned(3))),
     Mutant(
         choose_the_drafter_by_its_guess,
-        law("block", "either", controller=seasoned(2), num_rounds=2, pairs=("binary",)),
+        dist("block", "either", controller=seasoned(2), num_rounds=2, pairs=("binary",)),
     ),
-    Mutant(look_ups_beside_samples_have_even_laws, law("block", "either")),
-    Mutant(draft_law_of_another_temperature, law("rejection", pairs=("ternary",))),
-    Mutant(greedy_draft_treated_as_sampled, law("rejection")),
-    Mutant(certain_draft_treated_as_sampled, law("block", "certain")),
-    Mutant(sampled_draft_treated_as_certain, law("rejection")),
-    Mutant(lenience, law("rejection")),
-    Mutant(clipped_residual, law("rejection", pairs=("rare",))),
-    Mutant(top_p_after_the_ratio, law("rejection", params=TRUNCATED)),
-    Mutant(laws_of_the_next_place, law("rejection")),
-    Mutant(padding_counts_as_rejected, law("rejection", controller="confidence:3,threshold=0.5")),
-    Mutant(tree_walk_ignores_parents, law("coupled", "tree", pairs=("ternary", "binary"))),
-    Mutant(penalties_skip_drafted_ancestors, law("block", params=PENALISED)),
-    Mutant(end_token_inside_a_draft_is_overlooked, law("block", end_tokens=frozenset({1}))),
-    Mutant(rows_swapped_in_the_batch, law("block"), "rows-swapped-sampled"),
+    Mutant(look_ups_beside_samples_have_even_distributions, dist("block", "either")),
+    Mutant(draft_distribution_of_another_temperature, dist("rejection", pairs=("ternary",))),
+    Mutant(greedy_draft_treated_as_sampled, dist("rejection")),
+    Mutant(certain_draft_treated_as_sampled, dist("block", "certain")),
+    Mutant(sampled_draft_treated_as_certain, dist("rejection")),
+    Mutant(lenience, dist("rejection")),
+    Mutant(clipped_residual, dist("rejection", pairs=("rare",))),
+    Mutant(top_p_after_the_ratio, dist("rejection", params=TRUNCATED)),
+    Mutant(distributions_of_the_next_place, dist("rejection")),
+    Mutant(padding_counts_as_rejected, dist("rejection", controller="confidence:3,threshold=0.5")),
+    Mutant(tree_walk_ignores_parents, dist("coupled", "tree", pairs=("ternary", "binary"))),
+    Mutant(penalties_skip_drafted_ancestors, dist("block", params=PENALISED)),
+    Mutant(end_token_inside_a_draft_is_overlooked, dist("block", end_tokens=frozenset({1}))),
+    Mutant(rows_swapped_in_the_batch, dist("block"), "rows-swapped-sampled"),
     Mutant(rows_swapped_in_the_batch, rows_stay_apart, "rows-swapped-greedy"),
-    Mutant(stale_cache_after_a_rejection, cached_law_holds),
-    Mutant(rejected_nodes_stay_visible, cached_law_holds),
-    Mutant(stale_cache_after_a_rejection, lambda: cached_law_holds("fused"), "stale-cache-fused"),
-    Mutant(rejected_nodes_stay_visible, lambda: cached_law_holds("fused"), "rejected-nodes-visible-fused"),
+    Mutant(stale_cache_after_a_rejection, cached_dist_holds),
+    Mutant(rejected_nodes_stay_visible, cached_dist_holds),
+    Mutant(stale_cache_after_a_rejection, lambda: cached_dist_holds("fused"), "stale-cache-fused"),
+    Mutant(rejected_nodes_stay_visible, lambda: cached_dist_holds("fused"), "rejected-nodes-visible-fused"),
     *(
         [
-            Mutant(stale_cache_after_a_rejection, lambda: cached_law_holds("native"), "stale-cache-native"),
-            Mutant(kernels_look_beyond_the_cache, lambda: cached_law_holds("native")),
+            Mutant(stale_cache_after_a_rejection, lambda: cached_dist_holds("native"), "stale-cache-native"),
+            Mutant(kernels_look_beyond_the_cache, lambda: cached_dist_holds("native")),
             Mutant(siblings_see_each_other, native_trees_are_chains),
         ]
         if units()
@@ -782,25 +782,25 @@ MUTANTS = [
     ),
     Mutant(
         purposes_share_numbers(Purpose.DRAFT, Purpose.ACCEPT),
-        lambda: keyed_law_holds("rejection"),
+        lambda: keyed_dist_holds("rejection"),
         "draft-and-accept-share-numbers",
     ),
     Mutant(
         purposes_share_numbers(Purpose.ACCEPT, Purpose.DRAW),
-        lambda: keyed_law_holds("block", drafter=ONE_SIDED),
+        lambda: keyed_dist_holds("block", drafter=ONE_SIDED),
         "accept-and-draw-share-numbers",
     ),
-    Mutant(places_share_accept_numbers, lambda: keyed_law_holds("rejection")),
-    Mutant(rounds_share_numbers, lambda: keyed_law_holds("block")),
-    Mutant(race_forgets_the_position, lambda: keyed_law_holds("coupled", coupled=True)),
-    Mutant(neighbouring_races_are_the_same, lambda: keyed_law_holds("coupled", coupled=True)),
+    Mutant(places_share_accept_numbers, lambda: keyed_dist_holds("rejection")),
+    Mutant(rounds_share_numbers, lambda: keyed_dist_holds("block")),
+    Mutant(race_forgets_the_position, lambda: keyed_dist_holds("coupled", coupled=True)),
+    Mutant(neighbouring_races_are_the_same, lambda: keyed_dist_holds("coupled", coupled=True)),
     Mutant(race_is_off_by_one_from_the_draft, lambda: acceptance_holds("coupled", coupled=True)),
     Mutant(medusa_reads_the_state_of_the_old_pending, lambda: heads_draft_as_they_learn("medusa")),
     Mutant(medusa_heads_are_off_by_one, lambda: heads_draft_as_they_learn("medusa")),
     Mutant(dspark_hears_rejected_nodes, lambda: heads_draft_as_they_learn("dspark")),
     Mutant(dspark_keeps_keys_of_the_last_block, lambda: heads_draft_as_they_learn("dspark")),
     Mutant(dspark_bias_of_a_neighbours_parent, lambda: heads_draft_as_they_learn("dspark")),
-    Mutant(streams_share_numbers, lambda: keyed_law_holds("block")),
+    Mutant(streams_share_numbers, lambda: keyed_dist_holds("block")),
     # Worse guesses keep the law of the text: what they lose is that a head drafts as it was trained.
     Mutant(vocabulary_map_read_as_ids, head_says_its_words),
     Mutant(a_node_keeps_the_feature_it_was_drafted_with, lambda: drafts_as_it_learned("eagle3")),

@@ -16,7 +16,7 @@ from secondguess.core import Row
 from secondguess.enumeration import race_joint
 from secondguess.noise import KeyedNoise, Purpose, draw_by_inversion
 from secondguess.sampling import SamplingParams
-from secondguess.testing import random_law
+from secondguess.testing import random_probs
 
 SAMPLED = SamplingParams(temperature=1.0)
 NUM_ROWS = 20_000
@@ -41,18 +41,18 @@ def depths(depth, num_rows=NUM_ROWS):
 
 def draws_of(noise, purpose, depth, num_outcomes=10):
     """Which of ten equal outcomes each row gets for a purpose at a depth."""
-    laws = evenly(num_outcomes, len(noise.positions))
+    dists = evenly(num_outcomes, len(noise.positions))
     if purpose == "draft":
-        return noise.draft(laws, depth)
+        return noise.draft(dists, depth)
     if purpose == "draw":
-        return noise.draw(laws, depths(depth, len(laws)))
+        return noise.draw(dists, depths(depth, len(dists)))
     if purpose == "coupled race":
         noise = KeyedNoise(noise.keys, noise.positions, torch.ones_like(noise.coupled), noise.greedy)
     if purpose.endswith("race"):
-        return noise.race(laws[:, None], depths(depth, len(laws))[:, None])[:, 0]
+        return noise.race(dists[:, None], depths(depth, len(dists))[:, None])[:, 0]
     # Accepting at every tenth tells which tenth the number lies in.
     steps = numpy.arange(1, num_outcomes) / num_outcomes
-    accepted = [noise.accept(numpy.full((len(laws), depth + 1), step))[:, depth] for step in steps]
+    accepted = [noise.accept(numpy.full((len(dists), depth + 1), step))[:, depth] for step in steps]
     return torch.from_numpy(num_outcomes - 1 - numpy.stack(accepted).sum(0))
 
 
@@ -110,18 +110,18 @@ def test_the_race_of_coupled_rows_is_the_same_in_every_round():
 
 
 def test_a_rows_race_does_not_depend_on_whether_its_neighbours_are_coupled():
-    laws = torch.full((NUM_ROWS, 2, 5), 0.2, dtype=torch.float64)
+    dists = torch.full((NUM_ROWS, 2, 5), 0.2, dtype=torch.float64)
     places = torch.tensor([0, 1]).expand(NUM_ROWS, 2)
-    alone = {coupled: noise_of(coupled=coupled).race(laws, places) for coupled in (False, True)}
+    alone = {coupled: noise_of(coupled=coupled).race(dists, places) for coupled in (False, True)}
     noise = noise_of()
     coupled = torch.arange(NUM_ROWS) % 3 == 0
-    mixed = KeyedNoise(noise.keys, noise.positions, coupled, noise.greedy).race(laws, places)
+    mixed = KeyedNoise(noise.keys, noise.positions, coupled, noise.greedy).race(dists, places)
     assert torch.equal(mixed, torch.where(coupled[:, None], alone[True], alone[False]))
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_rounds_follow_rounds_without_bending_the_law(verifier, seed):
+def test_rounds_follow_rounds_without_bending_the_distribution(verifier, seed):
     """The joint law of five tokens over several rounds; reused numbers gave p below 1e-18 here."""
     assert chained_text_p_value(verifier, seed=seed) > LEAST_P_VALUE
 
@@ -132,7 +132,7 @@ def test_rounds_of_coupled_rows_too():
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
 @pytest.mark.parametrize("distinct", [True, False])
-def test_rounds_of_trees_do_not_bend_the_law_either(verifier, distinct):
+def test_rounds_of_trees_do_not_bend_the_distribution_either(verifier, distinct):
     assert chained_text_p_value(verifier, parents=TREE, distinct=distinct) > LEAST_P_VALUE
 
 
@@ -153,30 +153,30 @@ def test_coupled_text_depends_on_the_seed_alone():
 
 
 def test_nodes_of_one_depth_have_numbers_of_their_own_unless_they_are_coupled():
-    laws = evenly(10)
+    dists = evenly(10)
     noise = noise_of()
-    first, second = noise.draft(laws, 1, node=1), noise.draft(laws, 1, node=2)
+    first, second = noise.draft(dists, 1, node=1), noise.draft(dists, 1, node=2)
     assert p_value_of_pairs(first, second) > LEAST_P_VALUE
-    assert torch.equal(first, noise.draft(laws, 1))  # a chain's node is its depth
+    assert torch.equal(first, noise.draft(dists, 1))  # a chain's node is its depth
     coupled = noise_of(coupled=True)
-    assert torch.equal(coupled.draft(laws, 1, node=1), coupled.draft(laws, 1, node=2))
+    assert torch.equal(coupled.draft(dists, 1, node=1), coupled.draft(dists, 1, node=2))
 
 
 @pytest.mark.parametrize("purpose", ["draft", "draw", "race"])
-def test_draws_follow_their_law(purpose):
-    law = random_law(6, seed=1, zeros=0.3)(())
+def test_draws_follow_their_distribution(purpose):
+    dist = random_probs(6, seed=1, zeros=0.3)(())
     noise = noise_of()
-    laws = law.expand(NUM_ROWS, -1)
+    dists = dist.expand(NUM_ROWS, -1)
     drawn = {
-        "draft": lambda: noise.draft(laws, 0),
-        "draw": lambda: noise.draw(3 * laws, depths(0)),  # any positive total
-        "race": lambda: noise.race(laws[:, None], depths(0)[:, None])[:, 0],
+        "draft": lambda: noise.draft(dists, 0),
+        "draw": lambda: noise.draw(3 * dists, depths(0)),  # any positive total
+        "race": lambda: noise.race(dists[:, None], depths(0)[:, None])[:, 0],
     }[purpose]()
-    assert g_test(torch.bincount(drawn, minlength=6).tolist(), (NUM_ROWS * law).tolist()) > LEAST_P_VALUE
+    assert g_test(torch.bincount(drawn, minlength=6).tolist(), (NUM_ROWS * dist).tolist()) > LEAST_P_VALUE
 
 
 def test_coupled_draft_and_race_share_their_exponentials():
-    q, p = random_law(3, seed=1)(()), random_law(3, seed=2)(())
+    q, p = random_probs(3, seed=1)(()), random_probs(3, seed=2)(())
     noise = noise_of(coupled=True)
     drafted = noise.draft(q.expand(NUM_ROWS, -1), 2)
     said = noise.race(p.expand(NUM_ROWS, 1, -1), depths(2)[:, None])[:, 0]
@@ -223,31 +223,33 @@ def test_mixed_batches_draw_each_row_by_its_own_rule():
         Row([0], settings, coupled=coupled)
         for settings, coupled in zip(params, (False, True, False), strict=True)
     ]
-    laws = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.0, 0.0, 1.0]])
-    together = KeyedNoise.of_rows(rows).draft(laws, 0)
-    alone = [KeyedNoise.of_rows([row]).draft(law[None], 0) for row, law in zip(rows, laws, strict=True)]
+    dists = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.0, 0.0, 1.0]])
+    together = KeyedNoise.of_rows(rows).draft(dists, 0)
+    alone = [KeyedNoise.of_rows([row]).draft(dist[None], 0) for row, dist in zip(rows, dists, strict=True)]
     assert torch.equal(together, torch.cat(alone))
 
 
 def test_inversion_is_exact_on_a_grid():
-    law = torch.tensor([0.25, 0.0, 0.5, 0.0, 0.25, 0.0])
+    dist = torch.tensor([0.25, 0.0, 0.5, 0.0, 0.25, 0.0])
     uniforms = (torch.arange(16).double() + 0.5) / 16
-    drawn = draw_by_inversion(law.expand(16, -1), uniforms[:, None])
+    drawn = draw_by_inversion(dist.expand(16, -1), uniforms[:, None])
     assert drawn.tolist() == [0] * 4 + [2] * 8 + [4] * 4
 
 
 @pytest.mark.parametrize("uniform", [2.0**-53, 0.5, 1 - 2.0**-53, math.nextafter(1, 0)])
 def test_inversion_never_draws_what_has_no_probability(uniform):
-    laws = torch.tensor([[0.0, 0.1, 0.0, 0.9, 0.0], [0.0, 0.0, 1e-30, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3, 0, 0]])
-    drawn = draw_by_inversion(laws, torch.full((3, 1), uniform, dtype=torch.float64))
-    assert (laws.gather(1, drawn[:, None]) > 0).all()
+    dists = torch.tensor(
+        [[0.0, 0.1, 0.0, 0.9, 0.0], [0.0, 0.0, 1e-30, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3, 0, 0]]
+    )
+    drawn = draw_by_inversion(dists, torch.full((3, 1), uniform, dtype=torch.float64))
+    assert (dists.gather(1, drawn[:, None]) > 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_races_never_draw_what_has_no_probability(dtype):
-    laws = torch.zeros(NUM_ROWS, 1, 5, dtype=dtype)
-    laws[..., 1], laws[..., 3] = 1e-30, 1.0
-    drawn = noise_of().race(laws, depths(0)[:, None])
+    dists = torch.zeros(NUM_ROWS, 1, 5, dtype=dtype)
+    dists[..., 1], dists[..., 3] = 1e-30, 1.0
+    drawn = noise_of().race(dists, depths(0)[:, None])
     assert torch.isin(drawn, torch.tensor([1, 3])).all()
 
 
@@ -260,8 +262,8 @@ def test_chances_of_zero_and_one_are_certain():
 def test_rows_at_temperature_zero_take_the_most_likely_token():
     rows = [Row([0], SamplingParams(temperature=0.0), seed=seed) for seed in range(3)]
     noise = KeyedNoise.of_rows(rows)
-    laws = torch.tensor([0.0, 1.0, 0.0]).expand(3, -1)
-    assert noise.draft(laws, 0).tolist() == noise.draw(laws, depths(0, 3)).tolist() == [1, 1, 1]
+    dists = torch.tensor([0.0, 1.0, 0.0]).expand(3, -1)
+    assert noise.draft(dists, 0).tolist() == noise.draw(dists, depths(0, 3)).tolist() == [1, 1, 1]
 
 
 def test_no_global_generator_is_touched():
@@ -279,7 +281,7 @@ def test_a_race_has_the_same_numbers_on_the_host_and_on_a_device():
     assert torch.equal(on_host, on_device)
     assert on_host.min() > 0
     assert on_host.max() < 1
-    noise, laws = noise_of(40), torch.rand(40, 3, 50, dtype=torch.float64) + 0.1
+    noise, dists = noise_of(40), torch.rand(40, 3, 50, dtype=torch.float64) + 0.1
     places = torch.arange(3).repeat(40, 1)
-    expected = -noise._device_uniforms(laws, places).log() / laws
-    assert torch.equal(noise.arrivals(laws, places), expected)
+    expected = -noise._device_uniforms(dists, places).log() / dists
+    assert torch.equal(noise.arrivals(dists, places), expected)

@@ -21,7 +21,7 @@ from transformers import (
 
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError, SecondGuessError
-from secondguess.sampling import SamplingParams, commit_logprobs, drafter_laws, target_laws
+from secondguess.sampling import SamplingParams, commit_logprobs, compute_draft_probs, compute_target_probs
 from secondguess.truncation import Greedy, most_likely
 
 VOCAB = 12
@@ -55,7 +55,7 @@ SETTINGS = {
 }
 
 
-def reference_law(logits: Tensor, row: Row, path: list[int]) -> Tensor:
+def reference_dist(logits: Tensor, row: Row, path: list[int]) -> Tensor:
     """The documented order, token by token and in the plainest words, after `row.tokens + path`."""
     params = row.params
     output = Counter([*row.output, *path])
@@ -87,10 +87,10 @@ def reference_law(logits: Tensor, row: Row, path: list[int]) -> Tensor:
     best = math.exp(values[nucleus[0]])
     weights = {token: math.exp(values[token]) for token in nucleus}
     weights = {token: weight for token, weight in weights.items() if weight >= params.min_p * best}
-    law = torch.zeros(len(values), dtype=torch.float64)
+    dist = torch.zeros(len(values), dtype=torch.float64)
     for token, weight in weights.items():
-        law[token] = weight / sum(weights.values())
-    return law
+        dist[token] = weight / sum(weights.values())
+    return dist
 
 
 def random_row(params: SamplingParams, chooser: random.Random) -> Row:
@@ -119,40 +119,40 @@ def random_logits(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64
     return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def one_law(logits: Tensor, params: SamplingParams) -> Tensor:
+def one_dist(logits: Tensor, params: SamplingParams) -> Tensor:
     """The law after a prompt of one token."""
-    return target_laws(logits[None, None], [Row([0], params)], Draft.empty(1))[0, 0]
+    return compute_target_probs(logits[None, None], [Row([0], params)], Draft.empty(1))[0, 0]
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_node_of_a_tree_has_the_law_of_its_own_prefix(name, seed):
+def test_every_node_of_a_tree_has_the_distribution_of_its_own_prefix(name, seed):
     chooser = random.Random(f"{name} {seed}")
     rows = [random_row(SETTINGS[name], chooser) for _ in range(2)]
     draft = random_tree(2, 6, chooser)
     logits = random_logits(2, 7, VOCAB, seed=seed)
-    laws = target_laws(logits, rows, draft)
+    dists = compute_target_probs(logits, rows, draft)
     for index, row in enumerate(rows):
         for query in range(7):
-            expected = reference_law(logits[index, query], row, path_of(draft, index, query))
-            torch.testing.assert_close(laws[index, query], expected, rtol=0, atol=1e-12)
+            expected = reference_dist(logits[index, query], row, path_of(draft, index, query))
+            torch.testing.assert_close(dists[index, query], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_drafted_prefix_and_a_committed_one_give_the_same_law(name):
+def test_a_drafted_prefix_and_a_committed_one_give_the_same_distribution(name):
     chooser = random.Random(name)
     row = random_row(SETTINGS[name], chooser)
     draft = random_tree(1, 5, chooser)
     logits = random_logits(1, 6, VOCAB, seed=1)
-    laws = target_laws(logits, [row], draft)
+    dists = compute_target_probs(logits, [row], draft)
     for query in range(6):
         path = path_of(draft, 0, query)
         committed = Row(row.tokens[: row.num_prompt], row.params, end_tokens=row.end_tokens)
         committed.tokens += [*row.output, *path]
-        alone = target_laws(logits[:, query : query + 1], [committed], Draft.empty(1))
-        assert torch.equal(laws[:, query], alone[:, 0])
-        chain = drafter_laws(logits[:, query], [row], torch.tensor([path], dtype=torch.long))
-        assert torch.equal(laws[:, query], chain)
+        alone = compute_target_probs(logits[:, query : query + 1], [committed], Draft.empty(1))
+        assert torch.equal(dists[:, query], alone[:, 0])
+        chain = compute_draft_probs(logits[:, query], [row], torch.tensor([path], dtype=torch.long))
+        assert torch.equal(dists[:, query], chain)
 
 
 def test_rows_with_different_settings_do_not_see_each_other():
@@ -160,14 +160,14 @@ def test_rows_with_different_settings_do_not_see_each_other():
     rows = [random_row(params, chooser) for params in SETTINGS.values()]
     draft = random_tree(len(rows), 4, chooser)
     logits = random_logits(len(rows), 5, VOCAB, dtype=torch.float32)
-    together = target_laws(logits, rows, draft)
+    together = compute_target_probs(logits, rows, draft)
     for index, row in enumerate(rows):
-        alone = target_laws(logits[index : index + 1], [row], draft.select(torch.tensor([index])))
+        alone = compute_target_probs(logits[index : index + 1], [row], draft.select(torch.tensor([index])))
         assert torch.equal(together[index], alone[0]), row.params
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_laws_agree_with_transformers(seed):
+def test_distributions_agree_with_transformers(seed):
     """Our order is that of Transformers, whose warpers see a plain row."""
     params = dataclasses.replace(EVERYTHING, frequency_penalty=0, presence_penalty=0, logit_bias={})
     row = random_row(params, random.Random(seed))
@@ -182,8 +182,8 @@ def test_laws_agree_with_transformers(seed):
         MinPLogitsWarper(params.min_p),
     ):
         expected = processor(ids, expected)
-    law = target_laws(logits[:, None], [row], Draft.empty(1))[0]
-    torch.testing.assert_close(law, expected.softmax(-1), rtol=0, atol=1e-12)
+    dist = compute_target_probs(logits[:, None], [row], Draft.empty(1))[0]
+    torch.testing.assert_close(dist, expected.softmax(-1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("vocab_size", [40, 700, 20_011])
@@ -199,17 +199,17 @@ def test_laws_agree_with_transformers(seed):
 def test_looking_at_a_few_candidates_finds_what_sorting_finds(vocab_size, params):
     """Coarse logits, as of a bfloat16 model: ties everywhere, and wide nuclei."""
     logits = random_logits(vocab_size, seed=vocab_size).bfloat16().double()
-    expected = reference_law(logits, Row([0], params), [])
-    torch.testing.assert_close(one_law(logits, params), expected, rtol=0, atol=1e-12)
+    expected = reference_dist(logits, Row([0], params), [])
+    torch.testing.assert_close(one_dist(logits, params), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("vocab_size", [7, 5000])
 def test_greedy_takes_the_lowest_id_among_equals(vocab_size):
     logits = torch.zeros(vocab_size)
     logits[[3, 5]] = 4.0
-    assert one_law(logits, SamplingParams()).nonzero().tolist() == [[3]]
-    assert one_law(logits, SamplingParams(logit_bias={5: 0.5})).nonzero().tolist() == [[5]]
-    assert one_law(logits, SamplingParams(logit_bias={6: 4.0, 3: -1})).nonzero().tolist() == [[5]]
+    assert one_dist(logits, SamplingParams()).nonzero().tolist() == [[3]]
+    assert one_dist(logits, SamplingParams(logit_bias={5: 0.5})).nonzero().tolist() == [[5]]
+    assert one_dist(logits, SamplingParams(logit_bias={6: 4.0, 3: -1})).nonzero().tolist() == [[5]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -223,50 +223,50 @@ def test_the_most_likely_is_the_first_among_equals_in_every_precision(dtype):
     assert most_likely(values.to(dtype)[0, 0]).item() == 1
 
 
-def test_a_number_that_is_none_makes_a_greedy_law_undefined():
+def test_a_number_that_is_none_makes_a_greedy_distribution_undefined():
     logits = torch.tensor([[[1.0, math.nan, 2.0]], [[1.0, math.inf, 2.0]], [[0.0, 1.0, -math.inf]]])
-    laws = Greedy().laws(logits)
-    assert laws.isnan().all(-1).tolist() == [[True], [True], [False]]
-    assert laws[2, 0].tolist() == [0.0, 1.0, 0.0]
+    dists = Greedy().dists(logits)
+    assert dists.isnan().all(-1).tolist() == [[True], [True], [False]]
+    assert dists[2, 0].tolist() == [0.0, 1.0, 0.0]
 
 
 def test_top_k_keeps_all_that_are_tied_and_top_p_the_lower_ids():
     logits = torch.tensor([0.0, 2.0, 1.0, 1.0, 1.0])
-    assert one_law(logits, SamplingParams(temperature=1, top_k=2)).nonzero().flatten().tolist() == [
+    assert one_dist(logits, SamplingParams(temperature=1, top_k=2)).nonzero().flatten().tolist() == [
         1,
         2,
         3,
         4,
     ]
-    law = one_law(torch.zeros(8), SamplingParams(temperature=1, top_p=0.3))
-    assert law.nonzero().flatten().tolist() == [0, 1, 2]
+    dist = one_dist(torch.zeros(8), SamplingParams(temperature=1, top_p=0.3))
+    assert dist.nonzero().flatten().tolist() == [0, 1, 2]
 
 
 def test_top_p_keeps_the_token_that_crosses_it_and_at_least_one():
     logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
-    law = one_law(logits, SamplingParams(temperature=1, top_p=0.6))
-    assert law.tolist() == pytest.approx([0.625, 0.375, 0])
-    assert one_law(logits, SamplingParams(temperature=1, top_p=1e-9)).tolist() == [1, 0, 0]
+    dist = one_dist(logits, SamplingParams(temperature=1, top_p=0.6))
+    assert dist.tolist() == pytest.approx([0.625, 0.375, 0])
+    assert one_dist(logits, SamplingParams(temperature=1, top_p=1e-9)).tolist() == [1, 0, 0]
 
 
-def test_a_flat_law_is_followed_beyond_the_first_candidates():
-    law = one_law(torch.zeros(5000, dtype=torch.float64), SamplingParams(temperature=1, top_p=0.50005))
-    assert int((law > 0).sum()) == 2501
-    assert bool((law[:2501] > 0).all())
+def test_a_flat_distribution_is_followed_beyond_the_first_candidates():
+    dist = one_dist(torch.zeros(5000, dtype=torch.float64), SamplingParams(temperature=1, top_p=0.50005))
+    assert int((dist > 0).sum()) == 2501
+    assert bool((dist[:2501] > 0).all())
 
 
 def test_top_p_is_relative_to_all_that_top_k_keeps_even_ties_beyond_the_first_candidates():
     logits = torch.zeros(5000, dtype=torch.float64)
     logits[7] = 2.0
     params = SamplingParams(temperature=1, top_k=5, top_p=0.1)
-    expected = reference_law(logits, Row([0], params), [])
-    torch.testing.assert_close(one_law(logits, params), expected, rtol=0, atol=1e-12)
+    expected = reference_dist(logits, Row([0], params), [])
+    torch.testing.assert_close(one_dist(logits, params), expected, rtol=0, atol=1e-12)
 
 
 def test_top_p_that_is_off_drops_nothing_however_improbable():
     logits = torch.tensor([0.0, -50.0, -90.0], dtype=torch.float64)
-    law = one_law(logits, SamplingParams(temperature=1, top_k=2))
-    assert law.tolist() == pytest.approx([1, math.exp(-50), 0], rel=1e-9, abs=0)
+    dist = one_dist(logits, SamplingParams(temperature=1, top_k=2))
+    assert dist.tolist() == pytest.approx([1, math.exp(-50), 0], rel=1e-9, abs=0)
 
 
 def test_counts_tell_prompt_from_output():
@@ -274,35 +274,35 @@ def test_counts_tell_prompt_from_output():
     row = Row([1, 1, 2], SamplingParams(temperature=1, frequency_penalty=1, presence_penalty=0.5), seed=0)
     row.tokens += [2, 3, 3]
     logits = torch.zeros(1, 1, 5, dtype=torch.float64)
-    changes = target_laws(logits, [row], Draft.empty(1))[0, 0].log()
+    changes = compute_target_probs(logits, [row], Draft.empty(1))[0, 0].log()
     assert (changes - changes[0]).tolist() == pytest.approx([0, 0, -1.5, -2.5, 0])
 
 
 def test_nothing_may_end_before_min_tokens_at_any_depth():
     row = Row([4], SamplingParams(temperature=1, min_tokens=3, stop_token_ids=[2]), end_tokens=frozenset({1}))
     row.tokens.append(5)
-    laws = target_laws(torch.zeros(1, 4, 6), [row], Draft.chains([[3, 3, 3]]))[0]
-    assert (laws[:, 1] == 0).tolist() == (laws[:, 2] == 0).tolist() == [True, True, False, False]
+    dists = compute_target_probs(torch.zeros(1, 4, 6), [row], Draft.chains([[3, 3, 3]]))[0]
+    assert (dists[:, 1] == 0).tolist() == (dists[:, 2] == 0).tolist() == [True, True, False, False]
 
 
 def test_a_drafter_may_have_another_vocabulary():
     params = SamplingParams(temperature=1, repetition_penalty=2.0, logit_bias={1: 1.0, 9: 5.0}, min_tokens=3)
     row = Row([0, 2, 8], params, end_tokens=frozenset({3, 7}))
-    law = drafter_laws(torch.ones(1, 5, dtype=torch.float64), [row], torch.tensor([[8, 4]]))[0]
-    changes = law.log() - law[1].log()
+    dist = compute_draft_probs(torch.ones(1, 5, dtype=torch.float64), [row], torch.tensor([[8, 4]]))[0]
+    changes = dist.log() - dist[1].log()
     assert changes.tolist() == pytest.approx([-1.5, 0, -1.5, -math.inf, -1.5])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_laws_are_laws_in_every_dtype_and_leave_the_logits_alone(name, dtype):
+def test_distributions_are_distributions_in_every_dtype_and_leave_the_logits_alone(name, dtype):
     logits = random_logits(1, 4, VOCAB).to(dtype)
     logits[0, 2, 3:9] = -math.inf
     before = logits.clone()
-    laws = target_laws(logits, [Row([1, 2], SETTINGS[name])], Draft.chains([[3, 4, 5]]))
-    assert laws.dtype == (dtype if dtype.itemsize >= 4 else torch.float32)
-    assert bool((laws >= 0).all())
-    torch.testing.assert_close(laws.sum(-1), torch.ones(1, 4, dtype=laws.dtype), rtol=0, atol=1e-6)
+    dists = compute_target_probs(logits, [Row([1, 2], SETTINGS[name])], Draft.chains([[3, 4, 5]]))
+    assert dists.dtype == (dtype if dtype.itemsize >= 4 else torch.float32)
+    assert bool((dists >= 0).all())
+    torch.testing.assert_close(dists.sum(-1), torch.ones(1, 4, dtype=dists.dtype), rtol=0, atol=1e-6)
     assert torch.equal(logits, before)
 
 
@@ -313,14 +313,14 @@ class TestUndefinedLaws:
     def test_banning_everything_is_refused(self, settings):
         params = SamplingParams(**settings, logit_bias=dict.fromkeys(range(4), -math.inf))
         with pytest.raises(BadInputError, match=r"every token is banned.*relax logit_bias or min_tokens"):
-            one_law(torch.zeros(4), params)
+            one_dist(torch.zeros(4), params)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_a_broken_model_is_told_from_a_banned_law(self, settings, value):
+    def test_a_broken_model_is_told_from_a_banned_distribution(self, settings, value):
         logits = torch.arange(5000) / 1000
         logits[4000] = value
         with pytest.raises(SecondGuessError, match="expected finite logits") as refusal:
-            one_law(logits, SamplingParams(**settings))
+            one_dist(logits, SamplingParams(**settings))
         assert not isinstance(refusal.value, BadInputError)
 
     def test_one_undefined_query_among_good_ones_is_found(self, settings):
@@ -328,7 +328,7 @@ class TestUndefinedLaws:
         logits[1, 2] = -math.inf
         rows = [Row([0], SamplingParams(**settings)), Row([0], SamplingParams(**settings))]
         with pytest.raises(BadInputError):
-            target_laws(logits, rows, Draft.chains([[1, 2], [1, 2]]))
+            compute_target_probs(logits, rows, Draft.chains([[1, 2], [1, 2]]))
 
 
 class TestLogprobs:
@@ -343,14 +343,14 @@ class TestLogprobs:
         commit, reported = self.commit(None, [0])
         assert reported is commit
 
-    def test_each_token_is_judged_behind_its_ancestor_by_the_models_own_law(self):
+    def test_each_token_is_judged_behind_its_ancestor_by_the_models_own_distribution(self):
         _, reported = self.commit(3, [0, 2])
-        law = self.logits.log_softmax(-1)
+        dist = self.logits.log_softmax(-1)
         assert [each.token for each in reported.logprobs] == [7, 9, 6]
-        own = [float(law[0, 7]), float(law[1, 9]), float(law[3, 6])]
+        own = [float(dist[0, 7]), float(dist[1, 9]), float(dist[3, 6])]
         assert [each.logprob for each in reported.logprobs] == pytest.approx(own)
         for each, query in zip(reported.logprobs, [0, 1, 3], strict=True):
-            top = law[query].topk(3)
+            top = dist[query].topk(3)
             assert list(each.alternatives) == top.indices.tolist()
             assert list(each.alternatives.values()) == pytest.approx(top.values.tolist())
 

@@ -5,7 +5,7 @@ import torch
 
 from secondguess.core import Draft, RoundTime, Row
 from secondguess.sampling import SamplingParams
-from secondguess.stats import PHASES, Ledger, Stats
+from secondguess.stats import PHASES, Stats, StatsRecorder
 
 
 @pytest.fixture
@@ -29,39 +29,39 @@ def rows_of(num_rows: int, **settings) -> list[Row]:
 
 
 def test_counters_by_position():
-    ledger, (row, other) = Ledger(), rows_of(2)
+    recorder, (row, other) = StatsRecorder(), rows_of(2)
     for accepted, num_drafted in (([5, 6], 3), ([], 1), ([5], 1), ([], 0)):
         draft = Draft.chains([[5] * num_drafted, [5]])
-        ledger.record([row, other], draft, [row.commit(accepted, 7), other.commit([], 7)])
-    stats = ledger.of(row)
+        recorder.record([row, other], draft, [row.commit(accepted, 7), other.commit([], 7)])
+    stats = recorder.of(row)
     assert (stats.num_rounds, stats.num_tokens, stats.num_drafted, stats.num_accepted) == (4, 7, 5, 3)
     assert stats.drafted_per_position == [3, 1, 1]
     assert stats.accepted_per_position == [2, 1, 0]
     assert stats.acceptance_rate == 3 / 5
     assert stats.acceptance_length == 7 / 4
-    assert (ledger.of(other).num_drafted, ledger.of(other).num_accepted) == (4, 0)
+    assert (recorder.of(other).num_drafted, recorder.of(other).num_accepted) == (4, 0)
 
 
 def test_a_tree_counts_all_its_nodes_but_each_depth_once():
     """The acceptance by position stays a share of rounds, not of nodes."""
     forms = [[-1, -1, 0, 1, -1], [-1, 0, 1, -1, -1]]
     draft = Draft(torch.full((2, 5), 5), torch.tensor(forms), torch.tensor([5, 3]))
-    ledger, (tree, chain) = Ledger(), rows_of(2)
-    ledger.record([tree, chain], draft, [tree.commit([5], 7), chain.commit([5, 5, 5], 7)])
-    ledger.record([tree, chain], draft, [tree.commit([5, 5], 7), chain.commit([], 7)])
-    assert (ledger.of(tree).num_drafted, ledger.of(tree).num_accepted) == (10, 3)
-    assert ledger.of(tree).drafted_per_position == [2, 2]
-    assert ledger.of(tree).accepted_per_position == [2, 1]
-    assert ledger.of(tree).acceptance_rate == 3 / 10
-    assert ledger.of(chain).num_drafted == 6
-    assert ledger.of(chain).drafted_per_position == [2, 2, 2]
-    assert ledger.of(chain).accepted_per_position == [1, 1, 1]
+    recorder, (tree, chain) = StatsRecorder(), rows_of(2)
+    recorder.record([tree, chain], draft, [tree.commit([5], 7), chain.commit([5, 5, 5], 7)])
+    recorder.record([tree, chain], draft, [tree.commit([5, 5], 7), chain.commit([], 7)])
+    assert (recorder.of(tree).num_drafted, recorder.of(tree).num_accepted) == (10, 3)
+    assert recorder.of(tree).drafted_per_position == [2, 2]
+    assert recorder.of(tree).accepted_per_position == [2, 1]
+    assert recorder.of(tree).acceptance_rate == 3 / 10
+    assert recorder.of(chain).num_drafted == 6
+    assert recorder.of(chain).drafted_per_position == [2, 2, 2]
+    assert recorder.of(chain).accepted_per_position == [1, 1, 1]
 
 
 def test_what_lies_behind_a_cut_is_not_counted():
-    ledger, rows = Ledger(), rows_of(1, max_tokens=2)
-    ledger.record(rows, Draft.chains([[5, 6, 7]]), [rows[0].commit([5, 6, 7], 8)])
-    stats = ledger.of(rows[0])
+    recorder, rows = StatsRecorder(), rows_of(1, max_tokens=2)
+    recorder.record(rows, Draft.chains([[5, 6, 7]]), [rows[0].commit([5, 6, 7], 8)])
+    stats = recorder.of(rows[0])
     assert (stats.num_tokens, stats.num_accepted) == (2, 2)
     assert stats.accepted_per_position == [1, 1, 0]
 
@@ -82,59 +82,59 @@ def test_nothing_drafted_is_no_acceptance_of_zero():
 
 
 def test_seconds_of_a_round_go_to_its_phases_and_the_rest_to_other(clock):
-    ledger, rows = Ledger(clock), rows_of(2)
-    with ledger.round(rows):
+    recorder, rows = StatsRecorder(clock), rows_of(2)
+    with recorder.round(rows):
         clock.advance(1)
         for seconds in (2, 4):
-            with ledger.phase("draft"):
+            with recorder.phase("draft"):
                 clock.advance(seconds)
-        with ledger.phase("score"):
+        with recorder.phase("score"):
             clock.advance(8)
-    with ledger.round(rows[:1]), ledger.phase("score"):
+    with recorder.round(rows[:1]), recorder.phase("score"):
         clock.advance(16)
-    assert ledger.of(rows[0]).seconds == dict.fromkeys(PHASES, 0.0) | {"draft": 6, "score": 24, "other": 1}
-    assert ledger.of(rows[1]).seconds == dict.fromkeys(PHASES, 0.0) | {"draft": 6, "score": 8, "other": 1}
+    assert recorder.of(rows[0]).seconds == dict.fromkeys(PHASES, 0.0) | {"draft": 6, "score": 24, "other": 1}
+    assert recorder.of(rows[1]).seconds == dict.fromkeys(PHASES, 0.0) | {"draft": 6, "score": 8, "other": 1}
 
 
 def test_drafting_is_timed_in_rounds_that_draft(clock):
     """A head listens in every round; what that takes is no draft step."""
-    ledger, rows = Ledger(clock), rows_of(2, max_tokens=9)
+    recorder, rows = StatsRecorder(clock), rows_of(2, max_tokens=9)
     for seconds, drafts in ((5, [[7], []]), (3, [[], []]), (2, [[], [7]])):
-        with ledger.round(rows), ledger.phase("draft"):
+        with recorder.round(rows), recorder.phase("draft"):
             clock.advance(seconds)
-        ledger.record(rows, Draft.chains(drafts), [row.commit([], 8) for row in rows])
-    assert [ledger.of(row).drafting_seconds for row in rows] == [5, 2]
+        recorder.record(rows, Draft.chains(drafts), [row.commit([], 8) for row in rows])
+    assert [recorder.of(row).drafting_seconds for row in rows] == [5, 2]
 
 
 def test_the_time_of_the_round_under_way_counts_from_its_start(clock):
-    ledger, rows = Ledger(clock), rows_of(1)
+    recorder, rows = StatsRecorder(clock), rows_of(1)
     for _ in range(2):
-        with ledger.round(rows):
+        with recorder.round(rows):
             clock.advance(1)
-            with ledger.phase("prefill"):
+            with recorder.phase("prefill"):
                 clock.advance(2)
-            with ledger.phase("draft"):
+            with recorder.phase("draft"):
                 clock.advance(4)
-            assert ledger.round_time() == RoundTime(prefill=2, draft=4, total=7)
+            assert recorder.round_time() == RoundTime(prefill=2, draft=4, total=7)
             clock.advance(8)
 
 
 def test_a_round_that_fails_is_charged_all_the_same(clock):
-    ledger, rows = Ledger(clock), rows_of(1)
+    recorder, rows = StatsRecorder(clock), rows_of(1)
 
     def interrupted_round():
-        with ledger.round(rows), ledger.phase("score"):
+        with recorder.round(rows), recorder.phase("score"):
             clock.advance(3)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted_round()
-    assert ledger.of(rows[0]).seconds["score"] == 3
+    assert recorder.of(rows[0]).seconds["score"] == 3
 
 
 def test_speed_counts_all_seconds():
     stats = Stats(
-        num_tokens=10, seconds={"prefill": 1.0, "draft": 1.0, "score": 2.0, "judge": 0.5, "other": 0.5}
+        num_tokens=10, seconds={"prefill": 1.0, "draft": 1.0, "score": 2.0, "verify": 0.5, "other": 0.5}
     )
     assert stats.tokens_per_second == 2
 

@@ -98,10 +98,10 @@ def test_a_loop_that_is_closed_inside_a_round_of_another_waits_for_its_end() -> 
     lock, state = RoundLock(), {"in_round": False}
     abandoned = Loop()
     first = abandoned.rounds(state)
-    lock.play_round(first)  # type: ignore[arg-type]
+    lock.run_round(first)  # type: ignore[arg-type]
     other = Loop(during=lambda: lock.close(first))  # type: ignore[arg-type]
     second = other.rounds(state)
-    lock.play_round(second)  # type: ignore[arg-type]
+    lock.run_round(second)  # type: ignore[arg-type]
     assert abandoned.closed_in_round is False
     lock.close(second)  # type: ignore[arg-type]
     assert other.closed_in_round is False
@@ -111,7 +111,7 @@ def test_a_loop_that_is_closed_while_another_is_being_closed_waits_for_its_end()
     lock, state = RoundLock(), {"in_round": False}
     abandoned = Loop()
     first = abandoned.rounds(state)
-    lock.play_round(first)  # type: ignore[arg-type]
+    lock.run_round(first)  # type: ignore[arg-type]
     closing: list[bool] = []
 
     def other() -> Iterator[list[Commit]]:
@@ -122,7 +122,7 @@ def test_a_loop_that_is_closed_while_another_is_being_closed_waits_for_its_end()
             closing.append(abandoned.closed_in_round is None)
 
     second = other()
-    lock.play_round(second)  # type: ignore[arg-type]
+    lock.run_round(second)  # type: ignore[arg-type]
     lock.close(second)  # type: ignore[arg-type]
     assert closing == [True]
     assert abandoned.closed_in_round is False
@@ -132,7 +132,7 @@ def test_a_loop_under_way_is_not_collected() -> None:
     lock, state = RoundLock(), {"in_round": False}
     loop = Loop()
     rounds = loop.rounds(state)
-    lock.play_round(rounds)  # type: ignore[arg-type]
+    lock.run_round(rounds)  # type: ignore[arg-type]
     del rounds
     gc.collect()
     assert loop.closed_in_round is None
@@ -147,11 +147,11 @@ def test_a_thread_waits_for_the_round_of_another() -> None:
         assert leave.wait(10)
 
     first, second = Loop(during=wait).rounds({}), Loop().rounds({})
-    slow = threading.Thread(target=lock.play_round, args=(first,))
+    slow = threading.Thread(target=lock.run_round, args=(first,))
     slow.start()
     assert entered.wait(10)
     done = threading.Event()
-    fast = threading.Thread(target=lambda: (lock.play_round(second), done.set()))  # type: ignore[arg-type]
+    fast = threading.Thread(target=lambda: (lock.run_round(second), done.set()))  # type: ignore[arg-type]
     fast.start()
     assert not done.wait(0.05)
     leave.set()

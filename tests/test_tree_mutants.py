@@ -9,12 +9,12 @@ import numpy
 import pytest
 import torch
 
-from law_cases import (
+from distribution_cases import (
     PAIRS,
     ROUNDING,
     SAMPLED,
     after_prompt,
-    law_error,
+    dist_error,
     make_grown_drafter,
     make_tree_drafter,
     play,
@@ -25,7 +25,7 @@ from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
 from secondguess.decode import Team
 from secondguess.drafters import optimal_tree
-from secondguess.drafters.trees import Grove
+from secondguess.drafters.trees import TreeBuilder
 from secondguess.enumeration import enumerate_rounds
 from secondguess.noise import KeyedNoise
 from secondguess.runtime import tree
@@ -34,15 +34,15 @@ from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
-from secondguess.testing import LawTreeDrafter, random_law
+from secondguess.testing import LawTreeDrafter, random_probs
 from secondguess.verifiers import make_verifier, traversal, trees
 from secondguess.verifiers.traversal import TraversalVerifier
-from test_mutants import Mutant, Patch, exact_model_law, places_share_accept_numbers
+from test_mutants import Mutant, Patch, exact_model_dist, places_share_accept_numbers
 
 # Checks: each says whether the code passes.
 
 
-def law_holds(
+def dist_holds(
     verifier: str = "traversal",
     widths: tuple[int, ...] = (2,),
     distinct: bool = True,
@@ -54,16 +54,16 @@ def law_holds(
     for pair in (PAIRS[name] for name in pairs):
         drafter = make_tree_drafter(pair, widths, distinct, least_chance)
         errors.append(
-            law_error(play(pair, drafter, verifier, "fixed:9"), after_prompt(pair.target), num_tokens=3)
+            dist_error(play(pair, drafter, verifier, "fixed:9"), after_prompt(pair.target), num_tokens=3)
         )
     return max(errors) < ROUNDING
 
 
-def law(*args: object, **settings: object) -> Callable[[], bool]:
-    return lambda: law_holds(*args, **settings)
+def dist(*args: object, **settings: object) -> Callable[[], bool]:
+    return lambda: dist_holds(*args, **settings)
 
 
-def keyed_law_holds() -> bool:
+def keyed_dist_holds() -> bool:
     """Several rounds with the noise that ships: G-test of 20,000 texts of 5 tokens, at 1e-6."""
     return chained_text_p_value("traversal", parents=TREE, distinct=False) > 1e-6
 
@@ -76,7 +76,7 @@ def padding_stays_out() -> bool:
     probs = torch.tensor([0.5, 0.5]).expand(50, 5, 2)
     draft = Draft(tokens, form, torch.full((50,), 2), probs, distinct=False)
     noise = KeyedNoise.of_rows([Row([0], SAMPLED, seed=seed) for seed in range(50)])
-    return not make_verifier("traversal").judge(draft, target, noise).lengths.any()
+    return not make_verifier("traversal").verify(draft, target, noise).lengths.any()
 
 
 def runtime_of(kind: str, vocab_size: int) -> CachedRuntime:
@@ -96,32 +96,32 @@ def paths_are_chains(kind: str) -> bool:
     return torch.allclose(found.logits[0, 1:], torch.stack(expected), atol=1e-9)
 
 
-def cached_law_holds(kind: str) -> bool:
+def cached_dist_holds(kind: str) -> bool:
     """Two rounds with trees on a real cache, enumerated: a scattered path that was accepted is found there."""
     model = tiny_pair(vocab_size=2)[0].double()
 
-    def next_law(output):
+    def next_dist(output):
         with torch.inference_mode():
             logits = model(torch.tensor([[0, 1, *output]]), use_cache=False).logits
             return logits[0, -1].double().softmax(-1)
 
-    found = exact_model_law(model, next_law)
+    found = exact_model_dist(model, next_dist)
     team = Team(
         runtime_of(kind, vocab_size=2),
-        LawTreeDrafter(2, random_law(2, 1), (2,)),
+        LawTreeDrafter(2, random_probs(2, 1), (2,)),
         make_verifier("traversal"),
         make_controller("fixed:9"),
     )
     (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
     # The modules compute their norms in float32, the fused runtime in float64.
-    return law_error(branches, lambda output: found[output], 4) < (ROUNDING if kind == "module" else 1e-6)
+    return dist_error(branches, lambda output: found[output], 4) < (ROUNDING if kind == "module" else 1e-6)
 
 
-def dynamic_law_holds() -> bool:
+def dynamic_dist_holds() -> bool:
     """Trees of the likeliest nodes, where these are samples."""
     pair = PAIRS["binary"]
     drafter = make_grown_drafter(pair, "dynamic", nodes=2, width=2, depth=2)
-    return law_error(play(pair, drafter, "auto", "fixed:2"), after_prompt(pair.target), 3) < ROUNDING
+    return dist_error(play(pair, drafter, "auto", "fixed:2"), after_prompt(pair.target), 3) < ROUNDING
 
 
 def plans_are_the_best() -> bool:
@@ -172,28 +172,28 @@ def sampled_nodes_are_ranked_again(patch: Patch) -> None:
 
 def sampled_trees_are_pruned(patch: Patch) -> None:
     """More is drawn than stays, and the likeliest stays, as it may where nodes are no samples."""
-    original = Grove.__init__
+    original = TreeBuilder.__init__
 
     def init(self, *args):
         original(self, *args)
         self.free = [True] * len(self.free)
 
-    patch.setattr(Grove, "__init__", init)
+    patch.setattr(TreeBuilder, "__init__", init)
 
 
 def levels_are_withdrawn(patch: Patch) -> None:
     """Whether to go on is asked of the nodes drawn, one level late: an unlikely last level is taken back."""
-    original = Grove.grow
+    original = TreeBuilder.grow
 
     def grow(self, active, logits, tree, depth):
         before = [list(nodes) for nodes in self.nodes]
-        telling = original(self, active, logits, tree, depth)
+        parent_logits = original(self, active, logits, tree, depth)
         for row in active:
-            if depth and max(self.nodes[row][index].log_chance for index in self.frontiers[row]) < -1.2:
+            if depth and max(self.nodes[row][index].log_prob for index in self.frontiers[row]) < -1.2:
                 self.nodes[row], self.frontiers[row] = before[row], []
-        return telling
+        return parent_logits
 
-    patch.setattr(Grove, "grow", grow)
+    patch.setattr(TreeBuilder, "grow", grow)
 
 
 def the_plan_takes_every_child_for_an_elder_one(patch: Patch) -> None:
@@ -205,7 +205,7 @@ def the_plan_takes_every_child_for_an_elder_one(patch: Patch) -> None:
     patch.setattr(optimal_tree.Tables, "_add_level", add_level)
 
 
-def laws_without_siblings_are_not_renormalised(patch: Patch) -> None:
+def distributions_without_siblings_are_not_renormalised(patch: Patch) -> None:
     _change_sheets(patch, lambda sheet: replace(sheet, remaining=numpy.sign(sheet.remaining)))
 
 
@@ -228,9 +228,9 @@ def what_nobody_drew_is_accepted(patch: Patch) -> None:
     _change_sheets(patch, lambda sheet: replace(sheet, remaining=sheet.remaining.clip(1e-3)))
 
 
-def _change_sheets(patch: Patch, change: Callable[[trees.Sheet], trees.Sheet]) -> None:
-    original = trees.Sheet.of.__func__
-    patch.setattr(trees.Sheet, "of", classmethod(lambda cls, *args: change(original(cls, *args))))
+def _change_sheets(patch: Patch, change: Callable[[trees.TokenProbs], trees.TokenProbs]) -> None:
+    original = trees.TokenProbs.of.__func__
+    patch.setattr(trees.TokenProbs, "of", classmethod(lambda cls, *args: change(original(cls, *args))))
 
 
 def siblings_are_removed_from_the_target_too(patch: Patch) -> None:
@@ -243,7 +243,7 @@ def siblings_are_removed_from_the_target_too(patch: Patch) -> None:
         self._left = before.scatter(-1, self._draft.tokens[:, rank.nodes, None], 0.0)
         self._totals = self._left.sum(-1).numpy()
         for place, query in enumerate(rank.queries):
-            self._laws[query] = self._left[:, place]
+            self._dists[query] = self._left[:, place]
         return masses
 
     patch.setattr(trees.Level, "refuse", refuse)
@@ -264,7 +264,7 @@ def children_are_weighed_before_their_siblings_fail(patch: Patch) -> None:
     patch.setattr(trees.Level, "ratios", ratios)
 
 
-def corrections_come_from_the_untouched_law(patch: Patch) -> None:
+def corrections_come_from_the_untouched_distribution(patch: Patch) -> None:
     original = traversal.traverse
 
     def traverse(shape, draft, target_probs):
@@ -273,7 +273,7 @@ def corrections_come_from_the_untouched_law(patch: Patch) -> None:
     patch.setattr(traversal, "traverse", traverse)
 
 
-def the_law_behind_another_node(patch: Patch) -> None:
+def the_distribution_behind_another_node(patch: Patch) -> None:
     """Children are judged by what follows their parent's sibling."""
     original = TraversalVerifier.judge_alike
 
@@ -296,7 +296,7 @@ def padding_counts_as_drafted(patch: Patch) -> None:
 
 def nodes_of_one_depth_share_their_number(patch: Patch) -> None:
     original = KeyedNoise.draft
-    patch.setattr(KeyedNoise, "draft", lambda self, laws, depth, node=None: original(self, laws, depth))
+    patch.setattr(KeyedNoise, "draft", lambda self, dists, depth, node=None: original(self, dists, depth))
 
 
 def siblings_see_each_other(patch: Patch) -> None:
@@ -321,28 +321,28 @@ def scattered_paths_are_left_where_they_are(patch: Patch) -> None:
 
 
 MUTANTS = [
-    Mutant(siblings_are_judged_in_another_order, law("traversal"), "sibling-order-traversal"),
-    Mutant(siblings_are_judged_in_another_order, law("recursive"), "sibling-order-recursive"),
-    Mutant(siblings_claim_to_be(False), law("traversal"), "distinct-judged-as-independent"),
-    Mutant(siblings_claim_to_be(True), law("traversal", distinct=False), "independent-judged-as-distinct"),
-    Mutant(siblings_claim_to_be(True), law("recursive", distinct=False), "the-same-under-recursive"),
-    Mutant(twins_are_dropped, law("traversal", distinct=False)),
-    Mutant(sampled_nodes_are_ranked_again, law("traversal")),
-    Mutant(sampled_trees_are_pruned, dynamic_law_holds),
-    Mutant(levels_are_withdrawn, dynamic_law_holds),
+    Mutant(siblings_are_judged_in_another_order, dist("traversal"), "sibling-order-traversal"),
+    Mutant(siblings_are_judged_in_another_order, dist("recursive"), "sibling-order-recursive"),
+    Mutant(siblings_claim_to_be(False), dist("traversal"), "distinct-judged-as-independent"),
+    Mutant(siblings_claim_to_be(True), dist("traversal", distinct=False), "independent-judged-as-distinct"),
+    Mutant(siblings_claim_to_be(True), dist("recursive", distinct=False), "the-same-under-recursive"),
+    Mutant(twins_are_dropped, dist("traversal", distinct=False)),
+    Mutant(sampled_nodes_are_ranked_again, dist("traversal")),
+    Mutant(sampled_trees_are_pruned, dynamic_dist_holds),
+    Mutant(levels_are_withdrawn, dynamic_dist_holds),
     Mutant(the_plan_takes_every_child_for_an_elder_one, plans_are_the_best),
-    Mutant(laws_without_siblings_are_not_renormalised, law("traversal")),
-    Mutant(cousins_are_removed_too, law("traversal", widths=(2, 1), pairs=("ternary",))),
-    Mutant(siblings_are_removed_from_the_target_too, law("recursive", distinct=False)),
-    Mutant(weights_outlive_a_rejection, law("traversal", widths=(1, 2))),
-    Mutant(children_are_weighed_before_their_siblings_fail, law("traversal")),
-    Mutant(corrections_come_from_the_untouched_law, law("traversal")),
-    Mutant(the_law_behind_another_node, law("traversal", widths=(2, 1), pairs=("binary",))),
-    Mutant(parents_come_up_before_their_children, law("traversal", widths=(1, 2))),
-    Mutant(what_nobody_drew_is_accepted, law("traversal", pairs=("certain-drafter",))),
+    Mutant(distributions_without_siblings_are_not_renormalised, dist("traversal")),
+    Mutant(cousins_are_removed_too, dist("traversal", widths=(2, 1), pairs=("ternary",))),
+    Mutant(siblings_are_removed_from_the_target_too, dist("recursive", distinct=False)),
+    Mutant(weights_outlive_a_rejection, dist("traversal", widths=(1, 2))),
+    Mutant(children_are_weighed_before_their_siblings_fail, dist("traversal")),
+    Mutant(corrections_come_from_the_untouched_distribution, dist("traversal")),
+    Mutant(the_distribution_behind_another_node, dist("traversal", widths=(2, 1), pairs=("binary",))),
+    Mutant(parents_come_up_before_their_children, dist("traversal", widths=(1, 2))),
+    Mutant(what_nobody_drew_is_accepted, dist("traversal", pairs=("certain-drafter",))),
     Mutant(padding_counts_as_drafted, padding_stays_out),
-    Mutant(nodes_of_one_depth_share_their_number, keyed_law_holds),
-    Mutant(places_share_accept_numbers, keyed_law_holds),
+    Mutant(nodes_of_one_depth_share_their_number, keyed_dist_holds),
+    Mutant(places_share_accept_numbers, keyed_dist_holds),
     *(
         Mutant(mutate, lambda kind=kind: paths_are_chains(kind), f"{mutate.__name__}-{kind}")
         for mutate in (siblings_see_each_other, grandparents_are_not_seen, positions_are_indices)
@@ -351,7 +351,7 @@ MUTANTS = [
     *(
         Mutant(
             scattered_paths_are_left_where_they_are,
-            lambda kind=kind: cached_law_holds(kind),
+            lambda kind=kind: cached_dist_holds(kind),
             f"compaction-forgotten-{kind}",
         )
         for kind in ("module", "fused")

@@ -13,12 +13,12 @@ from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Team, decode
 from secondguess.drafters.feature import FeatureDrafter
-from secondguess.drafters.stepping import SteppingDrafter
+from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.learning import Lesson
 from secondguess.heads.mtp import MtpHead
 from secondguess.heads.unrolled import UnrolledHead, initialise, shape_of_width
-from secondguess.runtime.base import Ends, Hidden
+from secondguess.runtime.base import EmbeddingAndHead, Hidden
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
@@ -59,22 +59,22 @@ def lesson_of(tokens: Tensor, model: LlamaForCausalLM) -> Lesson:
     return Lesson(tokens, counts, hidden)
 
 
-def make_eagle3(ends: Ends) -> UnrolledHead:
+def make_eagle3(ends: EmbeddingAndHead) -> UnrolledHead:
     counts = torch.arange(VOCAB_SIZE) % 11
     return EagleHead.fresh(ends, NUM_LAYERS, draft_vocab_size=24, counts=counts, seed=1)
 
 
-def make_eagle1(ends: Ends) -> UnrolledHead:
+def make_eagle1(ends: EmbeddingAndHead) -> UnrolledHead:
     head = Eagle1Head(shape_of_width(ends.width), ends, VOCAB_SIZE)
     initialise(head, 1)
     return head
 
 
-def make_mtp(ends: Ends) -> UnrolledHead:
+def make_mtp(ends: EmbeddingAndHead) -> UnrolledHead:
     return MtpHead.fresh(ends, VOCAB_SIZE, NUM_LAYERS, seed=1)
 
 
-UNROLLED: dict[str, Callable[[Ends], UnrolledHead]] = {
+UNROLLED: dict[str, Callable[[EmbeddingAndHead], UnrolledHead]] = {
     "eagle3": make_eagle3,
     "eagle1": make_eagle1,
     "mtp": make_mtp,
@@ -86,7 +86,7 @@ def fresh_head(kind: str, dtype: torch.dtype = torch.float64) -> UnrolledHead:
     return UNROLLED[kind](TransformersRuntime(target_model(dtype)).ends()).to(dtype)
 
 
-def told(drafter: SteppingDrafter, row: Row, tokens: list[int]) -> Tensor:
+def told(drafter: SamplingDrafter, row: Row, tokens: list[int]) -> Tensor:
     """Logits `[depth, vocab]` of a drafter at each depth, where its chain is told these tokens and not its own."""
     said = []
     with torch.inference_mode():

@@ -20,7 +20,7 @@ from systems import LlamaCpp, OpenVino
 from secondguess.bench.markdown import table
 from secondguess.bench.measurement import turns
 from secondguess.bench.peers import StockModel, transformers_systems
-from secondguess.bench.provenance import gather
+from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.systems import Models, Run, Speculator, System
 
 LOSSLESS_WHEN_SAMPLING = ("secondguess", "transformers", "llama.cpp")
@@ -232,7 +232,7 @@ def main() -> None:
     prompts = torch.randint(vocab_size, (options.num_prompts, options.prompt_length)).tolist()
     runs = measure(systems, prompts, options.temperatures, options.num_tokens)
     about = json.loads((options.pair / "pair.json").read_text())
-    provenance = gather(
+    provenance = collect_provenance(
         num_threads=options.threads,
         device="cpu",
         dtype="bfloat16",

@@ -16,7 +16,7 @@ from secondguess.drafters import draft_model_paths, make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.generation import Generation, Output, check_request, make_row
-from secondguess.pairing import UnloadedTarget, require_model_to_quantize, understand_drafter
+from secondguess.pairing import UnloadedTarget, require_model_to_quantize, resolve_drafter
 from secondguess.prompts import Prompt, encode, is_single
 from secondguess.round_lock import RoundLock
 from secondguess.runtime.base import Runtime
@@ -29,7 +29,7 @@ from secondguess.runtime.loading import (
     pick_device,
     read_config,
 )
-from secondguess.runtime.memory import MemoryNeed, check_memory
+from secondguess.runtime.memory import MemoryEstimate, check_memory
 from secondguess.sampling import SamplingParams
 from secondguess.text import Piece
 from secondguess.verifiers import make_verifier
@@ -233,9 +233,9 @@ def load(
         memory_need(path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
         for path in draft_models_named
     ]
-    head_bytes = understand_drafter(name, _unloaded(model, runtime)).head_bytes
+    head_bytes = resolve_drafter(name, _unloaded(model, runtime)).head_bytes
     if head_bytes:
-        needs.append(MemoryNeed(name, head_bytes, 0, needs[0].num_cached_tokens))
+        needs.append(MemoryEstimate(name, head_bytes, 0, needs[0].num_cached_tokens))
     check_memory(needs, pick_device(device))
     target = load_runtime(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
     draft_models: list[LoadedModel] = []
@@ -266,7 +266,7 @@ def _unloaded(model: str, runtime: str) -> UnloadedTarget:
     """
     path = find_checkpoint(model)
     num_layers = read_config(path).get_text_config().num_hidden_layers
-    return UnloadedTarget(model, path, num_layers, runs_layers_apart=runtime != "transformers")
+    return UnloadedTarget(model, path, num_layers, supports_partial_forward=runtime != "transformers")
 
 
 def _cached_bytes(loaded: LoadedModel) -> int:
@@ -294,7 +294,7 @@ def choose_controller(name: str | None, drafter: Drafter) -> Controller:
             f"expected no controller for the drafter {drafter.name}, which never drafts, got {name!r}; "
             "leave it out or take another drafter"
         )
-    if drafter.certain and controller.needs_laws:
+    if drafter.deterministic and controller.needs_probs:
         raise BadInputError(
             f"expected a controller that reads no laws for the drafter {drafter.name}, which has none, got "
             f"{name!r}; use fixed:K or a drafter with a model"
@@ -308,7 +308,7 @@ def check_verifier(verifier: Verifier, drafter: Drafter) -> None:
     Raises:
         BadInputError: a verifier for chains, with a drafter that proposes trees.
     """
-    if drafter.may_branch and not verifier.judges_trees:
+    if drafter.can_draft_trees and not verifier.supports_trees:
         raise BadInputError(
             f"expected a verifier that judges trees for the drafter {drafter.name}, got {verifier.name!r}, which judges "
             "single paths only; use verifier 'auto', 'recursive', 'traversal' or 'coupled', or a drafter of chains"

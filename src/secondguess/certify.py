@@ -38,7 +38,7 @@ from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
-from secondguess.stats import Ledger, acceptance_rate_of
+from secondguess.stats import StatsRecorder, acceptance_rate_of
 from secondguess.verifiers import make_verifier
 
 if TYPE_CHECKING:
@@ -272,7 +272,9 @@ def certify(
             the number of texts sampled.
     """
     start = time.perf_counter()
-    cells = Cells.of(_next_law(subject, options.temperature), options.num_tokens, options.num_cells, progress)
+    cells = Cells.of(
+        _next_dist(subject, options.temperature), options.num_tokens, options.num_cells, progress
+    )
     counts, (num_drafted, num_accepted, num_rounds) = _sample(subject, options, cells, progress)
     distance = 0.5 * sum(
         abs(counts[cell] / options.num_samples - mass) for cell, mass in cells.masses.items()
@@ -304,19 +306,19 @@ def certify(
     )
 
 
-def _next_law(subject: Subject, temperature: float) -> Callable[[Text], Tensor]:
+def _next_dist(subject: Subject, temperature: float) -> Callable[[Text], Tensor]:
     """Return the target's next-token distribution as a function of the output so far.
 
     It does not use the package's sampling code, so that the certificate tests that code too.
     """
 
-    def next_law(output: Text) -> Tensor:
+    def next_dist(output: Text) -> Tensor:
         logits = subject.plain_logits((*subject.prompt, *output))
         if temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).double()
         return (logits / temperature).softmax(-1)
 
-    return next_law
+    return next_dist
 
 
 @dataclass(frozen=True)
@@ -335,7 +337,7 @@ class Cells:
     @classmethod
     def of(
         cls,
-        next_law: Callable[[Text], Tensor],
+        next_dist: Callable[[Text], Tensor],
         num_tokens: int,
         num_cells: int,
         progress: Progress = _no_progress,
@@ -346,7 +348,7 @@ class Cells:
         cell together, until there are about `num_cells` cells.
 
         Args:
-            next_law: returns the target's distribution `[vocab]` after an output.
+            next_dist: returns the target's distribution `[vocab]` after an output.
             num_tokens: tokens per text.
             num_cells: approximate number of cells.
             progress: called with the number of cells so far.
@@ -357,7 +359,7 @@ class Cells:
         while open_prefixes and len(masses) + len(open_prefixes) < num_cells:
             progress(len(masses) + len(open_prefixes), num_cells, "exact probabilities")
             negative_mass, prefix = heapq.heappop(open_prefixes)
-            probs = next_law(prefix)
+            probs = next_dist(prefix)
             chances, tokens = probs.topk(min(4, len(probs)))
             branches[prefix] = frozenset(tokens.tolist())
             if len(probs) > len(tokens):
@@ -388,7 +390,7 @@ def _sample(
 ) -> tuple[Counter[Text], tuple[int, int, int]]:
     """Return the count of each cell, and numbers of drafted nodes, accepted nodes and rounds."""
     params = SamplingParams(temperature=options.temperature, max_tokens=options.num_tokens)
-    coupled = subject.team.verifier.couples(seeded=False)
+    coupled = subject.team.verifier.uses_coupling(seeded=False)
     texts: Counter[Text] = Counter()
     num_drafted = num_accepted = num_rounds = 0
     for first in range(0, options.num_samples, options.batch_size):
@@ -397,12 +399,12 @@ def _sample(
             Row(list(subject.prompt), params, seed=options.seed, stream=stream, coupled=coupled)
             for stream in range(first, last)
         ]
-        team = replace(subject.team, ledger=Ledger())
+        team = replace(subject.team, recorder=StatsRecorder())
         progress(first, options.num_samples, "drawing texts")
         for _ in decode(team, rows):
             progress(first + sum(row.finished for row in rows), options.num_samples, "drawing texts")
         texts.update(tuple(row.output) for row in rows)
-        for stats in map(team.ledger.of, rows):
+        for stats in map(team.recorder.of, rows):
             num_drafted += stats.num_drafted
             num_accepted += stats.num_accepted
             num_rounds += stats.num_rounds

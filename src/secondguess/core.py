@@ -203,17 +203,17 @@ class Draft:
     distinct: bool = True
 
     @classmethod
-    def empty(cls, num_rows: int, device: torch.device | str = "cpu", law_width: int | None = None) -> Draft:
+    def empty(cls, num_rows: int, device: torch.device | str = "cpu", vocab_size: int | None = None) -> Draft:
         """Return a draft without nodes, which makes the round plain decoding.
 
         Args:
             num_rows: number of rows.
             device: device of the tensors.
-            law_width: vocabulary size of `probs`; None for a deterministic draft, without `probs`.
+            vocab_size: vocabulary size of `probs`; None for a deterministic draft, without `probs`.
                 It selects the verification rule, and a row's text must not depend on whether
                 another row had room to draft.
         """
-        return _empty_draft(num_rows, torch.device(device), law_width)
+        return _empty_draft(num_rows, torch.device(device), vocab_size)
 
     @classmethod
     def chains(
@@ -297,11 +297,11 @@ def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
 
 
 @lru_cache(maxsize=256)
-def _empty_draft(num_rows: int, device: torch.device, law_width: int | None) -> Draft:
+def _empty_draft(num_rows: int, device: torch.device, vocab_size: int | None) -> Draft:
     """Build an empty draft; cached, because rounds in backoff use the same one."""
     nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
-    laws = None if law_width is None else torch.empty(num_rows, 0, law_width, device=device)
-    return Draft(nothing, nothing, torch.zeros(num_rows, dtype=torch.long, device=device), laws)
+    dists = None if vocab_size is None else torch.empty(num_rows, 0, vocab_size, device=device)
+    return Draft(nothing, nothing, torch.zeros(num_rows, dtype=torch.long, device=device), dists)
 
 
 @lru_cache(maxsize=256)
@@ -366,7 +366,7 @@ MAX_DRAFT_LENGTH = 64
 """Largest draft length, in levels. No longer draft is useful, so larger values are refused."""
 
 
-class Prospect(NamedTuple):
+class Candidate(NamedTuple):
     """Candidate source of a row's next draft, as known before drafting.
 
     Args:
@@ -374,15 +374,15 @@ class Prospect(NamedTuple):
         kind: property of the draft known in advance, such as the match length of a suffix lookup.
             Drafts of one kind have similar acceptance rates, so statistics are kept per kind.
         longest: largest number of levels that it can provide.
-        certain: True if its drafts are deterministic, without `probs`; `go_on` is not called.
-        unread: number of tokens to prefill before the first level can be drafted.
+        deterministic: True if its drafts are deterministic, without `probs`; `go_on` is not called.
+        num_uncached: number of tokens to prefill before the first level can be drafted.
     """
 
     part: int = 0
     kind: Hashable = ""
     longest: int = MAX_DRAFT_LENGTH
-    certain: bool = False
-    unread: int = 0
+    deterministic: bool = False
+    num_uncached: int = 0
 
 
 class Plan(NamedTuple):
@@ -396,7 +396,7 @@ class GoOn(Protocol):
     """Callback that decides per row whether to draft another level; see `Budgets.go_on`."""
 
     def __call__(
-        self, logits: Tensor, depth: int, foretold: Sequence[float] | None = None, /
+        self, logits: Tensor, depth: int, acceptance_probs: Sequence[float] | None = None, /
     ) -> list[bool]: ...
 
 
@@ -414,13 +414,13 @@ class Budgets:
             this is the non-anticipation rule (docs/controllers.md, "Why a controller may not see
             the tokens"). Entries of rows that drew no node at this depth are meaningless. A
             drafter trained to predict acceptance probabilities can pass them as third argument.
-        reads_laws: False if `go_on` always returns True, so that drafters can skip the call.
+        reads_dists: False if `go_on` always returns True, so that drafters can skip the call.
         parts: per row, index of the component drafter to use; empty for the first one everywhere.
     """
 
     lengths: list[int]
     go_on: GoOn
-    reads_laws: bool = True
+    uses_probs: bool = True
     parts: Sequence[int] = ()
 
     @property

@@ -25,13 +25,13 @@ from functools import partial
 from torch import Tensor, inference_mode
 
 from secondguess.controllers.base import Controller
-from secondguess.controllers.laws import DraftLaws
+from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Commit, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.noise import KeyedNoise, Noise
-from secondguess.runtime.base import Runtime, Scores
-from secondguess.sampling import commit_logprobs, target_laws
-from secondguess.stats import Ledger
+from secondguess.runtime.base import ForwardOutput, Runtime
+from secondguess.sampling import commit_logprobs, compute_target_probs
+from secondguess.stats import StatsRecorder
 from secondguess.verifiers.base import Verifier
 
 
@@ -47,7 +47,7 @@ class Team:
         drafter: proposes draft tokens.
         verifier: decides which draft tokens are accepted.
         controller: chooses the draft lengths.
-        ledger: collects counters and timings per row.
+        recorder: collects counters and timings per row.
         make_noise: returns the noise of a round; None for `KeyedNoise`, keyed by the rows' seeds.
     """
 
@@ -55,7 +55,7 @@ class Team:
     drafter: Drafter
     verifier: Verifier
     controller: Controller
-    ledger: Ledger = field(default_factory=Ledger)
+    recorder: StatsRecorder = field(default_factory=StatsRecorder)
     make_noise: Callable[[Sequence[Row]], Noise] | None = None
 
     def noise(self, rows: Sequence[Row]) -> Noise:
@@ -82,7 +82,7 @@ def decode(team: Team, rows: Sequence[Row]) -> Generator[list[Commit], None, Non
     try:
         begin(team, held)
         while held:
-            yield play_round(team, held)
+            yield run_round(team, held)
             # Slots stay contiguous: releasing the last row first moves the fewest cache entries.
             for row in reversed(held):
                 if row.finished:
@@ -96,7 +96,7 @@ def decode(team: Team, rows: Sequence[Row]) -> Generator[list[Commit], None, Non
 @inference_mode()
 def begin(team: Team, rows: Sequence[Row]) -> None:
     """Prefill rows: cache all tokens of each prompt except the last one."""
-    with team.ledger.round(rows), team.ledger.phase("prefill"):
+    with team.recorder.round(rows), team.recorder.phase("prefill"):
         team.target.request_hidden(team.drafter.hidden_layers)
         hidden = team.target.begin(rows)
         team.drafter.begin(rows, hidden)
@@ -110,29 +110,29 @@ def release(team: Team, row: Row) -> None:
 
 
 @inference_mode()
-def play_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
+def run_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
     """Run one round: draft, one target forward pass, verification and commit.
 
     Returns:
         One `Commit` per row, with at least one token each.
     """
-    ledger = team.ledger
-    with ledger.round(rows):
+    recorder = team.recorder
+    with recorder.round(rows):
         noise = team.noise(rows)
         budgets = _budgets(team, rows)
         draft = _draft(team, rows, budgets, noise)
-        with ledger.phase("score"):
+        with recorder.phase("score"):
             scores = team.target.score(rows, draft)
-        with ledger.phase("judge"):
-            verdict = team.verifier.judge(draft, target_laws(scores.logits, rows, draft), noise)
+        with recorder.phase("verify"):
+            verdict = team.verifier.verify(draft, compute_target_probs(scores.logits, rows, draft), noise)
             paths = verdict.path_lists()
         # The cache drops rejected nodes before the rows' tokens change.
         team.target.keep(rows, paths)
         commits = _commit(rows, draft, scores, verdict, paths)
-        with ledger.phase("draft"):
+        with recorder.phase("draft"):
             team.drafter.observe(rows, verdict, scores.hidden)
-        team.controller.learn(rows, draft, verdict, ledger.round_time())
-    ledger.record(rows, draft, commits)
+        team.controller.learn(rows, draft, verdict, recorder.round_time())
+    recorder.record(rows, draft, commits)
     return commits
 
 
@@ -143,8 +143,8 @@ def _budgets(team: Team, rows: Sequence[Row]) -> Budgets:
     reserved for the token that the verifier samples.
     """
     controller = team.controller
-    prospects = team.drafter.prospects(rows)
-    plans = controller.plan(rows, prospects)
+    candidates = team.drafter.candidates(rows)
+    plans = controller.plan(rows, candidates)
     wishes = [row.params.draft_length for row in rows]
     lengths = [
         max(0, min(plan.length if wish is None else wish, row.room - 1))
@@ -153,10 +153,10 @@ def _budgets(team: Team, rows: Sequence[Row]) -> Budgets:
     # With a draft length of its own, a request gets the drafter's preferred component.
     parts = [
         plan.part if wish is None else choices[0].part
-        for plan, wish, choices in zip(plans, wishes, prospects, strict=True)
+        for plan, wish, choices in zip(plans, wishes, candidates, strict=True)
     ]
     go_on = partial(_go_on, controller, rows, wishes)
-    return Budgets(lengths, go_on, controller.reads_laws, parts)
+    return Budgets(lengths, go_on, controller.uses_probs, parts)
 
 
 def _go_on(
@@ -165,26 +165,26 @@ def _go_on(
     wishes: Sequence[int | None],
     logits: Tensor,
     depth: int,
-    foretold: Sequence[float] | None = None,
+    acceptance_probs: Sequence[float] | None = None,
 ) -> list[bool]:
     """Return whether to draft another level, per row; always True for a request's own length."""
-    answers = controller.go_on(rows, DraftLaws(logits, foretold), depth)
+    answers = controller.go_on(rows, DraftProbs(logits, acceptance_probs), depth)
     return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
 
 
 def _draft(team: Team, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
     """Draft for all rows; skip the drafter when every draft length is 0."""
     if not budgets.longest:
-        return team.drafter.decline(len(rows), noise, team.target.vocab_size)
+        return team.drafter.empty_draft(len(rows), noise, team.target.vocab_size)
     members = [index for index, length in enumerate(budgets.lengths) if length > 0]
-    with team.ledger.phase("prefill"):
+    with team.recorder.phase("prefill"):
         team.drafter.prepare([rows[index] for index in members], [budgets.parts[index] for index in members])
-    with team.ledger.phase("draft"):
+    with team.recorder.phase("draft"):
         return team.drafter.propose(rows, budgets, noise)
 
 
 def _commit(
-    rows: Sequence[Row], draft: Draft, scores: Scores, verdict: Verdict, paths: Sequence[Sequence[int]]
+    rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict, paths: Sequence[Sequence[int]]
 ) -> list[Commit]:
     """Append each row's accepted path and next token, up to the token that ends the row."""
     node_tokens = draft.tokens.tolist()

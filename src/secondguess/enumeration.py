@@ -1,7 +1,7 @@
 """Exact distribution of decoding rounds, by enumerating every outcome of every random decision.
 
-A custom verifier, drafter or controller is lossless if `text_law` of `enumerate_rounds` equals
-`exact_law` up to rounding. Test it on distributions with zeros, one-hot distributions, p = q, and
+A custom verifier, drafter or controller is lossless if `text_dist` of `enumerate_rounds` equals
+`exact_dist` up to rounding. Test it on distributions with zeros, one-hot distributions, p = q, and
 disjoint supports of p and q. Nothing is sampled: each row of one large batch follows one branch of
 the tree of outcomes and carries its probability. Intended for `secondguess.testing.TableModel`
 with a few tokens and draft lengths up to about four.
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row
-from secondguess.decode import Team, begin, play_round, release
+from secondguess.decode import Team, begin, release, run_round
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.noise import Noise
-from secondguess.stats import Ledger
+from secondguess.stats import StatsRecorder
 
 MAX_BRANCHES = 300_000
 
@@ -51,19 +51,19 @@ class Drawn:
     """Tokens drafted for one decision, over all rows.
 
     Attributes:
-        laws: `[row, vocab]` draft distributions.
+        dists: `[row, vocab]` draft distributions.
         tokens: `[row]` drafted tokens.
         depths: `[row]` depths of the drafted nodes; -1 for rows without this decision.
     """
 
-    laws: Tensor
+    dists: Tensor
     tokens: Tensor
     depths: Tensor
 
     @classmethod
     def nothing(cls, num_rows: int, vocab_size: int) -> Drawn:
-        laws = torch.zeros(num_rows, vocab_size, dtype=torch.float64)
-        return cls(laws, torch.zeros(num_rows, dtype=torch.long), torch.full((num_rows,), -1))
+        dists = torch.zeros(num_rows, vocab_size, dtype=torch.float64)
+        return cls(dists, torch.zeros(num_rows, dtype=torch.long), torch.full((num_rows,), -1))
 
 
 @dataclass
@@ -169,25 +169,25 @@ class EnumeratingNoise(Noise):
         self.coupled = coupled
         self.greedy = greedy
 
-    def draft(self, laws: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
+    def draft(self, dists: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
         if isinstance(node, Sequence):
-            return self._draft_each(laws, depth, torch.tensor(node))
+            return self._draft_each(dists, depth, torch.tensor(node))
         question = (self.number, "draft", depth if node is None else node)
         self._refuse_coupled_siblings(depth)
-        tokens = self._choose(*question[1:], laws)
+        tokens = self._choose(*question[1:], dists)
         if question not in self.script.drafts:
-            self.script.drafts[question] = Drawn.nothing(self.script.num_rows, laws.shape[-1])
+            self.script.drafts[question] = Drawn.nothing(self.script.num_rows, dists.shape[-1])
         drawn = self.script.drafts[question]
-        drawn.laws[self.rows] = laws.double()
+        drawn.dists[self.rows] = dists.double()
         drawn.tokens[self.rows] = tokens
         drawn.depths[self.rows] = depth
         return tokens
 
-    def _draft_each(self, laws: Tensor, depth: int, nodes: Tensor) -> Tensor:
+    def _draft_each(self, dists: Tensor, depth: int, nodes: Tensor) -> Tensor:
         tokens = torch.zeros_like(nodes)
         for node in sorted(set(nodes.tolist())):
             rows = (nodes == node).nonzero()[:, 0]
-            tokens[rows] = self.select(rows).draft(laws[rows], depth, node)
+            tokens[rows] = self.select(rows).draft(dists[rows], depth, node)
         return tokens
 
     def _refuse_coupled_siblings(self, depth: int) -> None:
@@ -207,13 +207,13 @@ class EnumeratingNoise(Noise):
             answers[:, node] = chosen.numpy() > 0
         return answers
 
-    def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
-        laws = laws.double()
-        return self._choose("draw", 0, laws / laws.sum(-1, keepdim=True))
+    def draw(self, dists: Tensor, depths: Tensor) -> Tensor:
+        dists = dists.double()
+        return self._choose("draw", 0, dists / dists.sum(-1, keepdim=True))
 
-    def race(self, laws: Tensor, depths: Tensor) -> Tensor:
+    def race(self, dists: Tensor, depths: Tensor) -> Tensor:
         return torch.stack(
-            [self._race(query, laws[:, query], depths[:, query]) for query in range(laws.shape[1])], 1
+            [self._race(query, dists[:, query], depths[:, query]) for query in range(dists.shape[1])], 1
         )
 
     def select(self, rows: Tensor) -> EnumeratingNoise:
@@ -221,23 +221,23 @@ class EnumeratingNoise(Noise):
             self.script, self.number, self.rows[rows], self.coupled[rows], self.greedy[rows]
         )
 
-    def _choose(self, what: str, where: int, laws: Tensor) -> Tensor:
-        answers = self.script.answer((self.number, what, where), self.rows, laws.shape[-1])
-        self.script.weigh(self.rows, laws.gather(-1, answers[:, None])[:, 0])
+    def _choose(self, what: str, where: int, dists: Tensor) -> Tensor:
+        answers = self.script.answer((self.number, what, where), self.rows, dists.shape[-1])
+        self.script.weigh(self.rows, dists.gather(-1, answers[:, None])[:, 0])
         return answers
 
-    def _race(self, query: int, laws: Tensor, depths: Tensor) -> Tensor:
-        laws = laws.double()
-        tokens = self.script.answer((self.number, "race", query), self.rows, laws.shape[-1])
-        chances = laws.gather(-1, tokens[:, None])[:, 0]
+    def _race(self, query: int, dists: Tensor, depths: Tensor) -> Tensor:
+        dists = dists.double()
+        tokens = self.script.answer((self.number, "race", query), self.rows, dists.shape[-1])
+        chances = dists.gather(-1, tokens[:, None])[:, 0]
         for (number, _, _), drawn in self.script.drafts.items():
             if number != self.number:
                 continue
             joined = self.coupled & (depths == drawn.depths[self.rows])
             members = self.rows[joined]
             drafted = drawn.tokens[members]
-            both = race_joint(drawn.laws[members], laws[joined], drafted, tokens[joined])
-            alone = drawn.laws[members].gather(-1, drafted[:, None])[:, 0]
+            both = race_joint(drawn.dists[members], dists[joined], drafted, tokens[joined])
+            alone = drawn.dists[members].gather(-1, drafted[:, None])[:, 0]
             chances[joined] = torch.where(alone > 0, both / alone, 0.0)
         self.script.weigh(self.rows, chances)
         return tokens
@@ -277,8 +277,8 @@ def race_joint(q: Tensor, p: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(possible[:, 0], torch.where(x == y, match, differ), 0.0)
 
 
-def _at(laws: Tensor, tokens: Tensor) -> Tensor:
-    return laws.gather(-1, tokens[:, None])
+def _at(dists: Tensor, tokens: Tensor) -> Tensor:
+    return dists.gather(-1, tokens[:, None])
 
 
 def enumerate_rounds(
@@ -319,10 +319,10 @@ def _play(
     rows = [row for _ in range(script.num_rows // num_originals) for row in make_rows()]
     num_accepted = dict.fromkeys(rows, 0)
     try:
-        begin(replace(team, ledger=Ledger()), rows)
+        begin(replace(team, recorder=StatsRecorder()), rows)
         for number in range(num_rounds):
             live = [index for index, row in enumerate(rows) if not row.finished]
-            for commit in play_round(_scripted(team, script, number, live), [rows[index] for index in live]):
+            for commit in run_round(_scripted(team, script, number, live), [rows[index] for index in live]):
                 num_accepted[commit.row] += commit.num_accepted
     finally:
         for row in rows:
@@ -341,16 +341,18 @@ def _scripted(team: Team, script: Script, number: int, live: list[int]) -> Team:
         greedy = torch.tensor([row.params.temperature == 0 for row in rows], dtype=torch.bool)
         return EnumeratingNoise(script, number, torch.tensor(live, dtype=torch.long), coupled, greedy)
 
-    return replace(team, make_noise=make_noise, ledger=Ledger(map(float, itertools.count()).__next__))
+    return replace(
+        team, make_noise=make_noise, recorder=StatsRecorder(map(float, itertools.count()).__next__)
+    )
 
 
 TextLaw = dict[tuple[int, ...], float]
 """Probability of each text; texts that end with an end token may be shorter."""
 
 
-def text_law(
+def text_dist(
     branches: Sequence[Branch],
-    next_law: Callable[[tuple[int, ...]], Tensor],
+    next_dist: Callable[[tuple[int, ...]], Tensor],
     num_tokens: int,
     end_tokens: frozenset[int] = frozenset(),
 ) -> TextLaw:
@@ -360,28 +362,28 @@ def text_law(
 
     Args:
         branches: outcomes of the rounds, of one row.
-        next_law: returns the target's distribution `[vocab]` after an output.
+        next_dist: returns the target's distribution `[vocab]` after an output.
         num_tokens: text length; later tokens of branches are marginalised out.
         end_tokens: tokens that end a text.
     """
-    law: TextLaw = {}
+    dist: TextLaw = {}
     for branch in branches:
         text = branch.tokens[:num_tokens]
-        law[text] = law.get(text, 0.0) + branch.probability
+        dist[text] = dist.get(text, 0.0) + branch.probability
     for length in range(num_tokens):
-        for text in [text for text in law if len(text) == length and not end_tokens.intersection(text)]:
-            mass = law.pop(text)
-            for token, chance in enumerate(next_law(text).tolist()):
+        for text in [text for text in dist if len(text) == length and not end_tokens.intersection(text)]:
+            mass = dist.pop(text)
+            for token, chance in enumerate(next_dist(text).tolist()):
                 longer = (*text, token)
-                law[longer] = law.get(longer, 0.0) + mass * chance
-    return law
+                dist[longer] = dist.get(longer, 0.0) + mass * chance
+    return dist
 
 
-def exact_law(
-    next_law: Callable[[tuple[int, ...]], Tensor], num_tokens: int, end_tokens: frozenset[int] = frozenset()
+def exact_dist(
+    next_dist: Callable[[tuple[int, ...]], Tensor], num_tokens: int, end_tokens: frozenset[int] = frozenset()
 ) -> TextLaw:
     """Return the distribution of the first `num_tokens` tokens under plain decoding."""
-    return text_law([Branch(1.0, (), 0)], next_law, num_tokens, end_tokens)
+    return text_dist([Branch(1.0, (), 0)], next_dist, num_tokens, end_tokens)
 
 
 def largest_difference(one: TextLaw, other: TextLaw) -> float:

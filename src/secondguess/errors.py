@@ -33,5 +33,5 @@ class OutOfMemoryError(SecondGuessError):
     """Models and caches that do not fit; raised before anything large is allocated."""
 
 
-class StrangerWarning(UserWarning):
+class MismatchWarning(UserWarning):
     """A drafter that was trained for another target: correct text, but low acceptance."""

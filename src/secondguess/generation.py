@@ -14,7 +14,7 @@ from secondguess.prompts import Prompt, encode
 from secondguess.runtime.loading import LoadedModel
 from secondguess.runtime.memory import check_cache_memory
 from secondguess.sampling import SamplingParams
-from secondguess.stats import Ledger, Stats
+from secondguess.stats import Stats, StatsRecorder
 from secondguess.text import Piece, TextStream, text_of_token
 from secondguess.verifiers.base import Exactness, Verifier
 
@@ -59,7 +59,7 @@ class Generation:
 
     def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         self._llm = llm
-        self._ledger = Ledger()
+        self._ledger = StatsRecorder()
         self._texts: list[TextStream] = []
         self._rows: list[Row] = []
         self._commits: list[list[Commit]] = []
@@ -100,7 +100,7 @@ class Generation:
         index_of = {row: index for index, row in enumerate(self._rows)}
         loop = decode(team, self._rows)
         try:
-            while (commits := llm.round_lock.play_round(loop)) is not None:
+            while (commits := llm.round_lock.run_round(loop)) is not None:
                 yield [self._take(index_of[commit.row], commit) for commit in commits]
         finally:
             llm.round_lock.close(loop)
@@ -184,7 +184,7 @@ def make_row(
         params=params,
         seed=params.seed if params.seed is not None else secrets.randbits(64),
         stream=sample,
-        coupled=verifier.couples(seeded),
+        coupled=verifier.uses_coupling(seeded),
         end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
         context_length=target.runtime.context_length,
         watcher=watcher,

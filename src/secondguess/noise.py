@@ -66,11 +66,11 @@ class Noise(ABC):
         return any(self.coupled.tolist())
 
     @abstractmethod
-    def draft(self, laws: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
-        """Draw tokens `[row]` for one node of each row from probabilities `laws` `[row, vocab]`.
+    def draft(self, dists: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
+        """Draw tokens `[row]` for one node of each row from probabilities `dists` `[row, vocab]`.
 
         Args:
-            laws: unnormalised, with a positive sum. For distinct siblings, without the earlier
+            dists: unnormalised, with a positive sum. For distinct siblings, without the earlier
                 ones.
             depth: depth of the node; 0 for a child of `pending`. The race of a coupled row is at
                 this position, so that siblings are the first arrivals of one race.
@@ -84,12 +84,12 @@ class Noise(ABC):
         """Return `[row, node]` decisions, each True with its probability; both on the host."""
 
     @abstractmethod
-    def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
-        """Draw tokens `[row]` from `laws` `[row, vocab]`, each after a path of `depths` nodes."""
+    def draw(self, dists: Tensor, depths: Tensor) -> Tensor:
+        """Draw tokens `[row]` from `dists` `[row, vocab]`, each after a path of `depths` nodes."""
 
     @abstractmethod
-    def race(self, laws: Tensor, depths: Tensor) -> Tensor:
-        """Draw tokens `[row, query]` from `laws` `[row, query, vocab]`, to be matched with drafts.
+    def race(self, dists: Tensor, depths: Tensor) -> Tensor:
+        """Draw tokens `[row, query]` from `dists` `[row, query, vocab]`, to be matched with drafts.
 
         `depths` `[row, query]` is the number of nodes before each query. Queries of equal depth
         share their noise. For a coupled row this is an exponential race keyed by absolute
@@ -136,17 +136,17 @@ class KeyedNoise(Noise):
             device=device,
         )
 
-    def draft(self, laws: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
+    def draft(self, dists: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
         if self.all_greedy:
-            return most_likely(laws)
-        nodes = node if isinstance(node, Sequence) else [depth if node is None else node] * len(laws)
+            return most_likely(dists)
+        nodes = node if isinstance(node, Sequence) else [depth if node is None else node] * len(dists)
         places = [[each] for each in nodes]
         if not self.any_coupled:
-            return self._drawn(laws, places, Purpose.DRAFT)
-        raced = self._race(laws, torch.full((len(laws),), depth))
+            return self._drawn(dists, places, Purpose.DRAFT)
+        raced = self._race(dists, torch.full((len(dists),), depth))
         if self.all_coupled:
             return raced
-        return torch.where(self.coupled.to(laws.device), raced, self._drawn(laws, places, Purpose.DRAFT))
+        return torch.where(self.coupled.to(dists.device), raced, self._drawn(dists, places, Purpose.DRAFT))
 
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         num_rows, num_nodes = chances.shape
@@ -155,21 +155,21 @@ class KeyedNoise(Noise):
         )
         return accepted
 
-    def draw(self, laws: Tensor, depths: Tensor) -> Tensor:
+    def draw(self, dists: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
-            return most_likely(laws)
-        return self._drawn(laws, [[depth] for depth in depths.tolist()], Purpose.DRAW)
+            return most_likely(dists)
+        return self._drawn(dists, [[depth] for depth in depths.tolist()], Purpose.DRAW)
 
-    def race(self, laws: Tensor, depths: Tensor) -> Tensor:
+    def race(self, dists: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
-            return most_likely(laws)
+            return most_likely(dists)
         if self.all_coupled:
-            return self._race(laws, depths)
+            return self._race(dists, depths)
         # Drafts of uncoupled rows are not drawn by a race: one number per query is enough.
-        independent = self._drawn(laws, depths.tolist(), Purpose.RACE)
+        independent = self._drawn(dists, depths.tolist(), Purpose.RACE)
         if not self.any_coupled:
             return independent
-        return torch.where(self.coupled.to(laws.device)[:, None], self._race(laws, depths), independent)
+        return torch.where(self.coupled.to(dists.device)[:, None], self._race(dists, depths), independent)
 
     def select(self, rows: Tensor) -> KeyedNoise:
         rows = rows.cpu()
@@ -177,13 +177,13 @@ class KeyedNoise(Noise):
             self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows], self.device
         )
 
-    def _drawn(self, laws: Tensor, places: Places, purpose: Purpose) -> Tensor:
-        """Draw tokens `[row]` or `[row, query]` from `laws` `[..., vocab]`, keyed by place."""
+    def _drawn(self, dists: Tensor, places: Places, purpose: Purpose) -> Tensor:
+        """Draw tokens `[row]` or `[row, query]` from `dists` `[..., vocab]`, keyed by place."""
         uniforms = self._uniforms(places, purpose)
         if uniforms.size == 1:
-            return draw_by_inversion(laws, uniforms.item())
-        columns = torch.from_numpy(uniforms).to(laws.device)
-        return draw_by_inversion(laws, columns if laws.ndim == 2 else columns[..., None])
+            return draw_by_inversion(dists, uniforms.item())
+        columns = torch.from_numpy(uniforms).to(dists.device)
+        return draw_by_inversion(dists, columns if dists.ndim == 2 else columns[..., None])
 
     def _uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
         """Return `[row, i]` uniforms, one per place (a depth or node index) of this round."""
@@ -204,29 +204,29 @@ class KeyedNoise(Noise):
             _mix_integer((key & _ALL_BITS) ^ _place_hash(position, Purpose.ROUND)) for key, position in starts
         ]
 
-    def _race(self, laws: Tensor, depths: Tensor) -> Tensor:
-        """Return the first token to arrive; v waits an exponential time of rate `laws[v]`.
+    def _race(self, dists: Tensor, depths: Tensor) -> Tensor:
+        """Return the first token to arrive; v waits an exponential time of rate `dists[v]`.
 
-        The first token is v with probability `laws[v]`, normalised.
+        The first token is v with probability `dists[v]`, normalised.
         """
-        return self.arrivals(laws, depths).argmin(-1)
+        return self.arrivals(dists, depths).argmin(-1)
 
-    def arrivals(self, laws: Tensor, depths: Tensor) -> Tensor:
-        """Return the arrival time of each token of `laws` `[..., vocab]` at `depths` `[...]`."""
-        on_host = laws.device.type == "cpu"
-        uniforms = (self._host_uniforms if on_host else self._device_uniforms)(laws, depths)
-        return -uniforms.log() / laws
+    def arrivals(self, dists: Tensor, depths: Tensor) -> Tensor:
+        """Return the arrival time of each token of `dists` `[..., vocab]` at `depths` `[...]`."""
+        on_host = dists.device.type == "cpu"
+        uniforms = (self._host_uniforms if on_host else self._device_uniforms)(dists, depths)
+        return -uniforms.log() / dists
 
-    def _host_uniforms(self, laws: Tensor, depths: Tensor) -> Tensor:
+    def _host_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
         keys, positions, places = self.keys.numpy(), self.positions.numpy(), depths.numpy()
         hashes = _hash(_beside(keys, places), _beside(positions, places) + places, Purpose.RACE)
-        return torch.from_numpy(_uniform_per_token(hashes, laws.shape[-1]))
+        return torch.from_numpy(_uniform_per_token(hashes, dists.shape[-1]))
 
-    def _device_uniforms(self, laws: Tensor, depths: Tensor) -> Tensor:
-        device = laws.device
+    def _device_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
+        device = dists.device
         keys, positions, places = self.keys.to(device), self.positions.to(device), depths.to(device)
         hashes = _hash(_beside(keys, places), _beside(positions, places) + places, Purpose.RACE)
-        return _uniform_per_token_on_device(hashes, laws.shape[-1])
+        return _uniform_per_token_on_device(hashes, dists.shape[-1])
 
 
 def _on_host(values: Sequence[int], dtype: type) -> Tensor:
@@ -240,17 +240,17 @@ def _flags(values: tuple[bool, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.bool)
 
 
-def draw_by_inversion(laws: Tensor, uniforms: Tensor | float) -> Tensor:
-    """Draw from each of `laws` `[..., vocab]` by inverting its cumulative sum.
+def draw_by_inversion(dists: Tensor, uniforms: Tensor | float) -> Tensor:
+    """Draw from each of `dists` `[..., vocab]` by inverting its cumulative sum.
 
     For uniforms of at most 1 - 2^-53, the product with the total rounds to less than the total, so
     the token found always has a positive probability.
 
     Args:
-        laws: unnormalised probabilities with a positive sum.
+        dists: unnormalised probabilities with a positive sum.
         uniforms: `[..., 1]`, or one number for all.
     """
-    totals = laws.cumsum(-1, dtype=torch.float64)
+    totals = dists.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(totals, uniforms * totals[..., -1:], right=True)[..., 0]
 
 

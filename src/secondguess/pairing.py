@@ -16,18 +16,18 @@ import torch
 
 from secondguess.core import Draft, Row
 from secondguess.drafters import build_drafter, parse_drafter_name
-from secondguess.drafters.alternating import check_parts
-from secondguess.drafters.base import Supplies
+from secondguess.drafters.base import DrafterResources
+from secondguess.drafters.combined import check_parts
 from secondguess.errors import BadInputError
 from secondguess.heads.files import find_head_folder
 from secondguess.names import Name
-from secondguess.runtime.base import Ends, Hidden, Runtime, Scores
+from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, Hidden, Runtime
 from secondguess.runtime.fingerprint import weight_files
-from secondguess.runtime.layered import layers_without
+from secondguess.runtime.layered import remaining_layers
 
 
 @dataclass(frozen=True)
-class NamedDrafter:
+class DrafterInfo:
     """Description of a drafter, as far as its name determines it.
 
     Args:
@@ -51,14 +51,14 @@ class NamedDrafter:
     head_bytes: int = 0
     options: Mapping[str, float] = field(default_factory=dict)
     given: Mapping[str, str] = field(default_factory=dict)
-    parts: tuple[NamedDrafter, ...] = ()
+    parts: tuple[DrafterInfo, ...] = ()
 
 
-class _Asked(Exception):
+class _DraftModelRequested(Exception):
     """Raised when a drafter requests a draft model, to stop its construction before loading."""
 
 
-class _Borrows(Exception):
+class _TargetRequested(Exception):
     """Raised when a drafter requests its target or trained head, to stop its construction."""
 
 
@@ -66,51 +66,51 @@ class UnloadedTarget(Runtime):
     """Placeholder for a target that is not loaded, with the properties known before loading.
 
     A drafter that calls its methods has passed all checks that are possible before loading:
-    `_Borrows` stops its construction.
+    `_TargetRequested` stops its construction.
 
     Args:
         name: name that the user gave.
         path: its folder.
         num_layers: number of layers.
-        runs_layers_apart: True if its layers will be able to run separately.
+        supports_partial_forward: True if its layers will be able to run separately.
     """
 
     device = torch.device("meta")
 
-    def __init__(self, name: str, path: str, num_layers: int, runs_layers_apart: bool = True) -> None:
+    def __init__(self, name: str, path: str, num_layers: int, supports_partial_forward: bool = True) -> None:
         self.name = name
         self.path = path
         self.num_layers = num_layers
-        self.runs_layers_apart = runs_layers_apart
+        self.supports_partial_forward = supports_partial_forward
 
-    def ends(self) -> Ends:
-        raise _Borrows
+    def ends(self) -> EmbeddingAndHead:
+        raise _TargetRequested
 
     def without_layers(self, skipped: Sequence[int]) -> Runtime:
-        self.require_layers_apart()
-        layers_without(skipped, self.num_layers)
-        raise _Borrows
+        self.require_partial_forward()
+        remaining_layers(skipped, self.num_layers)
+        raise _TargetRequested
 
     def begin(self, rows: Sequence[Row]) -> Sequence[Hidden]:
-        raise _Borrows
+        raise _TargetRequested
 
-    def read_up(self, rows: Sequence[Row]) -> None:
-        raise _Borrows
+    def catch_up(self, rows: Sequence[Row]) -> None:
+        raise _TargetRequested
 
-    def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
-        raise _Borrows
+    def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
+        raise _TargetRequested
 
     def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:
-        raise _Borrows
+        raise _TargetRequested
 
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        raise _Borrows
+        raise _TargetRequested
 
     def end(self, row: Row) -> None:
-        raise _Borrows
+        raise _TargetRequested
 
 
-def understand_drafter(name: str, target: UnloadedTarget | None = None) -> NamedDrafter:
+def resolve_drafter(name: str, target: UnloadedTarget | None = None) -> DrafterInfo:
     """Check a drafter's name, argument and options as `load` does, and return a description.
 
     Args:
@@ -123,7 +123,7 @@ def understand_drafter(name: str, target: UnloadedTarget | None = None) -> Named
         CheckpointError: a folder that is missing, or that holds a drafter of another kind.
         UnsupportedModelError: a target that does not provide what the drafter uses.
     """
-    parts = tuple(_understand(part, target) for part in parse_drafter_name(name))
+    parts = tuple(_resolve(part, target) for part in parse_drafter_name(name))
     if len(parts) == 1:
         return replace(parts[0], name=name)
     check_parts([part.kind for part in parts])
@@ -131,7 +131,7 @@ def understand_drafter(name: str, target: UnloadedTarget | None = None) -> Named
     needs_target = any(part.needs_target for part in parts)
     kinds = "+".join(part.kind for part in parts)
     head_bytes = sum(part.head_bytes for part in parts)
-    return NamedDrafter(name, kinds, draft_model, needs_target, head_bytes=head_bytes, parts=parts)
+    return DrafterInfo(name, kinds, draft_model, needs_target, head_bytes=head_bytes, parts=parts)
 
 
 def require_model_to_quantize(drafter_quantize: str | None, drafter: str, has_model: bool) -> None:
@@ -146,22 +146,22 @@ def require_model_to_quantize(drafter_quantize: str | None, drafter: str, has_mo
         )
 
 
-def _understand(name: Name, target: UnloadedTarget | None) -> NamedDrafter:
+def _resolve(name: Name, target: UnloadedTarget | None) -> DrafterInfo:
     heads: list[Path] = []
 
     def tell(path: str) -> NoReturn:
-        raise _Asked(path)
+        raise _DraftModelRequested(path)
 
     def tell_of_target(name: Name) -> NoReturn:
-        raise _Borrows
+        raise _TargetRequested
 
-    supplies = Supplies(target_vocab_size=1, load_draft_model=tell, find_head=tell_of_target)
+    resources = DrafterResources(target_vocab_size=1, load_draft_model=tell, find_head=tell_of_target)
     if target is not None:
-        supplies = replace(supplies, find_head=partial(_find_head, target, heads), target=target)
+        resources = replace(resources, find_head=partial(_find_head, target, heads), target=target)
     try:
-        drafter = build_drafter(name, supplies)
-    except _Borrows:
-        return NamedDrafter(
+        drafter = build_drafter(name, resources)
+    except _TargetRequested:
+        return DrafterInfo(
             str(name),
             name.kind,
             needs_target=True,
@@ -169,11 +169,11 @@ def _understand(name: Name, target: UnloadedTarget | None) -> NamedDrafter:
             head_bytes=sum(file.stat().st_size for folder in heads for file in weight_files(folder)),
             given=name.options,
         )
-    except _Asked as asked:
-        return NamedDrafter(str(name), name.kind, draft_model=str(asked), given=name.options)
+    except _DraftModelRequested as asked:
+        return DrafterInfo(str(name), name.kind, draft_model=str(asked), given=name.options)
     options = getattr(drafter, "options", None)
     values = dataclasses.asdict(options) if options is not None else {}
-    return NamedDrafter(str(name), name.kind, options=values, given=name.options)
+    return DrafterInfo(str(name), name.kind, options=values, given=name.options)
 
 
 def _find_head(target: UnloadedTarget, found: list[Path], name: Name) -> Path:

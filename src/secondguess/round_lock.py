@@ -27,7 +27,7 @@ class RoundLock:
         self._loops: set[Loop] = set()
         self._to_close: deque[Loop] = deque()
 
-    def play_round(self, loop: Loop) -> list[Commit] | None:
+    def run_round(self, loop: Loop) -> list[Commit] | None:
         """Run the next round of a loop; return None if the loop has ended."""
         with self._lock:
             self._loops.add(loop)

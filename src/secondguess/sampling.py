@@ -229,7 +229,7 @@ def _is_token(token: object) -> TypeGuard[int]:
     return _is_integer(token) and token >= 0
 
 
-def target_laws(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
+def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
     """Return the target's probabilities after sampling settings, each query with its own prefix.
 
     Args:
@@ -250,10 +250,10 @@ def target_laws(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
         # Query 0 follows `pending`: no drafted node precedes it.
         visible = torch.nn.functional.pad(draft.ancestors(), (0, 0, 1, 0))
         scores = edits.apply(scores, rows, draft.tokens, visible)
-    return _checked(rules.laws(scores), logits)
+    return _checked(rules.dists(scores), logits)
 
 
-def drafter_laws(logits: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor:
+def compute_draft_probs(logits: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor:
     """Return the probabilities from which a chain drafter draws its next node, per row.
 
     Args:
@@ -274,7 +274,7 @@ def drafter_laws(logits: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor
     if edits.are_due(rows):
         visible = torch.ones(len(rows), 1, drafted.shape[1], dtype=torch.bool, device=logits.device)
         scores = edits.apply(scores, rows, drafted, visible)
-    return _checked(rules.laws(scores), logits)[:, 0]
+    return _checked(rules.dists(scores), logits)[:, 0]
 
 
 def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Commit:
@@ -323,9 +323,9 @@ def _at_least_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
-def _checked(laws: Tensor, logits: Tensor) -> Tensor:
+def _checked(dists: Tensor, logits: Tensor) -> Tensor:
     # An undefined distribution is NaN in every entry, and one NaN makes the sum below NaN.
-    first = laws[..., 0]
+    first = dists[..., 0]
     if math.isnan(first.item() if first.numel() == 1 else first.sum().item()):
         if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
             raise SecondGuessError(
@@ -336,4 +336,4 @@ def _checked(laws: Tensor, logits: Tensor) -> Tensor:
             "expected at least one possible token, got a law in which every token is banned; "
             "relax logit_bias or min_tokens"
         )
-    return laws
+    return dists

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from secondguess.core import Commit, Draft, RoundTime, Row
 
-PHASES = ("prefill", "draft", "score", "judge", "other")
+PHASES = ("prefill", "draft", "score", "verify", "other")
 
 Clock = Callable[[], float]
 """Seconds since a fixed moment; tests and replays pass clocks of their own."""
@@ -128,7 +128,7 @@ class _Stopwatch:
         self._seconds[self._name] += self._clock() - self._start
 
 
-class Ledger:
+class StatsRecorder:
     """Statistics of rows that decode together."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:

@@ -19,7 +19,7 @@ from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
-from secondguess.runtime.base import Hidden, Runtime, Scores
+from secondguess.runtime.base import ForwardOutput, Hidden, Runtime
 
 Law = Callable[[tuple[int, ...]], Tensor]
 
@@ -29,17 +29,17 @@ class TableModel(Runtime):
 
     Args:
         vocab_size: number of tokens.
-        law: maps the whole context (a tuple of token ids) to probabilities `[vocab]`; zeros are
+        dist: maps the whole context (a tuple of token ids) to probabilities `[vocab]`; zeros are
             allowed.
         context_length: reported context length.
     """
 
-    def __init__(self, vocab_size: int, law: Law, context_length: int = 10_000) -> None:
+    def __init__(self, vocab_size: int, dist: Law, context_length: int = 10_000) -> None:
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.num_layers = 0
         self.device = torch.device("cpu")
-        self.law = law
+        self.dist = dist
         self.num_forwards = 0
         self.num_scored_tokens = 0
         self._cached: dict[Row, list[int]] = {}
@@ -52,14 +52,14 @@ class TableModel(Runtime):
             self._cached[row] = row.tokens[:-1]
         return [{}] * len(rows)
 
-    def read_up(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._cached[row] = row.tokens[:-1]
 
-    def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
+    def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         self.num_forwards += 1
-        laws = [self._score_row(row, draft, index) for index, row in enumerate(rows)]
-        return Scores(torch.stack(laws).log(), {})
+        dists = [self._score_row(row, draft, index) for index, row in enumerate(rows)]
+        return ForwardOutput(torch.stack(dists).log(), {})
 
     def _score_row(self, row: Row, draft: Draft, index: int) -> Tensor:
         cached = self._cached[row]
@@ -74,7 +74,7 @@ class TableModel(Runtime):
             parent = int(draft.parents[index, node])
             paths.append([*([] if parent < 0 else paths[parent]), int(draft.tokens[index, node])])
         self._held[row] = paths
-        known = [self.law(tuple(row.tokens)), *(self.law((*row.tokens, *path)) for path in paths)]
+        known = [self.dist(tuple(row.tokens)), *(self.dist((*row.tokens, *path)) for path in paths)]
         padding = [torch.ones_like(known[0])] * (draft.num_nodes + 1 - len(known))
         return torch.stack([*known, *padding])
 
@@ -99,7 +99,7 @@ class TableModel(Runtime):
         return len(self._cached)
 
 
-def random_law(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: float = 0.0) -> Law:
+def random_probs(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: float = 0.0) -> Law:
     """Return a function that maps each context to a random, but fixed, distribution.
 
     Args:
@@ -108,18 +108,18 @@ def random_law(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: float 
         sharpness: standard deviation of the logits.
         zeros: probability that a token gets probability zero; the most probable token never does.
     """
-    laws: dict[tuple[int, ...], Tensor] = {}
+    dists: dict[tuple[int, ...], Tensor] = {}
 
-    def law(context: tuple[int, ...]) -> Tensor:
-        if context not in laws:
+    def dist(context: tuple[int, ...]) -> Tensor:
+        if context not in dists:
             generator = torch.Generator().manual_seed(hash((seed, *context)) & 0x7FFFFFFF)
             logits = sharpness * torch.randn(vocab_size, generator=generator, dtype=torch.float64)
             dropped = torch.rand(vocab_size, generator=generator) < zeros
             dropped[int(logits.argmax())] = False
-            laws[context] = logits.masked_fill(dropped, -torch.inf).softmax(-1)
-        return laws[context]
+            dists[context] = logits.masked_fill(dropped, -torch.inf).softmax(-1)
+        return dists[context]
 
-    return law
+    return dist
 
 
 class ScriptedDrafter(Drafter):
@@ -129,7 +129,7 @@ class ScriptedDrafter(Drafter):
     """
 
     name = "scripted"
-    certain = True
+    deterministic = True
 
     def __init__(self, script: Callable[[Row], Sequence[int]]) -> None:
         self.script = script
@@ -146,7 +146,7 @@ class _Sapling:
     Attributes:
         context: token ids of the row.
         num_levels: largest number of levels.
-        tokens, parents, laws: token, parent index and draft distribution of each node.
+        tokens, parents, dists: token, parent index and draft distribution of each node.
         places: parents of the nodes to draw next, in order.
     """
 
@@ -154,7 +154,7 @@ class _Sapling:
     num_levels: int
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
+    dists: list[Tensor] = field(default_factory=list)
     places: deque[int] = field(default_factory=deque)
 
     def path(self, node: int) -> list[int]:
@@ -167,11 +167,11 @@ class _Sapling:
 
     def chance(self, node: int) -> float:
         """Return the probability of a node's path under the reported draft distributions."""
-        return float(torch.stack([self.laws[step][self.tokens[step]] for step in self.path(node)]).prod())
+        return float(torch.stack([self.dists[step][self.tokens[step]] for step in self.path(node)]).prod())
 
-    def law_below(self, parent: int, law: Law) -> Tensor:
+    def dist_below(self, parent: int, dist: Law) -> Tensor:
         """Return the draft distribution after a node."""
-        return law((*self.context, *(self.tokens[node] for node in self.path(parent))))
+        return dist((*self.context, *(self.tokens[node] for node in self.path(parent))))
 
 
 class LawTreeDrafter(Drafter):
@@ -179,7 +179,7 @@ class LawTreeDrafter(Drafter):
 
     Args:
         vocab_size: number of tokens.
-        law: maps the whole context to probabilities `[vocab]`, as in `TableModel`.
+        dist: maps the whole context to probabilities `[vocab]`, as in `TableModel`.
         widths: number of children of a node at each depth: (2, 1) draws two children of pending
             and one child of each.
         distinct: draw siblings without replacement. Where no token of positive probability is
@@ -190,19 +190,19 @@ class LawTreeDrafter(Drafter):
     """
 
     name = "law-tree"
-    certain = False
-    may_branch = True
+    deterministic = False
+    can_draft_trees = True
 
     def __init__(
         self,
         vocab_size: int,
-        law: Law,
+        dist: Law,
         widths: Sequence[int],
         distinct: bool = True,
         grows: Callable[[float], bool] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self.law = law
+        self.dist = dist
         self.widths = widths
         self.distinct = distinct
         self.grows = grows
@@ -233,23 +233,23 @@ class LawTreeDrafter(Drafter):
 
     def _draw(self, trees: Sequence[_Sapling], noise: Noise, depth: int, node: int) -> None:
         parents = [tree.places.popleft() for tree in trees]
-        laws = [tree.law_below(parent, self.law) for tree, parent in zip(trees, parents, strict=True)]
+        dists = [tree.dist_below(parent, self.dist) for tree, parent in zip(trees, parents, strict=True)]
         offers = [
-            self._offer(law, tree.siblings(parent))
-            for tree, parent, law in zip(trees, parents, laws, strict=True)
+            self._offer(dist, tree.siblings(parent))
+            for tree, parent, dist in zip(trees, parents, dists, strict=True)
         ]
         tokens = noise.draft(torch.stack(offers), depth, node).tolist()
-        for tree, parent, law, token in zip(trees, parents, laws, tokens, strict=True):
+        for tree, parent, dist, token in zip(trees, parents, dists, tokens, strict=True):
             tree.tokens.append(token)
             tree.parents.append(parent)
-            tree.laws.append(law)
+            tree.dists.append(dist)
             self._make_room(tree, node)
 
-    def _offer(self, law: Tensor, siblings: Sequence[int]) -> Tensor:
+    def _offer(self, dist: Tensor, siblings: Sequence[int]) -> Tensor:
         """Return the distribution of the next child, given the tokens of earlier siblings."""
         if not self.distinct or not siblings:
-            return law
-        rest = law.clone()
+            return dist
+        rest = dist.clone()
         rest[list(siblings)] = 0.0
         if rest.sum() <= 0:
             rest[0] = 1.0
@@ -265,7 +265,7 @@ class LawTreeDrafter(Drafter):
         parents = padded([tree.parents for tree in trees], -1).reshape(len(trees), width)
         probs = torch.full((len(trees), width, self.vocab_size), 1 / self.vocab_size, dtype=torch.float64)
         for row, tree in enumerate(trees):
-            if tree.laws:
-                probs[row, : len(tree.laws)] = torch.stack(tree.laws)
+            if tree.dists:
+                probs[row, : len(tree.dists)] = torch.stack(tree.dists)
         lengths = torch.tensor([len(tree.tokens) for tree in trees])
         return Draft(tokens, parents, lengths, probs, self.distinct)

@@ -30,7 +30,7 @@ class Rule(ABC):
         """Return the rule with the settings of these rows."""
 
     @abstractmethod
-    def laws(self, logits: Tensor) -> Tensor:
+    def dists(self, logits: Tensor) -> Tensor:
         """Return probabilities `[row, query, vocab]`; all NaN where no token is possible."""
 
 
@@ -41,10 +41,10 @@ class Greedy(Rule):
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
         return cls()
 
-    def laws(self, logits: Tensor) -> Tensor:
+    def dists(self, logits: Tensor) -> Tensor:
         tokens = most_likely(logits)[..., None]
-        laws = torch.zeros_like(logits).scatter_(-1, tokens, 1.0)
-        return _undefined_where_not_finite(laws, logits.gather(-1, tokens))
+        dists = torch.zeros_like(logits).scatter_(-1, tokens, 1.0)
+        return _undefined_where_not_finite(dists, logits.gather(-1, tokens))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Softmax(Rule):
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
         return cls(_temperatures(params, device))
 
-    def laws(self, logits: Tensor) -> Tensor:
+    def dists(self, logits: Tensor) -> Tensor:
         return _tempered(logits, self.temperature).softmax(-1)
 
 
@@ -81,7 +81,7 @@ class MinP(Rule):
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
         return cls(_temperatures(params, device), _log_min_p(params, device))
 
-    def laws(self, logits: Tensor) -> Tensor:
+    def dists(self, logits: Tensor) -> Tensor:
         logits = _tempered(logits, self.temperature)
         threshold = logits.amax(-1, keepdim=True) + self.log_min_p.to(logits.dtype)
         return logits.masked_fill(logits < threshold, -math.inf).softmax(-1)
@@ -124,18 +124,18 @@ class Truncated(Rule):
             needs_whole_mass=any(each.top_k == 0 for each in params),
         )
 
-    def laws(self, logits: Tensor) -> Tensor:
+    def dists(self, logits: Tensor) -> Tensor:
         width = self.width
         while True:
             values, tokens = largest(logits, width)
-            probs, complete = self._law_of_largest(values.double(), logits)
+            probs, complete = self._probs_of_largest(values.double(), logits)
             if complete or width >= logits.shape[-1]:
                 break
             width *= 8
-        laws = torch.zeros_like(logits).scatter_(-1, tokens, probs.to(logits.dtype))
-        return _undefined_where_not_finite(laws, values[..., :1])
+        dists = torch.zeros_like(logits).scatter_(-1, tokens, probs.to(logits.dtype))
+        return _undefined_where_not_finite(dists, values[..., :1])
 
-    def _law_of_largest(self, values: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
+    def _probs_of_largest(self, values: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
         """Return the probabilities of sorted `values`, and True if no token beyond them is kept.
 
         Args:
@@ -229,14 +229,14 @@ class RowRules:
             )
         )
 
-    def laws(self, logits: Tensor) -> Tensor:
+    def dists(self, logits: Tensor) -> Tensor:
         """Return probabilities `[row, query, vocab]`; all NaN where no token is possible."""
         if len(self.groups) == 1:
-            return self.groups[0][1].laws(logits)
-        laws = torch.empty_like(logits)
+            return self.groups[0][1].dists(logits)
+        dists = torch.empty_like(logits)
         for rows, rule in self.groups:
-            laws[rows] = rule.laws(logits[rows])
-        return laws
+            dists[rows] = rule.dists(logits[rows])
+        return dists
 
 
 def _kind_of_rule(params: SamplingParams) -> type[Rule]:
@@ -265,9 +265,9 @@ def _tempered(logits: Tensor, temperature: Tensor | None) -> Tensor:
     return logits if temperature is None else logits / temperature.to(logits.dtype)
 
 
-def _undefined_where_not_finite(laws: Tensor, top: Tensor) -> Tensor:
+def _undefined_where_not_finite(dists: Tensor, top: Tensor) -> Tensor:
     """Set distributions to NaN whose largest logit (`top` `[row, query, 1]`) is not finite."""
     # One sum checks all of them, and `math.isfinite` takes a fraction of the time of a tensor's.
     if math.isfinite(top.item() if top.numel() == 1 else top.sum().item()):
-        return laws
-    return laws.masked_fill(~top.isfinite(), math.nan)
+        return dists
+    return dists.masked_fill(~top.isfinite(), math.nan)

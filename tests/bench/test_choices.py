@@ -72,10 +72,10 @@ def test_speeds_of_nothing_are_refused():
         Speed((), (), Stats())
 
 
-def test_controllers_that_need_laws_are_not_tried_with_a_look_up():
-    assert "confidence" in controllers_for(certain=False)
-    assert "confidence" not in controllers_for(certain=True)
-    assert "fixed:5" in controllers_for(certain=True)
+def test_controllers_that_need_distributions_are_not_tried_with_a_look_up():
+    assert "confidence" in controllers_for(deterministic=False)
+    assert "confidence" not in controllers_for(deterministic=True)
+    assert "fixed:5" in controllers_for(deterministic=True)
 
 
 def test_a_batch_has_the_median_of_its_runs() -> None:

@@ -4,14 +4,14 @@ import pytest
 
 from secondguess.bench import costs
 from secondguess.bench.costs import CostProbe
-from secondguess.testing import TableModel, random_law
+from secondguess.testing import TableModel, random_probs
 
 
 class SlowModel(TableModel):
     """Each forward takes `start` seconds and `per_token` for every token."""
 
     def __init__(self, clock, start, per_token):
-        super().__init__(4, random_law(4, seed=0))
+        super().__init__(4, random_probs(4, seed=0))
         self.clock, self.start, self.per_token = clock, start, per_token
 
     def score(self, rows, draft):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from secondguess.bench.encoding import cut_left, encode_workload, typical_context
+from secondguess.bench.encoding import encode_workload, truncate_left, typical_context
 from secondguess.bench.workloads import Workload
 from secondguess.errors import BadInputError
 
@@ -26,7 +26,7 @@ def test_a_long_prompt_keeps_its_end_and_the_others_are_whole():
     encoded = encode_workload(target(40), workload("short", "x" * 30 + "the end"), num_tokens=8)
     assert encoded.prompts[0] == list(map(ord, "short"))
     assert encoded.prompts[1] == list(map(ord, ("x" * 30 + "the end")[-32:]))
-    assert encoded.num_cut == 1
+    assert encoded.num_truncated == 1
     assert encoded.note == (
         "1 of 2 prompts were cut from the left to the 32 tokens that the target's context leaves for them"
     )
@@ -34,7 +34,7 @@ def test_a_long_prompt_keeps_its_end_and_the_others_are_whole():
 
 def test_nothing_is_said_where_nothing_was_cut():
     encoded = encode_workload(target(40), workload("x" * 32), num_tokens=8)
-    assert (encoded.num_cut, encoded.note) == (0, "")
+    assert (encoded.num_truncated, encoded.note) == (0, "")
 
 
 def test_the_token_that_opens_every_text_stays():
@@ -42,13 +42,13 @@ def test_the_token_that_opens_every_text_stays():
     assert len(encoded.prompts[0]) == 32
     assert encoded.prompts[0][0] == 1
     assert encoded.prompts[0][-3:] == list(map(ord, "end"))
-    assert cut_left([1, 2, 3], 2, first=7) == [2, 3]
+    assert truncate_left([1, 2, 3], 2, first=7) == [2, 3]
 
 
 def test_too_little_of_a_prompt_is_refused_but_short_prompts_may_have_little_room():
     with pytest.raises(BadInputError, match="take other prompts or fewer tokens"):
         encode_workload(target(40), workload("x" * 30), num_tokens=30)
-    assert encode_workload(target(40), workload("short"), num_tokens=30).num_cut == 0
+    assert encode_workload(target(40), workload("short"), num_tokens=30).num_truncated == 0
 
 
 def test_the_cost_curve_fits_into_the_context():

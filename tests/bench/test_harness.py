@@ -250,12 +250,12 @@ def test_a_system_that_counts_for_itself_may_stop_early_and_the_report_says_so()
 
 
 def test_what_the_warm_up_taught_is_forgotten():
-    class Learner(FakeSystem):
-        def begin_measuring(self):
+    class TrainableHead(FakeSystem):
+        def reset(self):
             self.log.append("forget")
 
     log = []
-    measured = measurement(log, Learner("A", log), num_prompts=1, temperatures=(0.0,))
+    measured = measurement(log, TrainableHead("A", log), num_prompts=1, temperatures=(0.0,))
     measured.run(ignore)
     assert log == [("A", 0.0, 0), "forget", ("A", 0.0, 0)]
 

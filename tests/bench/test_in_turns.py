@@ -8,7 +8,7 @@ import pytest
 
 from secondguess.bench import systems as systems_module
 from secondguess.bench.in_turns import in_turns
-from secondguess.bench.systems import ModelsApart, Speculator, with_own_cache
+from secondguess.bench.systems import ModelsWithOwnCaches, Speculator, with_own_cache
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.loading import load_runtime
 
@@ -23,7 +23,7 @@ def drafter_names(draft_checkpoint):
 def test_everybody_says_in_turns_what_they_say_alone(models, tiny_draft_checkpoint, temperature):
     names = drafter_names(tiny_draft_checkpoint)
     together = {
-        name: Speculator(ModelsApart(models), drafter, "fixed:2" if drafter != "none" else None)
+        name: Speculator(ModelsWithOwnCaches(models), drafter, "fixed:2" if drafter != "none" else None)
         for name, drafter in names.items()
     }
     runs = in_turns(together, PROMPTS, 9, temperature, seed=3)
@@ -36,7 +36,7 @@ def test_everybody_says_in_turns_what_they_say_alone(models, tiny_draft_checkpoi
 
 def test_rounds_alternate_and_others_rounds_cost_nothing(models, monkeypatch):
     """A system whose rounds are slow is charged for them, its neighbour is not."""
-    systems = {name: Speculator(ModelsApart(models), "none") for name in ("quick", "slow")}
+    systems = {name: Speculator(ModelsWithOwnCaches(models), "none") for name in ("quick", "slow")}
     order, clock = [], [0.0]
     monkeypatch.setattr(systems_module, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
     for name, system in systems.items():
@@ -56,7 +56,7 @@ def test_rounds_alternate_and_others_rounds_cost_nothing(models, monkeypatch):
 
 
 def test_a_draft_model_is_read_once_and_shared(models, tiny_draft_checkpoint):
-    one, other = ModelsApart(models), ModelsApart(models)
+    one, other = ModelsWithOwnCaches(models), ModelsWithOwnCaches(models)
     name = str(tiny_draft_checkpoint)
     assert one.draft_model(name).runtime is not other.draft_model(name).runtime
     first, second = (each.draft_model(name).runtime.decoder.embedding for each in (one, other))
@@ -70,7 +70,7 @@ def test_weights_that_cannot_be_lent_are_refused(tiny_checkpoint):
 
 
 def test_a_cache_that_was_given_back_is_made_anew(models):
-    system = Speculator(ModelsApart(models), "none")
+    system = Speculator(ModelsWithOwnCaches(models), "none")
     first = system.generate_batch(PROMPTS, 5, 0.0, seed=0)
     cache = system._target.runtime.cache
     system.release()

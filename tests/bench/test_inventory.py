@@ -5,7 +5,7 @@ import json
 import pytest
 
 from secondguess.bench import BenchConfig
-from secondguess.bench.inventory import all_drafters, possession
+from secondguess.bench.inventory import all_drafters, drafter_footprint
 from secondguess.builtin import builtin_paths
 from secondguess.drafters import parse_drafter_name
 from secondguess.heads.early_exit import EarlyExitHead
@@ -13,19 +13,19 @@ from secondguess.heads.files import Provenance
 
 
 def test_look_ups_take_nothing():
-    assert possession("suffix").num_bytes == 0
-    assert possession("suffix").training_minutes is None
+    assert drafter_footprint("suffix").num_bytes == 0
+    assert drafter_footprint("suffix").training_minutes is None
 
 
 def test_a_draft_model_takes_its_weights():
     weights = builtin_paths().drafter / "model.safetensors"
-    assert possession("suffix+model:builtin-draft").num_bytes == weights.stat().st_size
+    assert drafter_footprint("suffix+model:builtin-draft").num_bytes == weights.stat().st_size
 
 
 def test_a_head_tells_how_long_it_was_trained(tmp_path):
     EarlyExitHead(1, 8, 4).save(tmp_path)
     Provenance("early-exit", "tiny", "0", training={"minutes": 2.5}).write(tmp_path)
-    found = possession(f"early-exit:{tmp_path},tree=2x1")
+    found = drafter_footprint(f"early-exit:{tmp_path},tree=2x1")
     assert found.num_bytes == (tmp_path / "model.safetensors").stat().st_size
     assert found.training_minutes == 2.5
 

@@ -5,11 +5,11 @@ import socket
 from pathlib import Path
 
 from secondguess.bench import provenance
-from secondguess.bench.provenance import gather, hash_weights, show_command
+from secondguess.bench.provenance import collect_provenance, hash_weights, show_command
 
 
 def collect(folder: Path):
-    return gather(
+    return collect_provenance(
         num_threads=1,
         device="cpu",
         dtype="float32",

@@ -9,7 +9,7 @@ from bench_fakes import FakeSystem, stats_of
 from secondguess.bench.measurement import Setting
 from secondguess.bench.predict import Costs
 from secondguess.bench.provenance import Provenance
-from secondguess.bench.report import Report, Workbench, make_cost_table
+from secondguess.bench.report import Conditions, Report, make_cost_table
 from secondguess.bench.results import count_flips, fastest_speculators, make_results, summarise_rounds
 from secondguess.bench.systems import Run, public_name
 
@@ -47,7 +47,7 @@ def report(complete=True, note=""):
     return Report(
         name="tiny",
         complete=complete,
-        workbench=Workbench("prompts.jsonl", "abc", note, 3, 4, 4, 17.0, 0, {1: TASKS}, []),
+        workbench=Conditions("prompts.jsonl", "abc", note, 3, 4, 4, 17.0, 0, {1: TASKS}, []),
         costs=make_cost_table(20, {None: COSTS, "draft": COSTS}),
         results=results(),
         provenance=Provenance(

@@ -265,7 +265,7 @@ def test_the_speed_of_a_batch_is_of_all_its_tokens():
 def test_a_controller_lives_over_the_prompts_of_its_condition(models):
     system = Speculator(models, "ngram", "fixed:2")
     warm = system.controller(0.0, 1)
-    system.begin_measuring()
+    system.reset()
     first = system.controller(0.0, 1)
     assert first is not warm
     system.generate(PROMPT, 4, 0.0, seed=0)

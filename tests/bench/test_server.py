@@ -79,7 +79,7 @@ def test_it_is_asked_for_exactly_the_tokens_and_its_own_count_is_taken():
     assert fake.requests == [
         {"model": "only", "prompt": "5 6", "max_tokens": 7, "temperature": 0.5, "seed": 3, "ignore_eos": True}
     ]
-    assert (run.num_tokens, run.tokens, run.tells_tokens) == (7, [], False)
+    assert (run.num_tokens, run.tokens, run.has_token_ids) == (7, [], False)
     assert 0 < run.seconds < 60
     assert run.tokens_per_second == 7 / run.seconds
 

@@ -4,7 +4,14 @@ import json
 
 import pytest
 
-from secondguess.bench.workloads import DATA_SETS, HUMANEVAL, equal_shares, load_workload, mix, spread
+from secondguess.bench.workloads import (
+    DATA_SETS,
+    HUMANEVAL,
+    equal_shares,
+    evenly_spaced,
+    interleave,
+    load_workload,
+)
 from secondguess.errors import BadInputError
 
 
@@ -36,7 +43,7 @@ def test_our_own_prompts_are_a_workload():
 
 
 def test_a_sample_of_everything_is_everything():
-    assert spread(("a", "b"), 2) == spread(("a", "b"), 3) == ("a", "b")
+    assert evenly_spaced(("a", "b"), 2) == evenly_spaced(("a", "b"), 3) == ("a", "b")
 
 
 def test_humaneval_is_the_default_where_it_is_present(tmp_path, monkeypatch):
@@ -208,7 +215,7 @@ def test_shares_are_equal_as_far_as_the_groups_go():
 
 
 def test_mixing_keeps_each_order_and_spreads_the_small_group():
-    assert mix([list("abcd"), list("12")]) == ["a", "1", "b", "c", "2", "d"]
+    assert interleave([list("abcd"), list("12")]) == ["a", "1", "b", "c", "2", "d"]
 
 
 def test_only_the_tasks_that_were_asked_for(tmp_path):

@@ -8,16 +8,16 @@ import pytest
 from replay import Prefill, Replayed, ReplayRow, replay
 from round_costs import PartCosts, RoundCosts, Stage, fit_line, in_turns, make_cells, part_costs
 
-from secondguess.bench.traces import Guess, NodeLaw, Trace
+from secondguess.bench.traces import Guess, NodeProbs, Trace
 from secondguess.controllers import make_controller
-from secondguess.core import Prospect, Row
+from secondguess.core import Candidate, Row
 from secondguess.sampling import SamplingParams
-from secondguess.testing import ScriptedDrafter, TableModel, random_law
+from secondguess.testing import ScriptedDrafter, TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
-NOTHING = Guess(Prospect(longest=0, certain=True), (), ())
+NOTHING = Guess(Candidate(longest=0, deterministic=True), (), ())
 PLAIN_ROUND, STEP, ASKED, START, UPKEEP, READING = 1.0, 0.1, 0.15, 0.05, 0.01, 0.002
-SURE = NodeLaw(1.0, 0.0, 0.0)
+SURE = NodeProbs(1.0, 0.0, 0.0)
 
 
 def rest(width: int) -> float:
@@ -35,9 +35,11 @@ COSTS = RoundCosts({1: PLAIN_ROUND, 2: 1.5 * PLAIN_ROUND}, [PART])
 NO_PREFILL = Prefill()
 
 
-def guess(num_accepted: int, depth: int = 8, certain: bool = False, part: int = 0) -> Guess:
+def guess(num_accepted: int, depth: int = 8, deterministic: bool = False, part: int = 0) -> Guess:
     accepted = tuple(min(cut, num_accepted) for cut in range(1, depth + 1))
-    return Guess(Prospect(part, certain=certain), () if certain else (SURE,) * depth, accepted)
+    return Guess(
+        Candidate(part, deterministic=deterministic), () if deterministic else (SURE,) * depth, accepted
+    )
 
 
 def text(num_tokens: int, *guesses: Guess) -> Trace:
@@ -80,7 +82,7 @@ def test_a_draft_model_that_never_drafts_does_not_prefill() -> None:
 
 def test_a_lookup_is_updated_in_every_round() -> None:
     kept_up = RoundCosts(COSTS.plain, [PartCosts(PART.step, PART.asked_step, PART.rest, PART.start, UPKEEP)])
-    done = run("fixed:0", text(10, guess(1, certain=True)), costs=kept_up)
+    done = run("fixed:0", text(10, guess(1, deterministic=True)), costs=kept_up)
     assert done.seconds == pytest.approx(10 * (PLAIN_ROUND + UPKEEP))
 
 
@@ -102,8 +104,8 @@ def test_rows_out_of_order_have_costs_of_their_own() -> None:
 
 
 def test_a_question_that_ends_a_draft_costs_as_much_as_one_that_does_not() -> None:
-    unsure = NodeLaw(0.1, 1.0, 0.1)
-    done = run("confidence", text(11, Guess(Prospect(), (unsure,) * 8, (0,) * 8)))
+    unsure = NodeProbs(0.1, 1.0, 0.1)
+    done = run("confidence", text(11, Guess(Candidate(), (unsure,) * 8, (0,) * 8)))
     # The controller is not asked where there is room for one node only.
     asked, unasked = START + ASKED + (ASKED - STEP) + rest(1), START + ASKED + rest(1)
     assert done.seconds == pytest.approx(9 * asked + unasked + PLAIN_ROUND)
@@ -113,7 +115,7 @@ def test_a_draft_model_reads_what_others_wrote_before_it_drafts_again() -> None:
     reading = PartCosts(PART.step, PART.asked_step, PART.rest, reading=READING)
     silent = PartCosts({1: 0.0}, {1: 0.0}, PART.rest)
     # The lookup writes eight tokens at the second place, and has no draft elsewhere.
-    looked_up = [NOTHING, guess(7, 7, certain=True), *[NOTHING] * 12]
+    looked_up = [NOTHING, guess(7, 7, deterministic=True), *[NOTHING] * 12]
     trace = Trace("", 7, 0.0, [looked_up, [guess(0, part=1)] * 14])
     done = run("fixed:1", trace, costs=RoundCosts(COSTS.plain, [silent, reading]))
     # Places 0, 1 (lookup, 1 of its 1 node), 3 ... 12 by the model, 13 plain.
@@ -136,11 +138,11 @@ def test_a_step_that_few_rows_take_costs_what_was_measured_for_one_of_so_many() 
 def test_two_tokens_are_new_to_a_draft_model_whose_drafts_were_all_accepted() -> None:
     row = ReplayRow(text(20, guess(3)))
     row.advance(2, part=1, length=2)
-    assert row.unread == {1: 2}
+    assert row.num_uncached == {1: 2}
     row.advance(1, part=1, length=2)
-    assert row.unread == {1: 1}
+    assert row.num_uncached == {1: 1}
     row.advance(0, part=0, length=0)
-    assert row.unread == {1: 2}
+    assert row.num_uncached == {1: 2}
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -161,7 +163,7 @@ class CountingClock:
 
 
 def test_rounds_are_timed_by_length_in_turns_and_the_first_ones_are_left_out() -> None:
-    target = TableModel(8, random_law(8, seed=1))
+    target = TableModel(8, random_probs(8, seed=1))
     made = []
 
     def make_rows(count: int) -> list[Row]:

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 import torch
 
 from secondguess.controllers.cost.controller import CostController
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
 Chance = Callable[[int, int], float]
 """Of a node's acceptance, given the round and the node's depth."""
 
 
-class FlatLaws(DraftLaws):
+class FixedConfidences(DraftProbs):
     """Laws that say nothing but a confidence."""
 
     def __init__(self, confidences: Sequence[float]) -> None:
-        self.foretold = None
+        self.acceptance_probs = None
         self.__dict__["confidences"] = list(confidences)
 
 
@@ -33,7 +33,7 @@ class Simulation:
         chance: of acceptance, by round and depth.
         step: seconds of a draft step; a plain round takes 1.
         node: seconds that a node adds to the target's pass.
-        certain: whether the drafter is a look-up.
+        deterministic: whether the drafter is a look-up.
         confidence: what the drafter says of every node.
         kind: what it says of its guess beforehand, by round.
         delay: seconds on the clock of a phase that takes so many on a quiet machine; given the round since the
@@ -43,11 +43,11 @@ class Simulation:
     chance: Chance
     step: float = 0.15
     node: float = 0.05
-    certain: bool = False
+    deterministic: bool = False
     confidence: float = 0.5
     prefill: float = 0.0
     kind: Callable[[int], str] = lambda number: ""
-    delay: Callable[[random.Random, int, float], float] = lambda dice, number, seconds: seconds
+    delay: Callable[[random.Random, int, float], float] = lambda rng, number, seconds: seconds
     drafted: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
     tokens: int = 0
@@ -55,30 +55,30 @@ class Simulation:
     def play(
         self, controller: CostController, num_rounds: int, num_rows: int = 1, seed: int = 0
     ) -> Simulation:
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         rows = [Row([0] * 50, SamplingParams(max_tokens=10**6, temperature=1.0)) for _ in range(num_rows)]
         for number in range(num_rounds):
-            prospect = Prospect(kind=self.kind(number), certain=self.certain)
-            plans = controller.plan(rows, [(prospect,)] * num_rows)
+            candidate = Candidate(kind=self.kind(number), deterministic=self.deterministic)
+            plans = controller.plan(rows, [(candidate,)] * num_rows)
             lengths = [plan.length and 1 for plan in plans]
             depth = 0
             active = [index for index, plan in enumerate(plans) if plan.length > 1]
             while active:
-                if not self.certain:
-                    answers = controller.go_on(rows, FlatLaws([self.confidence] * num_rows), depth)
+                if not self.deterministic:
+                    answers = controller.go_on(rows, FixedConfidences([self.confidence] * num_rows), depth)
                     active = [index for index in active if answers[index]]
                 depth += 1
                 for index in active:
                     lengths[index] = depth + 1
                 active = [index for index in active if plans[index].length > depth + 1]
             accepted = [
-                next((d for d in range(length) if dice.random() >= self.chance(number, d)), length)
+                next((d for d in range(length) if rng.random() >= self.chance(number, d)), length)
                 for length in lengths
             ]
             now = len(self.drafted)
-            drafting = self.delay(dice, now, self.step * max(lengths))
+            drafting = self.delay(rng, now, self.step * max(lengths))
             scoring = 1 + self.node * max(lengths) + (self.prefill if max(lengths) else 0)
-            total = drafting + self.delay(dice, now, scoring)
+            total = drafting + self.delay(rng, now, scoring)
             draft = Draft.chains([[0] * length for length in lengths])
             verdict = Verdict.of_chain(torch.tensor(accepted), torch.zeros(num_rows, dtype=torch.long))
             for row, gained in zip(rows, accepted, strict=True):

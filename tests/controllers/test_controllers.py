@@ -12,9 +12,9 @@ from torch import Tensor
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.controllers.confidence import ConfidenceController, ConfidenceOptions
+from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.fixed import FixedController
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import Plan, Prospect, Row
+from secondguess.core import Candidate, Plan, Row
 from secondguess.decode import Team, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
@@ -29,12 +29,12 @@ def rows_of(num_rows: int) -> list[Row]:
 
 def tensor_with(*confidences: float) -> Tensor:
     """Laws over ten tokens whose largest probability is the one given."""
-    laws = [[confidence, *[(1 - confidence) / 9] * 9] for confidence in confidences]
-    return torch.tensor(laws, dtype=torch.float64)
+    draft_probs = [[confidence, *[(1 - confidence) / 9] * 9] for confidence in confidences]
+    return torch.tensor(draft_probs, dtype=torch.float64)
 
 
-def laws_with(*confidences: float) -> DraftLaws:
-    return DraftLaws(tensor_with(*confidences).log())
+def probs_with(*confidences: float) -> DraftProbs:
+    return DraftProbs(tensor_with(*confidences).log())
 
 
 def alike(confidence: float) -> TableModel:
@@ -48,7 +48,7 @@ def run(controller: Controller, target: TableModel, drafter: TableModel) -> list
     row = rows_of(1)[0]
     drafted = [0]
     for _ in decode(team, [row]):
-        drafted.append(team.ledger.of(row).num_drafted)
+        drafted.append(team.recorder.of(row).num_drafted)
     return [after - before for before, after in pairwise(drafted)]
 
 
@@ -63,9 +63,9 @@ def test_fixed_zero_is_plain_decoding() -> None:
     assert drafter.num_forwards == 0
 
 
-def test_fixed_is_not_shown_any_law() -> None:
+def test_fixed_is_not_shown_any_distribution() -> None:
     class Blind(FixedController):
-        def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+        def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
             raise AssertionError("asked for nothing")
 
     assert run(Blind(), alike(0.5), alike(0.5))[0] == 5
@@ -94,25 +94,28 @@ def test_confidence_stops_after_the_node_that_makes_survival_unlikely(
 def test_confidence_takes_the_product_along_each_rows_own_path() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     rows = rows_of(3)
-    assert controller.go_on(rows, laws_with(0.9, 0.7, 0.4), 0) == [True, True, False]
+    assert controller.go_on(rows, probs_with(0.9, 0.7, 0.4), 0) == [True, True, False]
     # The third row has stopped; what stands in its line must not matter to the others.
-    assert controller.go_on(rows, laws_with(0.9, 0.7, 1.0), 1)[:2] == [True, False]
-    assert controller.go_on(rows, laws_with(0.65, 1.0, 0.1), 2)[:1] == [True]
+    assert controller.go_on(rows, probs_with(0.9, 0.7, 1.0), 1)[:2] == [True, False]
+    assert controller.go_on(rows, probs_with(0.65, 1.0, 0.1), 2)[:1] == [True]
 
 
 def test_confidence_trusts_a_drafter_that_was_trained_to_foretell() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
-    laws = DraftLaws(tensor_with(0.9, 0.3).log(), [0.4, 0.8])
-    assert controller.go_on(rows_of(2), laws, 0) == [False, True]
-    assert laws.confidences == [pytest.approx(0.9), pytest.approx(0.3)]  # what others read stays the law's
+    draft_probs = DraftProbs(tensor_with(0.9, 0.3).log(), [0.4, 0.8])
+    assert controller.go_on(rows_of(2), draft_probs, 0) == [False, True]
+    assert draft_probs.confidences == [
+        pytest.approx(0.9),
+        pytest.approx(0.3),
+    ]  # what others read stays the law's
 
 
 def test_confidence_begins_anew_with_every_round() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     for _ in range(3):
-        assert controller.go_on(rows_of(1), laws_with(0.6), 0) == [True]
-        assert controller.go_on(rows_of(1), laws_with(0.6), 1) == [False]
-    assert controller.go_on(rows_of(2), laws_with(0.6, 0.3), 0) == [True, False]
+        assert controller.go_on(rows_of(1), probs_with(0.6), 0) == [True]
+        assert controller.go_on(rows_of(1), probs_with(0.6), 1) == [False]
+    assert controller.go_on(rows_of(2), probs_with(0.6, 0.3), 0) == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_a_controller_tells_the_options_it_uses(text: str, name: str) -> None:
 
 def test_the_length_in_a_name_is_the_budget() -> None:
     for text, length in (("fixed:3", 3), ("confidence:7", 7)):
-        assert make_controller(text).plan(rows_of(2), [(Prospect(),)] * 2) == [Plan(0, length)] * 2
+        assert make_controller(text).plan(rows_of(2), [(Candidate(),)] * 2) == [Plan(0, length)] * 2
 
 
 @pytest.mark.parametrize(

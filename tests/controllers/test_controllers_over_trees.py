@@ -9,16 +9,16 @@ import torch
 
 from secondguess.controllers import make_controller
 from secondguess.controllers.cost.controller import CostController
+from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.entropy import EntropyController
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.decode import Team, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import StaticTree
-from secondguess.runtime.base import Scores
+from secondguess.runtime.base import ForwardOutput
 from secondguess.sampling import SamplingParams
-from secondguess.stats import Ledger, Stats
-from secondguess.testing import TableModel, random_law
+from secondguess.stats import Stats, StatsRecorder
+from secondguess.testing import TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE, LEVELS = 6, 3
@@ -37,29 +37,29 @@ class TimedModel(TableModel):
     """A forward takes so many seconds, and more for each node."""
 
     def __init__(self, seed: int, clock: Clock, seconds: float, per_node: float) -> None:
-        super().__init__(VOCAB_SIZE, random_law(VOCAB_SIZE, seed))
+        super().__init__(VOCAB_SIZE, random_probs(VOCAB_SIZE, seed))
         self.clock, self.seconds, self.per_node = clock, seconds, per_node
 
-    def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
+    def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         self.clock.now += self.seconds + self.per_node * draft.num_nodes
         return super().score(rows, draft)
 
 
-def play(controller: str, per_node: float, same_laws: bool = True) -> tuple[Stats, CostController]:
+def play(controller: str, per_node: float, same_dists: bool = True) -> tuple[Stats, CostController]:
     """400 tokens by a target that takes 1 second a pass and `per_node` more, with trees of 2, 4 and 4 nodes."""
     clock = Clock()
     drafter = ModelDrafter(
-        TimedModel(1 if same_laws else 2, clock, 0.05, 0.0),
+        TimedModel(1 if same_dists else 2, clock, 0.05, 0.0),
         "model:table,tree=2x2x1",
         VOCAB_SIZE,
         StaticTree.of_widths([2, 2, 1]),
     )
-    decider, ledger = make_controller(controller), Ledger(clock)
-    team = Team(TimedModel(1, clock, 1.0, per_node), drafter, make_verifier("auto"), decider, ledger)
+    decider, recorder = make_controller(controller), StatsRecorder(clock)
+    team = Team(TimedModel(1, clock, 1.0, per_node), drafter, make_verifier("auto"), decider, recorder)
     row = Row([0, 1], SamplingParams(temperature=1.0, max_tokens=400), seed=3)
     for _ in decode(team, [row]):
         pass
-    return ledger.of(row), decider
+    return recorder.of(row), decider
 
 
 def test_cost_drafts_whole_trees_where_they_pay_and_learns_what_they_cost() -> None:
@@ -71,22 +71,22 @@ def test_cost_drafts_whole_trees_where_they_pay_and_learns_what_they_cost() -> N
     assert stats.tokens_per_second > 0.9 * play(f"fixed:{LEVELS}", per_node=0.02)[0].tokens_per_second
 
 
-@pytest.mark.parametrize(("per_node", "same_laws"), [(0.8, True), (0.3, False)], ids=["dear", "poor"])
-def test_cost_gives_trees_up_where_they_do_not_pay(per_node: float, same_laws: bool) -> None:
-    stats, _ = play("cost", per_node, same_laws)
+@pytest.mark.parametrize(("per_node", "same_dists"), [(0.8, True), (0.3, False)], ids=["dear", "poor"])
+def test_cost_gives_trees_up_where_they_do_not_pay(per_node: float, same_dists: bool) -> None:
+    stats, _ = play("cost", per_node, same_dists)
     assert stats.tokens_per_second > 0.97
-    assert play(f"fixed:{LEVELS}", per_node, same_laws)[0].tokens_per_second < 0.9
+    assert play(f"fixed:{LEVELS}", per_node, same_dists)[0].tokens_per_second < 0.9
 
 
 def play_draft(controller: EntropyController | CostController, parents: list[int], accepted: int) -> None:
     """A round with one draft of this form, beside another row that was asked about one level more."""
     rows = [Row([1], SamplingParams(max_tokens=100, temperature=1.0))]
-    controller.plan(rows, [(Prospect(),)])
+    controller.plan(rows, [(Candidate(),)])
     draft = Draft(
         torch.zeros(1, len(parents), dtype=torch.long), torch.tensor([parents]), torch.tensor([len(parents)])
     )
     for depth in range(int(draft.depths) + 1):
-        controller.go_on(rows, DraftLaws(torch.zeros(1, 4)), depth)
+        controller.go_on(rows, DraftProbs(torch.zeros(1, 4)), depth)
     verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
     seconds = 0.1 if parents else 0.0
     controller.learn(rows, draft, verdict, RoundTime(0.0, seconds, 1 + seconds))
@@ -105,4 +105,4 @@ def test_a_tree_accepted_to_its_last_level_has_had_nothing_refused() -> None:
         play_draft(controller, [], accepted=0)
     for _ in range(8):
         play_draft(controller, [-1, -1, 0, 0, 1], accepted=2)
-    assert {standing.share for standing in controller.expectations.standings.values()} == {1.0}
+    assert {standing.share for standing in controller.expectations.row_histories.values()} == {1.0}

@@ -11,26 +11,26 @@ from itertools import pairwise
 
 import pytest
 import torch
-from simulation import Chance, FlatLaws, Simulation
+from simulation import Chance, FixedConfidences, Simulation
 
-from secondguess.controllers.cost.allowance import (
-    COOLING,
-    CREDIT,
-    FREE_TRIAL,
-    LARGEST_PROBE,
-    NUM_REVIEWED,
-    PATIENCE,
-    PROBING,
-    Guard,
-    Probes,
-    loss_bound,
-)
+from secondguess.controllers.cost.acceptance_stats import AcceptanceStats
 from secondguess.controllers.cost.averages import CostCurve
 from secondguess.controllers.cost.controller import CostController, CostOptions
-from secondguess.controllers.cost.disturbance import Disturbance
-from secondguess.controllers.cost.experience import Experience
-from secondguess.controllers.cost.round_times import AGE, NUM_CHECKS, RoundTimes
-from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.controllers.cost.load_detector import LoadDetector
+from secondguess.controllers.cost.loss_limits import (
+    FREE_SERIES_LOSS,
+    MAX_BALANCE,
+    MAX_LOSS,
+    MAX_PROBE_BALANCE,
+    NUM_REVIEWED,
+    PROBE_INCOME,
+    STOP_ROUNDS,
+    LossGuard,
+    ProbeBudget,
+    loss_bound,
+)
+from secondguess.controllers.cost.round_times import MAX_PLAIN_AGE, NUM_CHECKS, RoundTimes
+from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
 
@@ -42,12 +42,14 @@ def best_fixed(chance: float, step: float, node: float) -> float:
     )
 
 
-@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("chance", "step"), [(0.95, 0.05), (0.9, 0.15), (0.8, 0.05), (0.7, 0.15), (0.5, 0.1), (0.5, 0.02)]
 )
-def test_it_finds_the_best_constant_length(chance: float, step: float, certain: bool) -> None:
-    simulation = Simulation(lambda number, depth: chance, step, certain=certain).play(CostController(), 3000)
+def test_it_finds_the_best_constant_length(chance: float, step: float, deterministic: bool) -> None:
+    simulation = Simulation(lambda number, depth: chance, step, deterministic=deterministic).play(
+        CostController(), 3000
+    )
     assert simulation.speed > 0.96 * best_fixed(chance, step, 0.05)
 
 
@@ -55,19 +57,21 @@ def test_it_tells_good_guesses_from_bad_ones_by_their_confidence() -> None:
     """Half of the rounds have sure guesses that hold, half unsure ones that fail: one length cannot serve both."""
     controller = CostController()
     simulation = Simulation(lambda number, depth: 0.97 if number % 2 else 0.1, step=0.1)
-    dice = random.Random(1)
+    rng = random.Random(1)
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for number in range(2000):
         simulation.confidence = 0.9 if number % 2 else 0.15
         simulation.chance = lambda _, depth, number=number: 0.97 if number % 2 else 0.1
-        simulation.play(controller, 1, seed=dice.randrange(10**9))
+        simulation.play(controller, 1, seed=rng.randrange(10**9))
         lengths[bool(number % 2)].append(simulation.drafted[-1][0])
     assert sum(lengths[True][500:]) > 4 * sum(lengths[False][500:])
 
 
-@pytest.mark.parametrize("certain", [False, True])
-def test_noise_is_given_up(certain: bool) -> None:
-    simulation = Simulation(lambda number, depth: 0.0, certain=certain).play(CostController(), 4000)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_noise_is_given_up(deterministic: bool) -> None:
+    simulation = Simulation(lambda number, depth: 0.0, deterministic=deterministic).play(
+        CostController(), 4000
+    )
     assert sum(length > 0 for (length,) in simulation.drafted[:100]) <= 40
     assert sum(length > 0 for (length,) in simulation.drafted[1000:]) <= 40
     assert simulation.speed > 0.985
@@ -115,7 +119,7 @@ def test_it_gives_way_when_guesses_become_bad() -> None:
     assert sum(length > 0 for (length,) in simulation.drafted[600:]) < 60
 
 
-@pytest.mark.parametrize("saved", [-100.0, LARGEST_PROBE])
+@pytest.mark.parametrize("saved", [-100.0, MAX_PROBE_BALANCE])
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_are_not_held_for_long_to_what_was_to_be_had_in_other_texts(saved: float, seed: int) -> None:
     """Good guesses that are not as good as such guesses were elsewhere: plain decoding would give less still, as would probes.
@@ -125,15 +129,15 @@ def test_drafts_are_not_held_for_long_to_what_was_to_be_had_in_other_texts(saved
     """
 
     def scene() -> Simulation:
-        kinds = Simulation(lambda number, depth: 0.95, step=0.0, node=0.3, certain=True, prefill=0.5)
+        kinds = Simulation(lambda number, depth: 0.95, step=0.0, node=0.3, deterministic=True, prefill=0.5)
         kinds.kind = lambda number: str(number // 8 % 6)
         return kinds
 
     controller = CostController()
     scene().play(controller, 600)
-    for pace in controller._prices._paces.values():
+    for pace in controller._cost_model._recent_speeds.values():
         pace.tokens *= 1.5
-    controller.probes.balance = saved
+    controller.probe_budget.balance = saved
     best = max(sum(0.95**depth for depth in range(k + 1)) / (1.5 + 0.3 * k) for k in range(1, 17))
     assert scene().play(controller, 100, seed=seed).speed > 0.7 * best
 
@@ -159,10 +163,12 @@ ADVERSARIES: dict[str, Chance] = {
 
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 @pytest.mark.parametrize("step", [0.02, 0.3, 2.0])
-@pytest.mark.parametrize("certain", [False, True])
-def test_the_loss_over_any_stretch_is_within_the_bound(adversary: str, step: float, certain: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_loss_over_any_stretch_is_within_the_bound(
+    adversary: str, step: float, deterministic: bool
+) -> None:
     controller = CostController()
-    simulation = Simulation(ADVERSARIES[adversary], step=step, certain=certain, confidence=0.9)
+    simulation = Simulation(ADVERSARIES[adversary], step=step, deterministic=deterministic, confidence=0.9)
     lost = [0.0]
     for number in range(1500):
         chance = ADVERSARIES[adversary]
@@ -176,9 +182,9 @@ def test_the_loss_over_any_stretch_is_within_the_bound(adversary: str, step: flo
                 assert lost[start + stretch] - lost[start] <= loss_bound(stretch, 16 * (step + 0.05))
 
 
-def book(guard: Guard, won: float, *rows: Row) -> bool:
+def book(guard: LossGuard, won: float, *rows: Row) -> bool:
     """One round that wins so much where drafting is allowed; says whether it was."""
-    if guard.forbids:
+    if guard.is_stopped:
         guard.wait(rows)
         return False
     guard.book(won, rows)
@@ -187,16 +193,16 @@ def book(guard: Guard, won: float, *rows: Row) -> bool:
 
 def test_the_guard_stops_what_estimates_do_not_see() -> None:
     """A drafter whose price is not in its draft steps: only the wall clock tells."""
-    guard = Guard()
+    guard = LossGuard()
     lost = sum(book(guard, -1.0) for _ in range(10_000))
     assert lost <= loss_bound(10_000, 1.0)
 
 
 def test_debts_that_are_paid_back_in_part_do_not_renew_the_patience() -> None:
     """An adversary that wins a little after each stop, and then loses on."""
-    guard, total, worst, lows = Guard(), 0.0, 0.0, [0.0]
+    guard, total, worst, lows = LossGuard(), 0.0, 0.0, [0.0]
     for number in range(50_000):
-        allowed = not guard.forbids
+        allowed = not guard.is_stopped
         won = (1.0 if number % 12 < 4 else -1.0) if allowed else 0.0
         book(guard, won)
         total += won
@@ -208,20 +214,20 @@ def test_debts_that_are_paid_back_in_part_do_not_renew_the_patience() -> None:
 
 
 def test_the_guard_forgets_once_the_debt_is_made_good() -> None:
-    guard = Guard()
-    while not guard.forbids:
+    guard = LossGuard()
+    while not guard.is_stopped:
         book(guard, -1.0)
-    while guard.forbids:
+    while guard.is_stopped:
         book(guard, 0.0)
     for _ in range(60):
         book(guard, 1.0)
-    for _ in range(int(CREDIT + PATIENCE)):
+    for _ in range(int(MAX_BALANCE + MAX_LOSS)):
         book(guard, -1.0)
     waits = 0
-    while guard.forbids:
+    while guard.is_stopped:
         book(guard, 0.0)
         waits += 1
-    assert waits == COOLING
+    assert waits == STOP_ROUNDS
 
 
 def a_row() -> Row:
@@ -230,43 +236,43 @@ def a_row() -> Row:
 
 def test_what_reading_takes_falls_due_over_the_rounds_that_it_serves() -> None:
     """A text that takes longer to read than the guard's patience, and drafts that earn it back twice."""
-    guard, row = Guard(), a_row()
-    guard.spread(row, PATIENCE + 4, 100)
+    guard, row = LossGuard(), a_row()
+    guard.spread(row, MAX_LOSS + 4, 100)
     for _ in range(100):
         assert book(guard, 0.4, row)
-    for _ in range(int(CREDIT + PATIENCE) - 1):
+    for _ in range(int(MAX_BALANCE + MAX_LOSS) - 1):
         assert book(guard, -1.0, row), "all is paid, and nothing falls due twice"
-    at_once = Guard()
-    at_once.book(-PATIENCE - 4)
-    assert at_once.forbids
+    at_once = LossGuard()
+    at_once.book(-MAX_LOSS - 4)
+    assert at_once.is_stopped
 
 
 def test_reading_that_is_not_paid_off_falls_due_when_its_row_ends() -> None:
-    guard, row, other = Guard(), a_row(), a_row()
-    guard.spread(row, PATIENCE + 1, 100)
+    guard, row, other = LossGuard(), a_row(), a_row()
+    guard.spread(row, MAX_LOSS + 1, 100)
     guard.spread(other, 1.0, 100)
     guard.end(other)
     assert book(guard, 0.0, row)
     guard.end(row)
-    assert guard.forbids
+    assert guard.is_stopped
     guard.end(row)
 
 
 def test_reading_is_written_off_when_drafting_stops() -> None:
     """What was read before a stop must not bring the next one: it is lost already, and the text is still read."""
-    guard, row = Guard(), a_row()
+    guard, row = LossGuard(), a_row()
     guard.spread(row, 30.0, 40)
-    assert book(guard, -PATIENCE, row)
-    while guard.forbids:
+    assert book(guard, -MAX_LOSS, row)
+    while guard.is_stopped:
         book(guard, 0.0, row)
     for _ in range(60):
         assert book(guard, -0.1, row)
 
 
 def test_reading_falls_due_in_plain_rounds_too() -> None:
-    guard, row = Guard(), a_row()
-    guard.spread(row, PATIENCE + 4, 100)
-    waits = next(count for count in range(200) if guard.forbids or guard.wait([row]))
+    guard, row = LossGuard(), a_row()
+    guard.spread(row, MAX_LOSS + 4, 100)
+    waits = next(count for count in range(200) if guard.is_stopped or guard.wait([row]))
     assert 70 < waits < 100
 
 
@@ -275,28 +281,28 @@ def test_reading_falls_due_in_plain_rounds_too() -> None:
 @pytest.mark.parametrize("num_rounds", [1, 30, 10**6])
 def test_spread_reading_keeps_within_the_bound(adversary: str, reading: float, num_rounds: int) -> None:
     """Rows of two texts are read for as often as the guard allows; what is lost counts when it is spent."""
-    dice = random.Random(5)
-    guard, total, lows, rows = Guard(), 0.0, [0.0], [a_row(), a_row()]
-    unread = set(rows)
+    rng = random.Random(5)
+    guard, total, lows, rows = LossGuard(), 0.0, [0.0], [a_row(), a_row()]
+    num_uncached = set(rows)
     for number in range(12_000):
         won = 0.0
-        if guard.forbids or (adversary == "waits" and number % 7):
+        if guard.is_stopped or (adversary == "waits" and number % 7):
             guard.wait(rows)
         else:
-            for row in [row for row in rows if row in unread]:
+            for row in [row for row in rows if row in num_uncached]:
                 won -= reading
-                unread.discard(row)
+                num_uncached.discard(row)
                 guard.spread(row, reading, num_rounds)
             earned = {"ends": -1.0, "wins": 1.5 if number % 40 < 30 else -1.0}.get(
-                adversary, dice.choice((-1.0, 0.2))
+                adversary, rng.choice((-1.0, 0.2))
             )
             guard.book(earned, rows)
             won += earned
         if {"ends": number % 3 == 0, "stays": number % 500 == 0}.get(adversary, number % 40 == 39):
-            place = dice.randrange(2)
+            place = rng.randrange(2)
             guard.end(rows[place])
             rows[place] = a_row()
-            unread.add(rows[place])
+            num_uncached.add(rows[place])
         total += won
         lows.append(total)
     for stretch in (1, 5, 20, 100, 1_000, 12_000):
@@ -306,20 +312,20 @@ def test_spread_reading_keeps_within_the_bound(adversary: str, reading: float, n
 
 def test_a_long_prompt_that_pays_off_does_not_stop_drafting() -> None:
     """Reading takes 20 plain rounds, more than the guard's patience; drafts win it back several times in every text."""
-    controller, dice = CostController(), random.Random(4)
+    controller, rng = CostController(), random.Random(4)
     drafted = plain = 0
     for _ in range(8):
         row = Row([0] * 600, SamplingParams(max_tokens=300))
-        unread = 600
+        num_uncached = 600
         while not row.finished:
-            length = controller.plan([row], [(Prospect(unread=unread),)])[0].length
-            reading = 20.0 * unread / 600 if length else 0.0
-            unread = 0 if length else unread
+            length = controller.plan([row], [(Candidate(num_uncached=num_uncached),)])[0].length
+            reading = 20.0 * num_uncached / 600 if length else 0.0
+            num_uncached = 0 if length else num_uncached
             wanted = length
             length = min(length, 1)
-            while length < wanted and controller.go_on([row], FlatLaws([0.8]), length - 1)[0]:
+            while length < wanted and controller.go_on([row], FixedConfidences([0.8]), length - 1)[0]:
                 length += 1
-            accepted = next((depth for depth in range(length) if dice.random() >= 0.8), length)
+            accepted = next((depth for depth in range(length) if rng.random() >= 0.8), length)
             row.commit([0] * accepted, 0)
             verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
             time = RoundTime(reading, 0.05 * length, 1 + reading + 0.08 * length)
@@ -335,47 +341,47 @@ def test_probes_cost_no_more_than_their_income() -> None:
     before = simulation.seconds
     simulation.play(controller, 5000)
     lost = simulation.seconds - before - 5000
-    assert 0 < lost <= PROBING * 5000 + LARGEST_PROBE
+    assert 0 < lost <= PROBE_INCOME * 5000 + MAX_PROBE_BALANCE
 
 
 def test_probing_slows_down_while_it_fails() -> None:
     simulation = Simulation(lambda number, depth: 0.0, step=0.3).play(CostController(), 8000)
-    probes = [number for number, (length,) in enumerate(simulation.drafted) if length]
-    early = sum(200 <= number < 1200 for number in probes)
-    late = sum(7000 <= number < 8000 for number in probes)
+    probe_budget = [number for number, (length,) in enumerate(simulation.drafted) if length]
+    early = sum(200 <= number < 1200 for number in probe_budget)
+    late = sum(7000 <= number < 8000 for number in probe_budget)
     assert early > 2 * late
 
 
 def test_income_is_halved_by_failures_and_restored_by_success() -> None:
-    probes = Probes()
+    probe_budget = ProbeBudget()
     for _ in range(200):  # those that are free come first
-        probes.may_begin(1.0, plain=1.0)
-        probes.count_round()
-    probes.earn(10.0, plain=1.0)
-    assert probes.balance == pytest.approx(10 * PROBING)
-    probes.failed()
-    probes.earn(10.0, plain=1.0)
-    assert probes.balance == pytest.approx(15 * PROBING)
-    probes.succeeded()
-    probes.earn(10.0, plain=1.0)
-    assert probes.balance == pytest.approx(25 * PROBING)
-    probes.earn(1e6, plain=1.0)
-    assert probes.balance == LARGEST_PROBE
+        probe_budget.may_begin(1.0, plain=1.0)
+        probe_budget.count_round()
+    probe_budget.earn(10.0, plain=1.0)
+    assert probe_budget.balance == pytest.approx(10 * PROBE_INCOME)
+    probe_budget.failed()
+    probe_budget.earn(10.0, plain=1.0)
+    assert probe_budget.balance == pytest.approx(15 * PROBE_INCOME)
+    probe_budget.succeeded()
+    probe_budget.earn(10.0, plain=1.0)
+    assert probe_budget.balance == pytest.approx(25 * PROBE_INCOME)
+    probe_budget.earn(1e6, plain=1.0)
+    assert probe_budget.balance == MAX_PROBE_BALANCE
 
 
 def test_a_hazard_is_not_biased_by_drafts_that_stopped_early() -> None:
     """Nodes are accepted with chance 0.8 at every depth, drafts mostly have one node."""
     controller = CostController()
-    dice = random.Random(3)
+    rng = random.Random(3)
     row = Row([0], SamplingParams(max_tokens=10**6))
     share_of_lengths, shares = [], []
     for _ in range(6000):
-        length = 1 if dice.random() < 0.8 else 6
-        accepted = next((depth for depth in range(length) if dice.random() >= 0.8), length)
-        controller.plan([row], [(Prospect(longest=0),)])
+        length = 1 if rng.random() < 0.8 else 6
+        accepted = next((depth for depth in range(length) if rng.random() >= 0.8), length)
+        controller.plan([row], [(Candidate(longest=0),)])
         nothing = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[]]), nothing, RoundTime(0, 0, 1))
-        kind = controller.expectations.kind(row, Prospect(certain=True))
+        kind = controller.expectations.kind(row, Candidate(deterministic=True))
         controller.expectations.learn(row, kind, [], True, length, accepted)
         share_of_lengths.append(accepted)
         chances = [1.0, *controller.expectations.survivals(kind, 4)]
@@ -389,15 +395,15 @@ def test_a_hazard_is_not_biased_by_drafts_that_stopped_early() -> None:
 
 def test_rows_with_good_guesses_are_drafted_for_and_others_wait() -> None:
     controller = CostController()
-    dice = random.Random(5)
+    rng = random.Random(5)
     rows = [Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0)) for _ in range(4)]
     drafted = [0] * 4
     for number in range(1200):
         kinds = ["good", "good", "bad", "bad"]
-        plans = controller.plan(rows, [(Prospect(kind=kind, certain=True),) for kind in kinds])
+        plans = controller.plan(rows, [(Candidate(kind=kind, deterministic=True),) for kind in kinds])
         lengths = [plan.length for plan in plans]
         accepted = [
-            next((d for d in range(length) if dice.random() >= (0.9 if kind == "good" else 0.05)), length)
+            next((d for d in range(length) if rng.random() >= (0.9 if kind == "good" else 0.05)), length)
             for length, kind in zip(lengths, kinds, strict=True)
         ]
         widest = max(lengths)
@@ -419,7 +425,7 @@ def first_plans(
     rows = [Row(list(text), SamplingParams(max_tokens=10**6, temperature=1.0)) for text in texts]
     planned: list[list[int]] = []
     while len(planned) < num_rounds:
-        plans = controller.plan(rows, [(Prospect(unread=len(row.tokens)),) for row in rows])
+        plans = controller.plan(rows, [(Candidate(num_uncached=len(row.tokens)),) for row in rows])
         lengths = [min(plan.length, 1) for plan in plans]
         kept = [length * accepted for length in lengths]
         verdict = Verdict.of_chain(torch.tensor(kept), torch.zeros(len(rows), dtype=torch.long))
@@ -449,20 +455,20 @@ def test_rows_alike_are_tried_together() -> None:
 
 def test_the_better_of_two_drafters_is_chosen_for_each_kind_of_place() -> None:
     controller = CostController()
-    dice = random.Random(7)
+    rng = random.Random(7)
     row = Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0))
     chosen: dict[str, list[int]] = {"long": [], "short": []}
     for number in range(3000):
         match = "long" if number % 3 == 0 else "short"
-        look_up = Prospect(part=0, kind=match, certain=True)
-        plan = controller.plan([row], [(look_up, Prospect(part=1))])[0]
+        look_up = Candidate(part=0, kind=match, deterministic=True)
+        plan = controller.plan([row], [(look_up, Candidate(part=1))])[0]
         chance = (0.95 if match == "long" else 0.1) if plan.part == 0 else 0.7
         length = plan.length
         if plan.part == 1:
             length = min(length, 1)
-            while length < plan.length and controller.go_on([row], FlatLaws([0.7]), length - 1)[0]:
+            while length < plan.length and controller.go_on([row], FixedConfidences([0.7]), length - 1)[0]:
                 length += 1
-        accepted = next((d for d in range(length) if dice.random() >= chance), length)
+        accepted = next((d for d in range(length) if rng.random() >= chance), length)
         drafting = 0.0 if plan.part == 0 else 0.1 * length
         verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
         controller.learn(
@@ -481,20 +487,20 @@ def test_nothing_is_held_for_rows_that_ended() -> None:
     controller = CostController()
     row = Row([0] * 20, SamplingParams(max_tokens=10**6))
     for _ in range(8):
-        plan = controller.plan([row], [(Prospect(certain=True),)])[0]
+        plan = controller.plan([row], [(Candidate(deterministic=True),)])[0]
         verdict = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[0] * plan.length]), verdict, RoundTime(0.0, 0.0, 1.0))
-    assert controller.expectations.standings
+    assert controller.expectations.row_histories
     controller.end(row)
-    assert not controller.expectations.standings
+    assert not controller.expectations.row_histories
 
 
 def test_no_more_nodes_than_the_options_allow() -> None:
-    simulation = Simulation(lambda number, depth: 1.0, step=0.001, node=0.001, certain=True)
+    simulation = Simulation(lambda number, depth: 1.0, step=0.001, node=0.001, deterministic=True)
     simulation.play(CostController(CostOptions(5)), 300)
     assert max(length for (length,) in simulation.drafted) == 5
-    for certain in (False, True):
-        simulation = Simulation(lambda number, depth: 1.0, step=0.001, certain=certain)
+    for deterministic in (False, True):
+        simulation = Simulation(lambda number, depth: 1.0, step=0.001, deterministic=deterministic)
         simulation.play(CostController(CostOptions(0)), 50)
         assert sum(length for (length,) in simulation.drafted) == 0
 
@@ -503,11 +509,11 @@ def test_costs_of_rounds_are_learned_by_batch_size_and_length() -> None:
     times = RoundTimes()
     assert times.needs_plain(1, 10)
     for _ in range(3):
-        times.see_plain(1, 10, [1.0])
-        times.see_plain(8, 10, [2.0])
-        times.see(1, 2, 1.2)
-        times.see(1, 6, 2.0)
-        times.see_steps("part", 1, 2, 0.5)
+        times.add_plain(1, 10, [1.0])
+        times.add_plain(8, 10, [2.0])
+        times.add(1, 2, 1.2)
+        times.add(1, 6, 2.0)
+        times.add_draft_steps("part", 1, 2, 0.5)
     assert not times.needs_plain(1, 13)
     assert times.needs_plain(1, 21), "the rows have doubled"
     assert times.needs_plain(3, 10), "no batch size near three was seen"
@@ -520,15 +526,15 @@ def test_costs_of_rounds_are_learned_by_batch_size_and_length() -> None:
     assert times.drafting("part", 1, 2) == pytest.approx(0.5)
     for _ in range(30):
         for num_steps in (1, 2, 4):
-            times.see_steps("part", 1, num_steps, 0.1 + 0.2 * num_steps)
+            times.add_draft_steps("part", 1, num_steps, 0.1 + 0.2 * num_steps)
     assert times.step("part", 1) == pytest.approx(0.2, rel=0.03)
     assert times.drafting("part", 1, 3) == pytest.approx(0.7, rel=0.03)
     assert (times.step("other", 1), times.drafting("other", 1, 3)) == (0, 0)
     for _ in range(5):
-        times.see_reading("part", 100, 5.5)
-        times.see_reading("part", 20, 1.5)
-    assert times.reading("part", 40) == pytest.approx(2.5)
-    assert (times.reading("part", 0), times.reading("other", 20)) == (0, 0)
+        times.add_prefill("part", 100, 5.5)
+        times.add_prefill("part", 20, 1.5)
+    assert times.prefill_seconds("part", 40) == pytest.approx(2.5)
+    assert (times.prefill_seconds("part", 0), times.prefill_seconds("other", 20)) == (0, 0)
 
 
 def test_one_disturbed_round_does_not_set_the_cost_of_a_length_for_good() -> None:
@@ -546,19 +552,19 @@ def test_one_disturbed_round_does_not_set_the_cost_of_a_length_for_good() -> Non
 def test_costs_are_kept_when_the_machine_changes_its_speed() -> None:
     times = RoundTimes()
     for _ in range(8):
-        times.see_plain(1, 10, [1.0])
-        times.see_plain(4, 10, [2.0])
-        times.see(1, 2, 1.2)
-        times.see_steps("part", 1, 2, 0.5)
-        times.see_reading("part", 100, 5.0)
-    changes = [times.see_plain(1, 10, [3.0]) for _ in range(4)]
+        times.add_plain(1, 10, [1.0])
+        times.add_plain(4, 10, [2.0])
+        times.add(1, 2, 1.2)
+        times.add_draft_steps("part", 1, 2, 0.5)
+        times.add_prefill("part", 100, 5.0)
+    changes = [times.add_plain(1, 10, [3.0]) for _ in range(4)]
     assert changes == [False, False, False, True]
     assert times.plain(1) == pytest.approx(3.0)
     assert times.plain(4) == pytest.approx(6.0, rel=0.1), "every batch size"
     assert times.rest(1, 2) == pytest.approx(3.6, rel=0.02)
     assert times.drafting("part", 1, 2) == pytest.approx(1.5)
-    assert times.reading("part", 100) == pytest.approx(15.0)
-    changes = [times.see_plain(1, 10, [1.0]) for _ in range(2)]
+    assert times.prefill_seconds("part", 100) == pytest.approx(15.0)
+    changes = [times.add_plain(1, 10, [1.0]) for _ in range(2)]
     assert changes == [False, True], "nothing makes rounds faster by accident"
     assert times.plain(1) == pytest.approx(1.0)
 
@@ -567,114 +573,114 @@ def test_slow_drafted_rounds_are_compared_with_plain_ones() -> None:
     """They tell whether the machine has become slower or drafts have become more expensive."""
     times = RoundTimes()
     for _ in range(20):
-        times.see_plain(1, 10, [1.0])
-        times.see(1, 2, 1.2)
+        times.add_plain(1, 10, [1.0])
+        times.add(1, 2, 1.2)
     assert not times.needs_plain(1, 10)
     for _ in range(4):
-        times.see(1, 2, 2.4)
+        times.add(1, 2, 2.4)
     known = times.rest(1, 2)
     assert known < 1.6
     for _ in range(NUM_CHECKS):
         assert times.needs_plain(1, 10)
-        times.see_plain(1, 10, [1.0])
+        times.add_plain(1, 10, [1.0])
     assert not times.needs_plain(1, 10)
     for _ in range(4):
-        times.see(1, 2, 2.4)
+        times.add(1, 2, 2.4)
     assert times.rest(1, 2) > known + 0.3, "the machine was not the cause: the new cost is learned quickly"
 
 
 def test_a_pass_that_is_cheaper_than_a_plain_round_brings_about_plain_ones() -> None:
     times = RoundTimes()
     for _ in range(5):
-        times.see_plain(1, 10, [3.0])
-    times.see(1, 2, 1.2)
+        times.add_plain(1, 10, [3.0])
+    times.add(1, 2, 1.2)
     assert times.needs_plain(1, 10)
     assert times.rest(1, 2) > 3.0, "nothing is learned from it"
 
 
 def test_a_busy_machine_is_told_from_a_slow_one() -> None:
-    disturbance = Disturbance()
+    disturbance = LoadDetector()
     assert not any(disturbance.add(ratio) for ratio in [1.0, 1.0, 7.0] * 6)
     assert disturbance.is_busy
-    assert disturbance.excess == pytest.approx(3.0, rel=0.2)
+    assert disturbance.slowdown == pytest.approx(3.0, rel=0.2)
     became_quiet = [disturbance.add(1.0) for _ in range(20)]
     assert sum(became_quiet) == 1
-    assert disturbance.excess < 1.2
+    assert disturbance.slowdown < 1.2
     assert not any(disturbance.add(1.0) for _ in range(20)), "it is told once"
 
 
 def test_a_stop_is_taken_back_when_the_machine_was_the_cause() -> None:
-    slow, drafter = Guard(), Guard()
+    slow, drafter = LossGuard(), LossGuard()
     for guard in (slow, drafter):
-        while not guard.forbids:
+        while not guard.is_stopped:
             guard.book(-4.0, seconds=6.0, plain=1.0)
         for _ in range(NUM_REVIEWED):
-            assert guard.forbids
+            assert guard.is_stopped
             guard.wait(seconds=4.0 if guard is slow else 1.0)
-    assert not slow.forbids
-    assert drafter.forbids
+    assert not slow.is_stopped
+    assert drafter.is_stopped
 
 
 def test_free_trials_come_soon_after_a_change_and_then_more_rarely() -> None:
-    probes, begun = Probes(), []
-    probes.grant()
+    probe_budget, begun = ProbeBudget(), []
+    probe_budget.grant()
     for number in range(300):
-        if probes.may_begin(1.0, plain=1.0):
+        if probe_budget.may_begin(1.0, plain=1.0):
             begun.append(number)
-            while probes.may_go_on(0.25):
-                probes.pay(0.1)
-            probes.failed()
-        probes.count_round()
+            while probe_budget.may_go_on(0.25):
+                probe_budget.pay(0.1)
+            probe_budget.failed()
+        probe_budget.count_round()
     assert begun == [0, 16, 48]
 
 
 def test_a_free_trial_ends_when_it_has_lost_enough() -> None:
-    probes = Probes()
-    probes.grant()
-    assert probes.may_begin(100.0, plain=1.0)
-    probes.pay(FREE_TRIAL)
-    assert not probes.may_go_on(0.25)
+    probe_budget = ProbeBudget()
+    probe_budget.grant()
+    assert probe_budget.may_begin(100.0, plain=1.0)
+    probe_budget.pay(FREE_SERIES_LOSS)
+    assert not probe_budget.may_go_on(0.25)
 
 
 def test_a_series_is_saved_up_for_whatever_it_is_believed_to_cost() -> None:
-    probes = Probes()
-    probes.earn(1e6, plain=1.0)
-    assert probes.may_begin(1e9, plain=1.0)
+    probe_budget = ProbeBudget()
+    probe_budget.earn(1e6, plain=1.0)
+    assert probe_budget.may_begin(1e9, plain=1.0)
 
 
 def test_a_hiccup_hardly_moves_an_average() -> None:
     times = RoundTimes()
     for _ in range(20):
-        times.see_plain(1, 10, [1.0])
-    times.see_plain(1, 10, [100.0])
+        times.add_plain(1, 10, [1.0])
+    times.add_plain(1, 10, [100.0])
     assert times.plain(1) < 1.03
 
 
 def test_the_first_rounds_may_be_cold() -> None:
     times = RoundTimes()
     for seconds in (7.0, 1.5, 1.0, 1.0):
-        times.see_plain(1, 10, [seconds])
+        times.add_plain(1, 10, [seconds])
     assert times.plain(1) == 1.0
 
 
 def test_the_yardstick_is_renewed() -> None:
     times = RoundTimes()
     for _ in range(3):
-        times.see_plain(1, 1000, [1.0])
+        times.add_plain(1, 1000, [1.0])
     assert not times.needs_plain(1, 1000)
     assert times.needs_plain(1, 400), "a short text after a long one"
-    for _ in range(AGE):
-        times.see(1, 2, 1.2)
+    for _ in range(MAX_PLAIN_AGE):
+        times.add(1, 2, 1.2)
     assert times.needs_plain(1, 1000), "too long ago"
 
 
-def see_plain(times: RoundTimes, lengths: Sequence[float], noise: float = 0.0, seed: int = 0) -> None:
+def add_plain(times: RoundTimes, lengths: Sequence[float], noise: float = 0.0, seed: int = 0) -> None:
     """Plain rounds that take 1 second and a quarter for every 500 tokens."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     for length in lengths:
-        hiccup = 2.0 if noise and dice.random() < 0.05 else 1.0
-        seconds = hiccup * (1 + length / 2000) * (1 + noise * dice.uniform(-1, 1))
-        times.see_plain(1, length, [seconds])
+        hiccup = 2.0 if noise and rng.random() < 0.05 else 1.0
+        seconds = hiccup * (1 + length / 2000) * (1 + noise * rng.uniform(-1, 1))
+        times.add_plain(1, length, [seconds])
 
 
 def plain_at(times: RoundTimes, length: float) -> float:
@@ -684,7 +690,7 @@ def plain_at(times: RoundTimes, length: float) -> float:
 
 def test_a_plain_round_is_a_line_in_the_length_of_its_rows() -> None:
     times = RoundTimes()
-    see_plain(times, [100, 101, 102, 500, 501, 900, 901])
+    add_plain(times, [100, 101, 102, 500, 501, 900, 901])
     for length in (60, 100, 300, 700, 1000):
         assert plain_at(times, length) == pytest.approx(1 + length / 2000, rel=0.02)
 
@@ -693,11 +699,11 @@ def test_the_line_holds_when_lengths_come_and_go_and_rounds_are_noisy() -> None:
     times = RoundTimes()
     for text in range(12):
         start = 600 if text % 2 else 50
-        see_plain(times, range(start, start + 60), noise=0.05, seed=text)
+        add_plain(times, range(start, start + 60), noise=0.05, seed=text)
     assert plain_at(times, 80) == pytest.approx(1.04, rel=0.05)
     assert plain_at(times, 640) == pytest.approx(1.32, rel=0.05)
-    see_plain(times, range(600, 640), noise=0.05)
-    see_plain(times, [620] * 400, noise=0.05, seed=1)
+    add_plain(times, range(600, 640), noise=0.05)
+    add_plain(times, [620] * 400, noise=0.05, seed=1)
     assert plain_at(times, 80) == pytest.approx(1.04, rel=0.08), (
         "one length for long does not unlearn the slope"
     )
@@ -705,7 +711,7 @@ def test_the_line_holds_when_lengths_come_and_go_and_rounds_are_noisy() -> None:
 
 def test_noise_at_one_length_makes_no_slope() -> None:
     times = RoundTimes()
-    see_plain(times, [400 + number % 20 for number in range(300)], noise=0.1)
+    add_plain(times, [400 + number % 20 for number in range(300)], noise=0.1)
     assert plain_at(times, 560) == pytest.approx(plain_at(times, 400), rel=0.12)
 
 
@@ -718,12 +724,12 @@ def test_lengths_that_were_seen_are_not_timed_again() -> None:
         forced.append(0)
         for length in range(start, start + 128):
             if times.needs_plain(1, length):
-                see_plain(times, [length])
+                add_plain(times, [length])
                 forced[-1] += 1
             else:
                 times.context = length
-                times.see(1, 2, 1.2 * (1 + length / 2000))
-    ages = 20 * 128 // AGE
+                times.add(1, 2, 1.2 * (1 + length / 2000))
+    ages = 20 * 128 // MAX_PLAIN_AGE
     assert sum(forced[:2]) <= 10
     assert sum(forced[2:]) <= ages
     assert plain_at(times, 50) == pytest.approx(1.025, rel=0.02)
@@ -732,24 +738,24 @@ def test_lengths_that_were_seen_are_not_timed_again() -> None:
 
 def test_one_hiccup_at_a_new_length_does_not_stand() -> None:
     times = RoundTimes()
-    see_plain(times, [100] * 6)
-    times.see_plain(1, 600, [9.0])
+    add_plain(times, [100] * 6)
+    times.add_plain(1, 600, [9.0])
     assert times.needs_plain(1, 600)
-    see_plain(times, [601])
+    add_plain(times, [601])
     assert not times.needs_plain(1, 602)
     assert plain_at(times, 600) < 1.2 * 1.3
 
 
 def test_a_guess_that_does_not_come_gives_way_to_one_that_does() -> None:
     """A look-up that announces something and then has nothing must not outbid a model for ever."""
-    controller, dice = CostController(), random.Random(2)
+    controller, rng = CostController(), random.Random(2)
     row = Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0))
     parts = []
     for _ in range(600):
-        plan = controller.plan([row], [(Prospect(certain=True), Prospect(part=1))])[0]
+        plan = controller.plan([row], [(Candidate(deterministic=True), Candidate(part=1))])[0]
         parts.append(plan.part if plan.length else None)
         length = plan.length and plan.part  # the model guesses one node, the look-up none
-        accepted = int(length and dice.random() < 0.8)
+        accepted = int(length and rng.random() < 0.8)
         verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
         time = RoundTime(0.0, 0.1 * length, 1 + 0.15 * length)
         controller.learn([row], Draft.chains([[0] * length]), verdict, time)
@@ -757,7 +763,7 @@ def test_a_guess_that_does_not_come_gives_way_to_one_that_does() -> None:
 
 
 def test_experience_goes_from_the_general_to_the_special() -> None:
-    experience = Experience(memory=50)
+    experience = AcceptanceStats(memory=50)
     path, whole, own = experience.path("all", "own"), experience.path("all"), experience.path("own")
     assert experience.mean(path, 0.3) == 0.3
     for _ in range(100):
@@ -776,8 +782,8 @@ def test_drafts_that_it_did_not_plan_do_not_disturb_it() -> None:
     controller = CostController()
     row = Row([0] * 20, SamplingParams(max_tokens=10**6, draft_length=3))
     for _ in range(5):
-        controller.plan([row], [(Prospect(),)])
-        assert controller.go_on([row], FlatLaws([0.9]), 0) == [False]
+        controller.plan([row], [(Candidate(),)])
+        assert controller.go_on([row], FixedConfidences([0.9]), 0) == [False]
         verdict = Verdict.of_chain(torch.tensor([2]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[0, 0, 0]]), verdict, RoundTime(0.0, 0.3, 1.3))
     assert Simulation(lambda number, depth: 0.9).play(controller, 500).speed > 1.5
@@ -794,11 +800,11 @@ def test_it_learns_by_what_a_drafter_foretells(monkeypatch: pytest.MonkeyPatch) 
         return original(kind, confidence)
 
     monkeypatch.setattr(controller.expectations, "of_node", of_node)
-    foretold = FlatLaws([0.9])
-    foretold.foretold = [0.3]
-    for laws in (FlatLaws([0.9]), foretold):
-        while not controller.plan([row], [(Prospect(),)])[0].length:
+    acceptance_probs = FixedConfidences([0.9])
+    acceptance_probs.acceptance_probs = [0.3]
+    for draft_probs in (FixedConfidences([0.9]), acceptance_probs):
+        while not controller.plan([row], [(Candidate(),)])[0].length:
             verdict = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
             controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
-        controller.go_on([row], laws, 0)
+        controller.go_on([row], draft_probs, 0)
     assert heard == [0.9, 0.3]

@@ -16,10 +16,10 @@ Delay = Callable[[random.Random, float], float]
 """Seconds of a phase on a disturbed machine, given those on a quiet one."""
 
 DISTURBANCES: dict[str, Delay] = {
-    "slower": lambda dice, seconds: 3 * seconds,
-    "preempted": lambda dice, seconds: seconds + 6 * (dice.random() < 0.3 * seconds),
-    "slower and preempted": lambda dice, seconds: 2 * seconds + 8 * (dice.random() < 0.4 * seconds),
-    "stalled": lambda dice, seconds: seconds + dice.expovariate(1.0) * 20 * (dice.random() < 0.2 * seconds),
+    "slower": lambda rng, seconds: 3 * seconds,
+    "preempted": lambda rng, seconds: seconds + 6 * (rng.random() < 0.3 * seconds),
+    "slower and preempted": lambda rng, seconds: 2 * seconds + 8 * (rng.random() < 0.4 * seconds),
+    "stalled": lambda rng, seconds: seconds + rng.expovariate(1.0) * 20 * (rng.random() < 0.2 * seconds),
 }
 NUM_QUIET, NUM_DISTURBED = 300, 700
 PAIRS = {
@@ -33,9 +33,9 @@ def run(
 ) -> tuple[Simulation, CostController]:
     """Rounds on a quiet machine, and then on a disturbed one."""
 
-    def delay(dice: random.Random, number: int, seconds: float) -> float:
+    def delay(rng: random.Random, number: int, seconds: float) -> float:
         disturbed = num_quiet <= number < num_quiet + num_disturbed
-        return disturbance(dice, seconds) if disturbed else seconds
+        return disturbance(rng, seconds) if disturbed else seconds
 
     controller = CostController()
     simulation = Simulation(**PAIRS[pair], delay=delay)
@@ -92,8 +92,8 @@ def test_a_useless_drafter_is_not_used_for_long_after_a_burst(disturbance: str) 
         simulation = Simulation(
             lambda number, depth: 0.0,
             step=0.3,
-            delay=lambda dice, number, seconds: (
-                DISTURBANCES[disturbance](dice, seconds) if 300 <= number < 1000 else seconds
+            delay=lambda rng, number, seconds: (
+                DISTURBANCES[disturbance](rng, seconds) if 300 <= number < 1000 else seconds
             ),
         )
         simulation.play(CostController(), 3000, seed=seed)

@@ -9,24 +9,24 @@ import pytest
 import torch
 
 from secondguess.controllers import make_controller
+from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.entropy import FIRST_CONSTANT, EntropyController, EntropyOptions
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 
 NO_TIME = RoundTime(0.0, 0.0, 1.0)
 
 
-def even_law(num_tokens: int) -> torch.Tensor:
+def even_probs(num_tokens: int) -> torch.Tensor:
     """Entropy log(num_tokens)."""
-    law = torch.zeros(16)
-    law[:num_tokens] = 1 / num_tokens
-    return law
+    dist = torch.zeros(16)
+    dist[:num_tokens] = 1 / num_tokens
+    return dist
 
 
-def laws(*num_tokens: int) -> DraftLaws:
-    return DraftLaws(torch.stack([even_law(count) for count in num_tokens]).log())
+def draft_probs(*num_tokens: int) -> DraftProbs:
+    return DraftProbs(torch.stack([even_probs(count) for count in num_tokens]).log())
 
 
 def rows(count: int) -> list[Row]:
@@ -40,32 +40,32 @@ def verdict(*accepted: int) -> Verdict:
 def test_it_goes_on_while_the_product_of_the_bounds_is_large_enough() -> None:
     controller = EntropyController(EntropyOptions(8, threshold=0.3))
     batch = rows(3)
-    controller.plan(batch, [(Prospect(),)] * 3)
+    controller.plan(batch, [(Candidate(),)] * 3)
     bounds = [1 - math.sqrt(FIRST_CONSTANT * math.log(count)) for count in (1, 2, 4)]
     assert [bound >= 0.3 for bound in bounds] == [True, True, True]
-    assert controller.go_on(batch, laws(1, 2, 4), 0) == [True, True, True]
+    assert controller.go_on(batch, draft_probs(1, 2, 4), 0) == [True, True, True]
     assert [bound**2 >= 0.3 for bound in bounds] == [True, True, False]
-    assert controller.go_on(batch, laws(1, 2, 4), 1) == [True, True, False]
+    assert controller.go_on(batch, draft_probs(1, 2, 4), 1) == [True, True, False]
 
 
 def test_a_round_begins_anew() -> None:
     controller = EntropyController(EntropyOptions(8, threshold=0.3))
     for _ in range(3):
-        controller.plan(rows(1), [(Prospect(),)])
-        assert controller.go_on(rows(1), laws(4), 0) == [True]
-        assert controller.go_on(rows(1), laws(4), 1) == [False]
+        controller.plan(rows(1), [(Candidate(),)])
+        assert controller.go_on(rows(1), draft_probs(4), 0) == [True]
+        assert controller.go_on(rows(1), draft_probs(4), 1) == [False]
 
 
 @pytest.mark.parametrize("constant", [0.05, 0.2, 0.5])
 def test_the_constant_comes_to_fit_what_is_accepted(constant: float) -> None:
     """Nodes are accepted exactly as often as the bound with this constant says."""
     controller = EntropyController()
-    dice = random.Random(1)
+    rng = random.Random(1)
     for _ in range(3000):
-        controller.plan(rows(1), [(Prospect(),)])
-        count = dice.choice([1, 2, 3])
-        controller.go_on(rows(1), laws(count), 0)
-        accepted = int(dice.random() < 1 - math.sqrt(constant * math.log(count)))
+        controller.plan(rows(1), [(Candidate(),)])
+        count = rng.choice([1, 2, 3])
+        controller.go_on(rows(1), draft_probs(count), 0)
+        accepted = int(rng.random() < 1 - math.sqrt(constant * math.log(count)))
         controller.learn(rows(1), Draft.chains([[0]]), verdict(accepted), NO_TIME)
     assert controller.constant == pytest.approx(constant, rel=0.35)
 
@@ -73,9 +73,9 @@ def test_the_constant_comes_to_fit_what_is_accepted(constant: float) -> None:
 def test_nodes_behind_a_rejected_one_say_nothing() -> None:
     one, other = EntropyController(), EntropyController()
     for controller, length in ((one, 1), (other, 3)):
-        controller.plan(rows(1), [(Prospect(),)])
+        controller.plan(rows(1), [(Candidate(),)])
         for depth in range(length):
-            controller.go_on(rows(1), laws(3), depth)
+            controller.go_on(rows(1), draft_probs(3), depth)
         controller.learn(rows(1), Draft.chains([[0] * length]), verdict(0), NO_TIME)
     assert one.constant == other.constant != FIRST_CONSTANT
 
@@ -83,8 +83,8 @@ def test_nodes_behind_a_rejected_one_say_nothing() -> None:
 def test_rows_of_a_look_up_do_not_enter_the_constant() -> None:
     """Their lines mean nothing while another row of the batch is asked about."""
     controller = EntropyController()
-    controller.plan(rows(2), [(Prospect(certain=True),), (Prospect(part=1),)])
-    controller.go_on(rows(2), laws(16, 1), 0)
+    controller.plan(rows(2), [(Candidate(deterministic=True),), (Candidate(part=1),)])
+    controller.go_on(rows(2), draft_probs(16, 1), 0)
     controller.learn(rows(2), Draft.chains([[0, 0], [0, 0]]), verdict(0, 2), NO_TIME)
     assert controller.constant == pytest.approx(FIRST_CONSTANT)
 

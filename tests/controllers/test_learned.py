@@ -12,13 +12,13 @@ import numpy
 import pytest
 import torch
 
-from secondguess.bench.traces import NodeLaw
+from secondguess.bench.traces import NodeProbs
 from secondguess.controllers import make_controller
 from secondguess.controllers.acceptance_features import FEATURES, features_of_path, node_features
-from secondguess.controllers.laws import DraftLaws
+from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.learned import LearnedController, LearnedOptions
 from secondguess.controllers.predictor import MOST_BYTES, Calibration, Layer, Network, Predictor
-from secondguess.core import Plan, Prospect, Row
+from secondguess.core import Candidate, Plan, Row
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 
@@ -53,10 +53,10 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def laws_with(*confidences: float) -> DraftLaws:
+def probs_with(*confidences: float) -> DraftProbs:
     """Laws over ten tokens whose largest probability is the one given."""
-    laws = [[confidence, *[(1 - confidence) / 9] * 9] for confidence in confidences]
-    return DraftLaws(torch.tensor(laws, dtype=torch.float64).log())
+    draft_probs = [[confidence, *[(1 - confidence) / 9] * 9] for confidence in confidences]
+    return DraftProbs(torch.tensor(draft_probs, dtype=torch.float64).log())
 
 
 def rows_of(num_rows: int, temperature: float = 0.0, coupled: bool = False) -> list[Row]:
@@ -66,7 +66,7 @@ def rows_of(num_rows: int, temperature: float = 0.0, coupled: bool = False) -> l
 
 def nodes_until_stop(controller: LearnedController, confidences: Sequence[float]) -> int:
     for depth, confidence in enumerate(confidences):
-        if not controller.go_on(rows_of(1), laws_with(confidence), depth)[0]:
+        if not controller.go_on(rows_of(1), probs_with(confidence), depth)[0]:
             return depth + 1
     return len(confidences)
 
@@ -92,18 +92,18 @@ def test_it_stops_after_the_node_that_makes_a_rejection_likely(
 
 
 def test_at_the_threshold_is_sure_enough(write: Callable[[str], Path]) -> None:
-    certain = trusting(Calibration((1.0,), (50.0,)))
-    controller = LearnedController(LearnedOptions(threshold=0.0), str(write(certain.to_json())))
-    assert controller.go_on(rows_of(1), laws_with(0.9), 0) == [True]
+    deterministic = trusting(Calibration((1.0,), (50.0,)))
+    controller = LearnedController(LearnedOptions(threshold=0.0), str(write(deterministic.to_json())))
+    assert controller.go_on(rows_of(1), probs_with(0.9), 0) == [True]
 
 
 def test_rows_have_their_own_products(write: Callable[[str], Path]) -> None:
     controller = LearnedController(LearnedOptions(threshold=0.4), str(write(trusting().to_json())))
     rows = rows_of(3)
-    assert controller.go_on(rows, laws_with(0.9, 0.7, 0.4), 0) == [True, True, False]
+    assert controller.go_on(rows, probs_with(0.9, 0.7, 0.4), 0) == [True, True, False]
     # The third row has stopped; what stands in its line must not matter to the others.
-    assert controller.go_on(rows, laws_with(0.9, 0.7, 1.0), 1)[:2] == [True, False]
-    assert controller.go_on(rows, laws_with(0.75, 1.0, 0.1), 2)[:1] == [True]
+    assert controller.go_on(rows, probs_with(0.9, 0.7, 1.0), 1)[:2] == [True, False]
+    assert controller.go_on(rows, probs_with(0.75, 1.0, 0.1), 2)[:1] == [True]
 
 
 def test_the_calibration_is_that_of_the_depth(write: Callable[[str], Path]) -> None:
@@ -120,7 +120,7 @@ def test_the_calibration_is_that_of_the_depth(write: Callable[[str], Path]) -> N
 
 def test_the_length_is_the_budget(write: Callable[[str], Path]) -> None:
     controller = LearnedController(LearnedOptions(length=6), str(write(trusting().to_json())))
-    assert controller.plan(rows_of(2), [(Prospect(),)] * 2) == [Plan(0, 6)] * 2
+    assert controller.plan(rows_of(2), [(Candidate(),)] * 2) == [Plan(0, 6)] * 2
 
 
 def test_no_feature_can_depend_on_a_token() -> None:
@@ -130,19 +130,19 @@ def test_no_feature_can_depend_on_a_token() -> None:
     assert [each.name for each in numbers] == [
         "confidence", "runner_up", "entropy", "depth", "log_survival", "temperature", "coupled"
     ]  # fmt: skip
-    assert {field.name for field in fields(NodeLaw)} == {"confidence", "entropy", "runner_up"}
+    assert {field.name for field in fields(NodeProbs)} == {"confidence", "entropy", "runner_up"}
     parameters = inspect.signature(LearnedController.go_on).parameters
-    assert list(parameters) == ["self", "rows", "laws", "depth"]
+    assert list(parameters) == ["self", "rows", "draft_probs", "depth"]
 
 
 def test_answers_do_not_change_when_tokens_are_renamed() -> None:
     controller = LearnedController(LearnedOptions(length=6, threshold=0.5))
-    laws = torch.softmax(torch.randn(12, 3, 10, generator=torch.Generator().manual_seed(0)) * 2, -1)
+    draft_probs = torch.softmax(torch.randn(12, 3, 10, generator=torch.Generator().manual_seed(0)) * 2, -1)
     rows = rows_of(3, temperature=1.0)
-    plain = [controller.go_on(rows, DraftLaws(law.log()), depth) for depth, law in enumerate(laws)]
+    plain = [controller.go_on(rows, DraftProbs(dist.log()), depth) for depth, dist in enumerate(draft_probs)]
     renamed = [
-        controller.go_on(rows, DraftLaws(law[:, torch.randperm(10)].log()), depth)
-        for depth, law in enumerate(laws)
+        controller.go_on(rows, DraftProbs(dist[:, torch.randperm(10)].log()), depth)
+        for depth, dist in enumerate(draft_probs)
     ]
     assert plain == renamed
 
@@ -161,9 +161,11 @@ def test_training_and_decoding_see_the_same_features(
     monkeypatch.setattr(controller._network, "chances", note)
     path = []
     for depth, confidence in enumerate((0.9, 0.5, 1.0, 0.7)):
-        laws = laws_with(confidence)
-        controller.go_on(rows_of(1, temperature=0.7, coupled=True), laws, depth)
-        path.append(NodeLaw(laws.confidences[0], laws.entropies[0], laws.runners_up[0]))
+        draft_probs = probs_with(confidence)
+        controller.go_on(rows_of(1, temperature=0.7, coupled=True), draft_probs, depth)
+        path.append(
+            NodeProbs(draft_probs.confidences[0], draft_probs.entropies[0], draft_probs.runners_up[0])
+        )
     assert seen == features_of_path(path, 0.7, True)
     assert all(numpy.isfinite(seen).ravel())
     assert [line[FEATURES.index("log_survival")] for line in seen[:2]] == pytest.approx([0, numpy.log(0.9)])
@@ -176,19 +178,19 @@ def test_coupling_says_nothing_at_temperature_0() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [3, 16, 40])
-def test_draft_laws_summarise_the_softmax_of_logits(width: int, dtype: torch.dtype) -> None:
+def test_draft_distributions_summarise_the_softmax_of_logits(width: int, dtype: torch.dtype) -> None:
     logits = 5 * torch.randn(6, width, dtype=dtype, generator=torch.Generator().manual_seed(1))
     logits[4] = torch.nn.functional.one_hot(torch.tensor(1), width).log()
     logits[5] = -1000.0
     wider = torch.nn.functional.pad(logits, (0, 5), value=100.0)[
         :, :width
     ]  # rows that do not lie one behind the other
-    laws = logits.softmax(-1)
-    largest = laws.topk(2).values
-    for summary in (DraftLaws(logits), DraftLaws(wider)):
+    draft_probs = logits.softmax(-1)
+    largest = draft_probs.topk(2).values
+    for summary in (DraftProbs(logits), DraftProbs(wider)):
         assert summary.confidences == pytest.approx(largest[:, 0].tolist(), rel=1e-5)
         assert summary.runners_up == pytest.approx(largest[:, 1].tolist(), rel=1e-5)
-        assert summary.entropies == pytest.approx(torch.special.entr(laws).sum(-1).tolist(), abs=1e-5)
+        assert summary.entropies == pytest.approx(torch.special.entr(draft_probs).sum(-1).tolist(), abs=1e-5)
 
 
 def test_the_predictor_in_the_box_is_whole_and_names_its_source() -> None:

@@ -10,54 +10,54 @@ import torch
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Team, decode
-from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.ngram import NgramDrafter, NgramOptions
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
-from secondguess.testing import Law, TableModel, random_law
+from secondguess.testing import Law, TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 6
-TARGET_LAW = random_law(VOCAB_SIZE, seed=11)
+TARGET_LAW = random_probs(VOCAB_SIZE, seed=11)
 GREEDY = SamplingParams(max_tokens=14)
 PROMPTS = [[1, 2, 3, 1, 2], [0], [5, 5, 5, 5, 5, 5, 5], [4, 3, 4, 3, 4, 3, 2]]
 
 
-def noisy_law(law: Law, seed: int, sharpness: float = 1.0) -> Law:
-    """A drafter that resembles `law`: its logits with noise."""
-    noise = random_law(VOCAB_SIZE, seed, sharpness)
-    return lambda context: (law(context).log() + noise(context).log()).softmax(-1)
+def noisy_dist(dist: Law, seed: int, sharpness: float = 1.0) -> Law:
+    """A drafter that resembles `dist`: its logits with noise."""
+    noise = random_probs(VOCAB_SIZE, seed, sharpness)
+    return lambda context: (dist(context).log() + noise(context).log()).softmax(-1)
 
 
-def worst_law(law: Law) -> Law:
+def worst_dist(dist: Law) -> Law:
     """A drafter that is sure of what the target finds least likely."""
 
     def worst(context: tuple[int, ...]) -> torch.Tensor:
-        return torch.nn.functional.one_hot(law(context).argmin(), VOCAB_SIZE).double()
+        return torch.nn.functional.one_hot(dist(context).argmin(), VOCAB_SIZE).double()
 
     return worst
 
 
-def model_drafter(law: Law, **settings: int) -> ModelDrafter:
+def model_drafter(dist: Law, **settings: int) -> ModelDrafter:
     """A `ModelDrafter` over a table."""
-    return ModelDrafter(TableModel(VOCAB_SIZE, law, **settings), "model:table", VOCAB_SIZE)
+    return ModelDrafter(TableModel(VOCAB_SIZE, dist, **settings), "model:table", VOCAB_SIZE)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": NoDrafter,
     "ngram": lambda: NgramDrafter(NgramOptions(max=3, min=1)),
     "suffix": lambda: SuffixDrafter(SuffixOptions(min=1, factor=2.0, offset=1)),
-    "model alike": lambda: model_drafter(noisy_law(TARGET_LAW, seed=5)),
+    "model alike": lambda: model_drafter(noisy_dist(TARGET_LAW, seed=5)),
     "model itself": lambda: model_drafter(TARGET_LAW),
-    "model worst": lambda: model_drafter(worst_law(TARGET_LAW)),
-    "suffix or model": lambda: AlternatingDrafter(
-        [SuffixDrafter(SuffixOptions(min=3)), model_drafter(noisy_law(TARGET_LAW, seed=5))], VOCAB_SIZE
+    "model worst": lambda: model_drafter(worst_dist(TARGET_LAW)),
+    "suffix or model": lambda: CombinedDrafter(
+        [SuffixDrafter(SuffixOptions(min=3)), model_drafter(noisy_dist(TARGET_LAW, seed=5))], VOCAB_SIZE
     ),
-    "look-ups in turn": lambda: AlternatingDrafter(
+    "look-ups in turn": lambda: CombinedDrafter(
         [SuffixDrafter(SuffixOptions(min=2)), NgramDrafter(NgramOptions(max=3, min=1))], VOCAB_SIZE
     ),
     "model short context": lambda: model_drafter(TARGET_LAW, context_length=9),
@@ -76,7 +76,7 @@ ADAPTIVE = ("cost", "entropy")
 """Controllers that learn from the other rows of a batch, and so may draft otherwise in company."""
 
 
-def never_asked(laws: torch.Tensor, depth: int, foretold: object = None) -> list[bool]:
+def never_asked(dists: torch.Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
     """For `Budgets.go_on`, where nobody may ask."""
     raise AssertionError("go_on was asked by a certain drafter, or although the controller reads no laws")
 
@@ -97,12 +97,12 @@ def run(
     *,
     controller: str = "fixed:4",
     verifier: str = "auto",
-    law: Law = TARGET_LAW,
+    dist: Law = TARGET_LAW,
     vocab_size: int = VOCAB_SIZE,
     **row_settings: object,
 ) -> Run:
     """Decode prompts to their ends through the loop."""
-    target = TableModel(vocab_size, law)
+    target = TableModel(vocab_size, dist)
     team = Team(target, drafter, make_verifier(verifier), make_controller(controller))
     settings = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     rows = [
@@ -111,12 +111,12 @@ def run(
     ]
     for _ in decode(team, rows):
         pass
-    return Run([row.output for row in rows], [team.ledger.of(row) for row in rows], target)
+    return Run([row.output for row in rows], [team.recorder.of(row) for row in rows], target)
 
 
-def greedy_text(prompt: list[int], num_tokens: int, law: Law = TARGET_LAW) -> list[int]:
+def greedy_text(prompt: list[int], num_tokens: int, dist: Law = TARGET_LAW) -> list[int]:
     """Plain greedy decoding, written without any of the package's loop."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(int(law(tuple(tokens)).argmax()))
+        tokens.append(int(dist(tuple(tokens)).argmax()))
     return tokens[len(prompt) :]

@@ -18,12 +18,12 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
-from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Turns
-from secondguess.heads.medusa import MedusaHead, MedusaShape
+from secondguess.heads.layer import Attend, CosSin, DecoderLayer, LayerShape
+from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.mtp import MtpHead
 from secondguess.heads.runtime import FeatureHead
 from secondguess.heads.unrolled import initialise, shape_of_width
-from secondguess.runtime.base import Ends, Hidden, Runtime
+from secondguess.runtime.base import EmbeddingAndHead, Hidden, Runtime
 
 
 def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
@@ -46,7 +46,7 @@ def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> Lla
 class PlainFeatureHead(FeatureHead):
     """The least that reads features: one layer over token and feature, the target's own ends."""
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: EmbeddingAndHead) -> None:
         super().__init__()
         self.hidden_layers = (-1,)
         self.shape = LayerShape(ends.width, num_heads=2, num_kv_heads=1, head_size=16, mlp_size=32)
@@ -58,7 +58,7 @@ class PlainFeatureHead(FeatureHead):
     def features(self, hidden: Hidden) -> Tensor:
         return hidden[-1]
 
-    def forward(self, embedded: Tensor, features: Tensor, turns: Turns, attend: Attend) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, turns: CosSin, attend: Attend) -> Tensor:
         return self.layer(self.joined(torch.cat((embedded, features), -1)), turns, attend)
 
     def logits(self, thought: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class PlainFeatureHead(FeatureHead):
         return self._ends.embed(tokens)
 
 
-def seeded(make: Callable[[], nn.Module], ends: Ends, seed: int = 1) -> nn.Module:
+def seeded(make: Callable[[], nn.Module], ends: EmbeddingAndHead, seed: int = 1) -> nn.Module:
     """A module with random weights in the target's dtype, the same at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -109,7 +109,7 @@ def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 def medusa_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     ends = target.ends()
-    head = seeded(lambda: MedusaHead(MedusaShape(ends.width, num_heads=4, num_layers=1), ends), ends)
+    head = seeded(lambda: MedusaHead(MedusaConfig(ends.width, num_heads=4, num_layers=1), ends), ends)
     assert isinstance(head, MedusaHead)
     return MedusaDrafter(head, target, "medusa", shape)
 

@@ -52,5 +52,5 @@ def test_it_drafts_and_is_accepted() -> None:
     def circle(context: tuple[int, ...]) -> torch.Tensor:
         return torch.nn.functional.one_hot(torch.tensor((context[-1] + 1) % 6), 6).double()
 
-    result = run(shown_drafter()(), [[0, 1]], SamplingParams(max_tokens=30), law=circle)
+    result = run(shown_drafter()(), [[0, 1]], SamplingParams(max_tokens=30), dist=circle)
     assert result.stats[0].num_accepted > 10

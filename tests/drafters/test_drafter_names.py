@@ -19,15 +19,15 @@ from secondguess.drafters import (
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.names import Name
-from secondguess.pairing import understand_drafter
+from secondguess.pairing import resolve_drafter
 from secondguess.runtime.base import Runtime
-from secondguess.testing import TableModel, random_law
+from secondguess.testing import TableModel, random_probs
 
 
 def make(text: str) -> Drafter:
     def load_draft_model(path: str) -> Runtime:
         assert path == "some/dir"
-        return TableModel(4, random_law(4, seed=1))
+        return TableModel(4, random_probs(4, seed=1))
 
     return make_drafter(text, target_vocab_size=4, load_draft_model=load_draft_model)
 
@@ -66,7 +66,7 @@ def test_every_drafter_names_a_controller_that_exists(kind: str) -> None:
     ],
 )
 def test_a_drafter_says_whether_it_may_branch(text: str, branches: bool) -> None:
-    assert make(text).may_branch == branches
+    assert make(text).can_draft_trees == branches
 
 
 def test_the_drafter_none_gets_no_budget() -> None:
@@ -146,7 +146,7 @@ def kinds_in(words: str) -> set[str]:
 def test_the_help_names_every_drafter() -> None:
     assert kinds_in(options.DRAFTER_NAMES) == set(DRAFTERS)
     borrowing = {
-        kind for kind in DRAFTERS if understand_drafter(f"{kind}:x" if kind == "model" else kind).needs_target
+        kind for kind in DRAFTERS if resolve_drafter(f"{kind}:x" if kind == "model" else kind).needs_target
     }
     assert kinds_in(options.FROM_THE_TEXT_ALONE) == set(DRAFTERS) - borrowing - {"none"}
 

@@ -52,7 +52,7 @@ def play(
     rows = [Row(list(prompt), params, seed=3) for prompt in PROMPTS]
     for _ in decode(team, rows):
         pass
-    return sum(team.ledger.of(row).num_drafted for row in rows)
+    return sum(team.recorder.of(row).num_drafted for row in rows)
 
 
 @pytest.mark.parametrize("shape", [None, StaticTree.of_widths([2, 1])], ids=["chain", "tree"])
@@ -128,7 +128,7 @@ def test_a_draft_that_changed_is_read_anew() -> None:
         row = Row([1, 2, 3], params)
         target.begin([row])
         if target is found:
-            target.read_ahead([row], draft, 2)
+            target.run_first_layers([row], draft, 2)
         logits.append(target.score([row], other).logits)
     torch.testing.assert_close(logits[0], logits[1])
 
@@ -168,7 +168,7 @@ def test_modules_are_refused_by_name() -> None:
     target = TransformersRuntime(tiny_target(num_layers=4))
     row = Row([1, 2, 3], SamplingParams())
     with pytest.raises(UnsupportedModelError, match="runtime native or fused"):
-        target.read_ahead([row], Draft.empty(1), 2)
+        target.run_first_layers([row], Draft.empty(1), 2)
     with pytest.raises(UnsupportedModelError, match="runtime native or fused"):
         target.without_layers([1])
 
@@ -187,8 +187,8 @@ def test_modules_are_refused_before_the_first_draft(tiny_checkpoint: Path) -> No
 
 
 def test_runtimes_say_whether_their_layers_run_apart() -> None:
-    assert fused_target().runs_layers_apart
-    assert not TransformersRuntime(tiny_target()).runs_layers_apart
+    assert fused_target().supports_partial_forward
+    assert not TransformersRuntime(tiny_target()).supports_partial_forward
 
 
 def test_an_adapter_comes_back_from_disk(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from drafter_cases import ADAPTIVE, CONTROLLERS, DRAFTERS, GREEDY, PROMPTS, greedy_text, never_asked, run
 
 from secondguess.core import Budgets, Draft, Row, Verdict
-from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.combined import CombinedDrafter
 from secondguess.noise import KeyedNoise, Noise
 from secondguess.sampling import SamplingParams
 
@@ -130,7 +130,7 @@ def noting_budgets(propose: Propose, noted: list[list[int]]) -> Propose:
 @pytest.mark.parametrize("drafter", ["suffix or model", "look-ups in turn"])
 def test_a_part_that_guesses_for_nobody_is_not_asked(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     either = DRAFTERS[drafter]()
-    assert isinstance(either, AlternatingDrafter)
+    assert isinstance(either, CombinedDrafter)
     budgets_of_parts: list[list[int]] = []
     for kind in {type(part) for part in either.parts}:
         monkeypatch.setattr(kind, "propose", noting_budgets(kind.propose, budgets_of_parts))

@@ -12,14 +12,14 @@ from transformers import LlamaForCausalLM
 
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
-from secondguess.core import Budgets, Draft, Plan, Prospect, RoundTime, Row, Verdict
+from secondguess.core import Budgets, Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.decode import Team, decode
-from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import DynamicTree, StaticTree, TreeShape
-from secondguess.enumeration import enumerate_rounds, exact_law, largest_difference, text_law
+from secondguess.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.noise import KeyedNoise
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.fused import FusedRuntime, fuse
@@ -54,7 +54,7 @@ class Whimsical(Controller):
     def __init__(self) -> None:
         self._round = 0
 
-    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         self._round += 1
         everybody_rests = self._round % 3 == 0
         return [
@@ -62,7 +62,7 @@ class Whimsical(Controller):
                 choices[0].part,
                 0 if everybody_rests else min(choices[0].longest, (self._round * 7 + index) % 5),
             )
-            for index, choices in enumerate(prospects)
+            for index, choices in enumerate(candidates)
         ]
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
@@ -99,8 +99,8 @@ def run(
 ) -> list[list[int]]:
     target = make_target()  # type: ignore[operator]
     drafter: Drafter = make(target)  # type: ignore[operator]
-    judge = make_verifier(verifier)
-    coupled = judge.couples(params.seed is not None)
+    verify = make_verifier(verifier)
+    coupled = verify.uses_coupling(params.seed is not None)
     rows = [
         Row(
             list(prompt),
@@ -112,7 +112,7 @@ def run(
         for prompt in prompts
     ]
     decider = make_controller(controller) if isinstance(controller, str) else controller
-    for _ in decode(Team(target, drafter, judge, decider), rows):
+    for _ in decode(Team(target, drafter, verify, decider), rows):
         pass
     return [row.output for row in rows]
 
@@ -186,7 +186,7 @@ def test_it_takes_turns_with_a_look_up(head: str) -> None:
 
     def either(target: Runtime) -> Drafter:
         parts = [SuffixDrafter(SuffixOptions(min=1)), HEADS[head](target, None)]
-        return AlternatingDrafter(parts, VOCAB_SIZE)
+        return CombinedDrafter(parts, VOCAB_SIZE)
 
     assert run(either, params, make_target=target_for(head)) == plainly(params)
 
@@ -223,7 +223,7 @@ def test_what_it_remembers_is_the_truth(head: str, shape: str, num_rows: int, nu
     for who, whose in ((drafter, rows), (fresh, fresh_rows)):
         with torch.inference_mode():
             who.prepare(whose, [0] * num_rows)
-            budgets = Budgets([3] * num_rows, lambda laws, depth: [True] * num_rows, reads_laws=False)
+            budgets = Budgets([3] * num_rows, lambda dists, depth: [True] * num_rows, uses_probs=False)
             drafts.append(who.propose(whose, budgets, KeyedNoise.of_rows(whose)))
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
     assert drafts[0].probs is not None
@@ -238,26 +238,26 @@ def test_what_it_remembers_is_the_truth(head: str, shape: str, num_rows: int, nu
     [((), 2, "auto"), ((2,), 2, "auto"), ((2, 1), 1, "recursive")],
     ids=["chain", "siblings", "tree"],
 )
-def test_the_law_of_the_text_is_the_targets(
+def test_the_distribution_of_the_text_is_the_targets(
     head: str, widths: tuple[int, ...], num_rounds: int, verifier: str
 ) -> None:
     """One or two rounds on a real cache, enumerated."""
     shape = StaticTree.of_widths(widths) if widths else None
     model = tiny_target(vocab_size=2)
-    laws = {}
+    dists = {}
     outputs: list[tuple[int, ...]] = [()]
     for output in outputs:
         with torch.inference_mode():
             logits = model(torch.tensor([[0, 1, *output]]), use_cache=False).logits[0, -1]
-        laws[output] = logits.softmax(-1)
+        dists[output] = logits.softmax(-1)
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
     target = fused(model) if head in NEEDS_FUSED else TransformersRuntime(model)
     team = Team(target, HEADS[head](target, shape), make_verifier(verifier), make_controller("fixed:2"))
     params = SamplingParams(temperature=1.0, max_tokens=20)
     (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], params)], num_rounds=num_rounds)
-    found = text_law(branches, laws.__getitem__, 4)
-    assert largest_difference(found, exact_law(laws.__getitem__, 4)) < (
+    found = text_dist(branches, dists.__getitem__, 4)
+    assert largest_difference(found, exact_dist(dists.__getitem__, 4)) < (
         1e-6 if head in NEEDS_FUSED else 1e-9
     )  # the fused runtime's norms are in float64, the module's not
     assert any(branch.num_accepted for branch in branches)

@@ -11,27 +11,27 @@ from drafter_cases import (
     greedy_text,
     model_drafter,
     never_asked,
-    noisy_law,
+    noisy_dist,
     run,
-    worst_law,
+    worst_dist,
 )
 from torch import Tensor
 
 from secondguess.core import Budgets, Draft, Row, Verdict
-from secondguess.drafters.base import Supplies
+from secondguess.drafters.base import DrafterResources
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
 from secondguess.names import parse_name
 from secondguess.noise import KeyedNoise
-from secondguess.runtime.base import Hidden, Scores
-from secondguess.sampling import SamplingParams, drafter_laws
-from secondguess.testing import Law, TableModel, random_law
+from secondguess.runtime.base import ForwardOutput, Hidden
+from secondguess.sampling import SamplingParams, compute_draft_probs
+from secondguess.testing import Law, TableModel, random_probs
 
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0)
 
 
-def always(laws: Tensor, depth: int, foretold: object = None) -> list[bool]:
-    return [True] * laws.shape[0]
+def always(dists: Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
+    return [True] * dists.shape[0]
 
 
 def propose(drafter: ModelDrafter, rows: list[Row], budgets: Budgets) -> Draft:
@@ -48,7 +48,7 @@ def test_the_target_as_its_own_drafter_is_always_accepted(temperature: float, co
 
 
 def test_a_drafter_that_is_always_wrong_is_never_accepted() -> None:
-    result = run(model_drafter(worst_law(TARGET_LAW)))
+    result = run(model_drafter(worst_dist(TARGET_LAW)))
     assert all(stats.num_drafted > 0 and stats.num_accepted == 0 for stats in result.stats)
 
 
@@ -61,7 +61,7 @@ def test_no_token_is_scored_twice_when_all_is_accepted() -> None:
 
 
 def test_what_was_rejected_is_all_that_is_scored_anew() -> None:
-    drafter = model_drafter(worst_law(TARGET_LAW))
+    drafter = model_drafter(worst_dist(TARGET_LAW))
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=6), controller="fixed:2")
     # Four rounds of two drafts, then one of one (the last place belongs to the target) and one of none.
     # Each forwards the token that replaced the rejected one, and the first draft to draft a second behind it.
@@ -72,7 +72,7 @@ def test_what_was_rejected_is_all_that_is_scored_anew() -> None:
 @pytest.mark.parametrize("controller", ["fixed:4", "confidence:4"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_forwards_per_round_are_at_most_the_draft_length(controller: str, batch: int) -> None:
-    drafter = model_drafter(noisy_law(TARGET_LAW, seed=5))
+    drafter = model_drafter(noisy_dist(TARGET_LAW, seed=5))
     result = run(drafter, PROMPTS[:batch], SAMPLED, controller=controller)
     if batch == 1:
         assert drafter.runtime.num_forwards == result.stats[0].num_drafted
@@ -83,7 +83,7 @@ def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
     class Counting(TableModel):
         widths: list[int]
 
-        def score(self, rows: list[Row], draft: Draft) -> Scores:  # type: ignore[override]
+        def score(self, rows: list[Row], draft: Draft) -> ForwardOutput:  # type: ignore[override]
             self.widths.append(len(rows))
             return super().score(rows, draft)
 
@@ -92,7 +92,7 @@ def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
     drafter = ModelDrafter(runtime, "model:table", VOCAB_SIZE)
     rows = [Row(list(prompt), SAMPLED, seed=1) for prompt in PROMPTS]
     drafter.begin(rows)
-    draft = propose(drafter, rows, Budgets([3, 0, 1, 2], never_asked, reads_laws=False))
+    draft = propose(drafter, rows, Budgets([3, 0, 1, 2], never_asked, uses_probs=False))
     assert runtime.widths == [3, 2, 1]
     assert draft.lengths.tolist() == [3, 0, 1, 2]
     assert (draft.tokens[~draft.mask] == 0).all()
@@ -100,12 +100,12 @@ def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
     assert draft.probs.isfinite().all()
 
 
-def test_laws_are_asked_about_only_where_a_further_node_is_possible() -> None:
+def test_distributions_are_asked_about_only_where_a_further_node_is_possible() -> None:
     asked: list[int] = []
 
-    def go_on(laws: Tensor, depth: int, foretold: object = None) -> list[bool]:
+    def go_on(dists: Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
         asked.append(depth)
-        return always(laws, depth)
+        return always(dists, depth)
 
     drafter = model_drafter(TARGET_LAW)
     rows = [Row([1, 2], SAMPLED)]
@@ -115,12 +115,12 @@ def test_laws_are_asked_about_only_where_a_further_node_is_possible() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_go_on_is_shown_the_models_own_law(temperature: float) -> None:
+def test_go_on_is_shown_the_models_own_distribution(temperature: float) -> None:
     shown: list[Tensor] = []
 
-    def go_on(laws: Tensor, depth: int, foretold: object = None) -> list[bool]:
-        shown.append(laws)
-        return always(laws, depth)
+    def go_on(dists: Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
+        shown.append(dists)
+        return always(dists, depth)
 
     drafter = model_drafter(TARGET_LAW)
     rows = [Row([1, 2], SamplingParams(max_tokens=9, temperature=temperature))]
@@ -135,11 +135,13 @@ def test_a_row_stops_drafting_after_the_node_that_says_so() -> None:
     rows = [Row(list(prompt), SAMPLED, seed=1) for prompt in PROMPTS]
     drafter.begin(rows)
     stops = torch.tensor([0, 2, 1, 9])
-    draft = propose(drafter, rows, Budgets([4, 4, 4, 4], lambda laws, depth, foretold: depth < stops))
+    draft = propose(
+        drafter, rows, Budgets([4, 4, 4, 4], lambda dists, depth, acceptance_probs: depth < stops)
+    )
     assert draft.lengths.tolist() == [1, 3, 2, 4]
 
 
-def test_reported_laws_are_those_the_nodes_were_drawn_from() -> None:
+def test_reported_distributions_are_those_the_nodes_were_drawn_from() -> None:
     """Under the row's own settings, each node behind its drafted ancestors."""
     params = SamplingParams(max_tokens=9, temperature=0.7, top_k=4, repetition_penalty=1.4)
     drafter = model_drafter(TARGET_LAW)
@@ -151,18 +153,18 @@ def test_reported_laws_are_those_the_nodes_were_drawn_from() -> None:
         for depth in range(3):
             drafted = draft.tokens[index : index + 1, :depth]
             logits = TARGET_LAW((*row.tokens, *drafted[0].tolist())).log()[None]
-            expected = drafter_laws(logits, [row], drafted)[0]
+            expected = compute_draft_probs(logits, [row], drafted)[0]
             torch.testing.assert_close(draft.probs[index, depth], expected)
             assert expected[draft.tokens[index, depth]] > 0
 
 
 def test_greedy_drafts_are_certain_and_follow_penalties() -> None:
-    law = random_law(VOCAB_SIZE, seed=3, sharpness=0.1)
+    dist = random_probs(VOCAB_SIZE, seed=3, sharpness=0.1)
     params = SamplingParams(max_tokens=30, repetition_penalty=3.0)
-    result = run(model_drafter(law), [[1, 2, 3]], params, law=law)
+    result = run(model_drafter(dist), [[1, 2, 3]], params, dist=dist)
     # The target's own law, penalised in the same way, never disagrees.
     assert result.stats[0].acceptance_rate == 1.0
-    drafter = model_drafter(law)
+    drafter = model_drafter(dist)
     rows = [Row([1, 2, 3], params)]
     drafter.begin(rows)
     assert propose(drafter, rows, Budgets([3], always)).probs is None
@@ -214,12 +216,12 @@ def test_rounds_without_drafts_are_caught_up_in_one_forward() -> None:
     torch.testing.assert_close(draft.probs[0, 0], TARGET_LAW((1, 2, 3, 4, 5)))
 
 
-def resized(law: Law, vocab_size: int, vocab_seen: int) -> Law:
+def resized(dist: Law, vocab_size: int, vocab_seen: int) -> Law:
     """A law over another width: it reads only tokens below `vocab_seen` and gives new tokens some mass."""
 
     def of(context: tuple[int, ...]) -> Tensor:
         assert all(token < vocab_seen for token in context)
-        own = law(tuple(context))
+        own = dist(tuple(context))
         wider = torch.full((max(0, vocab_size - own.shape[0]),), 0.3, dtype=own.dtype)
         probs = torch.cat([own, wider])[:vocab_size]
         return probs / probs.sum()
@@ -240,7 +242,7 @@ def test_vocabularies_of_different_widths(vocab_size: int, temperature: float) -
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 5])
-def test_reported_laws_have_the_targets_width(vocab_size: int) -> None:
+def test_reported_distributions_have_the_targets_width(vocab_size: int) -> None:
     runtime = TableModel(vocab_size, resized(TARGET_LAW, vocab_size, vocab_size))
     drafter = ModelDrafter(runtime, "model:table", VOCAB_SIZE)
     rows = [Row([VOCAB_SIZE - 1, 1], SAMPLED)]
@@ -258,7 +260,7 @@ class StrictContext(TableModel):
         assert all(len(row.tokens) - 1 <= self.context_length for row in rows)
         return super().begin(rows)
 
-    def score(self, rows: list[Row], draft: Draft) -> Scores:  # type: ignore[override]
+    def score(self, rows: list[Row], draft: Draft) -> ForwardOutput:  # type: ignore[override]
         assert all(len(row.tokens) <= self.context_length for row in rows)
         return super().score(rows, draft)
 
@@ -276,11 +278,11 @@ def test_drafting_stops_where_the_draft_models_context_is_full(context_length: i
 
 
 def test_its_name_needs_a_path_and_takes_no_options() -> None:
-    supplies = Supplies(VOCAB_SIZE, lambda path: TableModel(VOCAB_SIZE, TARGET_LAW))
+    resources = DrafterResources(VOCAB_SIZE, lambda path: TableModel(VOCAB_SIZE, TARGET_LAW))
     assert (
-        ModelDrafter.build(parse_name("model:some/dir", "drafter", ["model"]), supplies).name
+        ModelDrafter.build(parse_name("model:some/dir", "drafter", ["model"]), resources).name
         == "model:some/dir"
     )
     for text in ("model", "model:", "model:some/dir,speed=9"):
         with pytest.raises(BadInputError, match=r"model"):
-            ModelDrafter.build(parse_name(text, "drafter", ["model"]), supplies)
+            ModelDrafter.build(parse_name(text, "drafter", ["model"]), resources)

@@ -64,7 +64,7 @@ def test_a_text_that_goes_round_in_circles_is_drafted_whole(temperature: float) 
         return torch.nn.functional.one_hot(torch.tensor((context[-1] + 1) % VOCAB_SIZE), VOCAB_SIZE).double()
 
     params = SamplingParams(max_tokens=30, temperature=temperature)
-    result = run(NgramDrafter(), [[0, 1]], params, law=circle, controller="fixed:5")
+    result = run(NgramDrafter(), [[0, 1]], params, dist=circle, controller="fixed:5")
     # Nothing is known until the circle closes after 6 tokens and the bigram (0, 1) comes again; then all is.
     assert result.stats[0].acceptance_rate == 1.0
     assert result.stats[0].num_rounds == 6 + 24 // 6

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from law_cases import PAIRS, ROUNDING, after_prompt, law_error, play
+from distribution_cases import PAIRS, ROUNDING, after_prompt, dist_error, play
 from plan_cases import SHARES, all_trees, most_by_hand, most_planned, worth
 from secondguess.core import Draft, Row
 from secondguess.drafters import make_drafter
@@ -25,8 +25,8 @@ from secondguess.drafters.optimal_tree import (
     plan_tree,
 )
 from secondguess.errors import BadInputError
-from secondguess.runtime.base import Scores
-from secondguess.testing import TableModel, random_law
+from secondguess.runtime.base import ForwardOutput
+from secondguess.testing import TableModel, random_probs
 
 
 def costs_of(at_thirteen: float, draft: float = 0.05) -> Costs:
@@ -82,9 +82,9 @@ def test_a_level_costs_a_pass_over_all_that_was_drawn_above_it() -> None:
 
 def test_chances_by_rank_are_those_of_the_rounds() -> None:
     """A root with three children, of which the second has two: 30 % first, 50 % second, and below it always the second."""
-    acceptance, dice, parents = RankAcceptance(), random.Random(1), [-1, -1, -1, 1, 1]
+    acceptance, rng, parents = RankAcceptance(), random.Random(1), [-1, -1, -1, 1, 1]
     for _ in range(3000):
-        fate = dice.random()
+        fate = rng.random()
         acceptance.learn(parents, [0] if fate < 0.3 else [1, 4] if fate < 0.8 else [])
     # The first rank was tried 1.5 times a round, 0.3 times with success; the second 1.5 and 1 times; the third once in vain.
     assert acceptance.shares[:3] == pytest.approx([0.2, 2 / 3, 0.0], abs=0.05)
@@ -111,10 +111,10 @@ class Clock:
 
 class TimedModel(TableModel):
     def __init__(self, clock: Clock, per_query: float, context_length: int = 1000) -> None:
-        super().__init__(4, random_law(4, 1), context_length)
+        super().__init__(4, random_probs(4, 1), context_length)
         self.clock, self.per_query = clock, per_query
 
-    def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
+    def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         self.clock.now += 1.0 + self.per_query * draft.num_nodes
         return super().score(rows, draft)
 
@@ -130,8 +130,8 @@ def test_costs_are_measured_behind_a_scratch_row_that_is_gone_afterwards() -> No
 
 def test_what_cannot_be_measured_is_said() -> None:
     with pytest.raises(BadInputError, match="a context of 8 positions"):
-        measure_costs(TimedModel(Clock(), 0.1, context_length=8), TableModel(4, random_law(4, 1)), 12)
-    target = TableModel(4, random_law(4, 1))
+        measure_costs(TimedModel(Clock(), 0.1, context_length=8), TableModel(4, random_probs(4, 1)), 12)
+    target = TableModel(4, random_probs(4, 1))
     with pytest.raises(BadInputError, match="no time by the clock"):
         measure_costs(target, target, 12, clock=itertools.repeat(1.0).__next__)
     with pytest.raises(BadInputError, match="expected a loaded target to plan the trees"):
@@ -143,5 +143,5 @@ def test_planned_trees_are_lossless_and_their_rounds_are_learnt_from() -> None:
     shape = OptimalTree(3, FLAT)
     drafter = ModelDrafter(TableModel(3, pair.drafter), "model:table,tree=optimal", 3, shape)
     branches = play(pair, drafter, "auto", "fixed:2")
-    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
     assert shape.acceptance.shares != list(FIRST_SHARES)

@@ -117,7 +117,9 @@ def test_counts_stay_proper_shares_where_not_all_are_counted() -> None:
     automaton = automaton_of([*[7] * 100, 1] * 3)
     for context in automaton.contexts:
         assert context.total == sum(context.counts.values())
-        assert context.favourite is None or context.counts[context.favourite] == max(context.counts.values())
+        assert context.most_frequent is None or context.counts[context.most_frequent] == max(
+            context.counts.values()
+        )
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -171,13 +173,13 @@ def test_repetitive_text_is_accepted(temperature: float) -> None:
         return torch.nn.functional.one_hot(torch.tensor((context[-1] + 1) % VOCAB_SIZE), VOCAB_SIZE).double()
 
     params = SamplingParams(max_tokens=30, temperature=temperature)
-    result = run(SuffixDrafter(), [[0, 1]], params, law=circle, controller="fixed:5")
+    result = run(SuffixDrafter(), [[0, 1]], params, dist=circle, controller="fixed:5")
     assert result.stats[0].acceptance_rate == 1.0
     assert result.stats[0].num_accepted > 15
 
 
 def test_text_without_repetition_is_not_drafted() -> None:
-    result = run(SuffixDrafter(SuffixOptions(min=64)), law=TARGET_LAW)
+    result = run(SuffixDrafter(SuffixOptions(min=64)), dist=TARGET_LAW)
     assert [stats.num_drafted for stats in result.stats] == [0] * len(result.stats)
 
 

@@ -7,10 +7,10 @@ import torch
 
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.model import ModelDrafter
-from secondguess.drafters.trees import StaticTree, grow_trees
+from secondguess.drafters.trees import StaticTree, draft_trees
 from secondguess.noise import KeyedNoise
 from secondguess.sampling import SamplingParams
-from secondguess.testing import TableModel, random_law
+from secondguess.testing import TableModel, random_probs
 
 VOCAB_SIZE = 50
 
@@ -25,12 +25,12 @@ def rows_of(*temperatures: float, coupled: bool = False) -> list[Row]:
 @pytest.mark.parametrize("coupled", [False, True])
 def test_many_nodes_are_drawn_as_one_by_one(coupled: bool) -> None:
     noise = KeyedNoise.of_rows(rows_of(1.0, 1.0, coupled=coupled))
-    laws = torch.rand(7, VOCAB_SIZE, dtype=torch.float64)
+    dists = torch.rand(7, VOCAB_SIZE, dtype=torch.float64)
     rows, nodes = [0, 1, 0, 1, 1, 0, 0], [3, 3, 4, 9, 5, 12, 5]
-    together = noise.select(torch.tensor(rows)).draft(laws, 2, nodes)
+    together = noise.select(torch.tensor(rows)).draft(dists, 2, nodes)
     alone = [
-        int(noise.select(torch.tensor([row])).draft(law[None], 2, node))
-        for row, node, law in zip(rows, nodes, laws, strict=True)
+        int(noise.select(torch.tensor([row])).draft(dist[None], 2, node))
+        for row, node, dist in zip(rows, nodes, dists, strict=True)
     ]
     assert together.tolist() == alone
     assert len(set(alone)) > 1
@@ -42,44 +42,44 @@ def test_a_tree_holds_what_its_nodes_draw_in_turn() -> None:
     noise = KeyedNoise.of_rows(rows)
     logits = torch.randn(2, 20, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     shape = StaticTree(frozenset({(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)}))
-    draft = grow_trees(rows, shape, [2, 1], noise, lambda _, tree: logits[:, : tree.num_nodes + 1], None)
+    draft = draft_trees(rows, shape, [2, 1], noise, lambda _, tree: logits[:, : tree.num_nodes + 1], None)
     assert draft.shapes == [(-1, -1, -1, 0, 0, 2), (-1, -1, -1)]
     assert draft.probs is not None
     for row, parents in enumerate(draft.shapes):
         own, tokens = noise.select(torch.tensor([row])), draft.tokens[row].tolist()
         for node, parent in enumerate(parents):
-            law = logits[row, parent + 1].softmax(-1)
-            torch.testing.assert_close(draft.probs[row, node], law)
-            left = law.clone()
+            dist = logits[row, parent + 1].softmax(-1)
+            torch.testing.assert_close(draft.probs[row, node], dist)
+            left = dist.clone()
             left[[tokens[elder] for elder in range(node) if parents[elder] == parent]] = 0.0
             depth = 0 if parent < 0 else 1
             assert tokens[node] == int(own.draft(left[None], depth, node))
 
 
-def test_no_more_children_than_a_law_has_tokens() -> None:
+def test_no_more_children_than_a_distribution_has_tokens() -> None:
     rows, logits = rows_of(1.0), torch.full((1, 1, VOCAB_SIZE), -torch.inf)
     logits[..., [4, 7]] = 0.0
     noise = KeyedNoise.of_rows(rows)
-    draft = grow_trees(rows, StaticTree.of_widths([5]), [1], noise, lambda *_: logits, None)
+    draft = draft_trees(rows, StaticTree.of_widths([5]), [1], noise, lambda *_: logits, None)
     assert sorted(draft.tokens[0].tolist()) == [4, 7]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_controllers_are_told_laws_before_sampling_settings(temperature: float) -> None:
+def test_controllers_are_told_distributions_before_sampling_settings(temperature: float) -> None:
     """After them a law is one-hot at temperature 0, and a controller would think the drafter certain of everything."""
     told: list[float] = []
 
-    def go_on(laws: torch.Tensor, depth: int, foretold: object = None) -> list[bool]:
-        told.append(float(laws[0].max()))
+    def go_on(dists: torch.Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
+        told.append(float(dists[0].max()))
         return [True]
 
-    law = random_law(VOCAB_SIZE, 1)
+    dist = random_probs(VOCAB_SIZE, 1)
     drafter = ModelDrafter(
-        TableModel(VOCAB_SIZE, law), "model:table", VOCAB_SIZE, StaticTree.of_widths([2, 2])
+        TableModel(VOCAB_SIZE, dist), "model:table", VOCAB_SIZE, StaticTree.of_widths([2, 2])
     )
     rows = rows_of(temperature)
     drafter.begin(rows)
     drafter.prepare(rows, [0])
     draft: Draft = drafter.propose(rows, Budgets([2], go_on), KeyedNoise.of_rows(rows))
     assert draft.depths.tolist() == [2]
-    assert told == [pytest.approx(float(law(tuple(rows[0].tokens)).max()))]
+    assert told == [pytest.approx(float(dist(tuple(rows[0].tokens)).max()))]

@@ -99,7 +99,7 @@ def ready(drafter: Drafter, target: TransformersRuntime, text: list[int]) -> Row
 
 
 def draft_for(drafter: Drafter, row: Row, length: int) -> Draft:
-    budgets = Budgets([length], lambda *told: [True], reads_laws=False)
+    budgets = Budgets([length], lambda *told: [True], uses_probs=False)
     with torch.inference_mode():
         drafter.prepare([row], [0])
         return drafter.propose([row], budgets, KeyedNoise.of_rows([row]))

@@ -31,12 +31,12 @@ from torch.nn.functional import silu
 
 from secondguess.controllers import make_controller
 from secondguess.controllers.confidence import ConfidenceController, ConfidenceOptions
-from secondguess.controllers.laws import DraftLaws
+from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Team, decode
 from secondguess.drafters import make_drafter
 from secondguess.drafters.dspark import DsparkDrafter
-from secondguess.enumeration import enumerate_rounds, exact_law, largest_difference, text_law
+from secondguess.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.dspark import NUM_ANCHORS, DsparkHead
 from secondguess.noise import KeyedNoise
@@ -372,11 +372,11 @@ def test_prospects_tell_how_much_is_unread(tmp_path: Path) -> None:
     with torch.inference_mode():
         TARGET.request_hidden(drafter.hidden_layers)
         drafter.begin([row], TARGET.begin([row]))
-        (before,) = drafter.prospects([row])[0]
+        (before,) = drafter.candidates([row])[0]
         drafter.prepare([row], [0])
-        (after,) = drafter.prospects([row])[0]
-    assert (before.longest, before.unread) == (2, 32)
-    assert (after.longest, after.unread) == (2, 0)
+        (after,) = drafter.candidates([row])[0]
+    assert (before.longest, before.num_uncached) == (2, 32)
+    assert (after.longest, after.num_uncached) == (2, 0)
 
 
 @every_format
@@ -391,7 +391,7 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
     head.learn(lesson, TARGET.ends(), recorder)
     known = WORDS if format == "truncated" else torch.arange(VOCAB_SIZE)
     with torch.no_grad():
-        laws = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
+        dists = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
     assert sorted(anchors[chosen].tolist()) == list(range(len(TEXT) - 1, len(text) - 1))
     for column, anchor in enumerate(anchors[0].tolist()):
         thoughts = block_thoughts(parts, text[: anchor + 1])[FIRST.get(format, 0) :]
@@ -401,7 +401,7 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
                 said = recorder.said[depth][0, column]
                 torch.testing.assert_close(said, expected, atol=1e-4, rtol=1e-4)
                 meant = recorder.meant[depth][0, column]
-                torch.testing.assert_close(meant, laws[anchor + depth], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(meant, dists[anchor + depth], atol=1e-4, rtol=1e-4)
 
 
 def test_marks_count_what_the_target_wrote_by_depth() -> None:
@@ -580,7 +580,7 @@ def lengths_under(drafter: DsparkDrafter, controller: str) -> list[int]:
     rounds = decode(team, rows)
     next(rounds)
     rounds.close()
-    return [counts.num_drafted for counts in (team.ledger.of(row) for row in rows)]
+    return [counts.num_drafted for counts in (team.recorder.of(row) for row in rows)]
 
 
 @pytest.mark.parametrize(("bias", "length"), [(-9.0, 1), (9.0, BLOCK)])
@@ -600,8 +600,8 @@ def test_what_is_foretold_is_the_papers_and_of_the_tokens_before(make, tmp_path:
     drafter = named(f"dspark:{folder}")
     told: list[list[float]] = []
 
-    def go_on(laws: Tensor, depth: int, foretold: list[float]) -> list[bool]:
-        told.append(foretold)
+    def go_on(dists: Tensor, depth: int, acceptance_probs: list[float]) -> list[bool]:
+        told.append(acceptance_probs)
         return [True]
 
     row = ready(drafter, TARGET, TEXT)
@@ -610,21 +610,21 @@ def test_what_is_foretold_is_the_papers_and_of_the_tokens_before(make, tmp_path:
     thoughts = block_thoughts(parts, TEXT)
     before = [TEXT[-1], *draft.tokens[0].tolist()]
     assert len(told) == BLOCK - 1
-    for depth, foretold in enumerate(told):
+    for depth, acceptance_probs in enumerate(told):
         seen = [thoughts[depth], parts["markov_head.markov_w1.weight"][before[depth]]]
         weight = parts["confidence_head.proj.weight"][0]
         joined = torch.cat(seen)[: len(weight)]
         expected = torch.sigmoid(weight @ joined + parts["confidence_head.proj.bias"][0])
-        assert foretold == [pytest.approx(float(expected), abs=1e-5)]
+        assert acceptance_probs == [pytest.approx(float(expected), abs=1e-5)]
 
 
-def test_without_a_confidence_head_the_law_is_all_there_is(tmp_path: Path) -> None:
+def test_without_a_confidence_head_the_distribution_is_all_there_is(tmp_path: Path) -> None:
     folder, _ = dflash(tmp_path / "head")
     drafter = named(f"dspark:{folder}")
     asked: list[tuple[int, object]] = []
 
-    def go_on(laws: Tensor, depth: int, foretold: object) -> list[bool]:
-        asked.append((depth, foretold))
+    def go_on(dists: Tensor, depth: int, acceptance_probs: object) -> list[bool]:
+        asked.append((depth, acceptance_probs))
         return [True]
 
     row = ready(drafter, TARGET, TEXT)
@@ -633,14 +633,14 @@ def test_without_a_confidence_head_the_law_is_all_there_is(tmp_path: Path) -> No
     assert asked == [(0, None)]
 
 
-def test_stopping_by_confidence_keeps_the_law_of_the_text() -> None:
+def test_stopping_by_confidence_keeps_the_distribution_of_the_text() -> None:
     """Two rounds on a real cache, enumerated, where some drafts stop early and others do not."""
     model = tiny_pair(vocab_size=2)[0].double()
-    laws = {}
+    dists = {}
     outputs: list[tuple[int, ...]] = [()]
     for output in outputs:
         with torch.inference_mode():
-            laws[output] = model(torch.tensor([[0, 1, *output]]), use_cache=False).logits[0, -1].softmax(-1)
+            dists[output] = model(torch.tensor([[0, 1, *output]]), use_cache=False).logits[0, -1].softmax(-1)
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
     target = TransformersRuntime(model)
@@ -652,8 +652,8 @@ def test_stopping_by_confidence_keeps_the_law_of_the_text() -> None:
     answers: set[bool] = set()
 
     class Noted(ConfidenceController):
-        def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
-            decided = super().go_on(rows, laws, depth)
+        def go_on(self, rows: Sequence[Row], dists: DraftProbs, depth: int) -> list[bool]:
+            decided = super().go_on(rows, dists, depth)
             answers.update(decided)
             return decided
 
@@ -661,6 +661,6 @@ def test_stopping_by_confidence_keeps_the_law_of_the_text() -> None:
     team = Team(target, drafter, make_verifier("block"), controller)
     params = SamplingParams(temperature=1.0, max_tokens=20)
     (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], params)], num_rounds=2)
-    found = text_law(branches, laws.__getitem__, 4)
-    assert largest_difference(found, exact_law(laws.__getitem__, 4)) < 1e-9
+    found = text_dist(branches, dists.__getitem__, 4)
+    assert largest_difference(found, exact_dist(dists.__getitem__, 4)) < 1e-9
     assert answers == {True, False}

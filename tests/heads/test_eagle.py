@@ -17,7 +17,7 @@ from torch import Tensor
 from secondguess.drafters import make_drafter
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
-from secondguess.heads.eagle import Eagle1Head, EagleHead, EagleShape, default_layers, frequent_words
+from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead, default_layers, most_frequent_tokens
 from secondguess.heads.eagle_files import load_eagle, save_eagle
 from secondguess.heads.layer import LayerShape
 from secondguess.runtime.transformers import TransformersRuntime
@@ -295,9 +295,9 @@ def test_what_cannot_be_used_is_refused_in_one_line(
 
 def test_the_draft_vocabulary_is_of_the_most_frequent_words() -> None:
     counts = torch.tensor([5, 0, 9, 5, 1, 7])
-    assert frequent_words(counts, 3).tolist() == [0, 2, 5]
+    assert most_frequent_tokens(counts, 3).tolist() == [0, 2, 5]
     with pytest.raises(BadInputError, match="1 to 6 words, got 7"):
-        frequent_words(counts, 7)
+        most_frequent_tokens(counts, 7)
 
 
 def test_a_fresh_head_knows_the_targets_words() -> None:
@@ -318,7 +318,7 @@ def test_a_fresh_head_knows_the_targets_words() -> None:
 @pytest.mark.parametrize("words", [None, [1, 2], [3, 2, 1], [1, 2, 31], [-1, 2, 3]])
 def test_words_must_be_a_vocabulary(words: list[int] | None) -> None:
     layer = LayerShape(WIDTH, 2, 1, 16, 32)
-    shape = EagleShape(layer, VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
+    shape = EagleConfig(layer, VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
     with pytest.raises(BadInputError, match="words"):
         EagleHead(shape, ENDS, None if words is None else torch.tensor(words))
 
@@ -334,7 +334,7 @@ def test_words_must_be_a_vocabulary(words: list[int] | None) -> None:
     ],
 )
 def test_a_shape_checks_itself(change: dict[str, Any]) -> None:
-    shape = EagleShape(LayerShape(WIDTH, 2, 1, 16, 32), VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
+    shape = EagleConfig(LayerShape(WIDTH, 2, 1, 16, 32), VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
     with pytest.raises(BadInputError, match="expected"):
         replace(shape, **change)
 

@@ -30,7 +30,7 @@ from secondguess.core import Row, Verdict
 from secondguess.drafters import make_drafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.medusa import MedusaHead, MedusaShape
+from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 
@@ -232,7 +232,7 @@ def test_what_is_saved_has_the_names_of_vllm(tmp_path: Path) -> None:
     }
 
 
-def test_trees_have_one_law_per_level(tmp_path: Path) -> None:
+def test_trees_have_one_distribution_per_level(tmp_path: Path) -> None:
     folder, parts = vllm(tmp_path / "head")
     draft = drafted(named(f"medusa:{folder},tree=3x2x1"), TARGET)
     state = states_of(TARGET, [TEXT])[-1][0, -2]
@@ -263,7 +263,7 @@ def test_there_is_no_draft_behind_a_single_token(tmp_path: Path) -> None:
     folder, _ = vllm(tmp_path / "head")
     drafter = named(f"medusa:{folder}")
     row = ready(drafter, TARGET, TEXT[:1])
-    assert drafter.prospects([row])[0][0].longest == 0
+    assert drafter.candidates([row])[0][0].longest == 0
     assert draft_for(drafter, row, 4).num_nodes == 0
 
 
@@ -272,7 +272,7 @@ def test_prospects_tell_how_many_heads_there_are(tmp_path: Path) -> None:
     for name, longest in ((f"medusa:{folder}", NUM_HEADS), (f"medusa:{folder},tree=2x2", 2)):
         drafter = named(name)
         assert drafter.name == name
-        assert drafter.prospects([ready(drafter, TARGET, TEXT)])[0][0].longest == longest
+        assert drafter.candidates([ready(drafter, TARGET, TEXT)])[0][0].longest == longest
         TARGET.release()
 
 
@@ -282,7 +282,7 @@ def test_rows_leave_nothing_behind(tmp_path: Path) -> None:
     row = ready(drafter, TARGET, TEXT)
     drafter.end(row)
     drafter.end(Row([1], SamplingParams()))  # never began
-    assert drafter.prospects([row])[0][0].longest == 0
+    assert drafter.candidates([row])[0][0].longest == 0
 
 
 @every_format
@@ -296,13 +296,13 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
     draft = drafted(drafter, TARGET, NUM_HEADS)
     known = WORDS if format.startswith("truncated") else torch.arange(VOCAB_SIZE)
     with torch.no_grad():
-        laws = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
+        dists = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
     before_pending = len(TEXT) - 2
     for depth in range(NUM_HEADS):
         said = recorder.said[depth][before_pending].softmax(-1)
         torch.testing.assert_close(said, draft.probs[0, depth, known], atol=1e-5, rtol=1e-4)
         meant = recorder.meant[depth][before_pending]
-        torch.testing.assert_close(meant, laws[len(TEXT) - 1 + depth], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(meant, dists[len(TEXT) - 1 + depth], atol=1e-4, rtol=1e-4)
 
 
 def test_only_what_the_target_wrote_is_learnt() -> None:
@@ -414,7 +414,7 @@ def test_an_original_folder_for_another_target_is_refused(tmp_path: Path) -> Non
 
 def test_a_shape_checks_itself() -> None:
     with pytest.raises(BadInputError, match="per head, one for all or none, got 2 for 3 heads"):
-        MedusaShape(WIDTH, num_heads=3, num_layers=1, num_outputs=2)
+        MedusaConfig(WIDTH, num_heads=3, num_layers=1, num_outputs=2)
 
 
 def test_options_that_do_not_exist_are_refused(tmp_path: Path) -> None:

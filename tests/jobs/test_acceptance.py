@@ -10,11 +10,11 @@ import numpy
 import pytest
 import torch
 
-from secondguess.bench.traces import Guess, NodeLaw, Trace, node_chances, record
+from secondguess.bench.traces import Guess, NodeProbs, Trace, node_chances, record
 from secondguess.bench.workloads import _OWN_PROMPTS
 from secondguess.controllers import make_controller
 from secondguess.controllers.predictor import Predictor
-from secondguess.core import Draft, Prospect, Row
+from secondguess.core import Candidate, Draft, Row
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
 from secondguess.jobs.acceptance import (
@@ -25,12 +25,12 @@ from secondguess.jobs.acceptance import (
 )
 from secondguess.jobs.acceptance_prompts import MOST_CHARACTERS, standard_library_prompts
 from secondguess.noise import KeyedNoise
-from secondguess.sampling import SamplingParams, target_laws
-from secondguess.testing import TableModel, random_law
+from secondguess.sampling import SamplingParams, compute_target_probs
+from secondguess.testing import TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 6
-TARGET, DRAFTER = random_law(VOCAB_SIZE, seed=1), random_law(VOCAB_SIZE, seed=2)
+TARGET, DRAFTER = random_probs(VOCAB_SIZE, seed=1), random_probs(VOCAB_SIZE, seed=2)
 
 
 def row_of(temperature: float, coupled: bool = False, seed: int = 0) -> Row:
@@ -45,10 +45,10 @@ def recorded(rows: list[Row], num_tokens: int = 8) -> list[Trace]:
 
 def chances_of(row: Row, tokens: list[int]) -> tuple[list[float], torch.Tensor, KeyedNoise]:
     """The chances of a chain of these tokens drawn from the drafter's laws, and the target's laws."""
-    laws = torch.stack([DRAFTER((1, 2, *tokens[:place])) for place in range(len(tokens))])[None]
+    dists = torch.stack([DRAFTER((1, 2, *tokens[:place])) for place in range(len(tokens))])[None]
     logits = torch.stack([TARGET((1, 2, *tokens[:place])) for place in range(len(tokens) + 1)])[None].log()
-    draft = Draft.chains([tokens], None if row.params.temperature == 0 else laws)
-    target_probs = target_laws(logits, [row], draft)
+    draft = Draft.chains([tokens], None if row.params.temperature == 0 else dists)
+    target_probs = compute_target_probs(logits, [row], draft)
     noise = KeyedNoise.of_rows([row])
     return node_chances(draft, target_probs, noise)[0], target_probs[0], noise
 
@@ -80,8 +80,8 @@ def test_a_coupled_node_wins_the_race_or_does_not() -> None:
     noise = KeyedNoise.of_rows([row])
     winners: list[int] = []
     for place in range(3):
-        law = TARGET((1, 2, *winners))[None, None]
-        winners.append(int(noise.race(law, torch.tensor([[place]]))[0, 0]))
+        dist = TARGET((1, 2, *winners))[None, None]
+        winners.append(int(noise.race(dist, torch.tensor([[place]]))[0, 0]))
     assert chances_of(row, winners)[0] == [1.0, 1.0, 1.0]
     wrong = [winners[0], (winners[1] + 1) % VOCAB_SIZE]
     assert chances_of(row, wrong)[0] == [1.0, 0.0]
@@ -99,7 +99,7 @@ def test_where_the_text_is_decided_the_chances_say_what_is_accepted(
     (trace,) = recorded([row_of(temperature, coupled)])
     assert trace.coupled is coupled
     for guess in trace.guesses[0]:
-        assert len(guess.chances) == len(guess.laws) == guess.num_nodes == 3
+        assert len(guess.chances) == len(guess.dists) == guess.num_nodes == 3
         assert numpy.cumprod(guess.chances).sum() == guess.accepted[-1]
 
 
@@ -117,13 +117,15 @@ def test_sampled_chances_expect_what_is_accepted_on_average() -> None:
 
 
 def guess_of(num_nodes: int, chance: float) -> Guess:
-    laws = tuple(NodeLaw(0.5 + 0.1 * place, 1.0, 0.2) for place in range(num_nodes))
-    return Guess(Prospect(), laws, (0,) * num_nodes, (chance,) * num_nodes)
+    dists = tuple(NodeProbs(0.5 + 0.1 * place, 1.0, 0.2) for place in range(num_nodes))
+    return Guess(Candidate(), dists, (0,) * num_nodes, (chance,) * num_nodes)
 
 
 def test_examples_hold_what_the_traces_say() -> None:
-    certain = Guess(Prospect(certain=True), (), (1, 2), (1.0, 1.0))
-    trace = Trace("", 2, 0.5, [[guess_of(3, 0.25), guess_of(1, 0.75)], [certain, certain]], coupled=True)
+    deterministic = Guess(Candidate(deterministic=True), (), (1, 2), (1.0, 1.0))
+    trace = Trace(
+        "", 2, 0.5, [[guess_of(3, 0.25), guess_of(1, 0.75)], [deterministic, deterministic]], coupled=True
+    )
     examples = examples_of([trace])
     assert examples.real.tolist() == [[True, True, True], [True, False, False]]
     assert examples.chances.tolist() == [[0.25, 0.25, 0.25], [0.75, 0.0, 0.0]]
@@ -131,7 +133,7 @@ def test_examples_hold_what_the_traces_say() -> None:
     assert examples.features[0, :, 5] == pytest.approx(numpy.log([1.0, 0.5, 0.3]))
     assert examples.features[0, 0, 6:].tolist() == [0.5, 1.0]
     with pytest.raises(BadInputError, match="guesses with laws"):
-        examples_of([Trace("", 2, 0.0, [[certain]])])
+        examples_of([Trace("", 2, 0.0, [[deterministic]])])
 
 
 def test_every_fifth_prompt_is_held_out_in_every_manner() -> None:

@@ -9,10 +9,10 @@ import pytest
 from secondguess.heads.files import Provenance
 from secondguess.jobs import head_speed
 from secondguess.jobs.head_speed import measure_speed
-from secondguess.train.head_card import RESTED, card_text, figures_as_told
-from secondguess.train.lessons import TaughtText
+from secondguess.train.head_card import NOT_DRAFTED, card_text, displayed_figures
+from secondguess.train.lessons import TrainingText
 
-TEXT = TaughtText(list(range(20, 60)), [False] * 8 + [True] * 32)
+TEXT = TrainingText(list(range(20, 60)), [False] * 8 + [True] * 32)
 
 
 def test_a_drafter_that_drafts_has_a_speedup_over_the_same_target(
@@ -39,7 +39,7 @@ def test_a_drafter_that_rested_has_none(tiny_checkpoint: Path) -> None:
     found = measure_speed(str(tiny_checkpoint), "none", [TEXT], "float32", "cpu")
     assert (found["acceptance_length"], found["cost_ratio"], found["speedup"]) == (1.0, None, None)
     card = card_text(Provenance("mtp", "tiny", "0" * 64, figures=found), "secondguess ...")
-    assert f"| speedup | {RESTED} |" in card
+    assert f"| speedup | {NOT_DRAFTED} |" in card
     assert "cost ratio" not in card
 
 
@@ -52,4 +52,4 @@ def test_a_card_names_the_temperature_of_its_texts_where_the_target_wrote_them()
 
 
 def test_figures_of_what_cannot_draft_tell_of_no_speed() -> None:
-    assert figures_as_told({"held_out_acceptance": [0.5]}) == {"held_out_acceptance": [0.5]}
+    assert displayed_figures({"held_out_acceptance": [0.5]}) == {"held_out_acceptance": [0.5]}

@@ -29,8 +29,8 @@ from transformers import AutoConfig
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime import loading, memory
-from secondguess.runtime.loading import borrow_model, check_vocabularies, load_runtime, pick_dtype
-from secondguess.runtime.native.library import processor_has, units
+from secondguess.runtime.loading import check_vocabularies, load_runtime, pick_dtype, wrap_model
+from secondguess.runtime.native.library import processor_supports, units
 from secondguess.runtime.support import context_length_of
 
 TOKENS = [5, 6, 7, 8, 9]
@@ -245,7 +245,7 @@ def test_another_tokenizer_is_refused(checkpoint, copied):
 
 def test_a_borrowed_model_is_given_back(checkpoint):
     model = plain_model(checkpoint)
-    with borrow_model(model) as loaded:
+    with wrap_model(model) as loaded:
         assert (loaded.dtype, loaded.device, loaded.path) == ("float32", "cpu", str(checkpoint))
         assert loaded.end_tokens == {0}
         assert_near(score(loaded), plain_logits(plain_model(checkpoint), TOKENS)[-1])
@@ -259,7 +259,7 @@ def test_a_borrowed_model_knows_the_folder_behind_its_name(checkpoint, monkeypat
     model = plain_model(checkpoint)
     for name, path in (("org/tiny", str(checkpoint)), ("org/gone", "org/gone"), ("", "")):
         model.name_or_path = name
-        with borrow_model(model) as loaded:
+        with wrap_model(model) as loaded:
             assert (loaded.name, loaded.path) == (name, path)
 
 
@@ -284,7 +284,7 @@ def test_kernels_are_there_where_they_can_be():
     """A build that fails is only a warning of the installer, and without kernels their tests are skipped."""
     if platform.machine() != "x86_64" or sys.platform != "linux" or not shutil.which("c++"):
         pytest.skip("no kernels are built on this system")
-    expected = {kind for kind in ("avx512", "avx2") if processor_has(kind)}
+    expected = {kind for kind in ("avx512", "avx2") if processor_supports(kind)}
     if not expected:
         pytest.skip("this processor lacks what the kernels are compiled for")
     assert expected <= {unit.name for unit in units()}, (

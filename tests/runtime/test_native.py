@@ -26,9 +26,9 @@ from secondguess.runtime import loading
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.loading import load_runtime, memory_need
 from secondguess.runtime.native import library
-from secondguess.runtime.native.decoder import NativeDecoder, obstacle_to_kernels
+from secondguess.runtime.native.decoder import NativeDecoder, why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.native.weights import Arena, in_blocks, side_by_side
+from secondguess.runtime.native.weights import Arena, interleave_rows, pack_blocks
 
 pytestmark = needs_kernels
 
@@ -248,13 +248,13 @@ def test_products(shape, num_rows, eight_bits, unit):
 
 def test_side_by_side_fills_up_with_zeros():
     gate, up = torch.full((20, 2), 1.0), torch.full((20, 2), 2.0)
-    found = side_by_side(gate, up)[:, 0]
+    found = interleave_rows(gate, up)[:, 0]
     assert found.tolist() == [1.0] * 16 + [2.0] * 16 + [1.0] * 4 + [0.0] * 12 + [2.0] * 4 + [0.0] * 12
 
 
 def test_a_block_holds_every_weight_once():
     weight = torch.arange(40 * 70).reshape(40, 70).bfloat16()
-    blocks = in_blocks(weight, None, Arena(), eight_bits=False)
+    blocks = pack_blocks(weight, None, Arena(), eight_bits=False)
     assert (blocks.weight.num_outputs, blocks.weight.num_inputs) == (40, 128)
     held = blocks.tensors[-1].view(torch.bfloat16)
     assert held.numel() == 64 * 128
@@ -315,7 +315,7 @@ def test_layers_may_run_one_part_after_the_other(checkpoint, unit):
             if runtime is parts:
                 for draft in drafts:
                     # in another order than their slots'
-                    parts.read_ahead(those[::-1], draft.select(torch.tensor([1, 0])), 1)
+                    parts.run_first_layers(those[::-1], draft.select(torch.tensor([1, 0])), 1)
         expected, found = (runtime.score(those, drafts[-1]) for runtime, those in rows.items())
         assert torch.equal(found.logits, expected.logits)
         for layer in whole.hidden_layers:
@@ -364,7 +364,7 @@ def test_what_was_read_ahead_is_not_read_again(checkpoint):
     runtime.begin([row])
     runtime._kernels = Counting
     for draft in GROWING[0][:3]:
-        runtime.read_ahead([row], draft.select(torch.tensor([0])), 1)
+        runtime.run_first_layers([row], draft.select(torch.tensor([0])), 1)
     runtime.score([row], GROWING[0][2].select(torch.tensor([0])))
     assert calls == [(1, 0, 1), (1, 0, 1), (1, 0, 1), (3, 1, runtime.num_layers)]
 
@@ -490,9 +490,9 @@ def test_a_token_of_another_model_is_named(checkpoint):
 def test_what_the_kernels_cannot_run_is_said():
     config = FAMILIES["llama"]()
     place = torch.device("cpu")
-    assert obstacle_to_kernels(config, torch.bfloat16, place) is None
-    assert "not float32" in obstacle_to_kernels(config, torch.float32, place)
-    assert "not on cuda" in obstacle_to_kernels(config, torch.bfloat16, torch.device("cuda"))
+    assert why_not_native(config, torch.bfloat16, place) is None
+    assert "not float32" in why_not_native(config, torch.float32, place)
+    assert "not on cuda" in why_not_native(config, torch.bfloat16, torch.device("cuda"))
     config.head_dim = 1024
-    assert "heads of 1024" in obstacle_to_kernels(config, torch.bfloat16, place)
-    assert "gpt2 is not among" in obstacle_to_kernels(FAMILIES["gpt2"](), torch.bfloat16, place)
+    assert "heads of 1024" in why_not_native(config, torch.bfloat16, place)
+    assert "gpt2 is not among" in why_not_native(FAMILIES["gpt2"](), torch.bfloat16, place)

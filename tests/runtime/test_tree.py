@@ -28,7 +28,7 @@ def test_the_closure_is_the_set_of_root_paths(parents):
 
 @given(forests(), st.integers(1, 4))
 def test_hanging_below_prolongs_every_path_by_what_is_uncached(parents, num_uncached):
-    (hung,) = tree.hang_below([parents], [len(parents)], [num_uncached])
+    (hung,) = tree.attach_drafts([parents], [len(parents)], [num_uncached])
     for node in range(len(parents)):
         path = [*range(num_uncached), *(num_uncached + step for step in root_path(parents, node))]
         assert root_path(hung, num_uncached + node) == path
@@ -63,7 +63,7 @@ def test_a_chain_mask_is_the_tree_mask_of_a_chain(length, starts):
 
 
 def test_stairs_are_the_masks_of_chains():
-    stairs = tree.Stairs(torch.device("cpu"))
+    stairs = tree.ChainMasks(torch.device("cpu"))
     for start, num_queries, num_keys in [
         (0, 1, 32),
         (7, 5, 32),

@@ -10,10 +10,10 @@ import torch
 from secondguess.errors import BadInputError
 from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import GIGABYTE, LiveCapture, StoredCapture, ends_for_learning
-from secondguess.train.lessons import Batch, TaughtText
+from secondguess.train.lessons import Batch, TrainingText
 
 TEXTS = [
-    TaughtText([(7 * number + 3 * place) % 300 for place in range(5 + number)], [True] * (5 + number))
+    TrainingText([(7 * number + 3 * place) % 300 for place in range(5 + number)], [True] * (5 + number))
     for number in range(40)
 ]
 BATCH = Batch.of([(index, TEXTS[index]) for index in (3, 0)])
@@ -41,7 +41,7 @@ def test_states_are_those_that_the_module_shows(tiny_checkpoint: Path, runtime: 
             assert not lesson.hidden[layer][row, len(expected) :].any()
 
 
-def test_the_last_states_say_the_targets_law(target) -> None:
+def test_the_last_states_say_the_targets_distribution(target) -> None:
     lesson = LiveCapture(target.runtime, ()).lesson(BATCH)
     logits = ends_for_learning(target.runtime).unembed(lesson.hidden[-1])
     expected = target.runtime.read(BATCH.tokens[:1]).logits

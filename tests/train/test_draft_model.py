@@ -11,13 +11,13 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import LiveCapture, ends_for_learning
 from secondguess.train.draft_model import DraftModel, embeddings_of_width
-from secondguess.train.lessons import Batch, TaughtText
+from secondguess.train.lessons import Batch, TrainingText
 from secondguess.train.losses import objective
 
 BATCH = Batch.of(
     [
-        (0, TaughtText([5, 6, 7, 8], [False, False, True, True])),
-        (1, TaughtText([9, 3], [False, True])),
+        (0, TrainingText([5, 6, 7, 8], [False, False, True, True])),
+        (1, TrainingText([9, 3], [False, True])),
     ]
 )
 CONFIG = {"max_position_embeddings": 256, "eos_token_id": 0, "dtype": "float32"}
@@ -41,7 +41,7 @@ def test_inner_products_survive_another_width() -> None:
         torch.testing.assert_close(products / products[0, 0], wanted / wanted[0, 0], rtol=1e-3, atol=1e-3)
 
 
-def test_it_learns_the_targets_law_where_the_text_counts(target) -> None:
+def test_it_learns_the_targets_distribution_where_the_text_counts(target) -> None:
     torch.manual_seed(0)
     ends = ends_for_learning(target)
     model = DraftModel.fresh(CONFIG, 300, ends, num_layers=1, width=64)

@@ -18,19 +18,19 @@ import torch
 from torch import nn
 
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_where, overlap
-from secondguess.runtime.base import Ends
+from secondguess.heads.learning import DepthLosses, Lesson, Objective, TrainableHead, mean_where, overlap
+from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import LiveCapture, ends_for_learning
 from secondguess.train.head_trainer import (
-    Aim,
     HeadTrainer,
     Progress,
+    TrainingObjective,
     TrainSettings,
     acceptance_length,
     nothing,
 )
-from secondguess.train.lessons import TaughtText, Texts
+from secondguess.train.lessons import Texts, TrainingText
 from secondguess.train.losses import objective
 from secondguess.train.schedule import Budget
 
@@ -43,21 +43,24 @@ SETTINGS = TrainSettings(
     checkpoint_seconds=1e9,
 )
 TEXTS = Texts.split(
-    [TaughtText([(5 * number + 11 * place) % 300 for place in range(9)], [True] * 9) for number in range(20)]
+    [
+        TrainingText([(5 * number + 11 * place) % 300 for place in range(9)], [True] * 9)
+        for number in range(20)
+    ]
 )
 
 
-class TwoAhead(Learner):
+class TwoAhead(TrainableHead):
     """Guesses the next token and the one behind it, each with one matrix; drops some of what it reads."""
 
     hidden_layers = (1,)
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: EmbeddingAndHead) -> None:
         super().__init__()
         self.maps = nn.ModuleList(nn.Linear(ends.width, ends.width) for _ in range(2))
         self.dropout = nn.Dropout(0.2)
 
-    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
         losses, accepted = [], []
         for depth, mapped in enumerate(self.maps):
             end = lesson.tokens.shape[1] - 1 - depth
@@ -67,7 +70,7 @@ class TwoAhead(Learner):
             counts = lesson.counts[:, depth + 1 :]
             losses.append(mean_where(objective(target, draft), counts))
             accepted.append(mean_where(overlap(target, draft), counts))
-        return Marks(losses, accepted)
+        return DepthLosses(losses, accepted)
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +91,11 @@ def make(target) -> Callable[..., HeadTrainer]:
         ends = ends_for_learning(target)
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            learner = TwoAhead(ends)
-        capture = LiveCapture(target, learner.hidden_layers)
-        aim = Aim(objective("kl"), weights, score)
+            trainable = TwoAhead(ends)
+        capture = LiveCapture(target, trainable.hidden_layers)
+        aim = TrainingObjective(objective("kl"), weights, score)
         return HeadTrainer(
-            learner, ends, TEXTS, capture, capture, aim, settings, folder, progress=progress, pause=pause
+            trainable, ends, TEXTS, capture, capture, aim, settings, folder, progress=progress, pause=pause
         )
 
     return trainer
@@ -141,15 +144,15 @@ def test_an_interrupted_run_ends_as_the_unbroken_one(make, tmp_path: Path, steps
     again.run()
     logs = [(tmp_path / name / "log.jsonl").read_bytes() for name in ("whole", "cut")]
     assert logs[0] == logs[1]
-    for name, weight in whole.learner.state_dict().items():
-        assert torch.equal(weight, again.learner.state_dict()[name])
+    for name, weight in whole.trainable.state_dict().items():
+        assert torch.equal(weight, again.trainable.state_dict()[name])
 
 
 def test_looking_at_held_out_text_keeps_no_gradients(make, tmp_path: Path, monkeypatch) -> None:
     """They would take the memory of many training steps."""
     learn, kept = TwoAhead.learn, []
 
-    def watched(self: TwoAhead, *arguments: object) -> Marks:
+    def watched(self: TwoAhead, *arguments: object) -> DepthLosses:
         kept.append((self.training, torch.is_grad_enabled()))
         return learn(self, *arguments)  # type: ignore[arg-type]
 
@@ -173,24 +176,24 @@ def test_what_gets_no_better_ends_early_and_the_best_weights_are_kept(make, tmp_
     def score(accepted: Sequence[float]) -> float:
         if tuple(accepted) not in known:
             known[tuple(accepted)] = next(scores)
-            kept.append({name: each.clone() for name, each in trainer.learner.state_dict().items()})
+            kept.append({name: each.clone() for name, each in trainer.trainable.state_dict().items()})
         return known[tuple(accepted)]
 
     settings = replace(SETTINGS, budget=Budget(steps=1000), patience=2)
     trainer = make(tmp_path, settings, score=score)
     standing = trainer.run()
     assert (standing.step, standing.best_step) == (16, 8)
-    state = trainer.learner.state_dict()
+    state = trainer.trainable.state_dict()
     assert all(torch.equal(weight, state[name]) for name, weight in kept[1].items())
     assert not all(torch.equal(weight, state[name]) for name, weight in kept[3].items())
 
 
 def test_losses_are_weighted_by_depth(make, tmp_path: Path) -> None:
     first = make(tmp_path / "first", weights=lambda num_depths: [1.0, 0.0])
-    before = {name: each.clone() for name, each in first.learner.state_dict().items()}
+    before = {name: each.clone() for name, each in first.trainable.state_dict().items()}
     first.run()
     changed = {
-        name for name, each in first.learner.state_dict().items() if not torch.equal(each, before[name])
+        name for name, each in first.trainable.state_dict().items() if not torch.equal(each, before[name])
     }
     assert changed == {"maps.0.weight", "maps.0.bias"}
 

@@ -11,15 +11,15 @@ from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.lessons import (
     Batch,
     SeededBatches,
-    TaughtText,
     Texts,
+    TrainingText,
     read_texts,
     training_batches,
     windows,
     write_texts,
 )
 
-TEXTS = [TaughtText([5, 6, 7], [False, False, True]), TaughtText([8, 9], [False, True])]
+TEXTS = [TrainingText([5, 6, 7], [False, False, True]), TrainingText([8, 9], [False, True])]
 
 
 def test_texts_come_back_as_they_were_stored(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_long_texts_are_cut_and_what_teaches_nothing_is_left_out() -> None:
 
 
 def test_padding_and_first_tokens_do_not_count() -> None:
-    batch = Batch.of([(0, TEXTS[0]), (1, TaughtText([8, 9], [True, True]))])
+    batch = Batch.of([(0, TEXTS[0]), (1, TrainingText([8, 9], [True, True]))])
     assert batch.tokens.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch.counts.tolist() == [[False, False, True], [False, True, False]]
     assert batch.num_counted == 2
@@ -55,7 +55,7 @@ def test_every_text_once_per_epoch_in_another_order_each() -> None:
 
 
 def test_batches_from_a_later_step_are_those_of_the_whole_run() -> None:
-    texts = [TaughtText([number, number], [False, True]) for number in range(10)]
+    texts = [TrainingText([number, number], [False, True]) for number in range(10)]
     whole = [batch.indices for batch in islice(training_batches(texts, 3, seed=1), 9)]
     later = [batch.indices for batch in islice(training_batches(texts, 3, seed=1, first_step=4), 5)]
     assert whole[4:] == later
@@ -63,7 +63,7 @@ def test_batches_from_a_later_step_are_those_of_the_whole_run() -> None:
 
 @pytest.mark.parametrize(("num_texts", "num_held_out"), [(2, 1), (10, 1), (100, 10), (10_000, 64)])
 def test_some_texts_are_held_out(num_texts: int, num_held_out: int) -> None:
-    texts = Texts.split([TaughtText([number, 1], [False, True]) for number in range(num_texts)])
+    texts = Texts.split([TrainingText([number, 1], [False, True]) for number in range(num_texts)])
     assert abs(len(texts.held_out) - num_held_out) <= 1
     assert len(texts.training) + len(texts.held_out) == num_texts
     assert not {text.tokens[0] for text in texts.training} & {text.tokens[0] for text in texts.held_out}

@@ -52,7 +52,7 @@ def test_the_weight_of_the_hybrid_loss_is_held_constant() -> None:
     torch.testing.assert_close(draft.grad, by_hand.grad)
 
 
-def test_equal_laws_lose_nothing() -> None:
+def test_equal_distributions_lose_nothing() -> None:
     assert hybrid_overlap_loss(_logits(TARGET), _logits(TARGET)).item() == pytest.approx(0.0, abs=1e-6)
 
 

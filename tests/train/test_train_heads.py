@@ -107,8 +107,8 @@ def test_a_whole_model_becomes_better_at_leaving_early_and_stays_close_to_itself
     after = load(str(out), "none", dtype="float32")
     assert hash_weights(out) != hash_weights(target)
     tokens = torch.tensor([before.target.encode("def function_3(items):")])
-    laws = [llm.target.runtime.read(tokens).logits.softmax(-1) for llm in (before, after)]
-    assert torch.minimum(*laws).sum(-1).mean() > 0.6
+    dists = [llm.target.runtime.read(tokens).logits.softmax(-1) for llm in (before, after)]
+    assert torch.minimum(*dists).sum(-1).mean() > 0.6
 
 
 @pytest.mark.parametrize("whole", [[], ["--whole"]], ids=["adapter", "whole"])

@@ -10,11 +10,11 @@ import torch
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import LiveCapture, ends_for_learning
-from secondguess.train.lessons import Batch, TaughtText
+from secondguess.train.lessons import Batch, TrainingText
 from secondguess.train.losses import objective
 from secondguess.train.whole_model import WholeModel, decoder_layers, exit_weights, read_trainable, skip_rates
 
-BATCH = Batch.of([(0, TaughtText([5, 6, 7, 8], [True] * 4)), (1, TaughtText([9, 3], [True] * 2))])
+BATCH = Batch.of([(0, TrainingText([5, 6, 7, 8], [True] * 4)), (1, TrainingText([9, 3], [True] * 2))])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What each rule does with drafts one can follow by hand, and what it refuses; laws are proved in test_laws."""
+"""What each rule does with drafts one can follow by hand, and what it refuses; laws are proved in test_distributions."""
 
 import numpy
 import pytest
@@ -9,7 +9,7 @@ from secondguess.errors import BadInputError
 from secondguess.noise import KeyedNoise
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import VERIFIERS, make_verifier
-from secondguess.verifiers.base import Exactness, follow, query_depths
+from secondguess.verifiers.base import Exactness, accept_matching, query_depths
 from secondguess.verifiers.block import prefix_weights
 from secondguess.verifiers.traversal import traverse
 from secondguess.verifiers.trees import shape_of
@@ -27,7 +27,7 @@ def noise_of(num_rows, temperature=1.0, coupled=False):
     return KeyedNoise.of_rows([Row([0], params, seed=seed, coupled=coupled) for seed in range(num_rows)])
 
 
-def certain_laws(chosen, vocab_size=8):
+def certain_dists(chosen, vocab_size=8):
     return torch.nn.functional.one_hot(torch.tensor(chosen), vocab_size).float()
 
 
@@ -52,11 +52,11 @@ def test_promises():
 @pytest.mark.parametrize("name", ["rejection", "block"])
 def test_chain_rules_refuse_trees(name):
     with pytest.raises(BadInputError, match="chain"):
-        make_verifier(name).judge(TREE, certain_laws([[4, 6, 6, 0, 0, 0]]), noise_of(1))
+        make_verifier(name).verify(TREE, certain_dists([[4, 6, 6, 0, 0, 0]]), noise_of(1))
 
 
 def test_a_rule_says_whether_it_judges_trees():
-    chains_only = {name for name in VERIFIERS if not make_verifier(name).judges_trees}
+    chains_only = {name for name in VERIFIERS if not make_verifier(name).supports_trees}
     assert chains_only == {"rejection", "block"}
 
 
@@ -67,10 +67,10 @@ def test_sampled_and_certain_trees_of_any_form_are_judged_together(name):
     tokens = torch.tensor([[4, 5, 6, 6, 7], [4, 6, 0, 0, 0], [4, 5, 6, 6, 7], [4, 5, 6, 6, 7]])
     lengths = torch.tensor([5, 2, 2, 0])
     # What each query is followed by; behind padding stands what an accepted padding node would lead to.
-    target = certain_laws([[5, 0, 7, 0, 0, 3], [4, 6, 1, 0, 0, 0], [6, 0, 0, 2, 2, 2], [4, 2, 2, 2, 2, 2]])
-    laws = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.25, 0.25, 0.25, 0.25]).expand(4, 5, 8)
-    for probs in (laws, None):
-        verdict = make_verifier(name).judge(Draft(tokens, parents, lengths, probs), target, noise_of(4))
+    target = certain_dists([[5, 0, 7, 0, 0, 3], [4, 6, 1, 0, 0, 0], [6, 0, 0, 2, 2, 2], [4, 2, 2, 2, 2, 2]])
+    dists = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.25, 0.25, 0.25, 0.25]).expand(4, 5, 8)
+    for probs in (dists, None):
+        verdict = make_verifier(name).verify(Draft(tokens, parents, lengths, probs), target, noise_of(4))
         assert verdict.path_lists() == [[1, 4], [0, 1], [], []]
         assert verdict.next_tokens.tolist() == [3, 1, 6, 4]
 
@@ -78,7 +78,7 @@ def test_sampled_and_certain_trees_of_any_form_are_judged_together(name):
 @pytest.mark.parametrize("name", ["traversal", "recursive"])
 def test_a_sibling_for_which_nothing_was_left_is_never_accepted(name):
     """The drafter's law had one token; what a drafter of fixed forms names in place of a second one has no chance."""
-    drafter = certain_laws([[1, 1]]).expand(200, 2, 8)
+    drafter = certain_dists([[1, 1]]).expand(200, 2, 8)
     target = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0, 0]).expand(200, 3, 8)
     draft = Draft(
         torch.tensor([[1, 0]]).expand(200, 2),
@@ -86,7 +86,7 @@ def test_a_sibling_for_which_nothing_was_left_is_never_accepted(name):
         torch.full((200,), 2),
         drafter,
     )
-    verdict = make_verifier(name).judge(draft, target, noise_of(200))
+    verdict = make_verifier(name).verify(draft, target, noise_of(200))
     assert {tuple(path) for path in verdict.path_lists()} == {(), (0,)}
     assert set(verdict.next_tokens[verdict.lengths == 0].tolist()) == {0, 2}
 
@@ -95,15 +95,15 @@ def test_a_sibling_for_which_nothing_was_left_is_never_accepted(name):
 def test_rows_of_other_forms_do_not_change_a_rows_verdict(name):
     """Alone, among its like or among strangers: the same numbers for the same row."""
     parents = torch.tensor([[-1, -1, 0, 0], [-1, 0, 1, 2], [-1, -1, 1, -1]]).repeat(20, 1)
-    laws = torch.rand(60, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    laws, target = (each / each.sum(-1, keepdim=True) for each in (laws, laws.roll(1, 2) + 0.1 * laws))
-    probs = laws[torch.arange(60)[:, None], parents + 1]
+    dists = torch.rand(60, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    dists, target = (each / each.sum(-1, keepdim=True) for each in (dists, dists.roll(1, 2) + 0.1 * dists))
+    probs = dists[torch.arange(60)[:, None], parents + 1]
     draft = Draft(probs.argsort(descending=True)[..., 0], parents, torch.tensor([4, 4, 3]).repeat(20), probs)
     noise, rule = noise_of(60), make_verifier(name)
-    together = rule.judge(draft, target, noise)
+    together = rule.verify(draft, target, noise)
     for row in range(60):
         index = torch.tensor([row])
-        alone = rule.judge(draft.select(index), target[index], noise.select(index))
+        alone = rule.verify(draft.select(index), target[index], noise.select(index))
         assert alone.path_lists()[0] == together.path_lists()[row]
         assert alone.next_tokens[0] == together.next_tokens[row]
     assert together.lengths.max() > 1
@@ -131,12 +131,12 @@ def test_traversal_weights_survive_extreme_ratios():
 def test_rules_with_fresh_noise_refuse_coupled_rows(name):
     draft = Draft.chains([[1]])
     with pytest.raises(BadInputError, match="coupled"):
-        make_verifier(name).judge(draft, certain_laws([[1, 2]]), noise_of(1, coupled=True))
+        make_verifier(name).verify(draft, certain_dists([[1, 2]]), noise_of(1, coupled=True))
 
 
 def test_greedy_refuses_rows_that_sample():
     with pytest.raises(BadInputError, match="temperature 0"):
-        make_verifier("greedy").judge(Draft.chains([[1]]), certain_laws([[1, 2]]), noise_of(1))
+        make_verifier("greedy").verify(Draft.chains([[1]]), certain_dists([[1, 2]]), noise_of(1))
 
 
 def test_greedy_refuses_a_request_that_samples_and_the_others_take_any():
@@ -151,27 +151,27 @@ def test_greedy_refuses_a_request_that_samples_and_the_others_take_any():
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_ragged_chains_are_followed_as_far_as_they_are_right(name):
     draft = Draft.chains([[1, 2, 3], [1, 5], [], [4]])
-    laws = certain_laws([[1, 2, 3, 6], [1, 2, 0, 0], [7, 0, 0, 0], [4, 3, 0, 0]])
+    dists = certain_dists([[1, 2, 3, 6], [1, 2, 0, 0], [7, 0, 0, 0], [4, 3, 0, 0]])
     temperature = 0.0 if name == "greedy" else 1.0
-    verdict = make_verifier(name).judge(draft, laws, noise_of(4, temperature))
+    verdict = make_verifier(name).verify(draft, dists, noise_of(4, temperature))
     assert verdict.path_lists() == [[0, 1, 2], [0], [], [0]]
     assert verdict.next_tokens.tolist() == [6, 2, 7, 3]
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "traversal", "recursive"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_draft_from_the_targets_own_law_is_always_accepted(name, dtype):
+def test_a_draft_from_the_targets_own_distribution_is_always_accepted(name, dtype):
     """p = q, where excess and deficit vanish together, at every width and in single precision too."""
     num_rows, num_nodes, vocab_size = 400, 6, 50
     logits = torch.randn(num_rows, num_nodes + 1, vocab_size, generator=torch.Generator().manual_seed(0))
-    laws = (4 * logits).to(dtype).softmax(-1)
+    dists = (4 * logits).to(dtype).softmax(-1)
     noise = noise_of(num_rows)
-    tokens = torch.stack([noise.draft(laws[:, node], node) for node in range(num_nodes)], 1)
+    tokens = torch.stack([noise.draft(dists[:, node], node) for node in range(num_nodes)], 1)
     parents = torch.arange(-1, num_nodes - 1).expand(num_rows, num_nodes)
-    draft = Draft(tokens, parents, torch.full((num_rows,), num_nodes), laws[:, :-1])
-    verdict = make_verifier(name).judge(draft, laws, noise)
+    draft = Draft(tokens, parents, torch.full((num_rows,), num_nodes), dists[:, :-1])
+    verdict = make_verifier(name).verify(draft, dists, noise)
     assert (verdict.lengths == num_nodes).all()
-    following = laws[:, -1].gather(1, verdict.next_tokens[:, None])
+    following = dists[:, -1].gather(1, verdict.next_tokens[:, None])
     assert (following > 0).all()
 
 
@@ -183,7 +183,7 @@ def test_what_the_target_rules_out_is_never_said(name):
     draft = Draft(
         torch.full((100, 2), 3), torch.tensor([[-1, 0]]).expand(100, 2), torch.full((100,), 2), drafter
     )
-    verdict = make_verifier(name).judge(draft, target, noise_of(100))
+    verdict = make_verifier(name).verify(draft, target, noise_of(100))
     assert (verdict.lengths == 0).all()
     assert (verdict.next_tokens < 2).all()
 
@@ -195,7 +195,7 @@ def test_walks_take_the_branch_that_was_chosen():
         ([4, 6, 1, 2, 1, 1], [0, 2], 2),
         ([7, 6, 6, 6, 6, 6], [], 7),
     ]:
-        verdict = follow(TREE, torch.tensor([chosen]))
+        verdict = accept_matching(TREE, torch.tensor([chosen]))
         assert verdict.path_lists() == [path]
         assert verdict.next_tokens.tolist() == [after]
 
@@ -207,7 +207,7 @@ def test_chains_and_trees_walk_together():
         torch.cat([TREE.parents, torch.nn.functional.pad(chain.parents, (0, 3), value=-1)]),
         torch.tensor([5, 2]),
     )
-    verdict = follow(draft, torch.tensor([[5, 0, 6, 0, 2, 0], [4, 6, 1, 0, 0, 0]]))
+    verdict = accept_matching(draft, torch.tensor([[5, 0, 6, 0, 2, 0], [4, 6, 1, 0, 0, 0]]))
     assert verdict.path_lists() == [[1, 3], [0, 1]]
     assert verdict.next_tokens.tolist() == [2, 1]
 

@@ -106,14 +106,14 @@ def group(num_prompts: int, batch_size: int) -> list[tuple[int, ...]]:
     ]
 
 
-def controllers_for(certain: bool) -> list[str]:
+def controllers_for(deterministic: bool) -> list[str]:
     """Return the names of all controllers that suit a drafter.
 
     Args:
-        certain: the drafter has no distributions.
+        deterministic: the drafter has no distributions.
     """
     adaptive = [kind for kind in CONTROLLERS if kind != "fixed"]
-    usable = [name for name in adaptive if not (certain and make_controller(name).needs_laws)]
+    usable = [name for name in adaptive if not (deterministic and make_controller(name).needs_probs)]
     return [*(f"fixed:{length}" for length in FIXED_LENGTHS), *usable]
 
 

@@ -94,7 +94,9 @@ def _timed_pass(runtime: Runtime, rows: Sequence[Row], num_tokens: int) -> float
 
     The KV cache is restored afterwards.
     """
-    draft = Draft.chains([stretch(row.tokens, num_tokens - 1) for row in rows], device=runtime.device)
+    draft = Draft.chains(
+        [repeat_to_length(row.tokens, num_tokens - 1) for row in rows], device=runtime.device
+    )
     synchronise(runtime.device)
     start = time.perf_counter()
     runtime.score(rows, draft)
@@ -104,10 +106,10 @@ def _timed_pass(runtime: Runtime, rows: Sequence[Row], num_tokens: int) -> float
     return seconds
 
 
-def stretch(tokens: Sequence[int], length: int) -> list[int]:
+def repeat_to_length(tokens: Sequence[int], length: int) -> list[int]:
     """Return exactly `length` tokens: truncated, or repeated from the start.
 
-    >>> stretch([1, 2, 3], 2), stretch([1, 2, 3], 7)
+    >>> repeat_to_length([1, 2, 3], 2), repeat_to_length([1, 2, 3], 7)
     ([1, 2], [1, 2, 3, 1, 2, 3, 1])
     """
     return (list(tokens) * (length // len(tokens) + 1))[:length]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from secondguess.api import encode
-from secondguess.bench.costs import stretch
+from secondguess.bench.costs import repeat_to_length
 from secondguess.bench.workloads import Workload
 from secondguess.errors import BadInputError
 from secondguess.runtime.loading import LoadedModel
@@ -23,22 +23,22 @@ class EncodedWorkload:
     Args:
         prompts: token ids of each prompt.
         tasks: the task of each prompt.
-        num_cut: number of prompts truncated on the left to fit.
+        num_truncated: number of prompts truncated on the left to fit.
         room: maximum number of tokens of a prompt.
     """
 
     prompts: list[list[int]]
     tasks: list[str]
-    num_cut: int
+    num_truncated: int
     room: int
 
     @property
     def note(self) -> str:
         """Note on truncated prompts for the report; empty if there are none."""
-        if not self.num_cut:
+        if not self.num_truncated:
             return ""
         return (
-            f"{self.num_cut} of {len(self.prompts)} prompts were cut from the left to the {self.room} tokens that the "
+            f"{self.num_truncated} of {len(self.prompts)} prompts were cut from the left to the {self.room} tokens that the "
             "target's context leaves for them"
         )
 
@@ -58,14 +58,14 @@ def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) ->
             f"{longest} in {workload.name}; take other prompts or fewer tokens"
         )
     first = getattr(target.tokenizer, "bos_token_id", None)
-    prompts = [cut_left(prompt, room, first) for prompt in whole]
+    prompts = [truncate_left(prompt, room, first) for prompt in whole]
     return EncodedWorkload(prompts, list(workload.tasks), sum(len(prompt) > room for prompt in whole), room)
 
 
-def cut_left(tokens: list[int], room: int, first: int | None) -> list[int]:
+def truncate_left(tokens: list[int], room: int, first: int | None) -> list[int]:
     """Return the last `room` tokens; a leading BOS token (`first`) is kept, since models need it.
 
-    >>> cut_left([1, 5, 6, 7], 3, None), cut_left([1, 5, 6, 7], 3, 1), cut_left([5, 6], 3, 1)
+    >>> truncate_left([1, 5, 6, 7], 3, None), truncate_left([1, 5, 6, 7], 3, 1), truncate_left([5, 6], 3, 1)
     ([5, 6, 7], [1, 6, 7], [5, 6])
     """
     if len(tokens) <= room:
@@ -79,4 +79,4 @@ def typical_context(prompts: Sequence[Sequence[int]], num_tokens: int, most: int
     """Return prompt tokens, as many as a median row has halfway, at most `most`."""
     length = int(median(len(prompt) for prompt in prompts)) + num_tokens // 2
     length = length if most is None else max(1, min(length, most))
-    return stretch([token for prompt in prompts for token in prompt], length)
+    return repeat_to_length([token for prompt in prompts for token in prompt], length)

@@ -9,11 +9,11 @@ from statistics import median
 from secondguess.bench.config import BenchConfig
 from secondguess.bench.costs import CostProbe
 from secondguess.bench.encoding import EncodedWorkload, encode_workload, typical_context
-from secondguess.bench.inventory import possession
+from secondguess.bench.inventory import drafter_footprint
 from secondguess.bench.measurement import Measurement, Progress
 from secondguess.bench.predict import Costs
-from secondguess.bench.provenance import gather
-from secondguess.bench.report import Report, Workbench, make_cost_table
+from secondguess.bench.provenance import collect_provenance
+from secondguess.bench.report import Conditions, Report, make_cost_table
 from secondguess.bench.results import make_results
 from secondguess.bench.roster import make_systems, notes_on
 from secondguess.bench.summary import add_up
@@ -77,7 +77,7 @@ def make_report(
     return Report(
         name=config.name,
         complete=complete,
-        workbench=Workbench(
+        workbench=Conditions(
             workload=workload.name,
             workload_sha256=workload.sha256,
             workload_note=workload.note,
@@ -85,7 +85,7 @@ def make_report(
             num_prompts_asked=len(workload.prompts),
             num_tokens=config.num_tokens,
             median_prompt_tokens=median(len(measured.prompts[place]) for place in measured.finished_places),
-            num_prompts_cut=encoded.num_cut,
+            num_prompts_cut=encoded.num_truncated,
             tasks=tasks,
             notes=[note for note in (encoded.note, *notes_on(systems, config), *measured.notes()) if note],
         ),
@@ -98,11 +98,11 @@ def make_report(
         ),
         results=make_results(systems, measured.finished_runs(), ours, tasks, config.seed),
         possessions={
-            system.name: possession(system.drafter)
+            system.name: drafter_footprint(system.drafter)
             for system in systems
             if isinstance(system, Speculator) and system.speculates
         },
-        provenance=gather(
+        provenance=collect_provenance(
             num_threads=num_threads,
             device=models.target.device,
             dtype=models.target.dtype,
@@ -121,7 +121,7 @@ def _costs_of(system: Speculator, probe: CostProbe, measured: Measurement) -> Co
     passes are timed with one row; rows of a batch share a level's time.
     """
     costs = probe.costs(system.draft_model)
-    if system.draft_model is not None or not system.drafts_with_laws:
+    if system.draft_model is not None or not system.has_draft_probs:
         return costs
     by_setting = measured.finished_runs()[system.name]
     size = min(setting.batch_size for setting in by_setting)

@@ -24,16 +24,16 @@ def in_turns(
     """Decode the prompts with all systems, one round of each in turn; return a run per system.
 
     Args:
-        systems: by name, each with its own KV caches (`ModelsApart`).
+        systems: by name, each with its own KV caches (`ModelsWithOwnCaches`).
         seed: seed of the texts and of the order of systems, which is shuffled in every turn, since
             each system finds the processor caches as the previous one left them.
     """
-    dice = random.Random(seed)
-    performances = {
-        name: system.perform(prompts, num_tokens, temperature, seed) for name, system in systems.items()
+    rng = random.Random(seed)
+    running_batches = {
+        name: system.start(prompts, num_tokens, temperature, seed) for name, system in systems.items()
     }
-    playing = list(performances)
+    playing = list(running_batches)
     while playing:
-        dice.shuffle(playing)
-        playing = [name for name in playing if performances[name].play()]
-    return {name: performance.run() for name, performance in performances.items()}
+        rng.shuffle(playing)
+        playing = [name for name in playing if running_batches[name].step()]
+    return {name: running_batch.run() for name, running_batch in running_batches.items()}

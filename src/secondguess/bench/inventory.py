@@ -17,7 +17,7 @@ TREE = "tree=2x2x1"
 
 
 @dataclass(frozen=True)
-class Possession:
+class DrafterFootprint:
     """Memory and training time of a drafter.
 
     Args:
@@ -29,7 +29,7 @@ class Possession:
     training_minutes: float | None = None
 
 
-def possession(drafter: str) -> Possession:
+def drafter_footprint(drafter: str) -> DrafterFootprint:
     """Return memory and training time of the named drafter, summed over its components."""
     folders = [Path(find_checkpoint(path)) for path in draft_model_paths(drafter)]
     for name in parse_drafter_name(drafter):
@@ -37,7 +37,7 @@ def possession(drafter: str) -> Possession:
         if name.kind != "model" and folder is not None and (folder / "config.json").is_file():
             folders.append(folder)
     minutes = [found for folder in folders if (found := _minutes(folder)) is not None]
-    return Possession(sum(map(_num_bytes, folders)), sum(minutes) if minutes else None)
+    return DrafterFootprint(sum(map(_num_bytes, folders)), sum(minutes) if minutes else None)
 
 
 def _num_bytes(folder: Path) -> int:
@@ -62,9 +62,9 @@ def all_drafters(model: str) -> tuple[str, ...]:
     """
     names = ["suffix", "ngram"]
     if model == "builtin":
-        laws = ["model:builtin-draft"]
-        laws += [kind for kind in DRAFTERS if kind != "model" and head_path(kind) is not None]
-        names += [variant for name in laws for variant in (name, f"{name},{TREE}")]
+        dists = ["model:builtin-draft"]
+        dists += [kind for kind in DRAFTERS if kind != "model" and head_path(kind) is not None]
+        names += [variant for name in dists for variant in (name, f"{name},{TREE}")]
         names.append("suffix+model:builtin-draft")
     elif _has_modules(model):
         names += ["mtp", f"mtp,{TREE}"]

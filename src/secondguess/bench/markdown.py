@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from secondguess.bench.summary import FEWEST_PROMPTS, Ratio
 
 if TYPE_CHECKING:
-    from secondguess.bench.report import CostTable, Report, Workbench
+    from secondguess.bench.report import Conditions, CostTable, Report
     from secondguess.bench.results import Result, TaskResult
 
 NOTES = """\
@@ -30,7 +30,7 @@ def as_markdown(report: Report) -> str:
         *([_notes(report.workbench)] if report.workbench.notes else []),
         NOTES,
         *(_at_setting(report, temperature, batch_size) for temperature, batch_size in settings),
-        *([_possessions(report)] if report.possessions else []),
+        *([_footprints(report)] if report.possessions else []),
         _costs(report.costs),
         _provenance(report),
     ]
@@ -38,7 +38,7 @@ def as_markdown(report: Report) -> str:
 
 
 def _conditions(report: Report) -> str:
-    bench: Workbench = report.workbench
+    bench: Conditions = report.workbench
     about = report.provenance
     return (
         f"{bench.num_prompts} prompts of {bench.workload} (median {bench.median_prompt_tokens:g} tokens), "
@@ -48,7 +48,7 @@ def _conditions(report: Report) -> str:
     )
 
 
-def _notes(bench: Workbench) -> str:
+def _notes(bench: Conditions) -> str:
     return "\n".join(f"- Note: {note}." for note in bench.notes)
 
 
@@ -171,7 +171,7 @@ def _equality_table(results: Sequence[Result]) -> str:
     return table([*header, "tokens that differ, all after a flip included"], rows)
 
 
-def _possessions(report: Report) -> str:
+def _footprints(report: Report) -> str:
     """Return the table of weights and training time per drafter."""
     rows = [
         [

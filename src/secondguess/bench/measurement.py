@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from secondguess.bench.config import BenchConfig
 from secondguess.bench.costs import CostProbe
 from secondguess.bench.systems import Run, System
-from secondguess.bench.workloads import mix
+from secondguess.bench.workloads import interleave
 from secondguess.errors import BadInputError
 
 WARM_UP_TOKENS = 32
@@ -194,7 +194,7 @@ class Measurement:
 
     def _schedule(self) -> list[tuple[int, int]]:
         """Return (batch size, batch index) pairs, with sizes interleaved evenly over the run."""
-        return mix(
+        return interleave(
             [[(size, index) for index in range(len(batches))] for size, batches in self.batches.items()]
         )
 
@@ -206,7 +206,7 @@ class Measurement:
                 system.generate_batch(prompts, num_tokens, temperature, self.config.seed)
         self.probe.warm_up()
         for system in self.systems:
-            system.begin_measuring()
+            system.reset()
 
     def _measure(self, system: System, size: int, index: int, temperature: float) -> Run:
         num_tokens = self.config.num_tokens

@@ -41,7 +41,7 @@ class Provenance:
         return asdict(self)
 
 
-def gather(
+def collect_provenance(
     *,
     num_threads: int,
     device: str,

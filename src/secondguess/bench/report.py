@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from secondguess.bench.charts import can_draw, draw_charts
-from secondguess.bench.inventory import Possession
+from secondguess.bench.inventory import DrafterFootprint
 from secondguess.bench.markdown import as_markdown
 from secondguess.bench.predict import Costs
 from secondguess.bench.provenance import Provenance
@@ -24,7 +24,7 @@ SCHEMA = 4
 
 
 @dataclass(frozen=True)
-class Workbench:
+class Conditions:
     """Conditions shared by all systems.
 
     Args:
@@ -77,11 +77,11 @@ class Report:
 
     name: str
     complete: bool
-    workbench: Workbench
+    workbench: Conditions
     costs: CostTable
     results: list[Result]
     provenance: Provenance
-    possessions: dict[str, Possession] = field(default_factory=dict)
+    possessions: dict[str, DrafterFootprint] = field(default_factory=dict)
     schema: int = field(default=SCHEMA)
 
     def as_dict(self) -> dict[str, object]:

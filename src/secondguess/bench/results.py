@@ -163,7 +163,7 @@ def _results_of(
     results = []
     for system in systems:
         own, reference = runs[system.name], reference_of(system, plain)
-        comparable = all(run.tells_tokens for run in [*own, *runs[reference]])
+        comparable = all(run.has_token_ids for run in [*own, *runs[reference]])
         results.append(
             Result(
                 system=system.name,

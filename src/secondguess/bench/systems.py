@@ -61,7 +61,7 @@ class Run:
         return sum(self.row_lengths)
 
     @property
-    def tells_tokens(self) -> bool:
+    def has_token_ids(self) -> bool:
         """True if token ids are available for comparing texts."""
         return len(self.tokens) == self.num_tokens
 
@@ -122,7 +122,7 @@ class System(ABC):
             )
         return self.generate(prompts[0], num_tokens, temperature, seed)
 
-    def begin_measuring(self) -> None:
+    def reset(self) -> None:
         """Discard what was learnt during the warm-up."""
 
 
@@ -151,7 +151,7 @@ class Models:
         return dict(self._draft_models)
 
 
-class ModelsApart(Models):
+class ModelsWithOwnCaches(Models):
     """Models that share the weights of `lender` but have KV caches of their own.
 
     Systems that decode texts at the same time need separate caches.
@@ -176,7 +176,7 @@ def with_own_cache(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, runtime=apart)
 
 
-class Performance:
+class RunningBatch:
     """Measured run of one batch, advanced round by round; time between rounds does not count."""
 
     def __init__(self, team: Team, rows: Sequence[Row]) -> None:
@@ -185,7 +185,7 @@ class Performance:
         self._rounds = decode(team, rows)
         self._seconds = 0.0
 
-    def play(self) -> bool:
+    def step(self) -> bool:
         """Run the next round, the first one with prefill; return False if no round was left."""
         start = time.perf_counter()
         with torch.inference_mode():
@@ -195,7 +195,7 @@ class Performance:
 
     def run(self) -> Run:
         """Return the run so far."""
-        stats = together([self._team.ledger.of(row) for row in self._rows])
+        stats = together([self._team.recorder.of(row) for row in self._rows])
         return Run.of_batch([row.output for row in self._rows], self._seconds, stats)
 
 
@@ -237,7 +237,7 @@ class Speculator(System):
         self._controllers: dict[tuple[float, int], Controller] = {}
         self._verifier = make_verifier("auto")
         self.speculates = drafter != "none"
-        self.drafts_with_laws = self.speculates and not self._drafter.certain
+        self.has_draft_probs = self.speculates and not self._drafter.deterministic
         self.name = speculator_name(drafter, controller)
 
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
@@ -246,24 +246,24 @@ class Speculator(System):
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> Run:
-        performance = self.perform(prompts, num_tokens, temperature, seed)
-        while performance.play():
+        running_batch = self.start(prompts, num_tokens, temperature, seed)
+        while running_batch.step():
             pass
-        return performance.run()
+        return running_batch.run()
 
     def release(self) -> None:
         """Free the target's KV cache; it is allocated again for the next text."""
         self._target.runtime.release()
 
-    def perform(
+    def start(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
-    ) -> Performance:
+    ) -> RunningBatch:
         """Start a measured run whose rounds the caller runs one by one."""
         rows = [
             self._row(prompt, num_tokens, temperature, seed, stream) for stream, prompt in enumerate(prompts)
         ]
         controller = self.controller(temperature, len(prompts))
-        return Performance(Team(self._target.runtime, self._drafter, self._verifier, controller), rows)
+        return RunningBatch(Team(self._target.runtime, self._drafter, self._verifier, controller), rows)
 
     def controller(self, temperature: float, batch_size: int) -> Controller:
         """Return the controller kept for this temperature and batch size."""
@@ -275,7 +275,7 @@ class Speculator(System):
     def _make_controller(self) -> Controller:
         return choose_controller(self._controller, self._drafter)
 
-    def begin_measuring(self) -> None:
+    def reset(self) -> None:
         self._controllers.clear()
 
     def _row(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int, stream: int) -> Row:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from secondguess.controllers.base import Controller
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import Draft, Plan, Prospect, RoundTime, Row, Verdict
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.decode import Team, decode
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
@@ -26,8 +26,8 @@ from secondguess.verifiers.base import Verifier, query_depths
 
 
 @dataclass(frozen=True)
-class NodeLaw:
-    """The law that one node was drawn from, in what controllers ask of it (see `DraftLaws`)."""
+class NodeProbs:
+    """The law that one node was drawn from, in what controllers ask of it (see `DraftProbs`)."""
 
     confidence: float
     entropy: float
@@ -39,15 +39,15 @@ class Guess:
     """What one part of a drafter says at one place of a text.
 
     Args:
-        prospect: what it says beforehand.
-        laws: per node, its law; empty for a certain drafter. The last node's is not known.
+        candidate: what it says beforehand.
+        dists: per node, its law; empty for a certain drafter. The last node's is not known.
         accepted: accepted nodes of a draft of the first 1, 2, ... nodes.
         chances: per node, the chance that it is accepted if all before it were (see `node_chances`); empty in traces
             that did not note it.
     """
 
-    prospect: Prospect
-    laws: tuple[NodeLaw, ...]
+    candidate: Candidate
+    dists: tuple[NodeProbs, ...]
     accepted: tuple[int, ...]
     chances: tuple[float, ...] = ()
 
@@ -103,7 +103,7 @@ def record(
     Raises:
         BadInputError: the drafter draws trees.
     """
-    num_parts = max(len(choices) for choices in _prospects(drafter, rows))
+    num_parts = max(len(choices) for choices in _candidates(drafter, rows))
     tapes: list[list[list[Guess]]] = []
     originals = [list(row.tokens) for row in rows]
     for part in range(num_parts):
@@ -126,10 +126,10 @@ def record(
     ]
 
 
-def _prospects(drafter: Drafter, rows: Sequence[Row]) -> Sequence[Sequence[Prospect]]:
+def _candidates(drafter: Drafter, rows: Sequence[Row]) -> Sequence[Sequence[Candidate]]:
     drafter.begin(rows)
     try:
-        return drafter.prospects(rows)
+        return drafter.candidates(rows)
     finally:
         for row in rows:
             drafter.end(row)
@@ -153,21 +153,23 @@ class Tape(Controller):
 
     def __post_init__(self) -> None:
         self.guesses = [[] for _ in range(self.num_rows)]
-        self._prospects: list[Prospect] = []
-        self._laws: list[list[NodeLaw]] = []
+        self._candidates: list[Candidate] = []
+        self._dists: list[list[NodeProbs]] = []
         self._accepted: list[list[int]] = []
         self._chances: list[list[float]] = []
 
-    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
-        self._prospects = [
-            next(choice for choice in choices if choice.part == self.part) for choices in prospects
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
+        self._candidates = [
+            next(choice for choice in choices if choice.part == self.part) for choices in candidates
         ]
-        self._laws = [[] for _ in rows]
+        self._dists = [[] for _ in rows]
         return [Plan(self.part, self.depth + 1) for _ in rows]
 
-    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
-        for index, numbers in enumerate(zip(laws.confidences, laws.entropies, laws.runners_up, strict=True)):
-            self._laws[index].append(NodeLaw(*numbers))
+    def go_on(self, rows: Sequence[Row], dists: DraftProbs, depth: int) -> list[bool]:
+        for index, numbers in enumerate(
+            zip(dists.confidences, dists.entropies, dists.runners_up, strict=True)
+        ):
+            self._dists[index].append(NodeProbs(*numbers))
         return [True] * len(rows)
 
     def hear(self, accepted: list[list[int]], chances: list[list[float]] | None = None) -> None:
@@ -178,10 +180,10 @@ class Tape(Controller):
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         for index, length in enumerate(draft.lengths.tolist()):
             length = min(length, self.depth)
-            laws = () if self._prospects[index].certain else tuple(self._laws[index][:length])
+            dists = () if self._candidates[index].deterministic else tuple(self._dists[index][:length])
             accepted = tuple(self._accepted[index][:length])
             chances = tuple(self._chances[index][:length])
-            self.guesses[index].append(Guess(self._prospects[index], laws, accepted, chances))
+            self.guesses[index].append(Guess(self._candidates[index], dists, accepted, chances))
 
 
 class Teacher(Verifier):
@@ -194,7 +196,7 @@ class Teacher(Verifier):
         self._verifier = verifier
         self._tape = tape
 
-    def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         if not draft.is_chain:
             raise BadInputError(
                 "expected a drafter of chains to record a trace of, got a tree; leave out the drafter's option tree"
@@ -203,14 +205,14 @@ class Teacher(Verifier):
         chances = node_chances(draft, target_probs, noise)
         if noise.all_greedy or noise.all_coupled:
             # What is accepted is what the text says: a shorter draft is accepted as far as it goes.
-            whole = self._verifier.judge(draft, target_probs, noise).lengths.tolist()
+            whole = self._verifier.verify(draft, target_probs, noise).lengths.tolist()
             self._tape.hear(
                 [[min(length, cut) for cut in range(1, longest + 1)] for length in whole], chances
             )
         else:
             cuts = [_cut(draft, length) for length in range(1, longest + 1)]
             verdicts = [
-                self._verifier.judge(cut, target_probs[:, : cut.num_nodes + 1], noise).lengths.tolist()
+                self._verifier.verify(cut, target_probs[:, : cut.num_nodes + 1], noise).lengths.tolist()
                 for cut in cuts
             ]
             by_row = [list(accepted) for accepted in zip(*verdicts, strict=True)]

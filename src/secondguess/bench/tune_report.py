@@ -19,7 +19,7 @@ from secondguess.bench.choices import (
     recommend,
 )
 from secondguess.bench.predict import Costs, predicted_seconds
-from secondguess.bench.provenance import Provenance, gather
+from secondguess.bench.provenance import Provenance, collect_provenance
 from secondguess.bench.systems import public_name
 from secondguess.bench.tuning import Findings
 from secondguess.configuration import Configuration, LoadSettings, Tuned
@@ -240,7 +240,7 @@ def make_report(findings: Findings) -> TuneReport:
         recommend(findings.speeds),
         one_for_all(findings.speeds),
         _memory(findings),
-        gather(
+        collect_provenance(
             num_threads=config.num_threads,
             device=models.target.device,
             dtype=models.target.dtype,

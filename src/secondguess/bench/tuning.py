@@ -195,7 +195,7 @@ class Tuner:
                 Choice(each.drafter, controller)
                 for each in best
                 for controller in controllers_for(
-                    certain=not self._trials[size].system(each).drafts_with_laws
+                    deterministic=not self._trials[size].system(each).has_draft_probs
                 )
             ]
             keep = self._config.num_verified

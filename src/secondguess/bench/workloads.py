@@ -136,9 +136,9 @@ def sample(by_task: Mapping[str, Sequence[str]], num_prompts: int) -> list[Promp
             f"{num_prompts}; ask for more with --num-prompts or for fewer tasks with --task"
         )
     counts = equal_shares([len(texts) for texts in by_task.values()], num_prompts)
-    return mix(
+    return interleave(
         [
-            [Prompt(text, task) for text in spread(tuple(texts), count)]
+            [Prompt(text, task) for text in evenly_spaced(tuple(texts), count)]
             for (task, texts), count in zip(by_task.items(), counts, strict=True)
         ]
     )
@@ -157,10 +157,10 @@ def equal_shares(sizes: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def mix(groups: Sequence[Sequence[Item]]) -> list[Item]:
+def interleave(groups: Sequence[Sequence[Item]]) -> list[Item]:
     """Merge groups into one list in which each keeps its order and is spread evenly.
 
-    >>> mix([["a", "b", "c"], ["1"]])
+    >>> interleave([["a", "b", "c"], ["1"]])
     ['a', 'b', '1', 'c']
     """
     placed = [
@@ -171,10 +171,10 @@ def mix(groups: Sequence[Sequence[Item]]) -> list[Item]:
     return [item for *_, item in sorted(placed, key=lambda each: each[:3])]
 
 
-def spread(prompts: tuple[Item, ...], num_prompts: int) -> tuple[Item, ...]:
+def evenly_spaced(prompts: tuple[Item, ...], num_prompts: int) -> tuple[Item, ...]:
     """Return `num_prompts` evenly spaced prompts, so that a small sample covers the whole source.
 
-    >>> spread(("a", "b", "c", "d", "e"), 2)
+    >>> evenly_spaced(("a", "b", "c", "d", "e"), 2)
     ('a', 'c')
     """
     if num_prompts >= len(prompts):

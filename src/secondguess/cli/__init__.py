@@ -17,7 +17,7 @@ import typer
 from secondguess import __version__
 from secondguess.cli import bench, export, generate, inspect, train, tune, verify
 from secondguess.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, INTERNAL_ERROR, INTERRUPTED
-from secondguess.errors import SecondGuessError, StrangerWarning
+from secondguess.errors import MismatchWarning, SecondGuessError
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"
 
@@ -93,14 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_one_line(otherwise: Callable[..., None]) -> Callable[..., None]:
-    """Return a `warnings.showwarning` that prints `StrangerWarning` as one line.
+    """Return a `warnings.showwarning` that prints `MismatchWarning` as one line.
 
     Args:
         otherwise: shows all other warnings.
     """
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, StrangerWarning):
+        if issubclass(category, MismatchWarning):
             _fail(f"warning: {message}", 0)
         else:
             otherwise(message, category, *place, **more)

@@ -13,7 +13,7 @@ from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
     from secondguess.configuration import Tuned
-    from secondguess.pairing import NamedDrafter
+    from secondguess.pairing import DrafterInfo
     from secondguess.runtime.describe import ModelDescription
     from secondguess.runtime.pair import MemoryPlan
 
@@ -133,23 +133,23 @@ def fitting_drafters(model: str) -> list[str]:
 
     def name(kind: str) -> str:
         in_the_box = model == "builtin" and head_path(kind) is not None
-        return kind if in_the_box or getattr(drafter_class(kind), "certain", False) else f"{kind}:PATH"
+        return kind if in_the_box or getattr(drafter_class(kind), "deterministic", False) else f"{kind}:PATH"
 
     return list(dict.fromkeys([default_drafter(model), *map(name, DRAFTERS)]))
 
 
-def _drafter_of(settings: dict[str, Any], target: ModelDescription) -> NamedDrafter:
+def _drafter_of(settings: dict[str, Any], target: ModelDescription) -> DrafterInfo:
     """Return the drafter that `load` would use, without loading it.
 
     Names, options and paths that `load` would refuse are refused here, too.
     """
     from secondguess.api import default_drafter
-    from secondguess.pairing import UnloadedTarget, require_model_to_quantize, understand_drafter
+    from secondguess.pairing import UnloadedTarget, require_model_to_quantize, resolve_drafter
 
     unloaded = UnloadedTarget(
-        target.name, target.path, target.num_layers, runs_layers_apart=target.runtime != "transformers"
+        target.name, target.path, target.num_layers, supports_partial_forward=target.runtime != "transformers"
     )
-    named = understand_drafter(settings.get("drafter", default_drafter(settings["model"])), unloaded)
+    named = resolve_drafter(settings.get("drafter", default_drafter(settings["model"])), unloaded)
     require_model_to_quantize(settings.get("drafter_quantize"), named.name, named.draft_model is not None)
     return named
 
@@ -182,7 +182,7 @@ def _lines(found: ModelDescription, drafters: list[str]) -> list[tuple[str, str]
 
 
 def _pair_lines(
-    named: NamedDrafter, target: ModelDescription, drafter: ModelDescription | None, remarks: list[str]
+    named: DrafterInfo, target: ModelDescription, drafter: ModelDescription | None, remarks: list[str]
 ) -> list[tuple[str, str]]:
     if drafter is None:
         if named.needs_target:

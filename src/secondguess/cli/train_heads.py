@@ -200,7 +200,7 @@ def _refuse_unread(context: Context) -> None:
 def _train(kind: str, given: dict[str, Any]) -> int:
     from secondguess.jobs.head_training import HeadJob, train_head
     from secondguess.jobs.lesson_texts import DEFAULT_TEMPERATURES, AnswerSettings
-    from secondguess.train.head_card import figures_as_told
+    from secondguess.train.head_card import displayed_figures
     from secondguess.train.schedule import Budget
 
     options_of_job = dict(given)
@@ -223,7 +223,7 @@ def _train(kind: str, given: dict[str, Any]) -> int:
             raise KeyboardInterrupt(
                 f"interrupted; `{again}`, with the same options, continues from there"
             ) from None
-    for name, value in figures_as_told(provenance.figures).items():
+    for name, value in displayed_figures(provenance.figures).items():
         print(f"{name.replace('_', ' ')}: {value}", flush=True)
     print(f"wrote {job.out}", flush=True)
     return 0

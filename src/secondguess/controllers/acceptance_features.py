@@ -79,13 +79,15 @@ def node_features(
     ]
 
 
-def features_of_path(laws: Sequence[LawSummary], temperature: float, coupled: bool) -> list[list[float]]:
+def features_of_path(
+    draft_probs: Sequence[LawSummary], temperature: float, coupled: bool
+) -> list[list[float]]:
     """Return the features `[node][feature]` of the nodes of one chain."""
     lines: list[list[float]] = []
     log_survival = 0.0
-    for depth, law in enumerate(laws):
+    for depth, dist in enumerate(draft_probs):
         line = node_features(
-            law.confidence, law.runner_up, law.entropy, depth, log_survival, temperature, coupled
+            dist.confidence, dist.runner_up, dist.entropy, depth, log_survival, temperature, coupled
         )
         log_survival += line[0]
         lines.append(line)

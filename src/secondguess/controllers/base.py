@@ -11,8 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import Draft, Plan, Prospect, RoundTime, Row, Verdict
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.names import Name, refuse_argument, refuse_options
 
 
@@ -21,15 +21,15 @@ class Controller(ABC):
 
     Attributes:
         name: as given to `--controller`, with the options in use.
-        reads_laws: False if `go_on` always returns True, so that drafters need not compute
+        reads_dists: False if `go_on` always returns True, so that drafters need not compute
             probabilities to call it.
-        needs_laws: True if the controller cannot be used with drafters that have no probabilities
+        needs_dists: True if the controller cannot be used with drafters that have no probabilities
             (n-gram and suffix lookup).
     """
 
     name: str
-    reads_laws: bool = True
-    needs_laws: bool = False
+    uses_probs: bool = True
+    needs_probs: bool = False
 
     @classmethod
     def build(cls, name: Name) -> Controller:
@@ -43,7 +43,7 @@ class Controller(ABC):
         return cls()
 
     @abstractmethod
-    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         """Return, for each row, the drafter to use and the maximum number of levels this round.
 
         Lengths beyond a candidate's `longest` or a row's room are cut by the drafter and the
@@ -51,15 +51,15 @@ class Controller(ABC):
 
         Args:
             rows: the batch.
-            prospects: per row, at least one draft candidate, the drafter's preferred one first.
+            candidates: per row, at least one draft candidate, the drafter's preferred one first.
         """
 
-    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
-        """Return, for each row, whether to draft another level after the one drawn from `laws`.
+    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
+        """Return, for each row, whether to draft another level after the one drawn from `draft_probs`.
 
         Args:
             rows: the batch.
-            laws: draft distributions before sampling settings (which make them one-hot at
+            dists: draft distributions before sampling settings (which make them one-hot at
                 temperature 0); in a tree, those at the level's most likely parent. The entry of a
                 row that drew no node at this depth is meaningless, and so is its result.
             depth: depth of the level drawn last.

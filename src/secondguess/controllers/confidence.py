@@ -8,8 +8,8 @@ from itertools import repeat
 from operator import mul
 
 from secondguess.controllers.base import Controller
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import MAX_DRAFT_LENGTH, Plan, Prospect, Row
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Plan, Row
 from secondguess.names import Name, read_options, require_between, with_argument
 
 
@@ -42,7 +42,7 @@ class ConfidenceController(Controller):
     non-anticipating.
     """
 
-    needs_laws = True
+    needs_probs = True
 
     def __init__(self, options: ConfidenceOptions = ConfidenceOptions()) -> None:
         self.options = options
@@ -53,11 +53,11 @@ class ConfidenceController(Controller):
     def build(cls, name: Name) -> ConfidenceController:
         return cls(read_options(ConfidenceOptions, with_argument(name, "length"), "controller confidence"))
 
-    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
-        return [Plan(choices[0].part, self.options.length) for choices in prospects]
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
+        return [Plan(choices[0].part, self.options.length) for choices in candidates]
 
-    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         # Depth 0 begins a round and resets the products; those of rows that stopped are not used.
         so_far = repeat(1.0) if depth == 0 else self._survival
-        self._survival = list(map(mul, so_far, laws.chances))
+        self._survival = list(map(mul, so_far, draft_probs.chances))
         return [survival >= self.options.threshold for survival in self._survival]

@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from secondguess.controllers.base import Controller
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime, Row, Verdict
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.names import Name, read_options, require_between, with_argument
 
 MEMORY = 500.0
 """Approximate number of nodes that the calibration averages over."""
 FIRST_CONSTANT = 0.2
 """Initial g."""
-STRENGTH = 16.0
+PRIOR_WEIGHT = 16.0
 """Weight of the initial g, in nodes."""
 
 
@@ -52,17 +52,17 @@ class EntropyOptions:
 class EntropyController(Controller):
     """Controller that drafts on while the product of the nodes' bounds is large enough."""
 
-    needs_laws = True
+    needs_probs = True
 
     def __init__(self, options: EntropyOptions = EntropyOptions()) -> None:
         self.options = options
         self.name = f"entropy:{options.length},threshold={options.threshold:g}"
         self._survival: list[float] = []
         self._roots: list[list[float]] = []
-        self._has_laws: list[bool] = []
-        # Sums over verified nodes, starting from `STRENGTH` nodes that fit the initial g.
-        self._rejected = STRENGTH * math.sqrt(FIRST_CONSTANT)
-        self._root_entropy = STRENGTH
+        self._has_dists: list[bool] = []
+        # Sums over verified nodes, starting from `PRIOR_WEIGHT` nodes that fit the initial g.
+        self._rejected = PRIOR_WEIGHT * math.sqrt(FIRST_CONSTANT)
+        self._root_entropy = PRIOR_WEIGHT
 
     @classmethod
     def build(cls, name: Name) -> EntropyController:
@@ -73,17 +73,17 @@ class EntropyController(Controller):
         """Calibrated g, for which the mean of sqrt(g H) equals the share of nodes rejected."""
         return (self._rejected / self._root_entropy) ** 2
 
-    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         self._survival = [1.0] * len(rows)
         self._roots = [[] for _ in rows]
-        # Lookup nodes have no distribution: the entries of their rows in `laws` are meaningless.
-        self._has_laws = [not choices[0].certain for choices in prospects]
-        return [Plan(choices[0].part, self.options.length) for choices in prospects]
+        # Lookup nodes have no distribution: the entries of their rows in `draft_probs` are meaningless.
+        self._has_dists = [not choices[0].deterministic for choices in candidates]
+        return [Plan(choices[0].part, self.options.length) for choices in candidates]
 
-    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         root_constant = math.sqrt(self.constant)
-        for index, entropy in enumerate(laws.entropies):
-            if not self._has_laws[index]:
+        for index, entropy in enumerate(draft_probs.entropies):
+            if not self._has_dists[index]:
                 continue
             root = math.sqrt(max(entropy, 0.0))
             self._roots[index].append(root)

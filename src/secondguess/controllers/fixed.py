@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from secondguess.controllers.base import Controller
-from secondguess.core import MAX_DRAFT_LENGTH, Plan, Prospect, Row
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Plan, Row
 from secondguess.names import Name, read_options, require_between, with_argument
 
 
@@ -27,7 +27,7 @@ class FixedOptions:
 class FixedController(Controller):
     """Controller with the same draft length in every round."""
 
-    reads_laws = False
+    uses_probs = False
 
     def __init__(self, options: FixedOptions = FixedOptions()) -> None:
         self.options = options
@@ -37,5 +37,5 @@ class FixedController(Controller):
     def build(cls, name: Name) -> FixedController:
         return cls(read_options(FixedOptions, with_argument(name, "length"), "controller fixed"))
 
-    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
-        return [Plan(choices[0].part, self.options.length) for choices in prospects]
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
+        return [Plan(choices[0].part, self.options.length) for choices in candidates]

@@ -9,9 +9,9 @@ from pathlib import Path
 from secondguess.builtin import acceptance_path
 from secondguess.controllers.acceptance_features import node_features
 from secondguess.controllers.base import Controller
-from secondguess.controllers.laws import DraftLaws
+from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.predictor import Network, Predictor
-from secondguess.core import MAX_DRAFT_LENGTH, Plan, Prospect, Row
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Plan, Row
 from secondguess.names import Name, read_options, require_between
 
 
@@ -45,7 +45,7 @@ class LearnedController(Controller):
         path: the predictor file; None for the built-in one, trained for the built-in models.
     """
 
-    needs_laws = True
+    needs_probs = True
 
     def __init__(self, options: LearnedOptions = LearnedOptions(), path: str | None = None) -> None:
         self.options = options
@@ -59,14 +59,16 @@ class LearnedController(Controller):
     def build(cls, name: Name) -> LearnedController:
         return cls(read_options(LearnedOptions, name.options, "controller learned"), name.argument)
 
-    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
-        return [Plan(choices[0].part, self.options.length) for choices in prospects]
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
+        return [Plan(choices[0].part, self.options.length) for choices in candidates]
 
-    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         # Depth 0 begins a round and resets the products; those of rows that stopped are not used.
         survivals = [1.0] * len(rows) if depth == 0 else self._survivals
         so_far = [0.0] * len(rows) if depth == 0 else self._log_confidences
-        summaries = zip(rows, laws.confidences, laws.runners_up, laws.entropies, so_far, strict=True)
+        summaries = zip(
+            rows, draft_probs.confidences, draft_probs.runners_up, draft_probs.entropies, so_far, strict=True
+        )
         features = [
             node_features(
                 confidence, runner_up, entropy, depth, survival, row.params.temperature, row.coupled

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from secondguess.names import Name, parse_name
 
 if TYPE_CHECKING:
-    from secondguess.drafters.base import Drafter, Supplies
+    from secondguess.drafters.base import Drafter, DrafterResources
     from secondguess.runtime.base import Runtime
 
 DRAFTERS = {
@@ -81,25 +81,25 @@ def make_drafter(
         CheckpointError: a folder of a trained head that is missing, broken, or of another kind.
     """
     # Imported here because they import torch, which parsing names must not require.
-    from secondguess.drafters.alternating import AlternatingDrafter, check_parts
-    from secondguess.drafters.base import Supplies
-    from secondguess.heads.files import warn_of_stranger
+    from secondguess.drafters.base import DrafterResources
+    from secondguess.drafters.combined import CombinedDrafter, check_parts
+    from secondguess.heads.files import warn_of_mismatch
 
     names = parse_drafter_name(text)
-    supplies = Supplies(target_vocab_size, load_draft_model)
+    resources = DrafterResources(target_vocab_size, load_draft_model)
     heads: dict[str, Path] = {}
     if target is not None:
         find_head = partial(_find_head, target, heads)
-        supplies = replace(supplies, find_head=find_head, target=target.runtime)
+        resources = replace(resources, find_head=find_head, target=target.runtime)
     if len(names) > 1:
         check_parts([name.kind for name in names])
-    parts = [build_drafter(name, supplies) for name in names]
-    made = parts[0] if len(parts) == 1 else AlternatingDrafter(parts, target_vocab_size)
+    parts = [build_drafter(name, resources) for name in names]
+    made = parts[0] if len(parts) == 1 else CombinedDrafter(parts, target_vocab_size)
     if target is not None:
         # Fail now, rather than in the first round, if the target lacks these layers.
         target.runtime.request_hidden(made.hidden_layers)
         for kind, folder in heads.items():
-            warn_of_stranger(folder, kind, target.name, target.path)
+            warn_of_mismatch(folder, kind, target.name, target.path)
     return made
 
 
@@ -111,13 +111,13 @@ def _find_head(target: Target, found: dict[str, Path], name: Name) -> Path:
     return found[name.kind]
 
 
-def build_drafter(name: Name, supplies: Supplies) -> Drafter:
+def build_drafter(name: Name, resources: DrafterResources) -> Drafter:
     """Build the drafter for one parsed name.
 
     Raises:
         BadInputError: an unknown argument, option or value.
     """
-    return drafter_class(name.kind).build(name, supplies)
+    return drafter_class(name.kind).build(name, resources)
 
 
 def drafter_class(kind: str) -> type[Drafter]:

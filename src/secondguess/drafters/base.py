@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
+from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.errors import BadInputError
 from secondguess.names import Name, refuse_argument, refuse_options
 from secondguess.noise import Noise
 from secondguess.runtime.base import Hidden, Runtime
 
 
-def _no_head(name: Name) -> Path:
+def _refuse_without_target(name: Name) -> Path:
     raise BadInputError(
         f"expected a target for the drafter {name}, which drafts with the target's own states, got none; name one, as in "
         "--model builtin"
@@ -27,7 +27,7 @@ def _no_head(name: Name) -> Path:
 
 
 @dataclass(frozen=True)
-class Supplies:
+class DrafterResources:
     """Resources available to a drafter that is built from its name.
 
     Args:
@@ -41,7 +41,7 @@ class Supplies:
 
     target_vocab_size: int
     load_draft_model: Callable[[str], Runtime]
-    find_head: Callable[[Name], Path] = _no_head
+    find_head: Callable[[Name], Path] = _refuse_without_target
     target: Runtime | None = None
 
     def require_target(self, name: Name) -> Runtime:
@@ -52,7 +52,7 @@ class Supplies:
         """
         if self.target is None:
             self.find_head(name)
-            _no_head(name)
+            _refuse_without_target(name)
         assert self.target is not None
         return self.target
 
@@ -62,23 +62,23 @@ class Drafter(ABC):
 
     Attributes:
         name: as given to `--drafter`, with the options that were used.
-        certain: True if drafts never carry probabilities (`Draft.probs` is None), as for n-gram
+        deterministic: True if drafts never carry probabilities (`Draft.probs` is None), as for n-gram
             and suffix lookup.
-        may_branch: True if drafts can be trees; False for drafters of chains only.
+        can_draft_trees: True if drafts can be trees; False for drafters of chains only.
         default_controller: name of the controller used if the user names none.
         hidden_layers: layers of the target whose hidden states `begin` and `observe` receive.
-        runs_target: True if drafting runs layers of the target.
+        uses_target_layers: True if drafting runs layers of the target.
     """
 
     name: str
-    certain: bool
-    may_branch: bool = False
+    deterministic: bool
+    can_draft_trees: bool = False
     default_controller: str = "cost"
     hidden_layers: Sequence[int] = ()
-    runs_target: bool = False
+    uses_target_layers: bool = False
 
     @classmethod
-    def build(cls, name: Name, supplies: Supplies) -> Drafter:
+    def build(cls, name: Name, resources: DrafterResources) -> Drafter:
         """Build the drafter for a user's name; override to accept an argument or options.
 
         Raises:
@@ -98,12 +98,12 @@ class Drafter(ABC):
                 last, by layer, for the layers in `hidden_layers`.
         """
 
-    def prospects(self, rows: Sequence[Row]) -> Sequence[Sequence[Prospect]]:
+    def candidates(self, rows: Sequence[Row]) -> Sequence[Sequence[Candidate]]:
         """Return the draft candidates of each row, the preferred one first; at least one per row.
 
         They contain only what is known before drafting, such as the length of an n-gram match.
         """
-        return [(Prospect(certain=self.certain),)] * len(rows)
+        return [(Candidate(deterministic=self.deterministic),)] * len(rows)
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         """Prepare to draft for rows; called before `propose` in every round that drafts.
@@ -112,10 +112,10 @@ class Drafter(ABC):
 
         Args:
             rows: rows with a draft length above 0.
-            parts: per row, the number of the part that drafts for it (`Prospect.part`).
+            parts: per row, the number of the part that drafts for it (`Candidate.part`).
         """
 
-    def decline(self, num_rows: int, noise: Noise, law_width: int) -> Draft:
+    def empty_draft(self, num_rows: int, noise: Noise, vocab_size: int) -> Draft:
         """Return the empty draft of a round in which every draft length is 0.
 
         The verification rule depends on whether a draft has `probs`, so this must agree with
@@ -124,10 +124,10 @@ class Drafter(ABC):
         Args:
             num_rows: number of rows in the batch.
             noise: noise of the round.
-            law_width: vocabulary width of `probs`, if the draft has any.
+            vocab_size: vocabulary width of `probs`, if the draft has any.
         """
-        certain = self.certain or noise.all_greedy
-        return Draft.empty(num_rows, noise.device, None if certain else law_width)
+        deterministic = self.deterministic or noise.all_greedy
+        return Draft.empty(num_rows, noise.device, None if deterministic else vocab_size)
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
@@ -154,6 +154,6 @@ class Drafter(ABC):
 
 
 @lru_cache(maxsize=4096)
-def only_choice(longest: int, unread: int = 0) -> tuple[Prospect]:
+def single_candidate(longest: int, num_uncached: int = 0) -> tuple[Candidate]:
     """Return the candidate of a drafter with a single one; cached, as the same values recur."""
-    return (Prospect(longest=longest, unread=unread),)
+    return (Candidate(longest=longest, num_uncached=num_uncached),)

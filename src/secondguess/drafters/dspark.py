@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
-from secondguess.drafters.base import Supplies, only_choice
-from secondguess.drafters.hearing import Heard
-from secondguess.drafters.shadow import FAR_BEHIND
-from secondguess.drafters.stepping import SteppingDrafter, for_everybody
+from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
+from secondguess.drafters.base import DrafterResources, single_candidate
+from secondguess.drafters.hidden_states import HiddenStateBuffer
+from secondguess.drafters.mirroring import PREFILL_THRESHOLD
+from secondguess.drafters.sampling_drafter import SamplingDrafter, expand_to_batch
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.heads.context import FeatureContext
 from secondguess.heads.dspark import DsparkHead
@@ -42,13 +42,13 @@ class Block(NamedTuple):
     base: Tensor
 
 
-class DsparkDrafter(SteppingDrafter):
+class DsparkDrafter(SamplingDrafter):
     """Drafter that uses a DSpark or DFlash head.
 
     Args:
         head: on the target's device.
         target: target whose hidden states the head reads.
-        name, shape: as in `SteppingDrafter`.
+        name, shape: as in `SamplingDrafter`.
     """
 
     def __init__(self, head: DsparkHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
@@ -56,30 +56,30 @@ class DsparkDrafter(SteppingDrafter):
         self.hidden_layers = head.hidden_layers
         self.head = head.eval().requires_grad_(False)
         self._context = FeatureContext(target.device)
-        self._heard = Heard(head.hidden_layers)
+        self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
         self._longest = 0
         self._block: Block | None = None
         self._previous: list[list[int]] = []
 
     @classmethod
-    def build(cls, name: Name, supplies: Supplies) -> DsparkDrafter:
+    def build(cls, name: Name, resources: DrafterResources) -> DsparkDrafter:
         options, shape = read_tree_options(name)
-        folder = supplies.find_head(name)
-        target = supplies.require_target(name)
+        folder = resources.find_head(name)
+        target = resources.require_target(name)
         head = DsparkHead.load(folder, target.ends(), target.vocab_size).to(target.device)
         argument = "" if name.argument is None else f":{name.argument}"
         return cls(head, target, f"{name.kind}{argument}{options}", shape)
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
-            self._heard.begin(row, of_row)
+            self._hidden_buffer.begin(row, of_row)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         super().observe(rows, verdict, hidden)
-        self._heard.observe(rows, verdict, hidden)
+        self._hidden_buffer.observe(rows, verdict, hidden)
 
-    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
-        return [only_choice(self.room(row), self._coarsely_unread(row)) for row in rows]
+    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
+        return [single_candidate(self.room(row), self._rounded_num_uncached(row)) for row in rows]
 
     def room(self, row: Row) -> int:
         """Return how many levels fit a block and the row.
@@ -93,9 +93,9 @@ class DsparkDrafter(SteppingDrafter):
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         """Compute keys and values from the hidden states received since the last draft."""
-        behind = [row for row in rows if self.room(row) > 0 and self._heard.has(row)]
-        far = [row for row in behind if self._unread(row) > FAR_BEHIND]
-        near = [row for row in behind if self._unread(row) <= FAR_BEHIND]
+        behind = [row for row in rows if self.room(row) > 0 and self._hidden_buffer.has(row)]
+        far = [row for row in behind if self._num_uncached(row) > PREFILL_THRESHOLD]
+        near = [row for row in behind if self._num_uncached(row) <= PREFILL_THRESHOLD]
         # Each row that is far behind goes alone: rows with few new tokens would be mostly padding.
         for group in [*([row] for row in far), near]:
             if group:
@@ -103,7 +103,7 @@ class DsparkDrafter(SteppingDrafter):
 
     def _read(self, rows: Sequence[Row]) -> None:
         layers = self.head.hidden_layers
-        heard = [self._heard.take(row) for row in rows]
+        heard = [self._hidden_buffer.take(row) for row in rows]
         counts = [len(states[layers[0]]) for states in heard]
         together = {layer: pad_sequence([states[layer] for states in heard], True) for layer in layers}
         starts = torch.tensor([self._context.length(row) for row in rows], device=self.device)
@@ -111,13 +111,15 @@ class DsparkDrafter(SteppingDrafter):
         keys_values = self.head.context(self.head.features(together), positions)
         self._context.append(rows, counts, keys_values)
 
-    def _unread(self, row: Row) -> int:
+    def _num_uncached(self, row: Row) -> int:
         return len(row.tokens) - 1 - self._context.length(row)
 
-    def _coarsely_unread(self, row: Row) -> int:
-        """Return `_unread` rounded down to multiples of `FAR_BEHIND`, so that few values occur."""
-        unread = self._unread(row)
-        return unread // FAR_BEHIND * FAR_BEHIND if unread > FAR_BEHIND else 0
+    def _rounded_num_uncached(self, row: Row) -> int:
+        """Return `_num_uncached` rounded down to multiples of `PREFILL_THRESHOLD`, so that few values occur."""
+        num_uncached = self._num_uncached(row)
+        return (
+            num_uncached // PREFILL_THRESHOLD * PREFILL_THRESHOLD if num_uncached > PREFILL_THRESHOLD else 0
+        )
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         self._block = None
@@ -125,29 +127,29 @@ class DsparkDrafter(SteppingDrafter):
         self._previous = [[row.pending for row in rows]]
         return super().propose(rows, budgets, noise)
 
-    def _think(self, rows: Sequence[Row], active: list[int]) -> Block:
+    def _run_backbone(self, rows: Sequence[Row], active: list[int]) -> Block:
         """Run the backbone on the active rows, and the output matrix once for all positions."""
         members = [rows[index] for index in active]
         attend = self._context.attend(members, self.head.shape.block_size)
         anchors = torch.tensor([row.pending for row in members], device=self.device)
         positions = torch.tensor([len(row.tokens) - 1 for row in members], device=self.device)
-        thoughts = self.head.think(anchors[:, None], positions[:, None], attend)[:, 0, : self._longest]
+        thoughts = self.head.run_backbone(anchors[:, None], positions[:, None], attend)[:, 0, : self._longest]
         base = self.head.base_logits(thoughts)
         base = base if base.dtype == torch.float64 else base.float()
-        return Block(*(for_everybody(each, len(rows), active) for each in (thoughts, base)))
+        return Block(*(expand_to_batch(each, len(rows), active) for each in (thoughts, base)))
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         if self._block is None:
-            self._block = self._think(rows, active)
+            self._block = self._run_backbone(rows, active)
         previous = torch.tensor(self._previous[-1], device=self.device)
         return self.head.over_vocabulary(
-            self.head.follow(self._block.base[:, len(self._previous) - 1], previous)
+            self.head.add_markov_bias(self._block.base[:, len(self._previous) - 1], previous)
         )
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         self._previous.append(tokens)
 
-    def foretell(self, depth: int) -> list[float] | None:
+    def acceptance_probs(self, depth: int) -> list[float] | None:
         """Return the confidence head's acceptance probabilities; it reads the preceding token."""
         if self._block is None or not self.head.shape.has_confidence:
             return None
@@ -157,13 +159,13 @@ class DsparkDrafter(SteppingDrafter):
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         if self._block is None:
-            self._block = self._think(rows, active)
+            self._block = self._run_backbone(rows, active)
         level = int(tree.depths.max()) if tree.num_nodes else 0
         pending = torch.tensor(self._previous[0], device=self.device)[:, None]
         previous = torch.cat((pending, tree.tokens), 1)
         base = self._block.base[:, level, None].expand(-1, tree.num_nodes + 1, -1)
-        return self.head.over_vocabulary(self.head.follow(base, previous))
+        return self.head.over_vocabulary(self.head.add_markov_bias(base, previous))
 
     def end(self, row: Row) -> None:
-        self._heard.end(row)
+        self._hidden_buffer.end(row)
         self._context.end(row)

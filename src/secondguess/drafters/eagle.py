@@ -6,7 +6,7 @@ EAGLE-1 to 3, arXiv 2401.15077, 2406.16858, 2503.01840. Use `eagle:PATH`, or
 
 from __future__ import annotations
 
-from secondguess.drafters.base import Supplies
+from secondguess.drafters.base import DrafterResources
 from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.trees import read_tree_options
 from secondguess.heads.eagle_files import load_eagle
@@ -17,10 +17,10 @@ class EagleDrafter(FeatureDrafter):
     """Drafter that uses a trained EAGLE head, in any of the published formats."""
 
     @classmethod
-    def build(cls, name: Name, supplies: Supplies) -> EagleDrafter:
+    def build(cls, name: Name, resources: DrafterResources) -> EagleDrafter:
         options, shape = read_tree_options(name)
-        folder = supplies.find_head(name)
-        target = supplies.require_target(name)
+        folder = resources.find_head(name)
+        target = resources.require_target(name)
         ends = target.ends()
         head = load_eagle(folder, ends, target.vocab_size, target.num_layers, target.device)
         where = f":{name.argument}" if name.argument else ""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Budgets, Draft, Row
-from secondguess.drafters.base import Supplies
-from secondguess.drafters.stepping import SteppingDrafter
+from secondguess.drafters.base import DrafterResources
+from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.early_exit import EarlyExitHead
@@ -27,18 +27,18 @@ from secondguess.noise import Noise
 from secondguess.runtime.base import Runtime
 
 
-class EarlyExitDrafter(SteppingDrafter):
+class EarlyExitDrafter(SamplingDrafter):
     """Drafter that runs the target's first layers, an optional adapter, and the target's LM head.
 
     Args:
-        target: target whose layers run; it must support `read_ahead`.
+        target: target whose layers run; it must support `run_first_layers`.
         num_layers: number of layers to run.
         finish: maps their hidden states to the input of the LM head: an adapter, or the target's
             final norm.
-        name, shape: as in `SteppingDrafter`.
+        name, shape: as in `SamplingDrafter`.
     """
 
-    runs_target = True
+    uses_target_layers = True
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class EarlyExitDrafter(SteppingDrafter):
         self._chains: list[list[int]] = []
 
     @classmethod
-    def build(cls, name: Name, supplies: Supplies) -> EarlyExitDrafter:
+    def build(cls, name: Name, resources: DrafterResources) -> EarlyExitDrafter:
         options, shape = read_tree_options(name)
         if name.argument is not None and name.argument.isdecimal():
-            target, num_layers, shown = supplies.require_target(name), int(name.argument), name.argument
+            target, num_layers, shown = resources.require_target(name), int(name.argument), name.argument
             _check_exit(target, num_layers)
             finish: Callable[[Tensor], Tensor] = target.ends().normalise
         else:
-            folder = supplies.find_head(name)
-            target = supplies.require_target(name)
+            folder = resources.find_head(name)
+            target = resources.require_target(name)
             head = _load_head(folder, target)
             num_layers, finish, shown = head.exit_layer, head, name.argument or ""
         text = f"{name.kind}:{shown}{options}" if shown else f"{name.kind}{options}"
@@ -77,22 +77,22 @@ class EarlyExitDrafter(SteppingDrafter):
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         states = self._read(rows, Draft.chains(self._chains, device=self.device))
-        return self._say(states[:, -1])
+        return self._logits(states[:, -1])
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         for index in active:
             self._chains[index].append(tokens[index])
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
-        return self._say(self._read(rows, tree))
+        return self._logits(self._read(rows, tree))
 
-    def _say(self, states: Tensor) -> Tensor:
+    def _logits(self, states: Tensor) -> Tensor:
         logits = self._unembed(self._finish(states))
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _read(self, rows: Sequence[Row], draft: Draft) -> Tensor:
         # All rows, even without a draft: the target needs these layers for each pending token.
-        return self._target.read_ahead(rows, draft, self._num_layers)
+        return self._target.run_first_layers(rows, draft, self._num_layers)
 
 
 def _check_exit(target: Runtime, num_layers: int) -> None:
@@ -105,7 +105,7 @@ def _check_exit(target: Runtime, num_layers: int) -> None:
         BadInputError: no such exit layer.
         UnsupportedModelError: a runtime whose layers cannot be run separately.
     """
-    target.require_layers_apart()
+    target.require_partial_forward()
     if not 0 < num_layers < target.num_layers:
         raise BadInputError(
             f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
@@ -114,7 +114,7 @@ def _check_exit(target: Runtime, num_layers: int) -> None:
 
 
 def _load_head(folder: Path, target: Runtime) -> EarlyExitHead:
-    target.require_layers_apart()
+    target.require_partial_forward()
     ends, head = target.ends(), EarlyExitHead.load(folder)
     width = head.norm.weight.shape[0]
     if width != ends.width:

@@ -13,39 +13,39 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
-from secondguess.drafters.hearing import Heard
-from secondguess.drafters.shadow import FAR_BEHIND, Shadow, ShadowDrafter
-from secondguess.drafters.stepping import for_everybody
+from secondguess.drafters.hidden_states import HiddenStateBuffer
+from secondguess.drafters.mirroring import PREFILL_THRESHOLD, MirroringDrafter, MirrorRow
+from secondguess.drafters.sampling_drafter import expand_to_batch
 from secondguess.drafters.trees import TreeShape
-from secondguess.heads.runtime import OWN, FeatureHead, HeadRuntime
-from secondguess.runtime.base import Hidden, Runtime, Scores
+from secondguess.heads.runtime import FEATURE_KEY, FeatureHead, FeatureHeadRuntime
+from secondguess.runtime.base import ForwardOutput, Hidden, Runtime
 
 
-class FeatureDrafter(ShadowDrafter):
+class FeatureDrafter(MirroringDrafter):
     """Drafter that uses a feature head. A shadow is the row without its first token.
 
     Args:
         head: on the target's device and in its dtype.
         target: target whose hidden states the head reads.
-        name, shape: as in `SteppingDrafter`.
+        name, shape: as in `SamplingDrafter`.
     """
 
-    runtime: HeadRuntime
+    runtime: FeatureHeadRuntime
 
     def __init__(self, head: FeatureHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
-        runtime = HeadRuntime(head, target.vocab_size, target.context_length, target.device)
+        runtime = FeatureHeadRuntime(head, target.vocab_size, target.context_length, target.device)
         super().__init__(runtime, name, target.vocab_size, shape)
         self.hidden_layers = head.hidden_layers
-        self._heard = Heard(head.hidden_layers)
-        self._thoughts = torch.empty(0)
+        self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
+        self._features = torch.empty(0)
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
-            self._heard.begin(row, of_row)
+            self._hidden_buffer.begin(row, of_row)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         super().observe(rows, verdict, hidden)
-        self._heard.observe(rows, verdict, hidden)
+        self._hidden_buffer.observe(rows, verdict, hidden)
 
     def room(self, row: Row) -> int:
         """Return how many levels fit; 0 for a row of one token, which has no feature yet."""
@@ -53,52 +53,54 @@ class FeatureDrafter(ShadowDrafter):
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         held = [row for row in rows if self.room(row) > 0]
-        known = [self._shadows[row] for row in held if row in self._shadows]
-        self.runtime.rewind([shadow.row for shadow in known], [shadow.num_agreed for shadow in known])
-        new = [row for row in held if row not in self._shadows]
+        known = [self._mirror_rows[row] for row in held if row in self._mirror_rows]
+        self.runtime.rewind(
+            [mirror_row.row for mirror_row in known], [mirror_row.num_committed for mirror_row in known]
+        )
+        new = [row for row in held if row not in self._mirror_rows]
         for row in new:
             # Registered before the prefill, so that `end` releases them even if it is interrupted.
-            self._shadows[row] = Shadow(Row([], row.params), num_agreed=0)
+            self._mirror_rows[row] = MirrorRow(Row([], row.params), num_committed=0)
         far = []
         for row in held:
-            shadow = self._shadows[row]
-            if row not in new and len(row.tokens) - 1 - shadow.num_agreed > FAR_BEHIND:
-                far.append(shadow.row)
-            self._agree(shadow, row.tokens)
-            self._feed(row, shadow)
+            mirror_row = self._mirror_rows[row]
+            if row not in new and len(row.tokens) - 1 - mirror_row.num_committed > PREFILL_THRESHOLD:
+                far.append(mirror_row.row)
+            self._sync_tokens(mirror_row, row.tokens)
+            self._feed(row, mirror_row)
         if far:
-            self.runtime.read_up(far)
+            self.runtime.catch_up(far)
         if new:
-            self.runtime.begin([self._shadows[row].row for row in new])
+            self.runtime.begin([self._mirror_rows[row].row for row in new])
 
-    def _agree(self, shadow: Shadow, tokens: list[int]) -> None:
+    def _sync_tokens(self, mirror_row: MirrorRow, tokens: list[int]) -> None:
         """Set the shadow's tokens to the committed ones; `_feed` adds the target's features."""
-        shadow.row.tokens[:] = tokens[1:]
+        mirror_row.row.tokens[:] = tokens[1:]
 
-    def _feed(self, row: Row, shadow: Shadow) -> None:
-        features = self.runtime.head.features(self._heard.take(row))
-        self.runtime.feed(shadow.row, shadow.num_agreed, features)
-        shadow.num_agreed = len(shadow.row.tokens)
+    def _feed(self, row: Row, mirror_row: MirrorRow) -> None:
+        features = self.runtime.head.features(self._hidden_buffer.take(row))
+        self.runtime.feed(mirror_row.row, mirror_row.num_committed, features)
+        mirror_row.num_committed = len(mirror_row.row.tokens)
 
-    def _score(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Scores:
+    def _score(self, rows: Sequence[Row], active: list[int], tree: Draft) -> ForwardOutput:
         scores = super()._score(rows, active, tree)
-        self._thoughts = for_everybody(scores.hidden[OWN], len(rows), active)
+        self._features = expand_to_batch(scores.hidden[FEATURE_KEY], len(rows), active)
         return scores
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         for index in active:
-            shadow = self._shadows[rows[index]].row
-            self.runtime.feed(shadow, len(shadow.tokens), self._thoughts[index])
-            shadow.tokens.append(tokens[index])
+            mirror_row = self._mirror_rows[rows[index]].row
+            self.runtime.feed(mirror_row, len(mirror_row.tokens), self._features[index])
+            mirror_row.tokens.append(tokens[index])
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         if tree.num_nodes:
             for index in active:
-                shadow = self._shadows[rows[index]].row
+                mirror_row = self._mirror_rows[rows[index]].row
                 behind = tree.parents[index, : int(tree.lengths[index])] + 1
-                self.runtime.feed(shadow, len(shadow.tokens), self._thoughts[index, behind])
+                self.runtime.feed(mirror_row, len(mirror_row.tokens), self._features[index, behind])
         return super().tree_logits(rows, active, tree)
 
     def end(self, row: Row) -> None:
         super().end(row)
-        self._heard.end(row)
+        self._hidden_buffer.end(row)

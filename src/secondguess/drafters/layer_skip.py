@@ -9,29 +9,29 @@ drafter has its own KV cache for the remaining layers.
 
 from __future__ import annotations
 
-from secondguess.drafters.base import Supplies
-from secondguess.drafters.shadow import ShadowDrafter
+from secondguess.drafters.base import DrafterResources
+from secondguess.drafters.mirroring import MirroringDrafter
 from secondguess.drafters.trees import read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.skip import read_skipped
 from secondguess.names import Name
 
 
-class LayerSkipDrafter(ShadowDrafter):
+class LayerSkipDrafter(MirroringDrafter):
     """Drafter that runs the target without some of its layers."""
 
-    runs_target = True
+    uses_target_layers = True
 
     @classmethod
-    def build(cls, name: Name, supplies: Supplies) -> LayerSkipDrafter:
+    def build(cls, name: Name, resources: DrafterResources) -> LayerSkipDrafter:
         options, shape = read_tree_options(name)
         skipped = _parse(name.argument)
         if skipped is None:
-            skipped = read_skipped(supplies.find_head(name))
-        target = supplies.require_target(name)
+            skipped = read_skipped(resources.find_head(name))
+        target = resources.require_target(name)
         runtime = target.without_layers(skipped)
         shown = f"{name.kind}{f':{name.argument}' if name.argument else ''}{options}"
-        return cls(runtime, shown, supplies.target_vocab_size, shape)
+        return cls(runtime, shown, resources.target_vocab_size, shape)
 
 
 def _parse(argument: str | None) -> list[int] | None:

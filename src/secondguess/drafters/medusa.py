@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
-from secondguess.drafters.base import Supplies, only_choice
-from secondguess.drafters.stepping import SteppingDrafter, for_everybody
+from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
+from secondguess.drafters.base import DrafterResources, single_candidate
+from secondguess.drafters.sampling_drafter import SamplingDrafter, expand_to_batch
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.heads.medusa import LAST, MedusaHead
 from secondguess.names import Name
@@ -24,13 +24,13 @@ from secondguess.noise import Noise
 from secondguess.runtime.base import Hidden, Runtime
 
 
-class MedusaDrafter(SteppingDrafter):
+class MedusaDrafter(SamplingDrafter):
     """Drafter that uses a set of Medusa heads; it keeps one hidden state per row.
 
     Args:
         head: on the target's device.
         target: target whose hidden states the heads read.
-        name, shape: as in `SteppingDrafter`.
+        name, shape: as in `SamplingDrafter`.
     """
 
     def __init__(self, head: MedusaHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
@@ -41,10 +41,10 @@ class MedusaDrafter(SteppingDrafter):
         self._num_drawn = 0
 
     @classmethod
-    def build(cls, name: Name, supplies: Supplies) -> MedusaDrafter:
+    def build(cls, name: Name, resources: DrafterResources) -> MedusaDrafter:
         options, shape = read_tree_options(name)
-        folder = supplies.find_head(name)
-        target = supplies.require_target(name)
+        folder = resources.find_head(name)
+        target = resources.require_target(name)
         head = MedusaHead.load(folder, target.ends(), target.vocab_size).to(target.device)
         argument = "" if name.argument is None else f":{name.argument}"
         return cls(head, target, f"{name.kind}{argument}{options}", shape)
@@ -67,8 +67,8 @@ class MedusaDrafter(SteppingDrafter):
             # A view would keep the states of the whole round in memory.
             self._states[row] = hidden[LAST][index, path[-1] + 1 if path else 0].clone()
 
-    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
-        return [only_choice(self.room(row)) for row in rows]
+    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
+        return [single_candidate(self.room(row)) for row in rows]
 
     def room(self, row: Row) -> int:
         """Return how many levels there are heads for; 0 for a row without a hidden state yet."""
@@ -95,7 +95,7 @@ class MedusaDrafter(SteppingDrafter):
         """Return logits `[row, vocab]` for the nodes of one level; zeros for inactive rows."""
         said = self.head.logits(torch.stack([self._states[rows[index]] for index in active]), level)
         said = said if said.dtype == torch.float64 else said.float()
-        return for_everybody(said, len(rows), active)
+        return expand_to_batch(said, len(rows), active)
 
     def end(self, row: Row) -> None:
         self._states.pop(row, None)

@@ -5,29 +5,29 @@ Use `model:PATH`, or `model:PATH,tree=3x2x1` for trees.
 
 from __future__ import annotations
 
-from secondguess.drafters.base import Supplies
+from secondguess.drafters.base import DrafterResources
+from secondguess.drafters.mirroring import MirroringDrafter
 from secondguess.drafters.optimal_tree import OptimalTree, measure_costs
-from secondguess.drafters.shadow import ShadowDrafter
 from secondguess.drafters.trees import TreeOptions
 from secondguess.errors import BadInputError
 from secondguess.names import Name, read_options
 
 
-class ModelDrafter(ShadowDrafter):
+class ModelDrafter(MirroringDrafter):
     """Drafter that samples from a draft model."""
 
     @classmethod
-    def build(cls, name: Name, supplies: Supplies) -> ModelDrafter:
+    def build(cls, name: Name, resources: DrafterResources) -> ModelDrafter:
         if not name.argument:
             raise BadInputError("expected the path of a draft model, as in model:PATH, got none")
         options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
-        runtime = supplies.load_draft_model(name.argument)
+        runtime = resources.load_draft_model(name.argument)
         shown = f"{name.kind}:{name.argument}{options}"
         if options.is_optimal:
-            if supplies.target is None:
+            if resources.target is None:
                 raise BadInputError(
                     f"expected a loaded target to plan the trees of {name} for, got none; give the tree, as in tree=2x2x1"
                 )
-            costs = measure_costs(supplies.target, runtime, options.nodes)
-            return cls(runtime, shown, supplies.target_vocab_size, OptimalTree(options.nodes, costs))
-        return cls(runtime, shown, supplies.target_vocab_size, options.shape)
+            costs = measure_costs(resources.target, runtime, options.nodes)
+            return cls(runtime, shown, resources.target_vocab_size, OptimalTree(options.nodes, costs))
+        return cls(runtime, shown, resources.target_vocab_size, options.shape)

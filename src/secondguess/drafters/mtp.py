@@ -6,7 +6,7 @@ that was trained for it, and `mtp,tree=3x2x1` for trees.
 
 from __future__ import annotations
 
-from secondguess.drafters.base import Supplies
+from secondguess.drafters.base import DrafterResources
 from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.trees import read_tree_options
 from secondguess.heads.mtp_files import load_mtp
@@ -17,10 +17,10 @@ class MtpDrafter(FeatureDrafter):
     """Drafter that applies one MTP module repeatedly, each step to the token drafted before."""
 
     @classmethod
-    def build(cls, name: Name, supplies: Supplies) -> MtpDrafter:
+    def build(cls, name: Name, resources: DrafterResources) -> MtpDrafter:
         options, shape = read_tree_options(name)
-        folder = supplies.find_head(name)
-        target = supplies.require_target(name)
+        folder = resources.find_head(name)
+        target = resources.require_target(name)
         ends = target.ends()
         head = load_mtp(folder, ends, target.vocab_size, target.num_layers)
         where = f":{name.argument}" if name.argument else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
-from secondguess.drafters.base import Drafter, Supplies
+from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
+from secondguess.drafters.base import Drafter, DrafterResources
 from secondguess.errors import BadInputError
 from secondguess.names import Name, read_options, refuse_argument, require_between, show_options
 from secondguess.noise import Noise
@@ -80,13 +80,13 @@ class NgramIndex:
         return None
 
 
-SOMETHING, NOTHING = Prospect(certain=True), Prospect(longest=0, certain=True)
+SOMETHING, NOTHING = Candidate(deterministic=True), Candidate(longest=0, deterministic=True)
 
 
 class NgramDrafter(Drafter):
     """Deterministic drafter that copies from the row's own text, never from other rows."""
 
-    certain = True
+    deterministic = True
 
     def __init__(self, options: NgramOptions = NgramOptions()) -> None:
         self.options = options
@@ -94,7 +94,7 @@ class NgramDrafter(Drafter):
         self._indices: dict[Row, NgramIndex] = {}
 
     @classmethod
-    def build(cls, name: Name, supplies: Supplies) -> NgramDrafter:
+    def build(cls, name: Name, resources: DrafterResources) -> NgramDrafter:
         refuse_argument(name, "drafter")
         return cls(read_options(NgramOptions, name.options, "drafter ngram"))
 
@@ -103,7 +103,7 @@ class NgramDrafter(Drafter):
             self._indices[row] = NgramIndex(self.options)
         self._read(rows)
 
-    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
+    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
         """Return one candidate per row, of length 0 if no n-gram matches."""
         return [(SOMETHING if self._indices[row].has_match else NOTHING,) for row in rows]
 

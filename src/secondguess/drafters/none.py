@@ -13,7 +13,7 @@ class NoDrafter(Drafter):
     """Drafter that returns an empty draft for every row."""
 
     name = "none"
-    certain = True
+    deterministic = True
     default_controller = "fixed:0"
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:

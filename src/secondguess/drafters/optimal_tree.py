@@ -32,11 +32,11 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 
-MOST_LEVELS, MOST_RANKS = 8, 8
+MAX_LEVELS, MAX_RANKS = 8, 8
 """Largest number of levels of a tree, and of children of a node."""
-FIRST_SHARES = tuple(0.6 if rank == 0 else 0.15 / rank for rank in range(MOST_RANKS))
+FIRST_SHARES = tuple(0.6 if rank == 0 else 0.15 / rank for rank in range(MAX_RANKS))
 """Initial acceptance probabilities by rank (first child, second child, ...)."""
-STRENGTH, MEMORY = 8.0, 500.0
+PRIOR_WEIGHT, MEMORY = 8.0, 500.0
 """Weight of the initial values, and time constant of the moving average, in observations."""
 FIRST_RENEWAL, RENEWAL = 8, 64
 """Rounds before the tree is first planned again, and the limit as this interval doubles."""
@@ -105,8 +105,8 @@ class RankAcceptance:
     """Acceptance rates of the first, second, ... child of an accepted node."""
 
     def __init__(self) -> None:
-        self._accepted = [STRENGTH * share for share in FIRST_SHARES]
-        self._reached = [STRENGTH] * MOST_RANKS
+        self._accepted = [PRIOR_WEIGHT * share for share in FIRST_SHARES]
+        self._reached = [PRIOR_WEIGHT] * MAX_RANKS
 
     @property
     def shares(self) -> list[float]:
@@ -117,7 +117,7 @@ class RankAcceptance:
         """Update the rates with the accepted path of one tree."""
         for parent, chosen in zip([-1, *path], [*path, -1], strict=True):
             children = [node for node, above in enumerate(parents) if above == parent]
-            for rank, child in enumerate(children[:MOST_RANKS]):
+            for rank, child in enumerate(children[:MAX_RANKS]):
                 decay = 1 - 1 / MEMORY
                 self._reached[rank] = self._reached[rank] * decay + 1
                 self._accepted[rank] = self._accepted[rank] * decay + (child == chosen)
@@ -168,7 +168,7 @@ class Tables:
 
 def plan_tree(shares: Sequence[float], costs: Costs, most_nodes: int) -> StaticTree:
     """Return the tree with the most tokens per second; one node if none beats plain decoding."""
-    most_levels = min(MOST_LEVELS, most_nodes)
+    most_levels = min(MAX_LEVELS, most_nodes)
     tables = Tables(shares, most_nodes, most_levels)
     best = 1 / costs.plain
     chosen: list[Ranks] = [(0,)]

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Prospect, Row, Verdict
-from secondguess.drafters.base import Drafter, Supplies
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
+from secondguess.drafters.base import Drafter, DrafterResources
 from secondguess.names import Name, read_options, refuse_argument, require_between, show_options
 from secondguess.noise import Noise
 from secondguess.runtime.base import Hidden
@@ -21,7 +21,7 @@ MAX_COUNTED = 32
 """Number of contexts counted per position, longest first; bounds the work per token."""
 
 ROOT = 0
-NOWHERE = -1
+NO_STATE = -1
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Context:
         suffix: the state of their longest suffix that also ends elsewhere (the suffix link).
         next: state reached by each token that has followed.
         counts: number of times that each token followed.
-        favourite: the token that followed most often, the latest among equals; None if nothing was
+        most_frequent: the token that followed most often, the latest among equals; None if nothing was
             counted.
         total: the sum of `counts`.
     """
@@ -66,19 +66,21 @@ class Context:
     suffix: int
     next: dict[int, int] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
-    favourite: int | None = None
+    most_frequent: int | None = None
     total: int = 0
 
     def count(self, token: int) -> None:
         """Count one more occurrence of a following token."""
         self.total += 1
         self.counts[token] = self.counts.get(token, 0) + 1
-        if self.favourite is None or self.counts[token] >= self.counts[self.favourite]:
-            self.favourite = token
+        if self.most_frequent is None or self.counts[token] >= self.counts[self.most_frequent]:
+            self.most_frequent = token
 
     def split(self, length: int) -> Context:
         """Return a state for the substrings up to `length`, which now end elsewhere too."""
-        return Context(length, self.suffix, dict(self.next), dict(self.counts), self.favourite, self.total)
+        return Context(
+            length, self.suffix, dict(self.next), dict(self.counts), self.most_frequent, self.total
+        )
 
 
 class SuffixAutomaton:
@@ -99,7 +101,7 @@ class SuffixAutomaton:
         self.num_tokens = 0
         self.num_steps = 0
         """Links followed, contexts counted and transitions copied so far; must grow linearly."""
-        self.contexts = [Context(0, NOWHERE)]
+        self.contexts = [Context(0, NO_STATE)]
         self.num_matched = 0
         """Length of the longest suffix of the text that occurred before."""
         self._match = self.contexts[ROOT]
@@ -123,18 +125,18 @@ class SuffixAutomaton:
         """
         context = self._match
         while True:
-            while context.favourite is None and context.length >= min_length:
+            while context.most_frequent is None and context.length >= min_length:
                 context = self.contexts[max(context.suffix, ROOT)]
-            if context.favourite is None or context.length < min_length:
+            if context.most_frequent is None or context.length < min_length:
                 return
-            token = context.favourite
+            token = context.most_frequent
             yield token, context.counts[token] / context.total
             context = self.contexts[context.next[token]]
 
     def _count(self, token: int) -> None:
         state = self._last
         for _ in range(MAX_COUNTED):
-            if state == NOWHERE:
+            if state == NO_STATE:
                 break
             self.contexts[state].count(token)
             state = self.contexts[state].suffix
@@ -146,11 +148,11 @@ class SuffixAutomaton:
         contexts.append(Context(contexts[self._last].length + 1, ROOT))
         state = self._last
         self._last = new
-        while state != NOWHERE and token not in contexts[state].next:
+        while state != NO_STATE and token not in contexts[state].next:
             contexts[state].next[token] = new
             state = contexts[state].suffix
             self.num_steps += 1
-        if state == NOWHERE:
+        if state == NO_STATE:
             return
         target = contexts[state].next[token]
         if contexts[target].length > contexts[state].length + 1:
@@ -164,7 +166,7 @@ class SuffixAutomaton:
         contexts.append(contexts[target].split(contexts[state].length + 1))
         contexts[target].suffix = shorter
         self.num_steps += len(contexts[shorter].next)
-        while state != NOWHERE and contexts[state].next.get(token) == target:
+        while state != NO_STATE and contexts[state].next.get(token) == target:
             contexts[state].next[token] = shorter
             state = contexts[state].suffix
             self.num_steps += 1
@@ -174,7 +176,7 @@ class SuffixAutomaton:
 class SuffixDrafter(Drafter):
     """Deterministic drafter that continues the longest repeated suffix of the row's own text."""
 
-    certain = True
+    deterministic = True
 
     def __init__(self, options: SuffixOptions = SuffixOptions()) -> None:
         self.options = options
@@ -184,7 +186,7 @@ class SuffixDrafter(Drafter):
         self._choices = lru_cache(maxsize=4096)(self._choices_for)
 
     @classmethod
-    def build(cls, name: Name, supplies: Supplies) -> SuffixDrafter:
+    def build(cls, name: Name, resources: DrafterResources) -> SuffixDrafter:
         refuse_argument(name, "drafter")
         return cls(read_options(SuffixOptions, name.options, "drafter suffix"))
 
@@ -193,7 +195,7 @@ class SuffixDrafter(Drafter):
             self._automata[row] = SuffixAutomaton()
         self._read(rows)
 
-    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
+    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
         """Return one candidate per row, of length 0 if the match is shorter than `min`.
 
         Its `kind` groups matches of similar length, which have similar acceptance.
@@ -217,10 +219,10 @@ class SuffixDrafter(Drafter):
             for token in row.tokens[automaton.num_tokens :]:
                 automaton.append(token)
 
-    def _choices_for(self, num_matched: int) -> tuple[Prospect]:
+    def _choices_for(self, num_matched: int) -> tuple[Candidate]:
         # Powers of two: matches of 9 and 12 tokens are about equally good, one of 3 is worse.
         kind = ("suffix", num_matched.bit_length())
-        return (Prospect(kind=kind, longest=self._longest(num_matched), certain=True),)
+        return (Candidate(kind=kind, longest=self._longest(num_matched), deterministic=True),)
 
     def _longest(self, num_matched: int) -> int:
         if num_matched < self.options.min:

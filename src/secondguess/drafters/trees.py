@@ -28,15 +28,15 @@ from secondguess.core import MAX_DRAFT_LENGTH, Draft, GoOn, Row
 from secondguess.errors import BadInputError
 from secondguess.names import Name, read_options, require_between
 from secondguess.noise import Noise
-from secondguess.sampling import target_laws
+from secondguess.sampling import compute_target_probs
 
 Ranks = tuple[int, ...]
 """Path of a node: rank among siblings of each of its ancestors and of itself, root first."""
 
-MOST_CHILDREN = 16
-MOST_NODES = 128
+MAX_CHILDREN = 16
+MAX_NODES = 128
 """Largest number of nodes of a tree: a pass over more costs as much as several plain passes."""
-MOST_PLANNED = 32
+MAX_OPTIMAL_NODES = 32
 """Largest number of nodes of an optimal tree: planning takes longer than a larger tree saves."""
 
 
@@ -48,15 +48,15 @@ class Node:
         token: token id.
         parent: index in the row's tree; -1 for a child of pending.
         ranks: path of the node in the tree.
-        log_chance: natural logarithm of the drafter's probability of the path that ends here.
-        law: index, within the batch, of the distribution that it was drawn from.
+        log_prob: natural logarithm of the drafter's probability of the path that ends here.
+        dist: index, within the batch, of the distribution that it was drawn from.
     """
 
     token: int
     parent: int
     ranks: Ranks
-    log_chance: float
-    law: int = -1
+    log_prob: float
+    dist: int = -1
 
     @property
     def depth(self) -> int:
@@ -64,7 +64,7 @@ class Node:
         return len(self.ranks) - 1
 
 
-ROOT = Node(token=-1, parent=-1, ranks=(), log_chance=0.0)
+ROOT = Node(token=-1, parent=-1, ranks=(), log_prob=0.0)
 
 
 class TreeShape(ABC):
@@ -120,8 +120,8 @@ class StaticTree(TreeShape):
     depth: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.paths or len(self.paths) > MOST_NODES:
-            raise BadInputError(f"expected a tree of 1 to {MOST_NODES} nodes, got {len(self.paths)}")
+        if not self.paths or len(self.paths) > MAX_NODES:
+            raise BadInputError(f"expected a tree of 1 to {MAX_NODES} nodes, got {len(self.paths)}")
         for ranks in self.paths:
             elder = (*ranks[:-1], ranks[-1] - 1)
             if (len(ranks) > 1 and ranks[:-1] not in self.paths) or (
@@ -142,9 +142,9 @@ class StaticTree(TreeShape):
         >>> sorted(StaticTree.of_widths([2, 1]).paths)
         [(0,), (0, 0), (1,), (1, 0)]
         """
-        if math.prod(widths) > MOST_NODES:
+        if math.prod(widths) > MAX_NODES:
             raise BadInputError(
-                f"expected a tree of at most {MOST_NODES} nodes, got one that ends in {math.prod(widths)} leaves"
+                f"expected a tree of at most {MAX_NODES} nodes, got one that ends in {math.prod(widths)} leaves"
             )
         levels = (product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
         return cls(frozenset(ranks for level in levels for ranks in level))
@@ -185,12 +185,12 @@ class DynamicTree(TreeShape):
         self, frontier: Sequence[Node], chances: Callable[[int], list[float]], free: bool
     ) -> list[int]:
         if free:
-            order = sorted(range(len(frontier)), key=lambda index: -frontier[index].log_chance)
+            order = sorted(range(len(frontier)), key=lambda index: -frontier[index].log_prob)
             expanded = set(order[: self.width])
             return [self.width if index in expanded else 0 for index in range(len(frontier))]
         share = max(self.nodes // self.depth, 1)
         expected = [
-            (math.exp(node.log_chance) * chance, index)
+            (math.exp(node.log_prob) * chance, index)
             for index, node in enumerate(frontier)
             for chance in chances(index)[: self.width]
         ]
@@ -200,7 +200,7 @@ class DynamicTree(TreeShape):
     def keep(self, nodes: Sequence[Node]) -> list[int]:
         # A node is at most as probable as its parent and comes after it, so the most probable
         # nodes form a tree.
-        order = sorted(range(len(nodes)), key=lambda index: (-nodes[index].log_chance, index))
+        order = sorted(range(len(nodes)), key=lambda index: (-nodes[index].log_prob, index))
         return sorted(order[: self.nodes])
 
 
@@ -225,14 +225,14 @@ class TreeOptions:
     depth: int = 5
 
     def __post_init__(self) -> None:
-        require_between("nodes of a dynamic tree", self.nodes, 1, MOST_NODES)
-        require_between("width of a dynamic tree", self.width, 1, MOST_CHILDREN)
+        require_between("nodes of a dynamic tree", self.nodes, 1, MAX_NODES)
+        require_between("width of a dynamic tree", self.width, 1, MAX_CHILDREN)
         require_between("depth of a dynamic tree", self.depth, 1, MAX_DRAFT_LENGTH)
         if self.tree not in ("", "dynamic", "optimal"):
             self._widths()
         is_default = (self.nodes, self.width, self.depth) == (12, 3, 5)
         if self.tree == "optimal":
-            require_between("nodes of an optimal tree", self.nodes, 1, MOST_PLANNED)
+            require_between("nodes of an optimal tree", self.nodes, 1, MAX_OPTIMAL_NODES)
             is_default = (self.width, self.depth) == (3, 5)
         if self.tree != "dynamic" and not is_default:
             raise BadInputError(
@@ -311,7 +311,7 @@ class Parent:
     first_child: int
 
 
-class Grove:
+class TreeBuilder:
     """Trees of a batch while they grow.
 
     Args:
@@ -331,10 +331,10 @@ class Grove:
         coupled, greedy = noise.coupled.tolist(), noise.greedy.tolist()
         self.free = [each or noise.all_greedy for each in coupled]
         self._greedy = greedy
-        self._laws: list[Tensor] = []
-        self._num_laws = 0
+        self._dists: list[Tensor] = []
+        self._num_dists = 0
 
-    def draft(self, with_laws: bool) -> Draft:
+    def draft(self, with_probs: bool) -> Draft:
         """Return the nodes drawn so far as a draft."""
         device = self.noise.device
         width = max(map(len, self.nodes), default=0)
@@ -345,9 +345,9 @@ class Grove:
 
         lengths = torch.tensor([len(nodes) for nodes in self.nodes], dtype=torch.long, device=device)
         probs = None
-        if with_laws and width:
+        if with_probs and width:
             # Padding nodes get the first distribution, without meaning.
-            probs = torch.cat(self._laws)[padded(lambda node: node.law, 0)]
+            probs = torch.cat(self._dists)[padded(lambda node: node.dist, 0)]
         return Draft(padded(lambda node: node.token, 0), padded(lambda node: node.parent, -1), lengths, probs)
 
     def grow(self, active: Sequence[int], logits: Tensor, tree: Draft, depth: int) -> Tensor:
@@ -357,23 +357,23 @@ class Grove:
             Logits `[row, vocab]` after the most probable parent of each row, from which `go_on`
             decides about another level.
         """
-        laws = target_laws(logits, self.rows, tree)
-        telling = logits[:, 0].clone()
+        dists = compute_target_probs(logits, self.rows, tree)
+        parent_logits = logits[:, 0].clone()
         for row in active:
-            best = max(self.frontiers[row], key=lambda index: self._node(row, index).log_chance)
-            telling[row] = logits[row, best + 1]
-        parents = self._parents(active, laws, logits)
+            best = max(self.frontiers[row], key=lambda index: self._node(row, index).log_prob)
+            parent_logits[row] = logits[row, best + 1]
+        parents = self._parents(active, dists, logits)
         for row in active:
             self.frontiers[row] = []
         # At temperature 0 the distribution is one-hot: logits rank the other children.
-        self._bear([parent for parent in parents if not self._greedy[parent.row]], laws, None, depth)
-        self._bear([parent for parent in parents if self._greedy[parent.row]], laws, logits, depth)
-        return telling
+        self._add_children([parent for parent in parents if not self._greedy[parent.row]], dists, None, depth)
+        self._add_children([parent for parent in parents if self._greedy[parent.row]], dists, logits, depth)
+        return parent_logits
 
     def _node(self, row: int, index: int) -> Node:
         return self.nodes[row][index] if index >= 0 else ROOT
 
-    def _parents(self, active: Sequence[int], laws: Tensor, logits: Tensor) -> list[Parent]:
+    def _parents(self, active: Sequence[int], dists: Tensor, logits: Tensor) -> list[Parent]:
         """Return the nodes of the active rows that get children, with the indices of these."""
         found = []
         for row in active:
@@ -381,8 +381,8 @@ class Grove:
             queries = [index + 1 for index in frontier]
             nodes = [self._node(row, index) for index in frontier]
             greedy = self._greedy[row]
-            of_frontier = logits[row, queries].softmax(-1) if greedy else laws[row, queries]
-            counts = self.shape.num_children(nodes, _Likeliest(of_frontier), self.free[row])
+            of_frontier = logits[row, queries].softmax(-1) if greedy else dists[row, queries]
+            counts = self.shape.num_children(nodes, _TopProbs(of_frontier), self.free[row])
             if greedy and not self.noise.all_greedy:
                 # Beside sampled rows, a greedy row's one-hot distribution allows a single child.
                 counts = [min(count, 1) for count in counts]
@@ -395,12 +395,16 @@ class Grove:
                     first += count
         return found
 
-    def _bear(self, parents: Sequence[Parent], laws: Tensor, logits: Tensor | None, depth: int) -> None:
+    def _add_children(
+        self, parents: Sequence[Parent], dists: Tensor, logits: Tensor | None, depth: int
+    ) -> None:
         """Draw the children of all `parents`; if logits are given, take those ranked highest."""
         if not parents:
             return
-        where = _at([parent.row for parent in parents], [parent.index + 1 for parent in parents], laws.device)
-        own = laws[where]
+        where = _at(
+            [parent.row for parent in parents], [parent.index + 1 for parent in parents], dists.device
+        )
+        own = dists[where]
         if logits is None:
             ranking, tokens = own, self._sampled(parents, own, depth)
         else:
@@ -414,22 +418,22 @@ class Grove:
             row, above = parent.row, parent.node
             for rank in range(parent.num_children):
                 self.frontiers[row].append(parent.first_child + rank)
-                log_chance = above.log_chance + logs[rank]
-                law = self._num_laws + number
+                log_prob = above.log_prob + logs[rank]
+                dist = self._num_dists + number
                 self.nodes[row].append(
-                    Node(children[rank], parent.index, (*above.ranks, rank), log_chance, law)
+                    Node(children[rank], parent.index, (*above.ranks, rank), log_prob, dist)
                 )
-        self._laws.append(own)
-        self._num_laws += len(parents)
+        self._dists.append(own)
+        self._num_dists += len(parents)
 
-    def _sampled(self, parents: Sequence[Parent], laws: Tensor, depth: int) -> Tensor:
+    def _sampled(self, parents: Sequence[Parent], dists: Tensor, depth: int) -> Tensor:
         """Draw children `[parent, rank]` without replacement from each parent's distribution.
 
         All children of one rank are drawn at once; places without a child hold 0.
         """
         most = max(parent.num_children for parent in parents)
-        drawn = torch.zeros(len(parents), most, dtype=torch.long, device=laws.device)
-        left = laws
+        drawn = torch.zeros(len(parents), most, dtype=torch.long, device=dists.device)
+        left = dists
         for rank in range(most):
             members = [number for number, parent in enumerate(parents) if parent.num_children > rank]
             if rank:
@@ -458,18 +462,18 @@ class Grove:
                 self.nodes[row] = [replace(node, parent=place[node.parent]) for node in nodes]
 
 
-class _Likeliest:
+class _TopProbs:
     """Largest probabilities of distributions `[node, vocab]`, descending; computed lazily."""
 
-    def __init__(self, laws: Tensor) -> None:
-        self._laws = laws
+    def __init__(self, dists: Tensor) -> None:
+        self._dists = dists
 
     def __call__(self, index: int) -> list[float]:
         return self._values[index]
 
     @cached_property
     def _values(self) -> list[list[float]]:
-        values: list[list[float]] = self._laws.topk(min(MOST_CHILDREN, self._laws.shape[-1])).values.tolist()
+        values: list[list[float]] = self._dists.topk(min(MAX_CHILDREN, self._dists.shape[-1])).values.tolist()
         return values
 
 
@@ -477,7 +481,7 @@ def _at(rows: list[int], queries: list[int], device: torch.device) -> tuple[Tens
     return torch.tensor(rows, device=device), torch.tensor(queries, device=device)
 
 
-def grow_trees(
+def draft_trees(
     rows: Sequence[Row],
     shape: TreeShape,
     limits: Sequence[int],
@@ -495,21 +499,21 @@ def grow_trees(
         level_logits: the drafter's forward pass.
         go_on: decides per row, after each level, whether to draw another; None draws all levels.
     """
-    grove = Grove(rows, shape, limits, noise)
+    grove = TreeBuilder(rows, shape, limits, noise)
     active = [index for index, limit in enumerate(grove.limits) if limit]
     depth = 0
     while active:
-        tree = grove.draft(with_laws=False)
+        tree = grove.draft(with_probs=False)
         logits = level_logits(active, tree)
         try:
-            telling = grove.grow(active, logits, tree, depth)
+            parent_logits = grove.grow(active, logits, tree, depth)
         except BadInputError:
             # A row's settings may ban every token of a narrower vocabulary: stop drafting.
             break
         depth += 1
         active = [index for index in active if depth < grove.limits[index] and grove.frontiers[index]]
         if active and go_on is not None:
-            answers = go_on(telling, depth - 1)
+            answers = go_on(parent_logits, depth - 1)
             active = [index for index in active if answers[index]]
     grove.prune()
-    return grove.draft(with_laws=not noise.all_greedy)
+    return grove.draft(with_probs=not noise.all_greedy)

@@ -36,7 +36,7 @@ from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_o
 from secondguess.drop_in.processors import Ending, read_logits_processors, read_stopping_criteria
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.loading import LoadedModel, borrow_model, check_vocabularies, load_runtime
+from secondguess.runtime.loading import LoadedModel, check_vocabularies, load_runtime, wrap_model
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -109,7 +109,7 @@ def custom_generate(
     params = _sampling_params(logits_processor, mask, ending, bool(generation_config.do_sample), seed)
     num_samples = generation_config.num_return_sequences or 1
     chosen_verifier = make_verifier(verifier)
-    with _lock, borrow_model(model) as target:
+    with _lock, wrap_model(model) as target:
         _require_room(target, input_ids.shape[1] + params.max_tokens)
         prompts = [encode(target, ids[kept].tolist()) for ids, kept in zip(input_ids, mask, strict=True)]
         rows = [

@@ -12,7 +12,7 @@ from secondguess.controllers.fixed import FixedController, FixedOptions
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
 from secondguess.names import parse_name
-from secondguess.pairing import NamedDrafter, require_model_to_quantize, understand_drafter
+from secondguess.pairing import DrafterInfo, require_model_to_quantize, resolve_drafter
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Recommendation:
     """
 
     model: str
-    drafter: NamedDrafter
+    drafter: DrafterInfo
     draft_length: int
     dtype: str | None = None
     quantize: str | None = None
@@ -153,7 +153,7 @@ def recommend(
         BadInputError: an unknown drafter, an invalid draft length, or an option without effect.
     """
     name = settings.drafter or default_drafter(settings.model)
-    drafter = understand_drafter(name)
+    drafter = resolve_drafter(name)
     require_model_to_quantize(settings.drafter_quantize, name, drafter.draft_model is not None)
     length, notes = _draft_length(settings, tuned or Tuned(), draft_length, drafter)
     notes += _stays_here(settings)
@@ -166,7 +166,7 @@ def recommend(
         )
     if length == 0 and drafter.kind != "none":
         notes.insert(0, f"a draft length of 0 is plain decoding: no {drafter.kind} drafter is asked for")
-        drafter = NamedDrafter("none", "none")
+        drafter = DrafterInfo("none", "none")
     if drafter.draft_model is not None:
         drafter = replace(drafter, draft_model=_real(drafter.draft_model))
     return Recommendation(
@@ -181,7 +181,7 @@ def recommend(
 
 
 def _draft_length(
-    settings: LoadSettings, tuned: Tuned, asked: int | None, drafter: NamedDrafter
+    settings: LoadSettings, tuned: Tuned, asked: int | None, drafter: DrafterInfo
 ) -> tuple[int, list[str]]:
     """Return the draft length, and notes on its origin."""
     if asked is not None:

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from secondguess.errors import CheckpointError
-from secondguess.heads.dspark_format import DsparkShape
+from secondguess.heads.dspark_format import DsparkConfig
 from secondguess.heads.fields import require_same
 from secondguess.heads.files import load_into, read_config, read_tensors
-from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Norm, attend_to_all, turns_at
-from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_where, overlap
-from secondguess.runtime.base import Ends, Hidden
+from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Norm, attend_to_all, cos_sin_at
+from secondguess.heads.learning import DepthLosses, Lesson, Objective, TrainableHead, mean_where, overlap
+from secondguess.runtime.base import EmbeddingAndHead, Hidden
 
 LAST = -1
 """Target layer from which its distributions are computed: the last, normalised one."""
@@ -37,7 +37,7 @@ NUM_ANCHORS = 64
 class MarkovHead(nn.Module):
     """Low-rank logit bias that depends on the preceding token."""
 
-    def __init__(self, shape: DsparkShape) -> None:
+    def __init__(self, shape: DsparkConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(shape.vocab_size, shape.markov_rank)
         self.markov_w2 = nn.Linear(shape.markov_rank, shape.num_words, bias=False)
@@ -46,13 +46,13 @@ class MarkovHead(nn.Module):
 class ConfidenceHead(nn.Module):
     """Linear layer that gives the logit of a draft token's acceptance probability."""
 
-    def __init__(self, shape: DsparkShape) -> None:
+    def __init__(self, shape: DsparkConfig) -> None:
         super().__init__()
         width = shape.layer.width + (shape.markov_rank if shape.confidence_reads_markov else 0)
         self.proj = nn.Linear(width, 1)
 
 
-class DsparkHead(Learner):
+class DsparkHead(TrainableHead):
     """DSpark or DFlash drafter head for one target.
 
     Args:
@@ -60,7 +60,7 @@ class DsparkHead(Learner):
         ends: embeddings of the target, and its LM head, used if the drafter head has none.
     """
 
-    def __init__(self, shape: DsparkShape, ends: Ends) -> None:
+    def __init__(self, shape: DsparkConfig, ends: EmbeddingAndHead) -> None:
         super().__init__()
         layer = shape.layer
         self.shape = shape
@@ -75,7 +75,7 @@ class DsparkHead(Learner):
             self.markov_head = MarkovHead(shape)
         if shape.has_confidence:
             self.confidence_head = ConfidenceHead(shape)
-        if shape.maps_words:
+        if shape.has_vocab_map:
             self.register_buffer("d2t", torch.zeros(shape.num_words, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
         self._ends = ends
@@ -83,7 +83,7 @@ class DsparkHead(Learner):
     @classmethod
     def fresh(
         cls,
-        ends: Ends,
+        ends: EmbeddingAndHead,
         hidden_layers: Sequence[int],
         block_size: int = 7,
         markov_rank: int = 64,
@@ -117,7 +117,7 @@ class DsparkHead(Learner):
             # its bias; the difference cancels the bias.
             gains = (ends.normalise(signs) - ends.normalise(-signs)) / 2 * signs
             vocab_size = ends.unembed(signs).shape[-1]
-        shape = DsparkShape(
+        shape = DsparkConfig(
             layer=_layer_of_width(ends.width),
             num_layers=num_layers,
             hidden_layers=tuple(hidden_layers),
@@ -141,7 +141,7 @@ class DsparkHead(Learner):
         return head.to(device)
 
     @classmethod
-    def load(cls, folder: Path, ends: Ends, vocab_size: int) -> Self:
+    def load(cls, folder: Path, ends: EmbeddingAndHead, vocab_size: int) -> Self:
         """Read a drafter head in the `speculators` format, `dspark` or `dflash`.
 
         Args:
@@ -155,14 +155,14 @@ class DsparkHead(Learner):
             UnsupportedModelError: an unsupported kind of drafter, layer or Markov head.
         """
         config, tensors = read_config(folder), read_tensors(folder)
-        shape = DsparkShape.of_config(config, folder, has_output="lm_head.weight" in tensors)
+        shape = DsparkConfig.of_config(config, folder, has_output="lm_head.weight" in tensors)
         require_same("width", shape.layer.width, ends.width, folder)
         require_same("vocabulary", shape.vocab_size, vocab_size, folder)
         # Some files contain a copy of the target's embeddings, which are frozen in training.
         tensors.pop("embed_tokens.weight", None)
         head = cls(shape, ends)
         load_into(head, tensors, folder)
-        if shape.maps_words:
+        if shape.has_vocab_map:
             _check_words(head._words(), head.get_buffer("t2d"), folder)
         return head.to(ends.dtype)
 
@@ -194,10 +194,10 @@ class DsparkHead(Learner):
         Returns:
             Keys and values `[row, kv_head, position, size]` per layer.
         """
-        turns = turns_at(self.shape.layer, positions, features.dtype)
-        return [layer.self_attn.keys_values(features, turns) for layer in self._decoder_layers()]
+        cos_sin = cos_sin_at(self.shape.layer, positions, features.dtype)
+        return [layer.self_attn.keys_values(features, cos_sin) for layer in self._decoder_layers()]
 
-    def think(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def run_backbone(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run the backbone on draft blocks.
 
         Args:
@@ -214,38 +214,38 @@ class DsparkHead(Learner):
         tokens[..., 1:] = self.shape.mask_token
         states = self._ends.embed(tokens.flatten(1)).to(self.fc.weight.dtype)
         steps = torch.arange(size, device=positions.device)
-        turns = turns_at(self.shape.layer, (positions[..., None] + steps).flatten(1), states.dtype)
+        cos_sin = cos_sin_at(self.shape.layer, (positions[..., None] + steps).flatten(1), states.dtype)
         for index, layer in enumerate(self._decoder_layers()):
-            states = layer(states, turns, attend, index)
-        thoughts: Tensor = self.norm(states).unflatten(1, (-1, size))
-        return thoughts[:, :, -self.shape.num_guesses :]
+            states = layer(states, cos_sin, attend, index)
+        outputs: Tensor = self.norm(states).unflatten(1, (-1, size))
+        return outputs[:, :, -self.shape.num_guesses :]
 
-    def base_logits(self, thoughts: Tensor) -> Tensor:
-        """Return logits `[..., draft_vocab]` of `thoughts`, without the Markov head's bias."""
+    def base_logits(self, outputs: Tensor) -> Tensor:
+        """Return logits `[..., draft_vocab]` of `outputs`, without the Markov head's bias."""
         if not self.shape.has_output:
-            return self._ends.unembed(thoughts.to(self._ends.dtype))
-        logits: Tensor = self.lm_head(thoughts)
+            return self._ends.unembed(outputs.to(self._ends.dtype))
+        logits: Tensor = self.lm_head(outputs)
         return logits
 
-    def follow(self, base: Tensor, previous: Tensor) -> Tensor:
+    def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
         """Return base logits plus the Markov head's bias for the tokens `previous` `[...]`."""
         if not self.shape.markov_rank:
             return base
         biased: Tensor = base + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
         return biased
 
-    def confidence(self, thoughts: Tensor, previous: Tensor) -> Tensor:
+    def confidence(self, outputs: Tensor, previous: Tensor) -> Tensor:
         """Return the logits `[...]` of the acceptance probabilities of draft tokens.
 
         Requires a confidence head.
 
         Args:
-            thoughts: `[..., width]`, outputs of `think`.
+            outputs: `[..., width]`, outputs of `run_backbone`.
             previous: `[...]`, the token before each draft token.
         """
         if self.shape.confidence_reads_markov:
-            thoughts = torch.cat((thoughts, self.markov_head.markov_w1(previous)), -1)
-        said: Tensor = self.confidence_head.proj(thoughts)
+            outputs = torch.cat((outputs, self.markov_head.markov_w1(previous)), -1)
+        said: Tensor = self.confidence_head.proj(outputs)
         return said[..., 0]
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
@@ -253,13 +253,13 @@ class DsparkHead(Learner):
 
         Tokens outside the draft vocabulary get -inf.
         """
-        if not self.shape.maps_words:
+        if not self.shape.has_vocab_map:
             return logits
         everything = logits.new_full((*logits.shape[:-1], self.shape.vocab_size), -torch.inf)
         everything[..., self._words()] = logits
         return everything
 
-    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
         """Return the losses and acceptance rates of draft blocks at sampled anchor positions.
 
         The block at anchor p predicts tokens p + 1 + k, each given the true token p + k. The
@@ -268,7 +268,7 @@ class DsparkHead(Learner):
         """
         length = lesson.tokens.shape[1]
         anchors, chosen = self._anchors(lesson.counts)
-        thoughts = self._think_at(lesson, anchors)
+        outputs = self._run_backbone_at(lesson, anchors)
         before = anchors[..., None] + torch.arange(self.shape.num_guesses, device=anchors.device)
         inside = before < length - 1
         before = before.clamp(max=length - 2)
@@ -277,8 +277,8 @@ class DsparkHead(Learner):
         counts = lesson.counts[rows, before + 1] & inside & chosen[..., None]
         with torch.no_grad():
             meant = ends.unembed(lesson.hidden[LAST][rows, before])
-            meant = meant[..., self._words()] if self.shape.maps_words else meant
-        said = self.follow(self.base_logits(thoughts), previous)
+            meant = meant[..., self._words()] if self.shape.has_vocab_map else meant
+        said = self.add_markov_bias(self.base_logits(outputs), previous)
         agreed = overlap(meant, said)
         losses, accepted = [], []
         for depth in range(self.shape.num_guesses):
@@ -286,12 +286,14 @@ class DsparkHead(Learner):
             losses.append(mean_where(objective(meant[..., depth, :], said[..., depth, :]), counted))
             accepted.append(mean_where(agreed[..., depth], counted))
         if not self.shape.has_confidence:
-            return Marks(losses, accepted)
-        foretold = self.confidence(thoughts, previous)
-        wrong = binary_cross_entropy_with_logits(foretold, agreed.to(foretold.dtype), reduction="none")
-        return Marks(losses, accepted, mean_where(wrong, counts))
+            return DepthLosses(losses, accepted)
+        acceptance_probs = self.confidence(outputs, previous)
+        wrong = binary_cross_entropy_with_logits(
+            acceptance_probs, agreed.to(acceptance_probs.dtype), reduction="none"
+        )
+        return DepthLosses(losses, accepted, mean_where(wrong, counts))
 
-    def _think_at(self, lesson: Lesson, anchors: Tensor) -> Tensor:
+    def _run_backbone_at(self, lesson: Lesson, anchors: Tensor) -> Tensor:
         """Run the backbone on blocks at the anchor positions `[row, block]` of whole texts.
 
         Returns:
@@ -309,7 +311,7 @@ class DsparkHead(Learner):
             keys, values = context[layer]
             return to_all(layer, query, torch.cat((keys, key), 2), torch.cat((values, value), 2))
 
-        return self.think(lesson.tokens.gather(1, anchors), anchors, attend)
+        return self.run_backbone(lesson.tokens.gather(1, anchors), anchors, attend)
 
     def _anchors(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return anchor positions `[row, block]` and a bool mask of the valid ones.
@@ -347,7 +349,7 @@ def _layer_of_width(width: int) -> LayerShape:
         num_kv_heads=num_heads // 2 if num_heads % 2 == 0 else num_heads,
         head_size=head_size,
         mlp_size=3 * width,
-        normalises_heads=True,
+        has_qk_norm=True,
     )
 
 

@@ -21,7 +21,7 @@ KINDS = ("dspark", "dflash")
 
 
 @dataclass(frozen=True)
-class DsparkShape:
+class DsparkConfig:
     """Sizes and options of a block drafter.
 
     Args:
@@ -67,7 +67,7 @@ class DsparkShape:
             raise BadInputError(
                 f"expected layers of the target, numbered from 0 on, got {list(self.hidden_layers)}"
             )
-        if self.maps_words and not self.has_output:
+        if self.has_vocab_map and not self.has_output:
             raise BadInputError("expected an lm_head.weight beside a vocabulary of its own, got none")
         if self.confidence_reads_markov and not (self.markov_rank and self.has_confidence):
             raise BadInputError("expected a Markov head and a confidence head where the one reads the other")
@@ -78,7 +78,7 @@ class DsparkShape:
         return self.block_size - (not self.samples_from_anchor)
 
     @property
-    def maps_words(self) -> bool:
+    def has_vocab_map(self) -> bool:
         """True if the draft vocabulary is smaller than the target's."""
         return self.num_words < self.vocab_size
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.errors import BadInputError
-from secondguess.heads.layer import Attend, Attention, DecoderLayer, LayerShape, Mlp, Norm, Turns
+from secondguess.heads.layer import Attend, Attention, CosSin, DecoderLayer, LayerShape, Mlp, Norm
 from secondguess.heads.unrolled import DEFAULT_STEPS, UnrolledHead, initialise, shape_of_width
-from secondguess.runtime.base import Ends, Hidden
+from secondguess.runtime.base import EmbeddingAndHead, Hidden
 
 
 @dataclass(frozen=True)
-class EagleShape:
+class EagleConfig:
     """Sizes and options of an EAGLE-3 drafter head.
 
     Args:
@@ -79,11 +79,11 @@ class FirstLayer(nn.Module):
         self.post_attention_layernorm = Norm(shape.width, shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, embedded: Tensor, features: Tensor, turns: Turns, attend: Attend) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         normed = self.hidden_norm(features)
         both = torch.cat((self.input_layernorm(embedded), normed), -1)
         kept = normed if self.norm_before_residual else features
-        states = kept + self.self_attn(both, turns, attend, 0)
+        states = kept + self.self_attn(both, cos_sin, attend, 0)
         output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return output
 
@@ -106,7 +106,11 @@ class EagleHead(UnrolledHead):
     d2t: Tensor | None
 
     def __init__(
-        self, shape: EagleShape, ends: Ends, words: Tensor | None = None, has_embeddings: bool = False
+        self,
+        shape: EagleConfig,
+        ends: EmbeddingAndHead,
+        words: Tensor | None = None,
+        has_embeddings: bool = False,
     ) -> None:
         super().__init__()
         layer = shape.layer
@@ -140,7 +144,7 @@ class EagleHead(UnrolledHead):
     @classmethod
     def fresh(
         cls,
-        ends: Ends,
+        ends: EmbeddingAndHead,
         num_layers_of_target: int,
         draft_vocab_size: int,
         counts: Tensor,
@@ -155,7 +159,7 @@ class EagleHead(UnrolledHead):
             ends: embeddings and LM head of the target.
             num_layers_of_target: number of target layers.
             draft_vocab_size: size of the draft vocabulary.
-            counts: `[vocab]` on the target's device, frequency of each token (`frequent_words`).
+            counts: `[vocab]` on the target's device, frequency of each token (`most_frequent_tokens`).
             seed: seed of the other weights.
             layer: shape of its decoder layer; None for the default of the target's hidden size.
             num_steps: number of draft steps in training.
@@ -163,7 +167,7 @@ class EagleHead(UnrolledHead):
         Raises:
             BadInputError: a draft vocabulary larger than the target's.
         """
-        shape = EagleShape(
+        shape = EagleConfig(
             layer=layer or shape_of_width(ends.width),
             vocab_size=len(counts),
             draft_vocab_size=draft_vocab_size,
@@ -173,7 +177,7 @@ class EagleHead(UnrolledHead):
             norm_before_residual=True,
             num_steps=num_steps,
         )
-        words = frequent_words(counts, draft_vocab_size)
+        words = most_frequent_tokens(counts, draft_vocab_size)
         head = cls(shape, ends, words)
         initialise(head, seed)
         device = counts.device
@@ -192,11 +196,11 @@ class EagleHead(UnrolledHead):
         fused: Tensor = self.fc(self.input_norm(joined) if self.eagle.norm_before_fc else joined)
         return fused
 
-    def forward(self, embedded: Tensor, features: Tensor, turns: Turns, attend: Attend) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         first, *deeper = self.layers
-        states: Tensor = first(embedded, features, turns, attend)
+        states: Tensor = first(embedded, features, cos_sin, attend)
         for index, layer in enumerate(deeper, start=1):
-            states = layer(states, turns, attend, index)
+            states = layer(states, cos_sin, attend, index)
         return self.norm(states) if self.eagle.norm_output else states
 
     def own_logits(self, thought: Tensor) -> Tensor:
@@ -253,7 +257,7 @@ class Eagle1Head(UnrolledHead):
     def __init__(
         self,
         layer: LayerShape,
-        ends: Ends,
+        ends: EmbeddingAndHead,
         vocab_size: int,
         has_bias: bool = False,
         num_steps: int = DEFAULT_STEPS,
@@ -273,8 +277,8 @@ class Eagle1Head(UnrolledHead):
     def features(self, hidden: Hidden) -> Tensor:
         return hidden[-1]
 
-    def forward(self, embedded: Tensor, features: Tensor, turns: Turns, attend: Attend) -> Tensor:
-        state: Tensor = self.layers[0](self.fc(torch.cat((embedded, features), -1)), turns, attend)
+    def forward(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        state: Tensor = self.layers[0](self.fc(torch.cat((embedded, features), -1)), cos_sin, attend)
         return state
 
     def own_logits(self, thought: Tensor) -> Tensor:
@@ -302,7 +306,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return (first, (first + last) // 2, last)
 
 
-def frequent_words(counts: Tensor, num_words: int) -> Tensor:
+def most_frequent_tokens(counts: Tensor, num_words: int) -> Tensor:
     """Return the most frequent tokens, `[num_words]` ids in ascending order.
 
     Ties are broken in favour of smaller ids.
@@ -319,7 +323,7 @@ def frequent_words(counts: Tensor, num_words: int) -> Tensor:
     return counts.argsort(descending=True, stable=True)[:num_words].sort().values
 
 
-def words_of_offsets(offsets: Tensor) -> Tensor:
+def token_ids_from_d2t(offsets: Tensor) -> Tensor:
     """Return the target token ids of `d2t`, which holds the target id minus the draft id."""
     return offsets.long() + torch.arange(len(offsets), device=offsets.device)
 

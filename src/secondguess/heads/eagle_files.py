@@ -24,17 +24,17 @@ from torch import Tensor
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.eagle import (
     Eagle1Head,
+    EagleConfig,
     EagleHead,
-    EagleShape,
     default_layers,
     layers_within,
-    words_of_offsets,
+    token_ids_from_d2t,
 )
 from secondguess.heads.fields import fields_of
 from secondguess.heads.files import load_into, read_config, read_tensors
 from secondguess.heads.layer import LayerShape
 from secondguess.heads.unrolled import DEFAULT_STEPS
-from secondguess.runtime.base import Ends
+from secondguess.runtime.base import EmbeddingAndHead
 
 WEIGHTS = "model.safetensors"
 FORMAT_VERSION = "0.9.0"
@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 def load_eagle(
-    folder: Path, ends: Ends, vocab_size: int, num_layers: int, device: torch.device = CPU
+    folder: Path, ends: EmbeddingAndHead, vocab_size: int, num_layers: int, device: torch.device = CPU
 ) -> EagleHead | Eagle1Head:
     """Read an EAGLE drafter head of any of the formats.
 
@@ -90,7 +90,7 @@ def _third(
     config: Mapping[str, Any],
     layer_config: Mapping[str, Any],
     tensors: dict[str, Tensor],
-    ends: Ends,
+    ends: EmbeddingAndHead,
     num_layers: int,
 ) -> EagleHead:
     """Build an EAGLE-3 drafter head without weights; its draft vocabulary is read from `tensors`.
@@ -111,7 +111,7 @@ def _third(
         raise CheckpointError(
             f"expected a head in {folder} for a target of width {ends.width}, got one for width {of_target}"
         )
-    shape = EagleShape(
+    shape = EagleConfig(
         layer=LayerShape.of_config(layer_config),
         vocab_size=vocab_size,
         draft_vocab_size=config.get("draft_vocab_size", vocab_size),
@@ -131,7 +131,7 @@ def _third(
 
 
 def _leave_out_the_targets(
-    tensors: dict[str, Tensor], ends: Ends, vocab_size: int, device: torch.device
+    tensors: dict[str, Tensor], ends: EmbeddingAndHead, vocab_size: int, device: torch.device
 ) -> None:
     """Drop embeddings that equal the target's, which are used instead.
 
@@ -145,13 +145,13 @@ def _leave_out_the_targets(
             del tensors["embed_tokens.weight"]
 
 
-def _read_words(folder: Path, tensors: Mapping[str, Tensor], shape: EagleShape) -> Tensor:
+def _read_words(folder: Path, tensors: Mapping[str, Tensor], shape: EagleConfig) -> Tensor:
     missing = [name for name in ("d2t", "t2d") if name not in tensors]
     if missing:
         raise CheckpointError(
             f"expected d2t and t2d in {folder}, whose draft vocabulary is smaller than the target's, got no {missing[0]}"
         )
-    words = words_of_offsets(tensors["d2t"])
+    words = token_ids_from_d2t(tensors["d2t"])
     marked = tensors["t2d"].bool().nonzero()[:, 0]
     if len(tensors["t2d"]) != shape.vocab_size or not torch.equal(words, marked):
         raise CheckpointError(

@@ -19,13 +19,19 @@ from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.fields import fields_of, whole_number
 from secondguess.heads.files import load_into, read_config, read_tensors
 from secondguess.heads.layer import Norm
-from secondguess.heads.learning import Learner, Lesson, Marks, Objective, grade
-from secondguess.runtime.base import Ends
+from secondguess.heads.learning import (
+    DepthLosses,
+    Lesson,
+    Objective,
+    TrainableHead,
+    masked_loss_and_acceptance,
+)
+from secondguess.runtime.base import EmbeddingAndHead
 
 KIND = "secondguess-early-exit"
 
 
-class EarlyExitHead(Learner):
+class EarlyExitHead(TrainableHead):
     """Early-exit adapter: a gated feed-forward network with residual connection, and a final norm.
 
     The final norm replaces the target's before the target's LM head.
@@ -56,7 +62,7 @@ class EarlyExitHead(Learner):
         self.norm = Norm(width, norm_eps)
 
     @classmethod
-    def fresh(cls, ends: Ends, exit_layer: int, mlp_size: int, seed: int) -> EarlyExitHead:
+    def fresh(cls, ends: EmbeddingAndHead, exit_layer: int, mlp_size: int, seed: int) -> EarlyExitHead:
         """Build an untrained adapter, which only normalises the hidden states."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -71,13 +77,13 @@ class EarlyExitHead(Learner):
         adapted: Tensor = self.norm(states)
         return adapted
 
-    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
         """Return the loss and acceptance rate of next-token prediction, as one depth.
 
         The adapter predicts the next token at every draft depth, so there is a single depth to
         train.
         """
-        loss, accepted = grade(
+        loss, accepted = masked_loss_and_acceptance(
             lesson.hidden[-1][:, :-1],
             ends,
             lesson.hidden[self.exit_layer][:, :-1],
@@ -85,7 +91,7 @@ class EarlyExitHead(Learner):
             lesson.counts[:, 1:],
             objective,
         )
-        return Marks([loss], [accepted])
+        return DepthLosses([loss], [accepted])
 
     def save(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors`."""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from secondguess.builtin import head_path
-from secondguess.errors import BadInputError, CheckpointError, StrangerWarning
+from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
 from secondguess.names import Name
 from secondguess.runtime.fingerprint import hash_weights, weight_files
 
@@ -136,7 +136,7 @@ def _refuse_another_kind(folder: Path, kind: str) -> None:
     )
 
 
-def warn_of_stranger(folder: Path, kind: str, target_name: str, target_path: str) -> None:
+def warn_of_mismatch(folder: Path, kind: str, target_name: str, target_path: str) -> None:
     """Warn if a drafter was trained for other weights than the target's.
 
     Such a drafter has a lower acceptance rate; the output stays correct. Call this after the
@@ -154,7 +154,7 @@ def warn_of_stranger(folder: Path, kind: str, target_name: str, target_path: str
         warnings.warn(
             f"the {kind} drafter in {folder} was trained for {provenance.target} with other weights than {target_name}'s: "
             "the text stays right, the guesses will be poor; train it anew",
-            StrangerWarning,
+            MismatchWarning,
             stacklevel=2,
         )
 

@@ -21,7 +21,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 Query, key and value are `[row, attention head, position, size]`.
 """
-Turns = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 """Rotary cos and sin of the positions, `[row or 1, position, 1, size]` each."""
 
 
@@ -35,7 +35,7 @@ class LayerShape:
         head_size: size of one attention head; even.
         mlp_size: intermediate size of the feed-forward network.
         norm_eps, rope_theta: as in Llama configurations.
-        normalises_heads: whether each query and key head is RMS-normalised (QK-norm, Qwen3).
+        has_qk_norm: whether each query and key head is RMS-normalised (QK-norm, Qwen3).
         attention_bias: whether the query, key and value projections have biases (Qwen2).
 
     Raises:
@@ -50,7 +50,7 @@ class LayerShape:
     mlp_size: int
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    normalises_heads: bool = False
+    has_qk_norm: bool = False
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -89,13 +89,13 @@ class LayerShape:
             mlp_size=config["intermediate_size"],
             norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-            normalises_heads=kind == "qwen3",
+            has_qk_norm=kind == "qwen3",
             attention_bias=bool(config.get("attention_bias", kind == "qwen2")),
         )
 
     def to_config(self) -> dict[str, Any]:
         """Return the equivalent fields of a Llama-like configuration."""
-        kind = "qwen3" if self.normalises_heads else "qwen2" if self.attention_bias else "llama"
+        kind = "qwen3" if self.has_qk_norm else "qwen2" if self.attention_bias else "llama"
         return {
             "model_type": kind,
             "hidden_size": self.width,
@@ -138,19 +138,19 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_size, bias=bias)
         self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_size, bias=bias)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_size, shape.width, bias=False)
-        if shape.normalises_heads:
+        if shape.has_qk_norm:
             self.q_norm = Norm(shape.head_size, shape.norm_eps)
             self.k_norm = Norm(shape.head_size, shape.norm_eps)
 
-    def queries(self, states: Tensor, turns: Turns) -> Tensor:
+    def queries(self, states: Tensor, cos_sin: CosSin) -> Tensor:
         """Return the rotated queries, `[row, head, position, size]`."""
         heads = self._heads(self.q_proj(states))
-        return rotate(self.q_norm(heads) if self.shape.normalises_heads else heads, turns).transpose(1, 2)
+        return rotate(self.q_norm(heads) if self.shape.has_qk_norm else heads, cos_sin).transpose(1, 2)
 
-    def keys_values(self, states: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+    def keys_values(self, states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Return the rotated keys and the values, `[row, kv_head, position, size]` each."""
         heads = self._heads(self.k_proj(states))
-        keys = rotate(self.k_norm(heads) if self.shape.normalises_heads else heads, turns)
+        keys = rotate(self.k_norm(heads) if self.shape.has_qk_norm else heads, cos_sin)
         return keys.transpose(1, 2), self._heads(self.v_proj(states)).transpose(1, 2)
 
     def output(self, gathered: Tensor) -> Tensor:
@@ -158,9 +158,9 @@ class Attention(nn.Module):
         mixed: Tensor = self.o_proj(gathered.transpose(1, 2).flatten(2))
         return mixed
 
-    def forward(self, states: Tensor, turns: Turns, attend: Attend, layer: int) -> Tensor:
-        keys, values = self.keys_values(states, turns)
-        return self.output(attend(layer, self.queries(states, turns), keys, values))
+    def forward(self, states: Tensor, cos_sin: CosSin, attend: Attend, layer: int) -> Tensor:
+        keys, values = self.keys_values(states, cos_sin)
+        return self.output(attend(layer, self.queries(states, cos_sin), keys, values))
 
     def _heads(self, joined: Tensor) -> Tensor:
         return joined.view(*joined.shape[:2], -1, self.shape.head_size)
@@ -196,21 +196,21 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = Norm(shape.width, shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, states: Tensor, turns: Turns, attend: Attend, layer: int = 0) -> Tensor:
-        states = states + self.self_attn(self.input_layernorm(states), turns, attend, layer)
+    def forward(self, states: Tensor, cos_sin: CosSin, attend: Attend, layer: int = 0) -> Tensor:
+        states = states + self.self_attn(self.input_layernorm(states), cos_sin, attend, layer)
         output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return output
 
 
-def rotate(heads: Tensor, turns: Turns) -> Tensor:
+def rotate(heads: Tensor, cos_sin: CosSin) -> Tensor:
     """Apply the rotary embedding (half-split layout) to `heads` `[row, position, head, size]`."""
-    cos, sin = turns
+    cos, sin = cos_sin
     first, second = heads.chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    return heads * cos + turned * sin
+    rotated = torch.cat((-second, first), -1)
+    return heads * cos + rotated * sin
 
 
-def turns_at(shape: LayerShape, positions: Tensor, dtype: torch.dtype) -> Turns:
+def cos_sin_at(shape: LayerShape, positions: Tensor, dtype: torch.dtype) -> CosSin:
     """Return rotary cos and sin `[row or 1, position, 1, size]` of `[row or 1, position]`."""
     steps = (
         torch.arange(0, shape.head_size, 2, device=positions.device, dtype=torch.float32) / shape.head_size

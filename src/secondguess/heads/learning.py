@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from secondguess.runtime.base import Ends, Hidden
+from secondguess.runtime.base import EmbeddingAndHead, Hidden
 
 Objective = Callable[[Tensor, Tensor], Tensor]
 """Loss function: target and drafter logits `[..., vocab]` to a loss per position `[...]`."""
@@ -38,7 +38,7 @@ class Lesson:
 
 
 @dataclass(frozen=True)
-class Marks:
+class DepthLosses:
     """Losses and acceptance rates of a batch, by draft depth.
 
     Args:
@@ -53,7 +53,7 @@ class Marks:
     extra: Tensor | None = None
 
 
-class Learner(nn.Module, ABC):
+class TrainableHead(nn.Module, ABC):
     """Base class of drafter heads that are trained with a frozen target.
 
     Attributes:
@@ -63,7 +63,7 @@ class Learner(nn.Module, ABC):
     hidden_layers: tuple[int, ...]
 
     @abstractmethod
-    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
         """Return the losses and acceptance rates on a batch, at every depth of the drafter head.
 
         Args:
@@ -73,10 +73,10 @@ class Learner(nn.Module, ABC):
         """
 
 
-def grade(
+def masked_loss_and_acceptance(
     states: Tensor,
-    ends: Ends,
-    thoughts: Tensor,
+    ends: EmbeddingAndHead,
+    outputs: Tensor,
     say: Callable[[Tensor], Tensor],
     counts: Tensor,
     objective: Objective,
@@ -90,7 +90,7 @@ def grade(
         states: `[row, position, width]`, the target's last, normalised hidden states at the
             positions to predict.
         ends: LM head of the target.
-        thoughts: `[row, position, ...]`, outputs of the drafter head.
+        outputs: `[row, position, ...]`, outputs of the drafter head.
         say: maps outputs of the drafter head to logits `[..., draft_vocab]`.
         counts: `[row, position]` bool, positions to include.
         words: `[draft_vocab]`, target token ids of the draft vocabulary, which the loss is
@@ -101,16 +101,16 @@ def grade(
         The loss, and the acceptance rate without gradient; both 0 if no position is counted.
     """
     if not counts.any():
-        # Computed from one position so that the loss has a (zero) gradient: `thoughts` themselves
+        # Computed from one position so that the loss has a (zero) gradient: `outputs` themselves
         # may be the target's hidden states, which have none.
-        nothing = say(thoughts[:1, :1]).sum() * 0.0
+        nothing = say(outputs[:1, :1]).sum() * 0.0
         return nothing, nothing.detach()
-    said = say(thoughts[counts])
+    said = say(outputs[counts])
     with torch.no_grad():
         taught = ends.unembed(states[counts])
-        law = taught.float().softmax(-1)
-        known, law = (taught, law) if words is None else (taught[:, words], law[:, words])
-        accepted = torch.minimum(law, said.float().softmax(-1)).sum(-1).mean()
+        dist = taught.float().softmax(-1)
+        known, dist = (taught, dist) if words is None else (taught[:, words], dist[:, words])
+        accepted = torch.minimum(dist, said.float().softmax(-1)).sum(-1).mean()
     return objective(known, said).mean(), accepted
 
 

@@ -27,16 +27,22 @@ from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.fields import fields_of, require_same, whole_number, yes_or_no
 from secondguess.heads.files import load_into, read_config, read_tensors
-from secondguess.heads.learning import Learner, Lesson, Marks, Objective, grade
+from secondguess.heads.learning import (
+    DepthLosses,
+    Lesson,
+    Objective,
+    TrainableHead,
+    masked_loss_and_acceptance,
+)
 from secondguess.names import require_between
-from secondguess.runtime.base import Ends
+from secondguess.runtime.base import EmbeddingAndHead
 
 LAST = -1
 """Target layer that the drafter heads read: the last, normalised one, the LM head's input."""
 
 
 @dataclass(frozen=True)
-class MedusaShape:
+class MedusaConfig:
     """Sizes and options of a set of Medusa drafter heads.
 
     Args:
@@ -47,7 +53,7 @@ class MedusaShape:
         num_outputs: number of output matrices: one per drafter head, one shared by all, or 0 to
             use the target's.
         num_words: draft vocabulary size of the output matrices.
-        maps_words: whether the draft vocabulary is a proper subset of the target's, listed in
+        has_vocab_map: whether the draft vocabulary is a proper subset of the target's, listed in
             `token_map`.
 
     Raises:
@@ -60,7 +66,7 @@ class MedusaShape:
     has_bias: bool = False
     num_outputs: int = 0
     num_words: int = 0
-    maps_words: bool = False
+    has_vocab_map: bool = False
 
     def __post_init__(self) -> None:
         require_between("heads of a medusa drafter", self.num_heads, 1, MAX_DRAFT_LENGTH)
@@ -74,7 +80,7 @@ class MedusaShape:
 class ResidualBlock(nn.Module):
     """Drafter head without its output matrix: a stack of residual layers `x + silu(Wx)`."""
 
-    def __init__(self, shape: MedusaShape) -> None:
+    def __init__(self, shape: MedusaConfig) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Linear(shape.width, shape.width, bias=shape.has_bias) for _ in range(shape.num_layers)
@@ -86,7 +92,7 @@ class ResidualBlock(nn.Module):
         return states
 
 
-class MedusaHead(Learner):
+class MedusaHead(TrainableHead):
     """Set of Medusa drafter heads for one target.
 
     Args:
@@ -94,7 +100,7 @@ class MedusaHead(Learner):
         ends: LM head of the target, used if there is no output matrix of its own.
     """
 
-    def __init__(self, shape: MedusaShape, ends: Ends) -> None:
+    def __init__(self, shape: MedusaConfig, ends: EmbeddingAndHead) -> None:
         super().__init__()
         self.hidden_layers = (LAST,)
         self.shape = shape
@@ -102,12 +108,12 @@ class MedusaHead(Learner):
         self.lm_heads = nn.ModuleList(
             nn.Linear(shape.width, shape.num_words, bias=False) for _ in range(shape.num_outputs)
         )
-        if shape.maps_words:
+        if shape.has_vocab_map:
             self.register_buffer("token_map", torch.arange(shape.num_words))
         self._ends = ends
 
     @classmethod
-    def fresh(cls, ends: Ends, num_heads: int = 4, num_layers: int = 1, seed: int = 0) -> Self:
+    def fresh(cls, ends: EmbeddingAndHead, num_heads: int = 4, num_layers: int = 1, seed: int = 0) -> Self:
         """Build untrained drafter heads that share the target's output matrix.
 
         Weights are near zero, so each drafter head starts close to the target's own next-token
@@ -123,14 +129,14 @@ class MedusaHead(Learner):
         Raises:
             BadInputError: a number out of range.
         """
-        head = cls(MedusaShape(ends.width, num_heads, num_layers), ends)
+        head = cls(MedusaConfig(ends.width, num_heads, num_layers), ends)
         generator = torch.Generator().manual_seed(seed)
         for weight in head.parameters():
             nn.init.normal_(weight, std=1e-3, generator=generator)
         return head
 
     @classmethod
-    def load(cls, folder: Path, ends: Ends, vocab_size: int) -> Self:
+    def load(cls, folder: Path, ends: EmbeddingAndHead, vocab_size: int) -> Self:
         """Read drafter heads in the original format or in vLLM's.
 
         Args:
@@ -153,11 +159,11 @@ class MedusaHead(Learner):
                 f"got the model_type {config.get('model_type')!r}"
             )
         require_same("width", shape.width, ends.width, folder)
-        if shape.num_outputs and not shape.maps_words:
+        if shape.num_outputs and not shape.has_vocab_map:
             require_same("vocabulary", shape.num_words, vocab_size, folder)
         head = cls(shape, ends)
         load_into(head, tensors, folder)
-        if shape.maps_words:
+        if shape.has_vocab_map:
             _check_map(head.get_buffer("token_map"), vocab_size, folder)
         return head.to(ends.dtype)
 
@@ -177,7 +183,7 @@ class MedusaHead(Learner):
             "num_hidden_layers": shape.num_layers,
             "hidden_size": shape.width,
             "vocab_size": vocab_size,
-            "truncated_vocab_size": shape.num_words if shape.maps_words else vocab_size,
+            "truncated_vocab_size": shape.num_words if shape.has_vocab_map else vocab_size,
             "medusa_fc_bias": shape.has_bias,
             "original_lm_head": shape.num_outputs < shape.num_heads,
         }
@@ -197,10 +203,10 @@ class MedusaHead(Learner):
         Returns:
             Logits `[..., draft_vocab]`.
         """
-        thought = self.blocks[depth](states.to(self._dtype))
+        output = self.blocks[depth](states.to(self._dtype))
         if not self.lm_heads:
-            return self._ends.unembed(thought.to(self._ends.dtype))
-        logits: Tensor = self.lm_heads[min(depth, len(self.lm_heads) - 1)](thought)
+            return self._ends.unembed(output.to(self._ends.dtype))
+        logits: Tensor = self.lm_heads[min(depth, len(self.lm_heads) - 1)](output)
         return logits
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -209,28 +215,30 @@ class MedusaHead(Learner):
         Arguments are those of `forward`. Tokens outside the draft vocabulary get -inf.
         """
         known: Tensor = self(states, depth)
-        if not self.shape.maps_words:
+        if not self.shape.has_vocab_map:
             return known
         everything = known.new_full((*known.shape[:-1], self._vocab_size), -torch.inf)
         everything[..., self.get_buffer("token_map")] = known
         return everything
 
-    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
         """Return the losses and acceptance rates, one per drafter head.
 
         Drafter head k predicts token i + 2 + k from the target's hidden state at token i. Its
         reference is the target's distribution from the hidden state at token i + 1 + k.
         """
         states = lesson.hidden[LAST]
-        words = self.get_buffer("token_map") if self.shape.maps_words else None
+        words = self.get_buffer("token_map") if self.shape.has_vocab_map else None
         losses, accepted = [], []
         for depth in range(self.shape.num_heads):
             counts = lesson.counts[:, depth + 2 :]
             meant, behind = states[:, depth + 1 : -1], states[:, : counts.shape[1]]
-            loss, share = grade(meant, ends, behind, partial(self, depth=depth), counts, objective, words)
+            loss, share = masked_loss_and_acceptance(
+                meant, ends, behind, partial(self, depth=depth), counts, objective, words
+            )
             losses.append(loss)
             accepted.append(share)
-        return Marks(losses, accepted)
+        return DepthLosses(losses, accepted)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -246,7 +254,7 @@ class MedusaHead(Learner):
 
 def _read_original(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, width: int, vocab_size: int
-) -> tuple[MedusaShape, dict[str, Tensor]]:
+) -> tuple[MedusaConfig, dict[str, Tensor]]:
     """Return the shape and the renamed tensors of drafter heads in the original format.
 
     Args:
@@ -261,7 +269,7 @@ def _read_original(
         )
         first = tensors.get(f"0.{num_layers}.weight")
         num_words = vocab_size if first is None else len(first)
-        shape = MedusaShape(width, num_heads, num_layers, True, num_heads, num_words)
+        shape = MedusaConfig(width, num_heads, num_layers, True, num_heads, num_words)
     renamed = {}
     for name, tensor in tensors.items():
         name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
@@ -271,7 +279,7 @@ def _read_original(
 
 def _read_vllm(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, vocab_size: int
-) -> tuple[MedusaShape, dict[str, Tensor]]:
+) -> tuple[MedusaConfig, dict[str, Tensor]]:
     tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
     with fields_of(folder):
         width = whole_number(config, "hidden_size")
@@ -286,24 +294,24 @@ def _read_vllm(
             num_outputs = 0 if shared is None else 1
             if shared is not None:
                 tensors["lm_heads.0.weight"] = shared
-        maps_words = num_words < vocab_size
-        if not maps_words:
+        has_vocab_map = num_words < vocab_size
+        if not has_vocab_map:
             tensors.pop("token_map", None)
         elif not num_outputs:
             raise ValueError("a truncated vocabulary without an lm_head.weight")
-        shape = MedusaShape(
+        shape = MedusaConfig(
             width,
             num_heads,
             whole_number(config, "num_hidden_layers"),
             yes_or_no(config, "medusa_fc_bias", False),
             num_outputs,
             num_words,
-            maps_words,
+            has_vocab_map,
         )
     return shape, _truncated(tensors, shape)
 
 
-def _truncated(tensors: dict[str, Tensor], shape: MedusaShape) -> dict[str, Tensor]:
+def _truncated(tensors: dict[str, Tensor], shape: MedusaConfig) -> dict[str, Tensor]:
     """Select the rows listed in `token_map` from output matrices that are stored in full."""
     words = tensors.get("token_map")
     if words is None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.errors import BadInputError
-from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Norm, Turns
+from secondguess.heads.layer import Attend, CosSin, DecoderLayer, LayerShape, Norm
 from secondguess.heads.unrolled import DEFAULT_STEPS, UnrolledHead, initialise, shape_of_width
-from secondguess.runtime.base import Ends, Hidden
+from secondguess.runtime.base import EmbeddingAndHead, Hidden
 
 
 class MtpHead(UnrolledHead):
@@ -37,7 +37,7 @@ class MtpHead(UnrolledHead):
     def __init__(
         self,
         layer: LayerShape,
-        ends: Ends,
+        ends: EmbeddingAndHead,
         vocab_size: int,
         num_layers_of_target: int,
         *,
@@ -71,7 +71,7 @@ class MtpHead(UnrolledHead):
     @classmethod
     def fresh(
         cls,
-        ends: Ends,
+        ends: EmbeddingAndHead,
         vocab_size: int,
         num_layers_of_target: int,
         seed: int,
@@ -94,13 +94,13 @@ class MtpHead(UnrolledHead):
     def features(self, hidden: Hidden) -> Tensor:
         return hidden[-1]
 
-    def forward(self, embedded: Tensor, features: Tensor, turns: Turns, attend: Attend) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         both = torch.cat((self.enorm(embedded), self.hnorm(features)), -1)
-        state: Tensor = self.layer(self.eh_proj(both), turns, attend)
+        state: Tensor = self.layer(self.eh_proj(both), cos_sin, attend)
         return self.norm(state) if self.norm_output else state
 
-    def own_logits(self, thought: Tensor) -> Tensor:
-        normed = thought if self.norm_output else self.norm(thought)
+    def own_logits(self, output: Tensor) -> Tensor:
+        normed = output if self.norm_output else self.norm(output)
         logits: Tensor = (
             self.head(normed) if self._has_head else self._ends.unembed(normed.to(self._ends.dtype))
         )

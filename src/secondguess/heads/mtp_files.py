@@ -23,7 +23,7 @@ from secondguess.heads.files import find_tensors, load_into, read_config, read_n
 from secondguess.heads.layer import LayerShape
 from secondguess.heads.mtp import MtpHead
 from secondguess.heads.unrolled import DEFAULT_STEPS
-from secondguess.runtime.base import Ends
+from secondguess.runtime.base import EmbeddingAndHead
 
 WEIGHTS = "model.safetensors"
 
@@ -124,7 +124,7 @@ def is_inside(folder: Path) -> bool:
     return _find_naming(names, config.get("num_hidden_layers", 0)) is not None
 
 
-def load_mtp(folder: Path, ends: Ends, vocab_size: int, num_layers: int) -> MtpHead:
+def load_mtp(folder: Path, ends: EmbeddingAndHead, vocab_size: int, num_layers: int) -> MtpHead:
     """Read the first MTP module of a checkpoint; other tensors are not read.
 
     Warns if there are further modules, which are not used.

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.core import Row
-from secondguess.heads.layer import Attend, LayerShape, Turns, turns_at
+from secondguess.heads.layer import Attend, CosSin, LayerShape, cos_sin_at
 from secondguess.runtime.attention import Step
 from secondguess.runtime.base import Hidden
 from secondguess.runtime.cached import CachedRow, CachedRuntime, Output
 
-OWN = 0
-"""Key of the drafter head's output in `Scores.hidden`: the feature of the next node."""
+FEATURE_KEY = 0
+"""Key of the drafter head's output in `ForwardOutput.hidden`: the feature of the next node."""
 
 
 class FeatureHead(nn.Module):
-    """Drafter head that reads a feature beside each token; run by `HeadRuntime`.
+    """Drafter head that reads a feature beside each token; run by `FeatureHeadRuntime`.
 
     Attributes:
         hidden_layers: target layers whose hidden states the features are computed from.
@@ -42,18 +42,18 @@ class FeatureHead(nn.Module):
         """Return features `[..., feature]` of the target's states `[..., width]` by layer."""
 
     @abstractmethod
-    def forward(self, embedded: Tensor, features: Tensor, turns: Turns, attend: Attend) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         """Return the outputs `[row, position, feature]`, the features of the next tokens.
 
         Args:
             embedded: `[row, position, width]`, token embeddings.
             features: `[row, position, feature]`, the feature of the token before each token.
-            turns: rotary cos and sin of the positions.
+            cos_sin: rotary cos and sin of the positions.
             attend: attention function.
         """
 
     @abstractmethod
-    def logits(self, thought: Tensor) -> Tensor:
+    def logits(self, output: Tensor) -> Tensor:
         """Return logits `[..., vocab]` over the target's vocabulary for outputs of `forward`.
 
         Tokens outside the draft vocabulary get -inf.
@@ -64,7 +64,7 @@ class FeatureHead(nn.Module):
         """Return the embeddings of target token ids."""
 
 
-class HeadRuntime(CachedRuntime):
+class FeatureHeadRuntime(CachedRuntime):
     """Cached runtime (rows, slots, rollback, trees) of a feature-reading drafter head.
 
     Args:
@@ -88,7 +88,7 @@ class HeadRuntime(CachedRuntime):
             context_length=context_length,
             num_layers=head.num_layers,
             device=device,
-            hidden_layers=(OWN,),
+            hidden_layers=(FEATURE_KEY,),
             prefill_chunk=prefill_chunk,
         )
         self.head = head.requires_grad_(False)
@@ -139,7 +139,7 @@ class HeadRuntime(CachedRuntime):
             )
 
         embedded = self.head.embed(tokens)
-        turns = turns_at(self.head.shape, step.query_positions, embedded.dtype)
-        thought = self.head(embedded, self._fed, turns, attend)
-        logits = self.head.logits(thought[:, -num_logits:])
-        return Output(logits, {OWN: thought} if with_hidden else {})
+        cos_sin = cos_sin_at(self.head.shape, step.query_positions, embedded.dtype)
+        output = self.head(embedded, self._fed, cos_sin, attend)
+        logits = self.head.logits(output[:, -num_logits:])
+        return Output(logits, {FEATURE_KEY: output} if with_hidden else {})

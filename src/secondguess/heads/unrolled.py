@@ -16,10 +16,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from secondguess.heads.layer import LayerShape, attend_to_all, turns_at
-from secondguess.heads.learning import Learner, Lesson, Marks, Objective, grade
+from secondguess.heads.layer import LayerShape, attend_to_all, cos_sin_at
+from secondguess.heads.learning import (
+    DepthLosses,
+    Lesson,
+    Objective,
+    TrainableHead,
+    masked_loss_and_acceptance,
+)
 from secondguess.heads.runtime import FeatureHead
-from secondguess.runtime.base import Ends
+from secondguess.runtime.base import EmbeddingAndHead
 
 DEFAULT_STEPS = 4
 """Default number of draft steps that a drafter head is trained for."""
@@ -68,7 +74,7 @@ def _for_queries(heads: Tensor, group: int, num_places: int) -> Tensor:
     return heads[:, :, :num_places].repeat_interleave(group, 1)
 
 
-class UnrolledHead(FeatureHead, Learner):
+class UnrolledHead(FeatureHead, TrainableHead):
     """Feature-reading drafter head trained by unrolling its own outputs.
 
     Attributes:
@@ -84,11 +90,11 @@ class UnrolledHead(FeatureHead, Learner):
     words: Tensor | None
 
     @abstractmethod
-    def own_logits(self, thought: Tensor) -> Tensor:
+    def own_logits(self, output: Tensor) -> Tensor:
         """Return logits `[..., draft_vocab]` over the draft vocabulary `words`."""
 
-    def logits(self, thought: Tensor) -> Tensor:
-        own = self.own_logits(thought)
+    def logits(self, output: Tensor) -> Tensor:
+        own = self.own_logits(output)
         if self.words is None:
             return own
         everywhere = own.new_full((*own.shape[:-1], self.vocab_size), -torch.inf)
@@ -105,33 +111,35 @@ class UnrolledHead(FeatureHead, Learner):
         dtype = next(self.parameters()).dtype
         features = self.features({layer: lesson.hidden[layer].to(dtype) for layer in self.hidden_layers})
         attention = ChainsOfPlaces()
-        thoughts: list[Tensor] = []
+        outputs: list[Tensor] = []
         for step in range(min(self.num_steps, lesson.tokens.shape[1] - 2)):
             num_places = lesson.tokens.shape[1] - 2 - step
             places = slice(1 + step, 1 + step + num_places)
-            behind = (thoughts[-1] if thoughts else features)[:, :num_places]
+            behind = (outputs[-1] if outputs else features)[:, :num_places]
             positions = torch.arange(num_places, device=lesson.tokens.device)[None] + step
-            turns = turns_at(self.shape, positions, dtype)
+            cos_sin = cos_sin_at(self.shape, positions, dtype)
             embedded = self.embed(lesson.tokens[:, places]).to(dtype)
-            thoughts.append(self(embedded, behind, turns, attention.attend))
-        return thoughts
+            outputs.append(self(embedded, behind, cos_sin, attention.attend))
+        return outputs
 
-    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
         """Return the losses and acceptance rates of `num_steps` draft steps from every position.
 
         The reference of each step is the target's distribution over the draft vocabulary.
         """
         losses, accepted = [], []
-        for step, thought in enumerate(self.unroll(lesson)):
-            places = slice(1 + step, 1 + step + thought.shape[1])
-            counts = lesson.counts[:, 2 + step : 2 + step + thought.shape[1]]
+        for step, output in enumerate(self.unroll(lesson)):
+            places = slice(1 + step, 1 + step + output.shape[1])
+            counts = lesson.counts[:, 2 + step : 2 + step + output.shape[1]]
             states = lesson.hidden[-1][:, places]
-            loss, share = grade(states, ends, thought, self.own_logits, counts, objective, self.words)
+            loss, share = masked_loss_and_acceptance(
+                states, ends, output, self.own_logits, counts, objective, self.words
+            )
             losses.append(loss)
             accepted.append(share)
         # Depths that the texts are too short for count as 0.
         missing = [lesson.hidden[-1].new_zeros(())] * (self.num_steps - len(losses))
-        return Marks(losses + missing, accepted + missing)
+        return DepthLosses(losses + missing, accepted + missing)
 
 
 def shape_of_width(width: int) -> LayerShape:

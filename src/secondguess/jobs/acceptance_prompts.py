@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from secondguess.bench.workloads import Workload, spread
+from secondguess.bench.workloads import Workload, evenly_spaced
 
 STANDARD_LIBRARY = "stdlib"
 """Name of this workload, accepted in place of a file of prompts."""
@@ -49,7 +49,7 @@ def standard_library_prompts(num_prompts: int) -> Workload:
     openings = tuple(_opening(source) for source in files)
     prose = tuple(text for tree in trees for text in _long_docstrings(tree))
     shares = ((heads, 5), (openings, 2), (prose, 2), (tuple(_repetitive()), 1))
-    parts = [spread(texts, -(-num_prompts * share // 10)) for texts, share in shares]
+    parts = [evenly_spaced(texts, -(-num_prompts * share // 10)) for texts, share in shares]
     prompts = tuple(_interleaved(parts)[:num_prompts])
     return Workload(STANDARD_LIBRARY, prompts, tasks=(STANDARD_LIBRARY,) * len(prompts))
 

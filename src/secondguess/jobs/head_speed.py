@@ -11,7 +11,7 @@ from secondguess.controllers import make_controller
 from secondguess.drafters.none import NoDrafter
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
-from secondguess.train.lessons import TaughtText
+from secondguess.train.lessons import TrainingText
 
 NUM_PROMPTS, NUM_TOKENS, NUM_TURNS = 4, 48, 2
 SHORTEST_PROMPT = 16
@@ -19,7 +19,7 @@ SHORTEST_PROMPT = 16
 
 
 def measure_speed(
-    model: str, drafter: str, texts: Sequence[TaughtText], dtype: str, device: str
+    model: str, drafter: str, texts: Sequence[TrainingText], dtype: str, device: str
 ) -> dict[str, Any]:
     """Measure greedy decoding with and without the drafter, in turn, at batch size 1.
 
@@ -58,7 +58,7 @@ def measure_speed(
     }
 
 
-def prompt_of(text: TaughtText) -> list[int]:
+def prompt_of(text: TrainingText) -> list[int]:
     """Return the tokens before the first one that counts, or else the beginning of the text."""
     first = text.counts.index(True) if True in text.counts else len(text.tokens)
     return text.tokens[: max(1, min(first or SHORTEST_PROMPT, len(text.tokens) - 1))]

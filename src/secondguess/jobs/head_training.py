@@ -16,19 +16,19 @@ from typing import Any, Protocol
 import torch
 
 from secondguess.api import LLM, load
-from secondguess.bench.provenance import gather
+from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.systems import public_name
 from secondguess.drafters import DRAFTERS
 from secondguess.errors import BadInputError
 from secondguess.heads.files import NAMED, Provenance
-from secondguess.heads.learning import Learner
+from secondguess.heads.learning import TrainableHead
 from secondguess.jobs.head_speed import measure_speed
 from secondguess.jobs.lesson_texts import (
     AnswerSettings,
     Document,
     default_documents,
     read_documents,
-    some_of,
+    sample_evenly,
     texts_as_they_stand,
     write_answers,
 )
@@ -41,16 +41,16 @@ from secondguess.train.export import saved_dtype
 from secondguess.train.files import require_folder
 from secondguess.train.head_card import write_card
 from secondguess.train.head_trainer import (
-    Aim,
     HeadTrainer,
     Progress,
     Standing,
+    TrainingObjective,
     TrainSettings,
     acceptance_length,
 )
-from secondguess.train.lessons import TaughtText, Texts
+from secondguess.train.lessons import Texts, TrainingText
 from secondguess.train.losses import objective
-from secondguess.train.recipes import Recipe, TargetFacts, make_recipe
+from secondguess.train.recipes import Recipe, TargetInfo, make_recipe
 from secondguess.train.schedule import Budget
 
 DEFAULT_PROMPTS = 400
@@ -206,18 +206,18 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
     run = job.out / "run"
     llm = load(job.model, "suffix", dtype=job.load_dtype, device=job.device)
     if job.recipe.runs_first_layers:
-        llm.target.runtime.require_layers_apart()
+        llm.target.runtime.require_partial_forward()
     claim(run, job.identity())
     texts = Texts.split(_texts(job, llm, documents, run / "texts", show))
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
-    learner, standing = _learn(job, llm, texts, run, show)
+    trainable, standing = _learn(job, llm, texts, run, show)
     # Saved in the dtype of the target's weights: a drafter needs no more precision than that.
-    learner.to(saved_dtype(read_config(llm.target.path).to_dict()))
-    job.recipe.save(learner, job.out, public_name(job.model))
+    trainable.to(saved_dtype(read_config(llm.target.path).to_dict()))
+    job.recipe.save(trainable, job.out, public_name(job.model))
     if job.recipe.keeps_tokenizer:
         llm.target.tokenizer.save_pretrained(job.out)
     path, num_words = llm.target.path, llm.target.runtime.vocab_size
-    del learner, llm
+    del trainable, llm
     figures = _figures(job, standing) | _speed(job, texts, show)
     provenance = _provenance(job, Path(path), texts, standing, figures, num_words)
     write_card(job.out, provenance, _usage(job))
@@ -228,22 +228,22 @@ def _documents(job: HeadJob) -> list[Document]:
     if not job.data:
         return default_documents(job.num_prompts or DEFAULT_PROMPTS)
     documents = read_documents(job.data, job.as_is)
-    return some_of(documents, job.num_prompts or len(documents))
+    return sample_evenly(documents, job.num_prompts or len(documents))
 
 
 def _texts(
     job: HeadJob, llm: LLM, documents: Sequence[Document], folder: Path, show: Show
-) -> list[TaughtText]:
+) -> list[TrainingText]:
     if job.as_is:
         return texts_as_they_stand(llm.target, documents, job.answers.length)
     answers = replace(job.answers, seed=job.seed)
     return write_answers(llm, documents, answers, folder, show.writing, show.pause)
 
 
-def _learn(job: HeadJob, llm: LLM, texts: Texts, run: Path, show: Show) -> tuple[Learner, Standing]:
+def _learn(job: HeadJob, llm: LLM, texts: Texts, run: Path, show: Show) -> tuple[TrainableHead, Standing]:
     runtime, recipe = llm.target.runtime, job.recipe
     ends = ends_for_learning(runtime)
-    facts = TargetFacts(
+    facts = TargetInfo(
         path=Path(llm.target.path),
         config=read_config(llm.target.path).to_dict(),
         ends=ends,
@@ -253,13 +253,13 @@ def _learn(job: HeadJob, llm: LLM, texts: Texts, run: Path, show: Show) -> tuple
         device=runtime.device,
         seed=job.seed,
     )
-    learner = recipe.fresh(facts).float().to(runtime.device)
-    captures = _captures(job, llm, texts, learner.hidden_layers, run / "states", show)
-    aim = Aim(objective(job.loss_name), recipe.weights, recipe.score)
+    trainable = recipe.fresh(facts).float().to(runtime.device)
+    captures = _captures(job, llm, texts, trainable.hidden_layers, run / "states", show)
+    aim = TrainingObjective(objective(job.loss_name), recipe.weights, recipe.score)
     trainer = HeadTrainer(
-        learner, ends, texts, *captures, aim, job.settings(), run, progress=show.training, pause=show.pause
+        trainable, ends, texts, *captures, aim, job.settings(), run, progress=show.training, pause=show.pause
     )
-    return learner, trainer.run()
+    return trainable, trainer.run()
 
 
 def _captures(
@@ -318,7 +318,7 @@ def _provenance(
     figures: dict[str, Any],
     vocab_size: int,
 ) -> Provenance:
-    where = gather(
+    where = collect_provenance(
         num_threads=torch.get_num_threads(),
         device=job.device,
         dtype=job.load_dtype,

@@ -21,13 +21,13 @@ from secondguess.bench.prompt_files import (
     read_records,
     read_text,
 )
-from secondguess.bench.workloads import spread
+from secondguess.bench.workloads import evenly_spaced
 from secondguess.errors import BadInputError
 from secondguess.jobs.acceptance_prompts import STANDARD_LIBRARY, standard_library_prompts
 from secondguess.names import require_between
 from secondguess.runtime.loading import LoadedModel
 from secondguess.sampling import SamplingParams
-from secondguess.train.lessons import TaughtText, read_texts, windows, write_texts
+from secondguess.train.lessons import TrainingText, read_texts, windows, write_texts
 
 ANSWER_KEYS = ("completion", "response", "answer", "output")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
@@ -163,7 +163,9 @@ def _message(message: object) -> Message:
     raise BadInputError(f"expected messages with a text 'role' and 'content', got {message!r:.60}")
 
 
-def texts_as_they_stand(target: LoadedModel, documents: Sequence[Document], length: int) -> list[TaughtText]:
+def texts_as_they_stand(
+    target: LoadedModel, documents: Sequence[Document], length: int
+) -> list[TrainingText]:
     """Return the texts of the documents as they are, in windows of `length` tokens.
 
     In chats the assistant's messages count, in prompts with an answer the answer, and in other
@@ -247,7 +249,7 @@ def write_answers(
     folder: Path,
     tell: Tell,
     pause: Callable[[], None],
-) -> list[TaughtText]:
+) -> list[TrainingText]:
     """Generate answers to all prompts with the target; texts of an interrupted call are reused.
 
     Args:
@@ -263,14 +265,14 @@ def write_answers(
     """
     _require_room(llm.target, settings.length)
     per_file = settings.batch_size * BATCHES_PER_FILE
-    texts: list[TaughtText] = []
+    texts: list[TrainingText] = []
     for start in range(0, len(documents), per_file):
         path = folder / f"{start:07}.npz"
         if path.is_file():
             texts += read_texts(path)
             tell(len(texts), len(documents))
             continue
-        fresh: list[TaughtText] = []
+        fresh: list[TrainingText] = []
         for at in range(start, min(start + per_file, len(documents)), settings.batch_size):
             part = documents[at : min(at + settings.batch_size, start + per_file)]
             fresh += _answered(llm, part, at, settings)
@@ -283,7 +285,7 @@ def write_answers(
 
 def _answered(
     llm: LLM, documents: Sequence[Document], first: int, settings: AnswerSettings
-) -> list[TaughtText]:
+) -> list[TrainingText]:
     most = settings.length - settings.max_tokens
     prompts = [prompt_ids(llm.target, document)[-most:] for document in documents]
     params = [
@@ -296,11 +298,11 @@ def _answered(
     ]
     outputs = Generation(llm, prompts, params).run()
     return [
-        TaughtText([*prompt, *output.token_ids], [False] * len(prompt) + [True] * len(output.token_ids))
+        TrainingText([*prompt, *output.token_ids], [False] * len(prompt) + [True] * len(output.token_ids))
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
 
 
-def some_of(documents: Sequence[Document], most: int) -> list[Document]:
+def sample_evenly(documents: Sequence[Document], most: int) -> list[Document]:
     """Return at most `most` documents, evenly spread."""
-    return list(spread(tuple(documents), most))
+    return list(evenly_spaced(tuple(documents), most))

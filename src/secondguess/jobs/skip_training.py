@@ -15,7 +15,7 @@ from secondguess.jobs.lesson_texts import (
     AnswerSettings,
     default_documents,
     read_documents,
-    some_of,
+    sample_evenly,
     write_answers,
 )
 from secondguess.jobs.run_folder import claim, identity_of_texts
@@ -81,7 +81,7 @@ def search_layers(job: SkipJob, show: Show) -> Candidate:
         raise UnsupportedModelError(
             f"expected a target that the fused runtime covers, got {job.model}; its layers cannot be left out"
         )
-    chosen = some_of(documents, job.num_prompts)
+    chosen = sample_evenly(documents, job.num_prompts)
     texts = write_answers(llm, chosen, job.answers, run / "texts", show.writing, show.pause)
     length = min(SEARCHED_TOKENS, max(len(text.tokens) for text in texts))
     search = SkipSearch(target, one_length([text.tokens for text in texts], length))

@@ -27,7 +27,7 @@ normalised.
 
 
 @dataclass(frozen=True)
-class Scores:
+class ForwardOutput:
     """Logits and hidden states of one forward pass.
 
     Args:
@@ -42,7 +42,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Ends:
+class EmbeddingAndHead:
     """Embeddings, final norm and language-modelling head of a model, which a drafter may share.
 
     Args:
@@ -70,14 +70,14 @@ class Runtime(ABC):
         context_length: largest number of positions.
         num_layers: number of decoder layers.
         device: device of the input tensors.
-        runs_layers_apart: True if `read_ahead` and `without_layers` are supported.
+        supports_partial_forward: True if `run_first_layers` and `without_layers` are supported.
     """
 
     vocab_size: int
     context_length: int
     num_layers: int
     device: torch.device
-    runs_layers_apart: bool = False
+    supports_partial_forward: bool = False
 
     def request_hidden(self, layers: Sequence[int]) -> None:
         """Set the layers whose hidden states `begin` and `score` return from now on.
@@ -91,7 +91,7 @@ class Runtime(ABC):
                 "use a drafter that needs none"
             )
 
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         """Return the model's embeddings, final norm and head.
 
         Raises:
@@ -101,16 +101,16 @@ class Runtime(ABC):
             f"expected a target that lends its embeddings, got a {type(self).__name__}; use a drafter that needs none"
         )
 
-    def require_layers_apart(self) -> None:
+    def require_partial_forward(self) -> None:
         """Check that layers can be run separately, for drafters to fail before any work is done.
 
         Raises:
             UnsupportedModelError: if the layers cannot be run separately.
         """
-        if not self.runs_layers_apart:
-            raise _runs_as_a_whole()
+        if not self.supports_partial_forward:
+            raise _partial_forward_error()
 
-    def read_ahead(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
+    def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
         """Run only the first layers over pending and a draft that may still grow.
 
         The next `score` runs the remaining layers and keeps the cache entries that these have
@@ -123,7 +123,7 @@ class Runtime(ABC):
         Raises:
             UnsupportedModelError: if the layers cannot be run separately.
         """
-        raise _runs_as_a_whole()
+        raise _partial_forward_error()
 
     def without_layers(self, skipped: Sequence[int]) -> Runtime:
         """Return a runtime that shares the weights but skips some layers, with a cache of its own.
@@ -135,7 +135,7 @@ class Runtime(ABC):
             BadInputError: if a layer does not exist, or none would be left.
             UnsupportedModelError: if the layers cannot be run separately.
         """
-        raise _runs_as_a_whole()
+        raise _partial_forward_error()
 
     @abstractmethod
     def begin(self, rows: Sequence[Row]) -> Sequence[Hidden]:
@@ -146,14 +146,14 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def read_up(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[Row]) -> None:
         """Prefill all uncached tokens of rows but the last, in chunks.
 
         `score` would process these tokens too, which makes all rows of its batch wait.
         """
 
     @abstractmethod
-    def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
+    def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         """Run one forward pass over each row's uncached tokens (at least `pending`) and its nodes.
 
         Afterwards every token of `row.tokens` is cached. The cache entries of the nodes are held
@@ -179,7 +179,7 @@ class Runtime(ABC):
         """Release the cache slot of a row; do nothing for a row that never began."""
 
 
-def _runs_as_a_whole() -> UnsupportedModelError:
+def _partial_forward_error() -> UnsupportedModelError:
     return UnsupportedModelError(
         "expected a target whose layers run one by one, got one that runs as a whole; load it with runtime native or fused "
         "if one covers the model (docs/runtimes.md), or use a drafter that does without, such as suffix"

@@ -17,7 +17,7 @@ from secondguess.core import Draft, Row, token_tensor
 from secondguess.errors import BadInputError
 from secondguess.runtime import tree
 from secondguess.runtime.attention import Step
-from secondguess.runtime.base import Hidden, Runtime, Scores
+from secondguess.runtime.base import ForwardOutput, Hidden, Runtime
 from secondguess.runtime.cache import KeyValueCache
 
 UNLIMITED = 2**31
@@ -111,7 +111,7 @@ class CachedRuntime(Runtime):
         # and a single prompt keeps the processor busy.
         self._prefills_together = device.type != "cpu"
         self._key_block = KEY_BLOCK if device.type == "cpu" else 1
-        self._stairs = tree.Stairs(device)
+        self._stairs = tree.ChainMasks(device)
         self.request_hidden(hidden_layers)
 
     def request_hidden(self, layers: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ class CachedRuntime(Runtime):
         seen = self._prefill([self._states[row] for row in rows], with_hidden=bool(self.hidden_layers))
         return [seen.get(row, {}) for row in rows]
 
-    def read_up(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[Row]) -> None:
         self._prefill([self._states[row] for row in rows])
 
     def end(self, row: Row) -> None:
@@ -216,7 +216,7 @@ class CachedRuntime(Runtime):
             with torch.inference_mode():
                 self.cache.compact(slots, starts, moved)
 
-    def score(self, rows: Sequence[Row], draft: Draft) -> Scores:
+    def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         slots = [self._states[row].slot for row in rows]
         if slots == sorted(slots):
             return self._score([self._states[row] for row in rows], draft)
@@ -226,9 +226,9 @@ class CachedRuntime(Runtime):
         scores = self._score([self._states[rows[index]] for index in order.tolist()], draft.select(order))
         back = order.argsort()
         hidden = {layer: states[back] for layer, states in scores.hidden.items()}
-        return Scores(scores.logits[back], hidden)
+        return ForwardOutput(scores.logits[back], hidden)
 
-    def _score(self, states: Sequence[CachedRow], draft: Draft) -> Scores:
+    def _score(self, states: Sequence[CachedRow], draft: Draft) -> ForwardOutput:
         num_uncached = self._catch_up(states)
         queries = queries_of(states, num_uncached, draft)
         num_queries = draft.num_nodes + 1
@@ -255,7 +255,7 @@ class CachedRuntime(Runtime):
         for state in states:
             state.length = len(state.row.tokens)
             state.num_nodes = draft.num_nodes
-        return Scores(logits, hidden)
+        return ForwardOutput(logits, hidden)
 
     def _catch_up(self, states: Sequence[CachedRow]) -> list[int]:
         """Return the uncached tokens per row, at least 1; rows beyond a chunk are prefilled."""
@@ -359,7 +359,7 @@ def queries_of(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: 
     if draft.is_chain:
         return Queries(tokens, None)
     parents, lengths = draft.parents.tolist(), draft.lengths.tolist()
-    hung = torch.tensor(tree.hang_below(parents, lengths, num_uncached), device=device)
+    hung = torch.tensor(tree.attach_drafts(parents, lengths, num_uncached), device=device)
     return Queries(tokens, tree.ancestor_closure(hung))
 
 

@@ -22,7 +22,7 @@ from secondguess.runtime.loading import (
     read_tokenizer,
 )
 from secondguess.runtime.memory import available_memory
-from secondguess.runtime.native.decoder import obstacle_to_kernels
+from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import check_supported, context_length_of
 
@@ -107,7 +107,7 @@ def describe_model(
     text = config.get_text_config()
     context = context_length_of(text)
     number = pick_dtype(dtype, place, config, runtime)
-    by_kernels = runtime != "transformers" and obstacle_to_kernels(config, number, place) is None
+    by_kernels = runtime != "transformers" and why_not_native(config, number, place) is None
     check_quantization(quantize, by_kernels=by_kernels)
     need = memory_need(
         name,
@@ -147,7 +147,7 @@ def _runtime_of(
     config: Any, dtype: torch.dtype, place: torch.device, kind: str, quantize: str | None
 ) -> dict[str, str]:
     """Return the first permitted runtime that covers the model, as `make_runtime` tries them."""
-    obstacle = obstacle_to_kernels(config, dtype, place)
+    obstacle = why_not_native(config, dtype, place)
     if obstacle is None and kind in ("auto", "native"):
         return {"runtime": "native", "not_native": ""}
     not_native = obstacle or f"runtime {kind} was asked for"

@@ -1,6 +1,6 @@
 """Descriptions of the dense decoder families that the fused decoder supports.
 
-Each family is one entry of `FAMILIES`. `obstacle_to_fusing` rejects configurations with features
+Each family is one entry of `FAMILIES`. `why_not_fused` rejects configurations with features
 that a description cannot express. The probe in `fused.fuse` then checks that the description is
 correct.
 """
@@ -57,7 +57,7 @@ class Family:
     Args:
         windows: function from the configuration to each layer's sliding window in tokens, None for
             full attention. A configuration may name windows that the family's module does not use.
-        normalises_heads: whether queries and keys are normalised per head (Qwen3).
+        has_qk_norm: whether queries and keys are normalised per head (Qwen3).
         joins_projections: whether query, key and value are one linear layer, and gate and up
             another (Phi-3).
         norm: class of the root-mean-square norms.
@@ -69,7 +69,7 @@ class Family:
     """
 
     windows: Callable[[Any], list[int | None]]
-    normalises_heads: bool = False
+    has_qk_norm: bool = False
     joins_projections: bool = False
     norm: type[Norm] = Norm
     normalises_outputs: bool = False
@@ -94,12 +94,12 @@ FAMILIES = {
     "llama": Family(no_windows),
     "mistral": Family(one_window),
     "qwen2": Family(window_by_layer),
-    "qwen3": Family(window_by_layer, normalises_heads=True),
+    "qwen3": Family(window_by_layer, has_qk_norm=True),
     "phi3": Family(one_window, joins_projections=True),
     "gemma": Family(no_windows, norm=OffsetNorm, scales_embeddings=True),
     "gemma3_text": Family(
         window_by_layer,
-        normalises_heads=True,
+        has_qk_norm=True,
         norm=OffsetNorm,
         normalises_outputs=True,
         turns_by_layer_type=True,
@@ -108,16 +108,16 @@ FAMILIES = {
     ),
 }
 
-UNCOVERED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+UNSUPPORTED_FIELDS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 """Configuration fields that, when set, enable features the fused decoder does not implement."""
 
 
 def can_fuse(config: Any, device: torch.device) -> bool:
     """Return whether the fused decoder covers models with this configuration on this device."""
-    return obstacle_to_fusing(config, device) is None
+    return why_not_fused(config, device) is None
 
 
-def obstacle_to_fusing(config: Any, device: torch.device) -> str | None:
+def why_not_fused(config: Any, device: torch.device) -> str | None:
     """Return why the fused decoder does not cover this configuration on this device, else None."""
     if device.type != "cpu":
         return f"our own decoders run on a CPU, not on {device}"
@@ -131,7 +131,7 @@ def obstacle_to_fusing(config: Any, device: torch.device) -> str | None:
         return f"activation {getattr(text, family.activation)} is none of {', '.join(ACTIVATIONS)}"
     if not all(map(_is_plain_rope, ropes.values() if family.turns_by_layer_type else [ropes])):
         return "its rotary positions depend on the length, or turn part of a head"
-    asked = [field for field in UNCOVERED if getattr(text, field, None)]
+    asked = [field for field in UNSUPPORTED_FIELDS if getattr(text, field, None)]
     return f"no description has words for {asked[0]}" if asked else None
 
 

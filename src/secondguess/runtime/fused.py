@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.runtime.attention import Step, attend_as_several
-from secondguess.runtime.base import Ends
+from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cached import KEY_BLOCK, Output
 from secondguess.runtime.families import ACTIVATIONS, FAMILIES, Family, attention_inputs, mlp_inputs
-from secondguess.runtime.layered import LayeredRuntime, layers_without
+from secondguess.runtime.layered import LayeredRuntime, remaining_layers
 from secondguess.runtime.packing import Product
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import context_length_of
-from secondguess.runtime.tree import Stairs
+from secondguess.runtime.tree import ChainMasks
 
 with quiet():
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
@@ -64,7 +64,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         for rotary in decoder.rotaries.values():
             rotary.reserve(limit)
         found = _probe(decoder, tokens, positions)
-    return decoder if reproduces(found, expected, PROBE_TOLERANCE[expected.dtype]) else None
+    return decoder if logits_match(found, expected, PROBE_TOLERANCE[expected.dtype]) else None
 
 
 def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
     first = runtime.run(tokens[:, :-1], prefill, width, with_hidden=False).logits
     runtime.cache.place([width] * rows, 1, slots, KEY_BLOCK)
     keys = positions[:, :1] + torch.arange(KEY_BLOCK)
-    mask = Stairs(positions.device).mask(width, 1, KEY_BLOCK)
+    mask = ChainMasks(positions.device).mask(width, 1, KEY_BLOCK)
     decode = Step(mask, positions[:, -1:], KEY_BLOCK, key_positions=keys.expand(rows, -1))
     last = runtime.run(tokens[:, -1:], decode, 1, with_hidden=False).logits
     return torch.cat((first, last), 1)
@@ -93,14 +93,14 @@ def _linears(model: Any) -> Iterator[Any]:
     yield model.get_output_embeddings()
 
 
-def reproduces(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+def logits_match(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Return whether logits differ by at most `tolerance` times the largest expected one."""
     scale = expected.abs().max().clamp_min(1.0)
     return bool((found - expected).abs().max() <= tolerance * scale)
 
 
 @dataclass(frozen=True)
-class View:
+class LayerMask:
     """Attention mask of the layers of one kind, in the form that `Heads.attend` takes.
 
     Args:
@@ -123,7 +123,7 @@ class Heads:
         self.num_keys: int = config.num_key_value_heads
         self.group: int = self.num_queries // self.num_keys
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, view: View) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, view: LayerMask) -> Tensor:
         """Return the attention output `[row, query, head * size]`.
 
         Args:
@@ -215,7 +215,7 @@ class Layer:
         module: the layer whose weights are taken.
         family, config: description of the module's computation.
         window: sliding window in tokens; None for full attention.
-        turned_like: key of the rotary table that the layer uses.
+        rotary_kind: key of the rotary table that the layer uses.
         packed: whether to pack the weights.
     """
 
@@ -225,18 +225,18 @@ class Layer:
         family: Family,
         config: Any,
         window: int | None,
-        turned_like: str | None,
+        rotary_kind: str | None,
         packed: bool,
     ) -> None:
         attention, mlp = module.self_attn, module.mlp
         self.window = window
-        self.turned_like = turned_like
+        self.rotary_kind = rotary_kind
         self.heads = Heads(config, attention)
         self.activation_name: str = getattr(config, family.activation)
         self.activation = ACTIVATIONS[self.activation_name]
         self.attention_norm = family.norm(module.input_layernorm)
-        self.query_norm = family.norm(attention.q_norm) if family.normalises_heads else None
-        self.key_norm = family.norm(attention.k_norm) if family.normalises_heads else None
+        self.query_norm = family.norm(attention.q_norm) if family.has_qk_norm else None
+        self.key_norm = family.norm(attention.k_norm) if family.has_qk_norm else None
         self.attention_output_norm = self.mlp_output_norm = None
         if family.normalises_outputs:
             self.attention_output_norm = family.norm(module.post_attention_layernorm)
@@ -255,7 +255,7 @@ class Layer:
             product.weight = torch.empty(0)
 
     def forward(
-        self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: View, cache: Any
+        self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: LayerMask, cache: Any
     ) -> Tensor:
         """Return the output of this layer, `[row, query, width]`.
 
@@ -328,7 +328,7 @@ class FusedDecoder:
             BadInputError: if a layer does not exist, or none would be left.
         """
         fewer = copy.copy(self)
-        fewer.layers = [self.layers[index] for index in layers_without(skipped, len(self.layers))]
+        fewer.layers = [self.layers[index] for index in remaining_layers(skipped, len(self.layers))]
         return fewer
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -336,10 +336,10 @@ class FusedDecoder:
         states = functional.embedding(tokens, self.embedding)
         return states if self.embedding_scale is None else states * self.embedding_scale
 
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         """Return the embeddings, final norm and head, which a drafter may share."""
         width = self.embedding.shape[1]
-        return Ends(width, self.embedding.dtype, self.embed, self.norm, self.head)
+        return EmbeddingAndHead(width, self.embedding.dtype, self.embed, self.norm, self.head)
 
     @property
     def num_heads_per_key(self) -> int:
@@ -369,9 +369,9 @@ class FusedRuntime(LayeredRuntime):
         self.decoder = decoder
         self._shown, self._hidden = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype)
         group = decoder.num_heads_per_key
-        self._added_stairs = Stairs(self.device, self._shown, self._hidden, repeats=group)
+        self._added_stairs = ChainMasks(self.device, self._shown, self._hidden, repeats=group)
 
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         return self.decoder.ends()
 
     def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
@@ -388,12 +388,12 @@ class FusedRuntime(LayeredRuntime):
     def _through(self, states: Tensor, step: Step, layers: range) -> list[Tensor]:
         """Run these layers; return their input and each layer's output, `[row, query, width]`."""
         decoder = self.decoder
-        turns = {kind: rotary.at(step) for kind, rotary in decoder.rotaries.items()}
+        cos_sin = {kind: rotary.at(step) for kind, rotary in decoder.rotaries.items()}
         views = {window: self._view(step, window) for window in decoder.windows}
         levels = [states]
         for index in layers:
             layer = decoder.layers[index]
-            states = layer.forward(states, index, turns[layer.turned_like], views[layer.window], self.cache)
+            states = layer.forward(states, index, cos_sin[layer.rotary_kind], views[layer.window], self.cache)
             levels.append(states)
         return levels
 
@@ -409,15 +409,15 @@ class FusedRuntime(LayeredRuntime):
         levels = [self.decoder.embed(tokens)] + [states] * (num_layers - 1) + levels
         return self._output(levels, tokens.shape[1], bool(self.hidden_layers))
 
-    def _view(self, step: Step, window: int | None) -> View:
+    def _view(self, step: Step, window: int | None) -> LayerMask:
         """Return the mask of the layers of one kind, with heads folded, in the model's dtype."""
         width = step.query_positions.shape[1]
         sees_all = window is None or step.num_keys <= window
         if sees_all and step.mask is not None and step.start is not None:
-            return View(self._added_stairs.mask(step.start, width, step.num_keys), causal=False)
+            return LayerMask(self._added_stairs.mask(step.start, width, step.num_keys), causal=False)
         rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
         allowed = step.visible(rule, window)
         if allowed is None:
-            return View(None, causal=width > 1)
+            return LayerMask(None, causal=width > 1)
         mask = torch.where(allowed, self._shown, self._hidden)
-        return View(mask.repeat_interleave(self.decoder.num_heads_per_key, 2), causal=False)
+        return LayerMask(mask.repeat_interleave(self.decoder.num_heads_per_key, 2), causal=False)

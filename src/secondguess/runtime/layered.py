@@ -12,12 +12,12 @@ from torch import Tensor
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
 from secondguess.runtime.attention import Step
-from secondguess.runtime.base import Hidden, Scores
+from secondguess.runtime.base import ForwardOutput, Hidden
 from secondguess.runtime.cached import CachedRow, CachedRuntime, Output, queries_of
 
 
 @dataclass(frozen=True)
-class Ahead:
+class PartialForward:
     """Hidden states of a round's queries after the first layers, before the remaining layers run.
 
     Args:
@@ -53,7 +53,7 @@ class Ahead:
         return bool((same | ~draft.mask[:, :num_read]).all())
 
 
-def layers_without(skipped: Sequence[int], num_layers: int) -> list[int]:
+def remaining_layers(skipped: Sequence[int], num_layers: int) -> list[int]:
     """Return the layers that remain, counted from 0.
 
     Raises:
@@ -70,8 +70,8 @@ def layers_without(skipped: Sequence[int], num_layers: int) -> list[int]:
 class LayeredRuntime(CachedRuntime):
     """Runtime that keeps the first layers' output for a draft until the remaining layers run."""
 
-    runs_layers_apart = True
-    _ahead: Ahead | None = None
+    supports_partial_forward = True
+    _partial: PartialForward | None = None
 
     @abstractmethod
     def run_first(self, tokens: Tensor, step: Step, num_known: int, num_layers: int) -> Tensor:
@@ -98,25 +98,25 @@ class LayeredRuntime(CachedRuntime):
             num_layers: number of layers that have been run.
         """
 
-    # An interrupted round leaves `_ahead` behind. It must be dropped below: rows, lengths and
+    # An interrupted round leaves `_partial` behind. It must be dropped below: rows, lengths and
     # draft may match again after the cache has been overwritten.
     def release(self) -> None:
-        self._ahead = None
+        self._partial = None
         super().release()
 
     def begin(self, rows: Sequence[Row]) -> list[Hidden]:
-        self._ahead = None
+        self._partial = None
         return super().begin(rows)
 
     def end(self, row: Row) -> None:
-        self._ahead = None
+        self._partial = None
         super().end(row)
 
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        self._ahead = None
+        self._partial = None
         super().rewind(rows, lengths)
 
-    def read_ahead(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
+    def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
         slots = torch.tensor([self._states[row].slot for row in rows])
         order = slots.argsort()
         members = [self._states[rows[index]] for index in order.tolist()]
@@ -125,13 +125,13 @@ class LayeredRuntime(CachedRuntime):
             raise BadInputError(
                 "expected rows of which all but the last token is cached, got others; score them first"
             )
-        ahead = self._ahead
+        ahead = self._partial
         goes_on = ahead is not None and ahead.num_layers == num_layers and ahead.agrees_with(members, draft)
         known = ahead.states if ahead is not None and goes_on else None
         with torch.inference_mode():
             states = self._go_on(members, draft, known, num_layers)[2]
         lengths = [state.length for state in members]
-        self._ahead = Ahead([state.row for state in members], lengths, draft, states, num_layers)
+        self._partial = PartialForward([state.row for state in members], lengths, draft, states, num_layers)
         return states[order.argsort()]
 
     def _go_on(
@@ -155,8 +155,8 @@ class LayeredRuntime(CachedRuntime):
         self._place(members, starts, tokens.shape[1], num_keys)
         return tokens, step, states
 
-    def _score(self, states: Sequence[CachedRow], draft: Draft) -> Scores:
-        ahead, self._ahead = self._ahead, None
+    def _score(self, states: Sequence[CachedRow], draft: Draft) -> ForwardOutput:
+        ahead, self._partial = self._partial, None
         if ahead is None or not ahead.agrees_with(states, draft):
             return super()._score(states, draft)
         if any(0 < layer % (self.num_layers + 1) < ahead.num_layers for layer in self.hidden_layers):
@@ -168,4 +168,4 @@ class LayeredRuntime(CachedRuntime):
             state.length = len(state.row.tokens)
             state.num_nodes = draft.num_nodes
         logits = output.logits if output.logits.dtype == torch.float64 else output.logits.float()
-        return Scores(logits, output.hidden)
+        return ForwardOutput(logits, output.hidden)

@@ -15,7 +15,7 @@ from secondguess.errors import BadInputError, CheckpointError, SecondGuessError,
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.families import can_fuse
 from secondguess.runtime.fused import FusedRuntime, fuse
-from secondguess.runtime.memory import MemoryNeed, check_memory, count_parameters, estimate_memory
+from secondguess.runtime.memory import MemoryEstimate, check_memory, count_parameters, estimate_memory
 from secondguess.runtime.native.decoder import can_run_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import can_pack, pack_linears
@@ -42,9 +42,9 @@ class LoadedModel:
     Attributes:
         runtime: the model; see `runtime.base.Runtime`.
         kind: name of the runtime, one of `resolve.RUNTIMES` except `auto`.
-        tokenizer: a Transformers tokenizer; None for a model passed to `borrow_model`.
+        tokenizer: a Transformers tokenizer; None for a model passed to `wrap_model`.
         name: name or path as given by the user.
-        path: directory of the checkpoint; the name, for a model passed to `borrow_model` whose
+        path: directory of the checkpoint; the name, for a model passed to `wrap_model` whose
             directory is unknown.
         dtype: compute dtype, also with `quantize`: `float64`, `float32`, `bfloat16` or `float16`.
         device: such as `cpu` or `cuda:0`.
@@ -244,7 +244,7 @@ def memory_need(
     num_cached_tokens: int = 4096,
     drafts: bool = False,
     runtime: str = "auto",
-) -> MemoryNeed:
+) -> MemoryEstimate:
     """Return the memory that `load_runtime` with these arguments would take.
 
     Allows several models to be checked together (`memory.check_memory`).
@@ -258,7 +258,7 @@ def memory_need(
 
 
 @contextmanager
-def borrow_model(model: Any) -> Iterator[LoadedModel]:
+def wrap_model(model: Any) -> Iterator[LoadedModel]:
     """Wrap the user's own model as a `LoadedModel` and restore the model when the context ends."""
     with TransformersRuntime(model) as runtime:
         name = str(model.name_or_path)
@@ -483,7 +483,7 @@ def _need(
     num_cached_tokens: int,
     drafts: bool,
     runtime: str,
-) -> MemoryNeed:
+) -> MemoryEstimate:
     num_parameters = count_parameters(Path(path))
     if num_parameters is None:
         # weights in the older pickle format, which rarely take more than two bytes each

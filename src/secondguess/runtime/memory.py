@@ -21,7 +21,7 @@ INT8_BYTES = 1.02
 
 
 @dataclass(frozen=True)
-class MemoryNeed:
+class MemoryEstimate:
     """Memory of a model in bytes.
 
     Args:
@@ -86,7 +86,7 @@ def estimate_memory(
     quantized: bool = False,
     packed: bool = False,
     num_cached_tokens: int = 4096,
-) -> MemoryNeed:
+) -> MemoryEstimate:
     """Return the memory of a model's weights and of the keys and values of all layers.
 
     Packing gives a head that is tied to the embeddings a copy of its own.
@@ -104,7 +104,7 @@ def estimate_memory(
         weights = int((num_parameters - num_embedded) * INT8_BYTES) + num_embedded * dtype.itemsize
     else:
         weights = num_parameters * dtype.itemsize
-    return MemoryNeed(name, weights, cached_numbers * dtype.itemsize, num_cached_tokens, loading)
+    return MemoryEstimate(name, weights, cached_numbers * dtype.itemsize, num_cached_tokens, loading)
 
 
 def available_memory(device: torch.device) -> int | None:
@@ -121,13 +121,13 @@ def available_memory(device: torch.device) -> int | None:
     return None
 
 
-def peak_of(needs: Iterable[MemoryNeed]) -> int:
+def peak_of(needs: Iterable[MemoryEstimate]) -> int:
     """Return the peak memory in bytes of models that are loaded one after the other."""
     needs = list(needs)
     return sum(need.total for need in needs) + max((need.excess for need in needs), default=0)
 
 
-def check_memory(needs: Iterable[MemoryNeed], device: torch.device) -> None:
+def check_memory(needs: Iterable[MemoryEstimate], device: torch.device) -> None:
     """Check that models fit into memory together.
 
     Raises:

@@ -15,7 +15,7 @@ from secondguess.runtime.loading import (
     memory_need,
     read_tokenizer,
 )
-from secondguess.runtime.memory import MemoryNeed, available_memory, peak_of
+from secondguess.runtime.memory import MemoryEstimate, available_memory, peak_of
 
 INT8 = "int8"
 MAX_ROWS = 100_000
@@ -63,8 +63,8 @@ class MemoryPlan:
     """
 
     demand: Demand
-    target: MemoryNeed
-    drafter: MemoryNeed | None
+    target: MemoryEstimate
+    drafter: MemoryEstimate | None
     head_bytes: int
     int8: dict[str, int]
     int8_obstacle: str
@@ -173,7 +173,7 @@ def _positions(model: ModelDescription) -> int:
     return model.context_length or MAX_CONTEXT
 
 
-def _need(demand: Demand, model: ModelDescription, quantize: str | None, drafts: bool) -> MemoryNeed:
+def _need(demand: Demand, model: ModelDescription, quantize: str | None, drafts: bool) -> MemoryEstimate:
     # A draft model does not draft for rows longer than its own context.
     tokens = min(demand.context, _positions(model))
     cached = KeyValueCache(torch.device("cpu")).num_to_allocate(demand.rows, tokens)
@@ -188,5 +188,5 @@ def _need(demand: Demand, model: ModelDescription, quantize: str | None, drafts:
     )
 
 
-def _as_dict(need: MemoryNeed) -> dict[str, int]:
+def _as_dict(need: MemoryEstimate) -> dict[str, int]:
     return {"weights_bytes": need.weights, "cache_bytes": need.cache}

@@ -12,7 +12,7 @@ from torch import Tensor
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import attention
 from secondguess.runtime.attention import Step, current
-from secondguess.runtime.base import Ends
+from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cached import CachedRuntime, Output
 from secondguess.runtime.support import check_supported, context_length_of
 
@@ -65,10 +65,10 @@ class TransformersRuntime(CachedRuntime):
     ) -> None:
         self.close()
 
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         embedding = self.model.get_input_embeddings()
         norm = last_norm(self.model)
-        return Ends(
+        return EmbeddingAndHead(
             embedding.weight.shape[1],
             self.model.dtype,
             embedding,

@@ -15,14 +15,14 @@ from torch import Tensor
 ROOT = -1
 
 
-def hang_below(
+def attach_drafts(
     parents: Sequence[Sequence[int]], lengths: Sequence[int], num_uncached: Sequence[int]
 ) -> list[list[int]]:
     """Return the parents of all queries, each draft attached to its row's last uncached token.
 
     Padding queries are separate trees: they attend to themselves only.
 
-    >>> hang_below([[-1, 0, -1]], lengths=[3], num_uncached=[2])
+    >>> attach_drafts([[-1, 0, -1]], lengths=[3], num_uncached=[2])
     [[-1, 0, 1, 2, 1]]
     """
     width = max((count + len(row) for count, row in zip(num_uncached, parents, strict=True)), default=0)
@@ -72,7 +72,7 @@ def chain_mask(starts: Tensor, num_queries: int, num_keys: int) -> Tensor:
     return (torch.arange(num_keys, device=device) <= last_seen[:, :, None])[:, None]
 
 
-class Stairs:
+class ChainMasks:
     """Masks of chains that start at the same position in all rows, as views of one cached table.
 
     In the table query `t` attends to key `k` if `k <= t + depth`. Shifted by `depth - start`, that

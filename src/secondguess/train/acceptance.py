@@ -27,7 +27,7 @@ from torch.nn.functional import silu, softplus
 from secondguess.controllers.acceptance_features import FEATURES
 from secondguess.controllers.predictor import Calibration, Layer, Network, Predictor
 from secondguess.names import require_between
-from secondguess.train.calibration import calibrate, calibrated, path_error, sigmoid, undone
+from secondguess.train.calibration import calibrate, calibrated, path_error, sigmoid, without_weight_bias
 
 Array = NDArray[numpy.float64]
 WIDTH = 16
@@ -278,7 +278,7 @@ def _figures(
     logits = _logits(layers, held_out)
     ways = {
         "as_trained": sigmoid(logits),
-        "weight_undone": undone(logits, options.reject_weight),
+        "weight_undone": without_weight_bias(logits, options.reject_weight),
         "calibrated": calibrated(logits, calibration),
     }
     errors = {

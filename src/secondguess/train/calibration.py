@@ -131,7 +131,7 @@ def _around(centre: tuple[float, float], span: float) -> Iterator[tuple[float, f
             yield float(scale), float(centre[1] + shift)
 
 
-def undone(logits: Array, reject_weight: float) -> Array:
+def without_weight_bias(logits: Array, reject_weight: float) -> Array:
     """Return probabilities without the bias of the weighted loss.
 
     For a label y and a weight w, the loss has its minimum at the logit log(y / (1 - y)) - log w.

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from secondguess.core import Row
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.heads.learning import Lesson
-from secondguess.runtime.base import Ends, Hidden, Runtime
+from secondguess.runtime.base import EmbeddingAndHead, Hidden, Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.train.files import write_atomically
-from secondguess.train.lessons import Batch, TaughtText
+from secondguess.train.lessons import Batch, TrainingText
 
 LAST = -1
 """Index of the last, normalised hidden states, from which the LM head computes the logits."""
@@ -89,7 +89,7 @@ class StoredCapture:
     def __init__(
         self,
         folder: Path,
-        texts: Sequence[TaughtText],
+        texts: Sequence[TrainingText],
         layers: Sequence[int],
         target: Runtime,
         dtype: torch.dtype,
@@ -206,7 +206,7 @@ def _padded(states: Tensor, length: int) -> Tensor:
     return padded
 
 
-def ends_for_learning(target: Runtime) -> Ends:
+def ends_for_learning(target: Runtime) -> EmbeddingAndHead:
     """Return the target's embeddings, final norm and LM head, frozen and with float32 outputs.
 
     They still compute in the target's dtype.
@@ -234,4 +234,4 @@ def ends_for_learning(target: Runtime) -> Ends:
         raise UnsupportedModelError(
             "expected a target whose head passes gradients on, got one in packed form; use --dtype float32"
         )
-    return Ends(ends.width, torch.float32, embed, normalise, unembed)
+    return EmbeddingAndHead(ends.width, torch.float32, embed, normalise, unembed)

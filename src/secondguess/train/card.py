@@ -27,7 +27,7 @@ SAMPLE_PROMPTS = (
 
 
 @dataclass(frozen=True)
-class StageFacts:
+class TrainingStats:
     """Steps, tokens and minutes of training recorded in a checkpoint."""
 
     steps: int
@@ -35,7 +35,7 @@ class StageFacts:
     minutes: float
 
     @classmethod
-    def read(cls, checkpoint: Path) -> StageFacts:
+    def read(cls, checkpoint: Path) -> TrainingStats:
         content = read_checkpoint(checkpoint)
         return cls(content["step"], content["tokens"], content["seconds"] / 60)
 
@@ -62,7 +62,7 @@ def write_cards(directory: Path, figures: PairFigures, seed: int) -> None:
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     summary = json.loads((directory / "tokens" / "summary.json").read_text(encoding="utf-8"))
     stages = {
-        name: StageFacts.read(directory / f"{name}.pt") for name in ("target", "drafter-alone", "drafter")
+        name: TrainingStats.read(directory / f"{name}.pt") for name in ("target", "drafter-alone", "drafter")
     }
     tokenizer = load_tokenizer(directory / "tokenizer.json")
     target, drafter = (
@@ -173,7 +173,7 @@ def _screening(manifest: dict[str, Any]) -> str:
     return f"No file contains the signature and docstring of any of {count} evaluation prompts (HumanEval)."
 
 
-def _training(stages: dict[str, StageFacts], seed: int) -> str:
+def _training(stages: dict[str, TrainingStats], seed: int) -> str:
     return f"""
 ## Training
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from secondguess.errors import BadInputError
-from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_where, overlap
-from secondguess.runtime.base import Ends
+from secondguess.heads.learning import DepthLosses, Lesson, Objective, TrainableHead, mean_where, overlap
+from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.quiet import quiet
 from secondguess.train.export import save_model, saved_dtype
 
@@ -27,7 +27,7 @@ WIDEST = 512
 """Maximum default width of a draft model; by default it is also no wider than its target."""
 
 
-class DraftModel(Learner):
+class DraftModel(TrainableHead):
     """Draft model that is trained like a head but reads tokens only, no hidden states.
 
     Args:
@@ -47,7 +47,7 @@ class DraftModel(Learner):
         cls,
         target: Mapping[str, Any],
         vocab_size: int,
-        ends: Ends,
+        ends: EmbeddingAndHead,
         num_layers: int,
         width: int,
         device: torch.device | None = None,
@@ -90,7 +90,7 @@ class DraftModel(Learner):
             )
         return cls(model, saved_dtype(target))
 
-    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
         states = self.model.model(input_ids=lesson.tokens, use_cache=False).last_hidden_state
         # The hidden state at a position predicts the next token.
         counts = lesson.counts[:, 1:]
@@ -99,7 +99,7 @@ class DraftModel(Learner):
             target_logits = ends.unembed(lesson.hidden[-1][:, :-1][counts])
         there = torch.ones(len(draft_logits), dtype=torch.bool, device=draft_logits.device)
         loss = mean_where(objective(target_logits, draft_logits), there)
-        return Marks([loss], [mean_where(overlap(target_logits, draft_logits), there)])
+        return DepthLosses([loss], [mean_where(overlap(target_logits, draft_logits), there)])
 
     def save(self, folder: Path) -> None:
         """Write the model in Transformers format, without a tokenizer."""

@@ -90,12 +90,12 @@ def save_model(model: Any, directory: Path, dtype: torch.dtype) -> None:
 
     The model is converted to `dtype` in place.
     """
-    with whole_files(directory) as fresh, without_bars():
+    with whole_files(directory) as fresh, no_progress_bars():
         model.to(dtype).save_pretrained(fresh)
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Suppress progress bars and messages of Transformers."""
     transformers_logging.disable_progress_bar()
     try:

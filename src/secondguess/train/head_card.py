@@ -10,7 +10,7 @@ from typing import Any
 from secondguess.heads.files import Provenance
 from secondguess.train.files import write_atomically
 
-RESTED = "none: the controller let the drafter rest, nothing was drafted"
+NOT_DRAFTED = "none: the controller let the drafter rest, nothing was drafted"
 """Text shown instead of a speed-up if nothing was drafted, so both runs were plain decoding."""
 
 
@@ -29,7 +29,7 @@ def write_card(folder: Path, provenance: Provenance, how_to_use: str) -> None:
 
 def card_text(provenance: Provenance, how_to_use: str) -> str:
     """Return the card in Markdown."""
-    figures = _table(figures_as_told(provenance.figures), "figure")
+    figures = _table(displayed_figures(provenance.figures), "figure")
     training = _table(provenance.training, "setting")
     return (
         f"# A {provenance.kind} drafter for {provenance.target}\n\n"
@@ -60,10 +60,10 @@ def _conditions(provenance: Provenance) -> str:
     return f"{expected} The other figures were measured with greedy decoding (temperature 0) on the machine below."
 
 
-def figures_as_told(figures: Mapping[str, Any]) -> dict[str, Any]:
+def displayed_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures to display: missing ones are dropped, a missing speed-up is explained."""
     told = {name: value for name, value in figures.items() if value is not None}
-    return told | ({"speedup": RESTED} if "speedup" in figures and "speedup" not in told else {})
+    return told | ({"speedup": NOT_DRAFTED} if "speedup" in figures and "speedup" not in told else {})
 
 
 def _table(values: Mapping[str, Any], what: str) -> str:

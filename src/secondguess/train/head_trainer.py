@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.learning import Learner, Lesson, Marks, Objective
+from secondguess.heads.learning import DepthLosses, Lesson, Objective, TrainableHead
 from secondguess.names import require_between
-from secondguess.runtime.base import Ends
+from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.capture import Capture
 from secondguess.train.files import write_atomically
-from secondguess.train.lessons import Batch, TaughtText, Texts, batches_in_order, training_batches
+from secondguess.train.lessons import Batch, Texts, TrainingText, batches_in_order, training_batches
 from secondguess.train.schedule import Budget
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
@@ -108,7 +108,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Aim:
+class TrainingObjective:
     """Objective of a training run.
 
     Args:
@@ -152,7 +152,7 @@ class HeadTrainer:
     """Training run with its state; `run` continues it to the end of its budget.
 
     Args:
-        learner: module to train, on the target's device.
+        trainable: module to train, on the target's device.
         ends: embeddings, final norm and LM head of the target, with float32 outputs.
         texts: training texts and held-out texts.
         capture, held_out_capture: sources of the target's hidden states for them.
@@ -170,26 +170,26 @@ class HeadTrainer:
 
     def __init__(
         self,
-        learner: Learner,
-        ends: Ends,
+        trainable: TrainableHead,
+        ends: EmbeddingAndHead,
         texts: Texts,
         capture: Capture,
         held_out_capture: Capture,
-        aim: Aim,
+        aim: TrainingObjective,
         settings: TrainSettings,
         folder: Path,
         *,
         progress: Callable[[Progress], None],
         pause: Callable[[], None] = nothing,
     ) -> None:
-        self.learner, self.ends, self.texts, self.aim = learner, ends, texts, aim
+        self.trainable, self.ends, self.texts, self.aim = trainable, ends, texts, aim
         self.capture, self.held_out_capture = capture, held_out_capture
         self.settings, self.folder = settings, folder
         self._tell, self._pause = progress, pause
         self.standing = Standing()
-        self._parameters = [each for each in learner.parameters() if each.requires_grad]
+        self._parameters = [each for each in trainable.parameters() if each.requires_grad]
         if not self._parameters:
-            raise BadInputError(f"expected weights to train in a {type(learner).__name__}, got none")
+            raise BadInputError(f"expected weights to train in a {type(trainable).__name__}, got none")
         self.optimizer = torch.optim.AdamW(
             self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
@@ -219,8 +219,8 @@ class HeadTrainer:
             if self.standing.evaluated_step != self.standing.step:
                 self._evaluate(log)
             self.save(log)
-        self.learner.load_state_dict(self._best)
-        self.learner.eval()
+        self.trainable.load_state_dict(self._best)
+        self.trainable.eval()
         return self.standing
 
     def _run(self, log: BinaryIO) -> None:
@@ -254,12 +254,12 @@ class HeadTrainer:
 
     def _take_step(self, batch: Batch, log: BinaryIO) -> None:
         begun = time.monotonic()
-        self.learner.train()
+        self.trainable.train()
         with torch.random.fork_rng():
             # Random numbers (dropout, anchors) depend on the step alone, not on earlier draws.
             torch.manual_seed(self.settings.seed * 1_000_003 + self.standing.step)
             lesson = _thinned(self.capture.lesson(batch), self.settings.places)
-            marks = self.learner.learn(lesson, self.ends, self.aim.objective)
+            marks = self.trainable.learn(lesson, self.ends, self.aim.objective)
             loss = self._weighted(marks)
             loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
@@ -289,7 +289,7 @@ class HeadTrainer:
             )
         )
 
-    def _weighted(self, marks: Marks) -> Tensor:
+    def _weighted(self, marks: DepthLosses) -> Tensor:
         weights = self.aim.weights(len(marks.losses))
         loss = torch.stack([weight * each for weight, each in zip(weights, marks.losses, strict=True)]).sum()
         return loss if marks.extra is None else loss + marks.extra
@@ -306,7 +306,7 @@ class HeadTrainer:
     def _evaluate(self, log: BinaryIO) -> None:
         standing = self.standing
         accepted = held_out_acceptance(
-            self.learner,
+            self.trainable,
             self.ends,
             self.texts.held_out,
             self.held_out_capture,
@@ -318,7 +318,7 @@ class HeadTrainer:
         if not standing.best_accepted or score > self.aim.score(standing.best_accepted):
             standing.best_step, standing.best_accepted = standing.step, accepted
             standing.num_disappointments = 0
-            self._best = copy.deepcopy(self.learner.state_dict())
+            self._best = copy.deepcopy(self.trainable.state_dict())
         else:
             standing.num_disappointments += 1
         _write_line(log, {"step": standing.step, "held_out_accepted": accepted, "score": score})
@@ -329,7 +329,7 @@ class HeadTrainer:
         os.fsync(log.fileno())
         self.standing.log_bytes = log.tell()
         content = {
-            "learner": self.learner.state_dict(),
+            "learner": self.trainable.state_dict(),
             "best": self._best,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -342,7 +342,7 @@ class HeadTrainer:
         path = self.folder / CHECKPOINT
         try:
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-            self.learner.load_state_dict(content["learner"])
+            self.trainable.load_state_dict(content["learner"])
             self.optimizer.load_state_dict(content["optimizer"])
             self.schedule.load_state_dict(content["schedule"])
             self.standing = Standing(**content["standing"])
@@ -374,18 +374,18 @@ def _thinned(lesson: Lesson, share: float) -> Lesson:
 
 @torch.no_grad()
 def held_out_acceptance(
-    learner: Learner,
-    ends: Ends,
-    texts: Sequence[TaughtText],
+    trainable: TrainableHead,
+    ends: EmbeddingAndHead,
+    texts: Sequence[TrainingText],
     capture: Capture,
-    aim: Aim,
+    aim: TrainingObjective,
     batch_size: int,
 ) -> list[float]:
     """Return the mean acceptance by depth over texts, weighting all counted tokens equally."""
-    learner.eval()
+    trainable.eval()
     total, num_counted = torch.zeros(0), 0
     for batch in batches_in_order(texts, batch_size):
-        marks = learner.learn(capture.lesson(batch), ends, aim.objective)
+        marks = trainable.learn(capture.lesson(batch), ends, aim.objective)
         accepted = torch.stack([each.float().cpu() for each in marks.accepted])
         total = accepted * batch.num_counted + (total if num_counted else 0)
         num_counted += batch.num_counted

@@ -27,7 +27,7 @@ _ORDER = 7
 
 
 @dataclass(frozen=True)
-class TaughtText:
+class TrainingText:
     """Tokenised text with the tokens that count in the loss.
 
     Args:
@@ -48,15 +48,15 @@ class TaughtText:
             )
 
 
-def windows(tokens: Sequence[int], counts: Sequence[bool], length: int) -> Iterator[TaughtText]:
+def windows(tokens: Sequence[int], counts: Sequence[bool], length: int) -> Iterator[TrainingText]:
     """Yield pieces of at most `length` tokens of a text, except those without a counted token."""
     for start in range(0, len(tokens), length):
         piece, flags = list(tokens[start : start + length]), list(counts[start : start + length])
         if any(flags[1:]):
-            yield TaughtText(piece, flags)
+            yield TrainingText(piece, flags)
 
 
-def write_texts(path: Path, texts: Sequence[TaughtText]) -> None:
+def write_texts(path: Path, texts: Sequence[TrainingText]) -> None:
     """Store texts in one file, written atomically."""
     arrays = {
         "tokens": numpy.array([token for text in texts for token in text.tokens], numpy.int32),
@@ -68,7 +68,7 @@ def write_texts(path: Path, texts: Sequence[TaughtText]) -> None:
         numpy.savez(stream, **arrays)  # type: ignore[arg-type]
 
 
-def read_texts(path: Path) -> list[TaughtText]:
+def read_texts(path: Path) -> list[TrainingText]:
     """Return the texts stored by `write_texts`.
 
     Raises:
@@ -83,7 +83,7 @@ def read_texts(path: Path) -> list[TaughtText]:
         ) from error
     ends = numpy.cumsum(lengths).tolist()
     return [
-        TaughtText(tokens[end - length : end], counts[end - length : end])
+        TrainingText(tokens[end - length : end], counts[end - length : end])
         for length, end in zip(lengths, ends, strict=True)
     ]
 
@@ -96,11 +96,11 @@ class Texts:
         training, held_out: at least one text each.
     """
 
-    training: Sequence[TaughtText]
-    held_out: Sequence[TaughtText]
+    training: Sequence[TrainingText]
+    held_out: Sequence[TrainingText]
 
     @classmethod
-    def split(cls, texts: Sequence[TaughtText], most_held_out: int = 64) -> Texts:
+    def split(cls, texts: Sequence[TrainingText], most_held_out: int = 64) -> Texts:
         """Hold out every tenth text, at least one, and at most `most_held_out`, evenly spaced.
 
         Raises:
@@ -146,7 +146,7 @@ class Batch:
     lengths: list[int]
 
     @classmethod
-    def of(cls, members: Sequence[tuple[int, TaughtText]]) -> Batch:
+    def of(cls, members: Sequence[tuple[int, TrainingText]]) -> Batch:
         lengths = [len(text.tokens) for _, text in members]
         tokens: NDArray[numpy.int64] = numpy.zeros((len(members), max(lengths)), numpy.int64)
         counts = numpy.zeros(tokens.shape, numpy.bool_)
@@ -161,14 +161,14 @@ class Batch:
         return int(self.counts.sum())
 
 
-class _Numbered(Dataset[tuple[int, TaughtText]]):
-    def __init__(self, texts: Sequence[TaughtText]) -> None:
+class _Numbered(Dataset[tuple[int, TrainingText]]):
+    def __init__(self, texts: Sequence[TrainingText]) -> None:
         self.texts = texts
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, index: int) -> tuple[int, TaughtText]:
+    def __getitem__(self, index: int) -> tuple[int, TrainingText]:
         return index, self.texts[index]
 
 
@@ -194,14 +194,14 @@ class SeededBatches(Sampler[list[int]]):
 
 
 def training_batches(
-    texts: Sequence[TaughtText], batch_size: int, seed: int, first_step: int = 0
+    texts: Sequence[TrainingText], batch_size: int, seed: int, first_step: int = 0
 ) -> DataLoader[Batch]:
     """Return an endless loader of batches, from that of step `first_step` on."""
     sampler = SeededBatches(len(texts), batch_size, seed, first_step)
     return DataLoader(_Numbered(texts), batch_sampler=sampler, collate_fn=Batch.of)  # type: ignore[arg-type]
 
 
-def batches_in_order(texts: Sequence[TaughtText], batch_size: int) -> Iterator[Batch]:
+def batches_in_order(texts: Sequence[TrainingText], batch_size: int) -> Iterator[Batch]:
     """Return batches of all texts, once and in order."""
     numbered = list(enumerate(texts))
     return map(Batch.of, (numbered[at : at + batch_size] for at in range(0, len(texts), batch_size)))

@@ -158,14 +158,14 @@ class Attention(nn.Module):
         heads, kv_heads, size = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size
         weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)).to(states.dtype)
         joint = functional.linear(states, weight).view(rows, length, heads + 2 * kv_heads, size)
-        turned = rotate(joint[:, :, : heads + kv_heads], cos, sin)
+        rotated = rotate(joint[:, :, : heads + kv_heads], cos, sin)
         # Query heads that share a key head are rows of one product. At training lengths, two plain
         # products and a softmax fused by the compiler are faster than the flash attention kernel
         # for CPUs, whose backward pass is slow.
         group = heads // kv_heads
-        queries = turned[:, :, :heads].view(rows, length, kv_heads, group, size).permute(0, 2, 3, 1, 4)
+        queries = rotated[:, :, :heads].view(rows, length, kv_heads, group, size).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(rows * kv_heads, group * length, size)
-        keys = turned[:, :, heads:].transpose(1, 2).reshape(rows * kv_heads, length, size)
+        keys = rotated[:, :, heads:].transpose(1, 2).reshape(rows * kv_heads, length, size)
         values = joint[:, :, heads + kv_heads :].transpose(1, 2).reshape(rows * kv_heads, length, size)
         scores = torch.bmm(queries, keys.transpose(1, 2)).view(rows * kv_heads, group, length, length)
         weights = _softmax(scores, mask, size**-0.5).view(rows * kv_heads, group * length, length)

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from secondguess.errors import BadInputError
-from secondguess.heads.learning import Learner
+from secondguess.heads.learning import TrainableHead
 from secondguess.names import read_options, require_between
-from secondguess.runtime.base import Ends
+from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.head_trainer import acceptance_length
 
 
 @dataclass(frozen=True)
-class TargetFacts:
+class TargetInfo:
     """Properties of a target that are needed to create a learner.
 
     Args:
@@ -40,7 +40,7 @@ class TargetFacts:
 
     path: Path
     config: Mapping[str, Any]
-    ends: Ends
+    ends: EmbeddingAndHead
     num_layers: int
     vocab_size: int
     token_counts: Tensor
@@ -83,7 +83,7 @@ class Recipe(ABC):
     keeps_tokenizer: ClassVar[bool] = False
 
     @abstractmethod
-    def fresh(self, target: TargetFacts) -> Learner:
+    def fresh(self, target: TargetInfo) -> TrainableHead:
         """Return an untrained learner, determined by the seed."""
 
     @abstractmethod
@@ -94,15 +94,15 @@ class Recipe(ABC):
         """Return the held-out score used for early stopping: the acceptance length."""
         return acceptance_length(accepted)
 
-    def save(self, learner: Learner, folder: Path, target: str) -> None:
+    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
         """Write `config.json` and `model.safetensors` in the format of the kind.
 
         Args:
-            learner: trained learner.
+            trainable: trained learner.
             folder: folder to write to.
             target: name of the target.
         """
-        saves: Any = learner
+        saves: Any = trainable
         saves.save(folder)
 
 
@@ -136,7 +136,7 @@ class DraftRecipe(Recipe):
         require_between("the number of layers", self.num_layers, 1, 64)
         require_between("the width", self.width, 0, 8192)
 
-    def fresh(self, target: TargetFacts) -> Learner:
+    def fresh(self, target: TargetInfo) -> TrainableHead:
         from secondguess.train.draft_model import DraftModel
 
         with torch.random.fork_rng():
@@ -165,14 +165,14 @@ class EarlyExitRecipe(Recipe):
     guesses_alone = True
     runs_first_layers = True
 
-    def fresh(self, target: TargetFacts) -> Learner:
+    def fresh(self, target: TargetInfo) -> TrainableHead:
         layer = self.layer or max(1, target.num_layers // 4)
         require_between("the layer", layer, 1, target.num_layers - 1)
         mlp_size = self.mlp_size or 2 * target.ends.width
-        learner: Learner = _head("early_exit:EarlyExitHead").fresh(
+        trainable: TrainableHead = _head("early_exit:EarlyExitHead").fresh(
             target.ends, layer, mlp_size, seed=target.seed
         )
-        return learner
+        return trainable
 
     def weights(self, num_depths: int) -> list[float]:
         return [1.0] * num_depths
@@ -201,7 +201,7 @@ class WholeModelRecipe(Recipe):
         require_between("the layer dropout", self.layer_dropout, 0, 0.9)
         require_between("the scale of the exits", self.exit_scale, 0, 10)
 
-    def fresh(self, target: TargetFacts) -> Learner:
+    def fresh(self, target: TargetInfo) -> TrainableHead:
         from secondguess.train.export import saved_dtype
         from secondguess.train.whole_model import WholeModel, read_trainable
 
@@ -234,16 +234,16 @@ class MedusaRecipe(Recipe):
 
     kind = "medusa"
 
-    def fresh(self, target: TargetFacts) -> Learner:
+    def fresh(self, target: TargetInfo) -> TrainableHead:
         head = _head("medusa:MedusaHead")
-        learner: Learner = head.fresh(target.ends, self.num_heads, self.num_layers, seed=target.seed)
-        return learner
+        trainable: TrainableHead = head.fresh(target.ends, self.num_heads, self.num_layers, seed=target.seed)
+        return trainable
 
     def weights(self, num_depths: int) -> list[float]:
         return _falling(self.decay, num_depths)
 
-    def save(self, learner: Learner, folder: Path, target: str) -> None:
-        saves: Any = learner
+    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
+        saves: Any = trainable
         saves.save(folder, target)
 
 
@@ -265,9 +265,9 @@ class EagleRecipe(Recipe):
 
     kind = "eagle"
 
-    def fresh(self, target: TargetFacts) -> Learner:
+    def fresh(self, target: TargetInfo) -> TrainableHead:
         num_words = min(self.draft_vocab_size or target.vocab_size, target.vocab_size)
-        learner: Learner = _head("eagle:EagleHead").fresh(
+        trainable: TrainableHead = _head("eagle:EagleHead").fresh(
             target.ends,
             target.num_layers,
             num_words,
@@ -275,13 +275,13 @@ class EagleRecipe(Recipe):
             target.seed,
             num_steps=self.num_steps,
         )
-        return learner
+        return trainable
 
     def weights(self, num_depths: int) -> list[float]:
         return _falling(self.decay, num_depths)
 
-    def save(self, learner: Learner, folder: Path, target: str) -> None:
-        _head("eagle_files:save_eagle")(learner, folder, target)
+    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
+        _head("eagle_files:save_eagle")(trainable, folder, target)
 
 
 @dataclass(frozen=True)
@@ -299,17 +299,17 @@ class MtpRecipe(Recipe):
 
     kind = "mtp"
 
-    def fresh(self, target: TargetFacts) -> Learner:
-        learner: Learner = _head("mtp:MtpHead").fresh(
+    def fresh(self, target: TargetInfo) -> TrainableHead:
+        trainable: TrainableHead = _head("mtp:MtpHead").fresh(
             target.ends, target.vocab_size, target.num_layers, target.seed, num_steps=self.num_steps
         )
-        return learner
+        return trainable
 
     def weights(self, num_depths: int) -> list[float]:
         return _falling(self.decay, num_depths)
 
-    def save(self, learner: Learner, folder: Path, target: str) -> None:
-        _head("mtp_files:save_mtp")(learner, folder)
+    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
+        _head("mtp_files:save_mtp")(trainable, folder)
 
 
 @dataclass(frozen=True)
@@ -337,8 +337,8 @@ class DSparkRecipe(Recipe):
         require_between("gamma", self.gamma, 0.1, 1000)
         require_between("the number of states to fuse", self.num_states, 1, 1000)
 
-    def fresh(self, target: TargetFacts) -> Learner:
-        learner: Learner = _head("dspark:DsparkHead").fresh(
+    def fresh(self, target: TargetInfo) -> TrainableHead:
+        trainable: TrainableHead = _head("dspark:DsparkHead").fresh(
             target.ends,
             spread_layers(target.num_layers, self.num_states),
             block_size=self.block_size,
@@ -349,13 +349,13 @@ class DSparkRecipe(Recipe):
             mask_token=target.config.get("pad_token_id") or 0,
             device=target.device,
         )
-        return learner
+        return trainable
 
     def weights(self, num_depths: int) -> list[float]:
         return [exp(-depth / self.gamma) for depth in range(num_depths)]
 
-    def save(self, learner: Learner, folder: Path, target: str) -> None:
-        saves: Any = learner
+    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
+        saves: Any = trainable
         saves.save(folder, target)
 
 

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.errors import UnsupportedModelError
-from secondguess.heads.learning import Learner, Lesson, Marks, Objective, mean_where, overlap
-from secondguess.runtime.base import Ends
+from secondguess.heads.learning import DepthLosses, Lesson, Objective, TrainableHead, mean_where, overlap
+from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.transformers import last_norm
-from secondguess.train.export import save_model, without_bars
+from secondguess.train.export import no_progress_bars, save_model
 
 with quiet():
     from transformers import AutoModelForCausalLM
 
 
-class WholeModel(Learner):
+class WholeModel(TrainableHead):
     """Model that is trained to exit after every layer.
 
     Args:
@@ -49,7 +49,7 @@ class WholeModel(Learner):
         for layer, rate in zip(layers, skip_rates(len(layers), layer_dropout), strict=True):
             layer.register_forward_hook(self._watch(rate))
 
-    def learn(self, lesson: Lesson, ends: Ends, objective: Objective) -> Marks:
+    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
         """Return losses and acceptance by exit, the earliest first; the last is the whole model.
 
         `ends` belong to the original model, whose distribution is the training target.
@@ -69,7 +69,7 @@ class WholeModel(Learner):
             judge = before if index == len(self._exits) - 1 else now
             accepted.append(mean_where(overlap(judge, logits), there))
         self._exits.clear()
-        return Marks(losses, accepted)
+        return DepthLosses(losses, accepted)
 
     def save(self, folder: Path) -> None:
         """Write the new checkpoint in Transformers format, without a tokenizer."""
@@ -136,5 +136,5 @@ def decoder_layers(model: Any) -> Sequence[nn.Module]:
 
 def read_trainable(folder: Path) -> Any:
     """Load a model in float32 for training, separate from the target in use."""
-    with without_bars():
+    with no_progress_bars():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)

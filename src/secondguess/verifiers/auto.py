@@ -27,19 +27,19 @@ class AutoVerifier(Verifier):
         self._block = make_verifier("block")
         self._traversal = make_verifier("traversal")
 
-    def couples(self, seeded: bool) -> bool:
+    def uses_coupling(self, seeded: bool) -> bool:
         return seeded
 
     def promise(self, row: Row) -> Exactness:
         return Exactness.DRAFTER_INVARIANT if row.coupled else self.exactness
 
-    def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         if noise.all_greedy:
-            return self._greedy.judge(draft, target_probs, noise)
+            return self._greedy.verify(draft, target_probs, noise)
         if draft.probs is None or noise.all_coupled:
-            return self._coupled.judge(draft, target_probs, noise)
+            return self._coupled.verify(draft, target_probs, noise)
         if not noise.any_coupled and draft.is_chain:
-            return self._block.judge(draft, target_probs, noise)
+            return self._block.verify(draft, target_probs, noise)
         # Chosen per row, so that a row's text does not depend on the shape of other rows' drafts.
         branches = torch.tensor(draft.branches)
         groups = [
@@ -52,6 +52,6 @@ class AutoVerifier(Verifier):
             rows = members.nonzero()[:, 0]
             if len(rows):
                 there = rows.to(target_probs.device)
-                part = verifier.judge(draft.select(there), target_probs[there], noise.select(rows))
+                part = verifier.verify(draft.select(there), target_probs[there], noise.select(rows))
                 parts.append((there, part))
         return Verdict.merged(parts, draft.num_rows)

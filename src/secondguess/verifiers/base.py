@@ -47,10 +47,10 @@ class Verifier(ABC):
 
     name: str
     exactness: Exactness
-    judges_trees: bool = True
+    supports_trees: bool = True
     """True if drafts that branch are supported; otherwise drafters that may branch are refused."""
 
-    def couples(self, seeded: bool) -> bool:
+    def uses_coupling(self, seeded: bool) -> bool:
         """Return True if drafts are drawn by the race that samples the row's text (`Row.coupled`).
 
         Args:
@@ -70,7 +70,7 @@ class Verifier(ABC):
         """
 
     @abstractmethod
-    def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         """Return the accepted path and the next token of each row.
 
         Args:
@@ -148,26 +148,26 @@ def _first_nodes(lengths: tuple[int, ...], num_nodes: int) -> NDArray[numpy.bool
 
 
 @dataclass(frozen=True)
-class Excess:
+class Residual:
     """Residuals `max(w p - q, 0)` at some positions, and their sums.
 
     Args:
-        laws: `[..., vocab]`, the residuals, not normalised.
+        dists: `[..., vocab]`, the residuals, not normalised.
         masses: `[...]` on the host, their sums.
     """
 
-    laws: Tensor
+    dists: Tensor
     masses: Numbers
 
-    def at(self, places: NDArray[numpy.int64]) -> Excess:
+    def at(self, places: NDArray[numpy.int64]) -> Residual:
         """Select one position per row, `places` `[row]`, from residuals `[row, position]`."""
         if _all_equal(places):
             place = int(places[0])
-            return Excess(self.laws[:, place], self.masses[:, place])
-        return Excess(at(self.laws, places), self.masses[numpy.arange(len(places)), places])
+            return Residual(self.dists[:, place], self.masses[:, place])
+        return Residual(at(self.dists, places), self.masses[numpy.arange(len(places)), places])
 
 
-def excess(weights: Numbers, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Excess:
+def residual(weights: Numbers, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Residual:
     """Return the residuals `max(w p - q, 0)` at positions `[...]`.
 
     Args:
@@ -179,10 +179,10 @@ def excess(weights: Numbers, target_probs: Tensor, draft_probs: Tensor | None, t
     factors = torch.from_numpy(weights).to(target_probs)
     weighted = factors[..., None] * target_probs
     if draft_probs is not None:
-        laws = weighted.sub_(draft_probs).clamp_min_(0.0)
+        dists = weighted.sub_(draft_probs).clamp_min_(0.0)
     else:  # q is one-hot: w p(x) <= 1 = q(x) at the draft token, and q is 0 elsewhere
-        laws = weighted.scatter_(-1, tokens[..., None], 0.0)
-    return Excess(laws, to_host(laws.sum(-1)))
+        dists = weighted.scatter_(-1, tokens[..., None], 0.0)
+    return Residual(dists, to_host(dists.sum(-1)))
 
 
 def _all_equal(places: NDArray[numpy.int64]) -> bool:
@@ -197,11 +197,11 @@ def at(values: Tensor, places: NDArray[numpy.int64]) -> Tensor:
     return values[rows, torch.from_numpy(places).to(values.device)]
 
 
-def law_after(
+def next_token_probs(
     draft: Draft,
     target_probs: Tensor,
     lengths: NDArray[numpy.int64],
-    excess_at: Callable[[NDArray[numpy.int64]], Excess],
+    residual_at: Callable[[NDArray[numpy.int64]], Residual],
 ) -> Tensor:
     """Return the distribution `[row, vocab]` of the token after the accepted nodes.
 
@@ -212,37 +212,37 @@ def law_after(
         draft: chains.
         target_probs: `[row, node + 1, vocab]`.
         lengths: `[row]`, number of accepted nodes.
-        excess_at: returns the residuals at nodes `[row]`.
+        residual_at: returns the residuals at nodes `[row]`.
     """
     is_early = lengths < draft.lengths.cpu().numpy()
     if not is_early.any():
         return at(target_probs, lengths)
-    left = excess_at(numpy.minimum(lengths, draft.num_nodes - 1))
+    left = residual_at(numpy.minimum(lengths, draft.num_nodes - 1))
     # Where p and q differ by less than rounding, the residual may be empty; p is used instead.
     corrects = is_early & (left.masses > 0)
     if corrects.all():
-        return left.laws
+        return left.dists
     chosen = torch.from_numpy(corrects).to(target_probs.device)
-    return torch.where(chosen[:, None], left.laws, at(target_probs, lengths))
+    return torch.where(chosen[:, None], left.dists, at(target_probs, lengths))
 
 
-def verdict_of(
+def make_chain_verdict(
     draft: Draft,
     target_probs: Tensor,
     lengths: NDArray[numpy.int64],
-    excess_at: Callable[[NDArray[numpy.int64]], Excess],
+    residual_at: Callable[[NDArray[numpy.int64]], Residual],
     noise: Noise,
 ) -> Verdict:
     """Accept each chain's first `lengths` `[row]` nodes and draw the next token.
 
-    The arguments are those of `law_after`; `noise` draws the token.
+    The arguments are those of `next_token_probs`; `noise` draws the token.
     """
-    law = law_after(draft, target_probs, lengths, excess_at)
+    dist = next_token_probs(draft, target_probs, lengths, residual_at)
     on_device = torch.from_numpy(lengths).to(draft.tokens.device)
-    return Verdict.of_chain(on_device, noise.draw(law, on_device))
+    return Verdict.of_chain(on_device, noise.draw(dist, on_device))
 
 
-def plain_verdict(target_probs: Tensor, noise: Noise) -> Verdict:
+def sample_without_draft(target_probs: Tensor, noise: Noise) -> Verdict:
     """Return the verdict of a round without drafts: one token per row, sampled from the target."""
     nothing = no_nodes(len(target_probs), target_probs.device)
     return Verdict.of_chain(nothing, noise.draw(target_probs.select(1, 0), nothing))
@@ -271,7 +271,7 @@ def _chain_depths(num_rows: int, num_nodes: int, device: torch.device) -> Tensor
     return torch.arange(num_nodes + 1, device=device).repeat(num_rows, 1)
 
 
-def follow(draft: Draft, chosen: Tensor) -> Verdict:
+def accept_matching(draft: Draft, chosen: Tensor) -> Verdict:
     """Accept the path from pending on which every node has the token chosen at its parent.
 
     Args:

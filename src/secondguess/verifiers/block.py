@@ -30,12 +30,12 @@ from secondguess.verifiers.base import (
     Exactness,
     Numbers,
     Verifier,
-    excess,
     likelihood_ratios,
-    plain_verdict,
+    make_chain_verdict,
     real_nodes,
     require_independent_chains,
-    verdict_of,
+    residual,
+    sample_without_draft,
 )
 
 
@@ -44,19 +44,19 @@ class BlockVerifier(Verifier):
 
     name = "block"
     exactness = Exactness.LOSSLESS
-    judges_trees = False
+    supports_trees = False
 
-    def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent_chains(self.name, draft, noise)
         if draft.num_nodes == 0:
-            return plain_verdict(target_probs, noise)
+            return sample_without_draft(target_probs, noise)
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
-        left = excess(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
+        left = residual(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
         real = real_nodes(draft)
         chances = prefix_chances(weights, left.masses, draft.lengths.tolist())
         accepted = noise.accept(chances) & real
         lengths = numpy.array([_last_true(row) for row in accepted.tolist()])
-        return verdict_of(draft, target_probs, lengths, left.at, noise)
+        return make_chain_verdict(draft, target_probs, lengths, left.at, noise)
 
 
 def prefix_weights(ratios: Numbers) -> Numbers:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
-from secondguess.verifiers.base import Exactness, Verifier, follow, query_depths
+from secondguess.verifiers.base import Exactness, Verifier, accept_matching, query_depths
 
 
 class CoupledVerifier(Verifier):
@@ -23,8 +23,8 @@ class CoupledVerifier(Verifier):
     name = "coupled"
     exactness = Exactness.DRAFTER_INVARIANT
 
-    def couples(self, seeded: bool) -> bool:
+    def uses_coupling(self, seeded: bool) -> bool:
         return True
 
-    def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        return follow(draft, noise.race(target_probs, query_depths(draft)))
+    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+        return accept_matching(draft, noise.race(target_probs, query_depths(draft)))

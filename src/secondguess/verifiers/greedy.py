@@ -10,7 +10,7 @@ from secondguess.core import Draft, Verdict
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
 from secondguess.truncation import most_likely
-from secondguess.verifiers.base import Exactness, Verifier, follow
+from secondguess.verifiers.base import Exactness, Verifier, accept_matching
 
 if TYPE_CHECKING:
     from secondguess.sampling import SamplingParams
@@ -29,10 +29,10 @@ class GreedyVerifier(Verifier):
                 "set temperature to 0 or use verifier 'auto'"
             )
 
-    def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         if not noise.all_greedy:
             raise BadInputError(
                 "verifier 'greedy' expects rows at temperature 0, got a row that samples; "
                 "set temperature to 0 or use verifier 'auto'"
             )
-        return follow(draft, most_likely(target_probs))
+        return accept_matching(draft, most_likely(target_probs))

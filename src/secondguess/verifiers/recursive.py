@@ -19,7 +19,7 @@ from torch import Tensor
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import Exactness, Numbers
-from secondguess.verifiers.trees import Level, Shape, Sheet, TreeVerifier, verdict_at
+from secondguess.verifiers.trees import Level, Shape, TokenProbs, TreeVerifier, make_tree_verdict
 
 
 class RecursiveVerifier(TreeVerifier):
@@ -29,24 +29,24 @@ class RecursiveVerifier(TreeVerifier):
     exactness = Exactness.LOSSLESS
 
     def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        sheet = Sheet.of(shape, draft, target_probs)
+        sheet = TokenProbs.of(shape, draft, target_probs)
         chances: Numbers = numpy.zeros(draft.tokens.shape)
-        laws = list(target_probs.unbind(1))
+        dists = list(target_probs.unbind(1))
         for ranks in shape.levels:
-            level = Level(sheet, draft, ranks, laws)
+            level = Level(sheet, draft, ranks, dists)
             for rank in ranks:
                 chances[:, rank.node_index] = level.ratios(rank).clip(max=1.0)
                 level.refuse(rank, numpy.ones((draft.num_rows, len(rank.nodes))))
-        return verdict_at(shape, deepest_accepted(shape, noise.accept(chances)), laws, noise)
+        return make_tree_verdict(shape, deepest_accepted(shape, noise.accept(chances)), dists, noise)
 
 
 def deepest_accepted(shape: Shape, accepted: NDArray[numpy.bool_]) -> NDArray[numpy.int64]:
     """Return the query `[row]` at which the descent through first accepted children ends."""
-    ends = [_way_down(shape, answers) for answers in accepted.tolist()]
+    ends = [_descend(shape, answers) for answers in accepted.tolist()]
     return numpy.array(ends, numpy.int64)
 
 
-def _way_down(shape: Shape, accepted: list[bool]) -> int:
+def _descend(shape: Shape, accepted: list[bool]) -> int:
     query = 0
     while True:
         chosen = next((node for node in shape.children[query] if accepted[node]), None)

@@ -13,15 +13,15 @@ from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
-    Excess,
+    Residual,
     Verifier,
     at,
-    excess,
     likelihood_ratios,
-    plain_verdict,
+    make_chain_verdict,
     real_nodes,
     require_independent_chains,
-    verdict_of,
+    residual,
+    sample_without_draft,
 )
 
 
@@ -34,20 +34,20 @@ class RejectionVerifier(Verifier):
 
     name = "rejection"
     exactness = Exactness.LOSSLESS
-    judges_trees = False
+    supports_trees = False
 
-    def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent_chains(self.name, draft, noise)
         if draft.num_nodes == 0:
-            return plain_verdict(target_probs, noise)
+            return sample_without_draft(target_probs, noise)
         chances = likelihood_ratios(draft, target_probs).clip(max=1.0)
         accepted = noise.accept(chances) & real_nodes(draft)
         lengths = accepted.cumprod(1).sum(1)
 
-        def excess_at(nodes: NDArray[numpy.int64]) -> Excess:
+        def residual_at(nodes: NDArray[numpy.int64]) -> Residual:
             draft_probs = None if draft.probs is None else at(draft.probs, nodes)
-            return excess(
+            return residual(
                 numpy.ones(len(nodes)), at(target_probs, nodes), draft_probs, at(draft.tokens, nodes)
             )
 
-        return verdict_of(draft, target_probs, lengths, excess_at, noise)
+        return make_chain_verdict(draft, target_probs, lengths, residual_at, noise)

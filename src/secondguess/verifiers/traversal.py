@@ -24,7 +24,7 @@ from torch import Tensor
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import Exactness, Numbers
-from secondguess.verifiers.trees import Level, Shape, Sheet, TreeVerifier, verdict_at
+from secondguess.verifiers.trees import Level, Shape, TokenProbs, TreeVerifier, make_tree_verdict
 
 
 class TraversalVerifier(TreeVerifier):
@@ -34,9 +34,9 @@ class TraversalVerifier(TreeVerifier):
     exactness = Exactness.LOSSLESS
 
     def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        chances, laws = traverse(shape, draft, target_probs)
+        chances, dists = traverse(shape, draft, target_probs)
         accepted = noise.accept(chances)
-        return verdict_at(shape, first_accepted(shape.from_the_leaves, accepted), laws, noise)
+        return make_tree_verdict(shape, first_accepted(shape.post_order, accepted), dists, noise)
 
 
 def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[Numbers, list[Tensor]]:
@@ -50,14 +50,14 @@ def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[Numbers,
         for each query `[row, vocab]`, the distribution of the next token if its node is accepted
         then, not normalised.
     """
-    sheet = Sheet.of(shape, draft, target_probs)
-    laws = list(target_probs.unbind(1))
+    sheet = TokenProbs.of(shape, draft, target_probs)
+    dists = list(target_probs.unbind(1))
     # In log space: a long product of ratios may underflow although a weight may rise again.
     log_weights: Numbers = numpy.full((draft.num_rows, draft.num_nodes + 1), -numpy.inf)
     log_weights[:, 0] = 0.0
     with numpy.errstate(divide="ignore"):  # log(0) = -inf is intended
         for ranks in shape.levels:
-            level = Level(sheet, draft, ranks, laws)
+            level = Level(sheet, draft, ranks, dists)
             for rank in ranks:
                 before = log_weights[:, rank.query_index]
                 entered = before + numpy.log(level.ratios(rank))
@@ -65,7 +65,7 @@ def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[Numbers,
                 weights = numpy.exp(before)
                 masses = level.refuse(rank, weights)
                 log_weights[:, rank.query_index] = numpy.log(weights_after(weights, masses))
-    return numpy.exp(log_weights[:, 1:]), laws
+    return numpy.exp(log_weights[:, 1:]), dists
 
 
 def weights_after(weights: Numbers, masses: Numbers) -> Numbers:

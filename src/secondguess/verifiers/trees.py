@@ -26,9 +26,9 @@ from secondguess.verifiers.base import (
     Numbers,
     Verifier,
     at,
-    excess,
-    plain_verdict,
     require_independent,
+    residual,
+    sample_without_draft,
     to_host,
 )
 
@@ -99,7 +99,7 @@ class Shape:
         return found
 
     @cached_property
-    def from_the_leaves(self) -> list[int]:
+    def post_order(self) -> list[int]:
         """Nodes in post-order: children before their parent, the first child's subtree first."""
 
         def below(query: int) -> list[int]:
@@ -125,10 +125,10 @@ def shape_of(parents: tuple[int, ...]) -> Shape:
 class TreeVerifier(Verifier):
     """Base class of rules for trees and chains; rows with drafts of the same shape are batched."""
 
-    def judge(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         require_independent(self.name, noise)
         if draft.num_nodes == 0:
-            return plain_verdict(target_probs, noise)
+            return sample_without_draft(target_probs, noise)
         groups: dict[tuple[int, ...], list[int]] = {}
         for row, parents in enumerate(draft.shapes):
             groups.setdefault(parents, []).append(row)
@@ -157,7 +157,7 @@ What remains of it is then mostly rounding error.
 
 
 @dataclass(frozen=True)
-class Sheet:
+class TokenProbs:
     """Probabilities of the draft tokens, on the host.
 
     Args:
@@ -178,7 +178,7 @@ class Sheet:
         return numpy.diagonal(self.drafted, axis1=1, axis2=2).clip(SMALLEST)
 
     @classmethod
-    def of(cls, shape: Shape, draft: Draft, target_probs: Tensor) -> Sheet:
+    def of(cls, shape: Shape, draft: Draft, target_probs: Tensor) -> TokenProbs:
         """Build the sheet of a draft whose first nodes have this shape.
 
         Without `draft.probs` every node has its own one-hot distribution, so that a sibling that
@@ -212,15 +212,15 @@ class Level:
         sheet: probabilities of the draft tokens.
         draft: chains or trees of one shape.
         ranks: the ranks of the level.
-        laws: per query `[row, vocab]`, the residual target distribution, of any positive total.
+        dists: per query `[row, vocab]`, the residual target distribution, of any positive total.
             Entries of this level are replaced as children are rejected.
     """
 
-    def __init__(self, sheet: Sheet, draft: Draft, ranks: Sequence[Rank], laws: list[Tensor]) -> None:
+    def __init__(self, sheet: TokenProbs, draft: Draft, ranks: Sequence[Rank], dists: list[Tensor]) -> None:
         self._sheet = sheet
         self._draft = draft
-        self._laws = laws
-        self._left = _beside([laws[query] for query in ranks[0].queries])
+        self._dists = dists
+        self._left = _beside([dists[query] for query in ranks[0].queries])
         # None until a child is rejected: the target distributions sum to one.
         self._totals: Numbers | None = None
 
@@ -256,26 +256,26 @@ class Level:
         probs = None if self._draft.probs is None else _pick(self._draft.probs, rank.nodes)
         # p and q are both multiplied by `remaining`, so that q is used as reported.
         tokens = self._draft.tokens if probs is not None else _pick(self._draft.tokens, rank.nodes)
-        left = excess(weights * remaining / totals, before, probs, tokens)
-        masses, laws = left.masses, left.laws
+        left = residual(weights * remaining / totals, before, probs, tokens)
+        masses, dists = left.masses, left.dists
         changes = (masses > 0) & (remaining > 0)
         if changes.all():
             self._totals = masses
             found: Numbers = masses / remaining
         else:
-            chosen = torch.from_numpy(changes).to(laws.device)[..., None]
-            laws = torch.where(chosen, laws, before) if changes.any() else before
+            chosen = torch.from_numpy(changes).to(dists.device)[..., None]
+            dists = torch.where(chosen, dists, before) if changes.any() else before
             self._totals = numpy.where(changes, masses, totals)
             found = numpy.where(remaining > 0, masses / numpy.where(remaining > 0, remaining, 1.0), weights)
-        self._left = laws
-        for query, law in zip(rank.queries, laws.unbind(1), strict=True):
-            self._laws[query] = law
+        self._left = dists
+        for query, dist in zip(rank.queries, dists.unbind(1), strict=True):
+            self._dists[query] = dist
         return found
 
 
-def _beside(laws: Sequence[Tensor]) -> Tensor:
+def _beside(dists: Sequence[Tensor]) -> Tensor:
     """Stack distributions `[row, vocab]` to `[row, i, vocab]`; a view if there is only one."""
-    return laws[0][:, None] if len(laws) == 1 else torch.stack(list(laws), 1)
+    return dists[0][:, None] if len(dists) == 1 else torch.stack(list(dists), 1)
 
 
 def _pick(values: Tensor, nodes: Sequence[int]) -> Tensor:
@@ -286,21 +286,23 @@ def _pick(values: Tensor, nodes: Sequence[int]) -> Tensor:
     return values.index_select(1, torch.tensor(nodes, device=values.device))
 
 
-def verdict_at(shape: Shape, queries: NDArray[numpy.int64], laws: Sequence[Tensor], noise: Noise) -> Verdict:
+def make_tree_verdict(
+    shape: Shape, queries: NDArray[numpy.int64], dists: Sequence[Tensor], noise: Noise
+) -> Verdict:
     """Accept the path to one query per row and draw the next token.
 
     Args:
         shape: shape of the rows' drafts.
         queries: `[row]`, the query at which the path ends; 0 accepts nothing.
-        laws: for each query `[row, vocab]`, the distribution of the next token, not normalised.
+        dists: for each query `[row, vocab]`, the distribution of the next token, not normalised.
         noise: draws the next token.
     """
     found = [shape.paths[query] for query in queries.tolist()]
     counts = [len(path) for path in found]
     width = max(counts, default=0)
     padded = [[*path, *([-1] * (width - len(path)))] for path in found]
-    device = laws[0].device
+    device = dists[0].device
     paths = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(found), width)
     lengths = torch.tensor(counts, dtype=torch.long, device=device)
-    law = laws[int(queries[0])] if len(queries) == 1 else at(torch.stack(list(laws), 1), queries)
-    return Verdict(paths, lengths, noise.draw(law, lengths))
+    dist = dists[int(queries[0])] if len(queries) == 1 else at(torch.stack(list(dists), 1), queries)
+    return Verdict(paths, lengths, noise.draw(dist, lengths))

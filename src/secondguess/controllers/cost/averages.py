@@ -5,29 +5,29 @@ A plain round is a round without drafts; it is the unit of the costs of drafts.
 
 from __future__ import annotations
 
-NUM_REMEMBERED = 16
+AVERAGE_WINDOW = 16
 """Approximate number of values in an average."""
-FARTHEST = 1.3
+OUTLIER_CLIP = 1.3
 """Upper bound to which a value is clipped, as a multiple of the expected one.
 
 Single slow rounds are outliers. There is no lower bound, as disturbances make no round faster.
 """
-FARTHEST_AT_FIRST = 2.5
+FIRST_OUTLIER_CLIP = 2.5
 """The same bound for the first value of a draft length, whose expected value is uncertain."""
-NUM_COLD = 3
+NUM_WARMUP = 3
 """Number of first plain rounds of which only the fastest counts.
 
 The first rounds allocate memory and fill caches.
 """
-FADING = 1 - 1 / 96
+DECAY = 1 - 1 / 96
 """Factor by which the weights of earlier rounds decay per round with drafts."""
-MOST_WEIGHT = 24
+MAX_WEIGHT = 24
 """Maximum weight of one draft length, in rounds."""
 FIRST_NODE_COST = 0.03
 """Initial cost of one more draft token in a target pass, as a share of a plain round."""
-NEIGHBOUR = 0.1
+NEIGHBOUR_WEIGHT = 0.1
 """Weight of a round in the cost of a draft length that differs by one."""
-JUMP = 1.3
+SPEED_CHANGE = 1.3
 """Factor between plain rounds that indicates that the machine has changed its speed."""
 NUM_RECENT = 5
 """Number of recent plain rounds, of which all but one must be slower to indicate such a change."""
@@ -36,14 +36,14 @@ FIRST_SLOPE = 0.6
 
 The rest is attributed to the fixed cost of a draft.
 """
-STALE = 1.4
+LENGTH_TOLERANCE = 1.4
 """Factor by which row lengths may exceed the range seen before plain rounds are timed again.
 
-It is squared once the slope is trusted (`TELLING`).
+It is squared once the slope is trusted (`SLOPE_TRUST_RATIO`).
 """
-TELLING = 2.0
+SLOPE_TRUST_RATIO = 2.0
 """Ratio between the longest and shortest row length seen at which the slope is trusted."""
-MOST_OF_LENGTH = 0.9
+MAX_LENGTH_SHARE = 0.9
 """Maximum share of a plain round that grows with the rows' length."""
 
 
@@ -51,31 +51,31 @@ class Average:
     """Running average of positive values, robust against single large ones.
 
     Args:
-        num_cold: number of first values of which only the smallest counts.
+        num_warmup: number of first values of which only the smallest counts.
     """
 
-    __slots__ = ("_num_cold", "count", "value")
+    __slots__ = ("_num_warmup", "count", "value")
 
-    def __init__(self, num_cold: int = 1) -> None:
-        self._num_cold = num_cold
+    def __init__(self, num_warmup: int = 1) -> None:
+        self._num_warmup = num_warmup
         self.count = 0
         self.value = 0.0
 
     def add(self, value: float) -> None:
-        """Add a value, clipped to `FARTHEST` times the average."""
-        if self.count < self._num_cold:
+        """Add a value, clipped to `OUTLIER_CLIP` times the average."""
+        if self.count < self._num_warmup:
             self.value = value if not self.count or value < self.value else self.value
             self.count += 1
             return
         known = self.value
-        most = known * FARTHEST
-        if self.count < NUM_REMEMBERED:
+        most = known * OUTLIER_CLIP
+        if self.count < AVERAGE_WINDOW:
             self.count += 1
         self.value = known + ((value if value < most else most) - known) / self.count
 
     def follow(self, value: float) -> float:
         """Add a value without clipping; return the weight that it got in the average."""
-        if self.count < NUM_REMEMBERED:
+        if self.count < AVERAGE_WINDOW:
             self.count += 1
         share = 1 / self.count
         self.value += (value - self.value) * share
@@ -107,18 +107,18 @@ class Line:
             return
         if self._weight:
             expected = self.start + self.slope * num_steps
-            if cost * FARTHEST < expected:
-                self.doubt()  # disturbances only make drafts slower: the earlier ones were disturbed
-            cost = min(cost, expected * FARTHEST)
-        self._weight = self._weight * FADING + 1
-        self._x = self._x * FADING + num_steps
-        self._y = self._y * FADING + cost
-        self._xx = self._xx * FADING + num_steps * num_steps
-        self._xy = self._xy * FADING + num_steps * cost
+            if cost * OUTLIER_CLIP < expected:
+                self.reset_weight()  # disturbances only make drafts slower: the earlier ones were disturbed
+            cost = min(cost, expected * OUTLIER_CLIP)
+        self._weight = self._weight * DECAY + 1
+        self._x = self._x * DECAY + num_steps
+        self._y = self._y * DECAY + cost
+        self._xx = self._xx * DECAY + num_steps * num_steps
+        self._xy = self._xy * DECAY + num_steps * cost
         self.slope = self._fitted_slope()
         self.start = max(self._y - self.slope * self._x, 0.0) / self._weight
 
-    def doubt(self) -> None:
+    def reset_weight(self) -> None:
         """Keep the estimate, but only with the weight of a single draft."""
         if self._weight > 1:
             scale = 1 / self._weight
@@ -154,7 +154,7 @@ class CostCurve:
         line = self._line(length)
         total, above = 1.0, 0.0
         for other, cell in self._cells.items():
-            weight = cell.weight * FADING ** (self._now - cell.time) * NEIGHBOUR ** abs(other - length)
+            weight = cell.weight * DECAY ** (self._now - cell.time) * NEIGHBOUR_WEIGHT ** abs(other - length)
             total += weight
             above += weight * (cell.cost - self._line(other))
         return max(line + above / total, 1.0)
@@ -163,28 +163,28 @@ class CostCurve:
         """Add the cost of one pass over a draft of this length."""
         self._now += 1
         expected = self.at(length)
-        disturbed_before = cost * FARTHEST < expected
+        disturbed_before = cost * OUTLIER_CLIP < expected
         cell = self._cells.get(length)
-        cost = min(cost, expected * (FARTHEST if cell else FARTHEST_AT_FIRST))
+        cost = min(cost, expected * (OUTLIER_CLIP if cell else FIRST_OUTLIER_CLIP))
         self._fit(length, max(cost - 1, 0.0))
         if cell is None:
             cell = self._cells[length] = _CurveCell(cost)
-        most = 1.0 if disturbed_before else MOST_WEIGHT - 1.0
-        cell.weight = min(cell.weight * FADING ** (self._now - cell.time), most) + 1
+        most = 1.0 if disturbed_before else MAX_WEIGHT - 1.0
+        cell.weight = min(cell.weight * DECAY ** (self._now - cell.time), most) + 1
         cell.time = self._now
         cell.cost += (cost - cell.cost) / cell.weight
 
-    def doubt(self) -> None:
+    def reset_weight(self) -> None:
         """Keep the estimates, but each only with the weight of a single round."""
         for cell in self._cells.values():
             cell.weight = min(cell.weight, 1.0)
 
-    def _fit(self, length: int, excess: float) -> None:
-        self._weight = self._weight * FADING + 1
-        self._x = self._x * FADING + length
-        self._y = self._y * FADING + excess
-        self._xx = self._xx * FADING + length * length
-        self._xy = self._xy * FADING + length * excess
+    def _fit(self, length: int, slowdown: float) -> None:
+        self._weight = self._weight * DECAY + 1
+        self._x = self._x * DECAY + length
+        self._y = self._y * DECAY + slowdown
+        self._xx = self._xx * DECAY + length * length
+        self._xy = self._xy * DECAY + length * slowdown
         mean = self._y / self._x
         spread = self._xx * self._weight - self._x * self._x
         if spread < 1e-6 * self._xx * self._weight:
@@ -230,7 +230,7 @@ class PlainTime:
     )
 
     def __init__(self, length: float) -> None:
-        self._level = Average(NUM_COLD)
+        self._level = Average(NUM_WARMUP)
         self._length = self._shortest = self._longest = self._before = length
         self._slope = self._spread = self._along = 0.0
         self._recent: tuple[tuple[float, float], ...] = ()
@@ -247,7 +247,11 @@ class PlainTime:
 
     def knows(self, length: float) -> bool:
         """Return whether rows of about this length were seen, or the line is trusted that far."""
-        reach = STALE if self._longest < TELLING * self._shortest else STALE * STALE
+        reach = (
+            LENGTH_TOLERANCE
+            if self._longest < SLOPE_TRUST_RATIO * self._shortest
+            else LENGTH_TOLERANCE * LENGTH_TOLERANCE
+        )
         return self._shortest <= length * reach and length <= self._longest * reach
 
     def add(self, length: float, seconds: float, num_rounds: int = 1) -> float:
@@ -256,7 +260,7 @@ class PlainTime:
         Returns:
             The factor by which the machine has become slower if it has changed its speed, else 1.
         """
-        change = self._change(length, seconds, num_rounds) if self._level.count >= NUM_COLD else 1.0
+        change = self._change(length, seconds, num_rounds) if self._level.count >= NUM_WARMUP else 1.0
         if change == 1.0:
             self._fit(length, seconds)
         else:
@@ -271,43 +275,43 @@ class PlainTime:
         # Other load can make rounds slower but not faster, so fewer fast rounds are enough. If
         # rows are much shorter (or longer) than before, their length explains why rounds are fast
         # (or slow).
-        fast = [ratio for ratio in ratios[-3:] if ratio < 1 / JUMP]
-        if len(fast) >= 2 and length * STALE > self._length:
+        fast = [ratio for ratio in ratios[-3:] if ratio < 1 / SPEED_CHANGE]
+        if len(fast) >= 2 and length * LENGTH_TOLERANCE > self._length:
             return max(fast)
-        slow = sorted(ratio for ratio in ratios if ratio > JUMP)
-        if len(slow) >= NUM_RECENT - 1 and length < self._length * STALE:
+        slow = sorted(ratio for ratio in ratios if ratio > SPEED_CHANGE)
+        if len(slow) >= NUM_RECENT - 1 and length < self._length * LENGTH_TOLERANCE:
             return slow[len(slow) // 2]
         return 1.0
 
     def rescale(self, change: float) -> None:
         """Multiply the expected time by `change`, for all lengths."""
         self._level.value *= change
-        self._level.count = NUM_COLD
+        self._level.count = NUM_WARMUP
         self._slope *= change
         self._along *= change
         self._recent = ()
 
     def _fit(self, length: float, seconds: float) -> None:
         level = self._level
-        if level.count < NUM_COLD:
+        if level.count < NUM_WARMUP:
             level.add(seconds)
             self._length += (length - self._length) / level.count
         else:
             known, centre = level.value, self._length
             aside = length - centre
-            most = (known + self._slope * aside) * FARTHEST
+            most = (known + self._slope * aside) * OUTLIER_CLIP
             if seconds > most:
                 seconds = most
             self._spread += aside * aside
             self._along += aside * (seconds - known)
             # Old observations lose weight only as new ones arrive: their age is not bounded.
-            excess = self._spread / (NUM_REMEMBERED * centre * centre)
-            if excess > 1:
-                self._along /= excess
-                self._spread /= excess
+            slowdown = self._spread / (AVERAGE_WINDOW * centre * centre)
+            if slowdown > 1:
+                self._along /= slowdown
+                self._spread /= slowdown
             self._length = centre = centre + aside * level.follow(seconds)
             slope = self._along / (self._spread + centre * centre / 4)
-            highest = MOST_OF_LENGTH * level.value / centre
+            highest = MAX_LENGTH_SHARE * level.value / centre
             self._slope = 0.0 if slope < 0 else min(slope, highest)
         # A single length may be an outlier: it counts as seen once two successive rounds had it.
         self._longest = max(self._longest, min(length, self._before))

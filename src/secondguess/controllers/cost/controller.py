@@ -13,7 +13,7 @@ rounds and at least that of plain decoding, so the threshold adapts to text, loa
 S is estimated from what the verifier in use accepted: for a draft model from its calibrated
 confidences, for n-gram and suffix lookup by position and length of the match. Whether to draft at
 all is decided by the recent gain of similar drafts. If nothing pays, rounds are plain (without
-drafts), and the cost of further trials is bounded (`allowance.py`).
+drafts), and the cost of further trials is bounded (`loss_limits.py`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from secondguess.controllers.base import Controller
-from secondguess.controllers.cost.allowance import SERIES, Guard, Probes
+from secondguess.controllers.cost.backoff import Backoffs, PlainRoundBuffer, PlainRounds
+from secondguess.controllers.cost.batch_selection import best_with_ties, select_extensions, worthwhile
+from secondguess.controllers.cost.cost_model import CostModel
 from secondguess.controllers.cost.expectations import Expectations
-from secondguess.controllers.cost.offers import Offer, Offers
-from secondguess.controllers.cost.prices import Prices
-from secondguess.controllers.cost.rest import Passed, Rests, Rounds
+from secondguess.controllers.cost.loss_limits import SERIES, LossGuard, ProbeBudget
+from secondguess.controllers.cost.proposals import DraftProposal, ProposalMaker
 from secondguess.controllers.cost.round_times import RoundTimes, mean_length
-from secondguess.controllers.cost.together import first_few, worth_another, worthwhile
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import MAX_DRAFT_LENGTH, Draft, Plan, Prospect, RoundTime, Row, Verdict
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.names import Name, read_options, require_between, with_argument
 
 PLAIN = Plan(0, 0)
 PROBE_LENGTH = 2
 """Maximum levels of a probe. With one level, the fixed cost of drafting may exceed any gain."""
-LONGEST_AT_FIRST = 2
+INITIAL_MAX_LENGTH = 2
 """Maximum levels of a drafter's first drafts, whose cost is not known yet."""
 
 
@@ -60,17 +60,17 @@ class CostController(Controller):
     def __init__(self, options: CostOptions = CostOptions()) -> None:
         self.options = options
         self.name = f"cost:{options.length}"
-        self.probes = Probes()
-        self.guard = Guard()
+        self.probe_budget = ProbeBudget()
+        self.guard = LossGuard()
         self.expectations = Expectations()
-        self._prices = Prices(options.length)
-        self._offers_of = Offers(self.expectations, self._prices, options.length)
+        self._cost_model = CostModel(options.length)
+        self._proposal_maker = ProposalMaker(self.expectations, self._cost_model, options.length)
         self._place: Hashable = None
-        self._offers: list[Offer] = []
+        self._proposals: list[DraftProposal] = []
         self._probing = False
-        self._rests = Rests()
-        self._resting = False
-        self._passed = Passed()
+        self._backoffs = Backoffs()
+        self._in_backoff = False
+        self._buffered = PlainRoundBuffer()
 
     @classmethod
     def build(cls, name: Name) -> CostController:
@@ -79,199 +79,216 @@ class CostController(Controller):
     @property
     def times(self) -> RoundTimes:
         """Measured times of rounds."""
-        return self._prices.times
+        return self._cost_model.times
 
     @times.setter
     def times(self, times: RoundTimes) -> None:
-        self._prices.times = times
+        self._cost_model.times = times
 
-    def plan(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Plan]:
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         num_rows = len(rows)
-        self._offers = []
+        self._proposals = []
         was_probing, self._probing = self._probing, False
-        self._place = _place(prospects)
+        self._place = _place(candidates)
         plans = [PLAIN] * num_rows
         # A series of probes is continued even if all candidates are in backoff.
-        self.probes.count_round()
-        paused = self._rests.cover(rows, prospects)
-        self._resting = paused and not was_probing and not self.probes.is_due
-        if self._resting:
+        self.probe_budget.count_round()
+        paused = self._backoffs.cover(rows, candidates)
+        self._in_backoff = paused and not was_probing and not self.probe_budget.is_due
+        if self._in_backoff:
             return plans
-        self._learn_of_rest()
+        self._learn_buffered()
         context = self.times.context = mean_length(rows)
-        if self.guard.forbids or self.times.needs_plain(num_rows, context):
+        if self.guard.is_stopped or self.times.needs_plain(num_rows, context):
             return plans
-        self._prices.enter(num_rows, self._place)
-        offers = self._best_offers(rows, prospects)
-        taken = worthwhile(offers, rows, self._prices)
+        self._cost_model.enter(num_rows, self._place)
+        proposals = self._best_proposals(rows, candidates)
+        taken = worthwhile(proposals, rows, self._cost_model)
         if taken:
-            self.probes.succeeded()
-        elif offers:
-            best = first_few([(offer.net, offer) for offer in offers], 1, rows)
+            self.probe_budget.succeeded()
+        elif proposals:
+            best = best_with_ties([(proposal.net, proposal) for proposal in proposals], 1, rows)
             taken = self._probe(best, rows, was_probing)
         if not taken:
-            self._rests.begin(rows, prospects)
+            self._backoffs.begin(rows, candidates)
         elif not self._probing:
-            self._rests.end()
-        self._offers = taken
-        for offer in taken:
-            if self.times.is_new(offer.part):
-                offer.length = min(offer.length, LONGEST_AT_FIRST)
-            plans[offer.row] = Plan(offer.part, offer.length)
+            self._backoffs.end()
+        self._proposals = taken
+        for proposal in taken:
+            if self.times.is_new(proposal.part):
+                proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
+            plans[proposal.row] = Plan(proposal.part, proposal.length)
         return plans
 
-    def _best_offers(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> list[Offer]:
+    def _best_proposals(
+        self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]
+    ) -> list[DraftProposal]:
         """Return the best candidate of each row that has one, best first."""
-        num_rows, offers = len(rows), []
+        num_rows, proposals = len(rows), []
         for index, row in enumerate(rows):
-            offer = self._offers_of.best(index, row, prospects[index], num_rows)
-            if offer is not None:
-                offers.append(offer)
+            proposal = self._proposal_maker.best(index, row, candidates[index], num_rows)
+            if proposal is not None:
+                proposals.append(proposal)
         if num_rows > 1:
-            offers.sort(key=_net, reverse=True)
-        return offers
+            proposals.sort(key=_net, reverse=True)
+        return proposals
 
-    def _probe(self, offers: list[Offer], rows: Sequence[Row], was_probing: bool) -> list[Offer]:
+    def _probe(
+        self, proposals: list[DraftProposal], rows: Sequence[Row], was_probing: bool
+    ) -> list[DraftProposal]:
         """Return these candidates shortened to probes if the probe budget allows it, else none.
 
         Probes come in series: the first one needs a budget for all of them.
         """
-        part = offers[0].part
-        price = self._prices.drafting(part, len(offers), 1) + self._prices.wider(0, 1)
-        price += self.times.reading(part, sum([offer.prospect.unread for offer in offers])) / SERIES
+        part = proposals[0].part
+        price = self._cost_model.drafting(part, len(proposals), 1) + self._cost_model.extra_pass_seconds(0, 1)
+        price += (
+            self.times.prefill_seconds(part, sum([proposal.candidate.num_uncached for proposal in proposals]))
+            / SERIES
+        )
         if was_probing:
-            if not self.probes.may_go_on(price):
-                self.probes.failed()
+            if not self.probe_budget.may_go_on(price):
+                self.probe_budget.failed()
                 return []
-        elif not self.probes.may_begin(SERIES * price, self.times.plain(len(rows))):
+        elif not self.probe_budget.may_begin(SERIES * price, self.times.plain(len(rows))):
             return []
         self._probing = True
-        for offer in offers:
-            offer.length = min(offer.length, PROBE_LENGTH)
-        return offers
+        for proposal in proposals:
+            proposal.length = min(proposal.length, PROBE_LENGTH)
+        return proposals
 
-    def go_on(self, rows: Sequence[Row], laws: DraftLaws, depth: int) -> list[bool]:
+    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         answers = [False] * len(rows)
-        if not self._offers:
+        if not self._proposals:
             return answers
-        confidences = laws.chances
-        chances: list[tuple[float, Offer]] = []
-        for offer in self._offers:
-            if offer.certain or not offer.goes_on:
+        confidences = draft_probs.chances
+        chances: list[tuple[float, DraftProposal]] = []
+        for proposal in self._proposals:
+            if proposal.deterministic or not proposal.goes_on:
                 continue
-            level, own, following = self.expectations.of_node(offer.kind, confidences[offer.row])
-            offer.seen.append(level)
-            offer.survival *= own
-            offer.goes_on = False
-            if depth + 1 < offer.length:
-                chances.append((offer.survival * following, offer))
+            level, own, following = self.expectations.of_node(proposal.kind, confidences[proposal.row])
+            proposal.seen.append(level)
+            proposal.survival *= own
+            proposal.goes_on = False
+            if depth + 1 < proposal.length:
+                chances.append((proposal.survival * following, proposal))
         if chances:
-            for offer in worth_another(chances, self._deeper(depth + 1), self._prices):
-                offer.goes_on = answers[offer.row] = True
+            for proposal in select_extensions(chances, self._extra_pass_seconds(depth + 1), self._cost_model):
+                proposal.goes_on = answers[proposal.row] = True
         return answers
 
-    def _deeper(self, depth: int) -> float:
+    def _extra_pass_seconds(self, depth: int) -> float:
         """Return the seconds that nodes at this depth add to the round, without drafting them.
 
         They are 0 if a lookup draft in the batch is that long anyway.
         """
-        if any(offer.certain and offer.length > depth for offer in self._offers):
+        if any(proposal.deterministic and proposal.length > depth for proposal in self._proposals):
             return 0.0
-        return self._prices.wider(depth, depth + 1)
+        return self._cost_model.extra_pass_seconds(depth, depth + 1)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
-        if self._resting:
+        if self._in_backoff:
             if (
                 draft.num_nodes
             ):  # drafts of rows with their own `draft_length`, which may gain more than one token
-                self._learn_of_rest()
+                self._learn_buffered()
             else:
-                self._pass(rows, time)
+                self._buffer_round(rows, time)
             return
         num_rows = len(rows)
         # In levels, as in plans: the cost of all nodes of a level is measured together.
         lengths = draft.depths.tolist() if draft.num_nodes else [0] * num_rows
-        drafted = [offer for offer in self._offers if lengths[offer.row]]
+        drafted = [proposal for proposal in self._proposals if lengths[proposal.row]]
         if num_rows - lengths.count(0) > len(drafted):
             return  # rows with their own `draft_length` were drafted for: the plan was not measured
-        for offer in self._offers:
-            if not lengths[offer.row]:
-                self.expectations.learn_nothing(offer.kind)
-        if not drafted and not self._offers:
-            self._learn_plain(rows, Rounds(mean_length(rows), [self._place], [time]))
+        for proposal in self._proposals:
+            if not lengths[proposal.row]:
+                self.expectations.add_empty_draft(proposal.kind)
+        if not drafted and not self._proposals:
+            self._learn_plain(rows, PlainRounds(mean_length(rows), [self._place], [time]))
             return
         if not drafted:  # the drafter gave no nodes, but took time
-            self.expectations.move_on(rows, 1)
+            self.expectations.decay_rows(rows, 1)
             self._book(self._place, rows, num_rows, time.total, 0.0)
             return
         accepted = verdict.lengths.tolist()
         self._learn_times(num_rows, max(lengths), drafted, lengths, time)
-        for offer in drafted:
-            index = offer.row
+        for proposal in drafted:
+            index = proposal.row
             self.expectations.learn(
-                rows[index], offer.kind, offer.seen, offer.certain, lengths[index], accepted[index]
+                rows[index],
+                proposal.kind,
+                proposal.seen,
+                proposal.deterministic,
+                lengths[index],
+                accepted[index],
             )
-        spread = self._learn_reading(rows, drafted, time)
+        spread = self._learn_prefill(rows, drafted, time)
         self._book(self._place, rows, num_rows + sum(accepted), time.total, spread)
 
-    def _learn_plain(self, rows: Sequence[Row], rounds: Rounds) -> None:
+    def _learn_plain(self, rows: Sequence[Row], rounds: PlainRounds) -> None:
         """Learn from rounds in which nothing was to be drafted."""
-        self.expectations.move_on(rows, rounds.num)
-        changed = self.times.see_plain(len(rows), rounds.context, rounds.seconds)
+        self.expectations.decay_rows(rows, rounds.num)
+        changed = self.times.add_plain(len(rows), rounds.context, rounds.seconds)
         plain, total = self.times.plain(len(rows)), sum(rounds.seconds)
         for place, num in rounds.places.items():
-            self._prices.book_plain(place, 1.0, num)
-        self.probes.earn(total, plain)
+            self._cost_model.book_plain(place, 1.0, num)
+        self.probe_budget.earn(total, plain)
         self.guard.wait(rows, rounds.num, total)
         if changed:
-            self._begin_anew()
+            self._reset_decisions()
 
-    def _begin_anew(self) -> None:
+    def _reset_decisions(self) -> None:
         """Reset the decisions that were made before the machine changed its speed."""
-        self.guard.forgive()
-        self.probes.grant()
-        self._rests.end()
-        self._prices.forget_paces()
+        self.guard.reset()
+        self.probe_budget.grant()
+        self._backoffs.end()
+        self._cost_model.forget_speeds()
 
-    def _pass(self, rows: Sequence[Row], time: RoundTime) -> None:
+    def _buffer_round(self, rows: Sequence[Row], time: RoundTime) -> None:
         """Record a round in which all candidates were in backoff."""
-        if not self._passed.add(self._place, rows, time):
-            self._learn_of_rest()
-            self._passed.add(self._place, rows, time)
+        if not self._buffered.add(self._place, rows, time):
+            self._learn_buffered()
+            self._buffered.add(self._place, rows, time)
 
-    def _learn_of_rest(self) -> None:
+    def _learn_buffered(self) -> None:
         """Learn from the recorded backoff rounds."""
-        if self._passed:
-            rows, taken = self._passed.take()
+        if self._buffered:
+            rows, taken = self._buffered.take()
             for rounds in taken:
                 self._learn_plain(rows, rounds)
 
     def _learn_times(
-        self, num_rows: int, width: int, drafted: Sequence[Offer], lengths: Sequence[int], time: RoundTime
+        self,
+        num_rows: int,
+        width: int,
+        drafted: Sequence[DraftProposal],
+        lengths: Sequence[int],
+        time: RoundTime,
     ) -> None:
-        self.times.see(num_rows, width, time.total - time.draft - time.prefill)
-        self._prices.renew()
+        self.times.add(num_rows, width, time.total - time.draft - time.prefill)
+        self._cost_model.renew()
         # Next to the draft steps of a model, the time of a lookup is negligible.
-        steppers = [offer for offer in drafted if not offer.certain] or drafted
-        steps = [lengths[offer.row] for offer in steppers]
+        steppers = [proposal for proposal in drafted if not proposal.deterministic] or drafted
+        steps = [lengths[proposal.row] for proposal in steppers]
         longest = max(steps)
-        self.times.see_steps(steppers[0].part, round(sum(steps) / longest), longest, time.draft)
+        self.times.add_draft_steps(steppers[0].part, round(sum(steps) / longest), longest, time.draft)
 
-    def _learn_reading(self, rows: Sequence[Row], drafted: Sequence[Offer], time: RoundTime) -> float:
+    def _learn_prefill(self, rows: Sequence[Row], drafted: Sequence[DraftProposal], time: RoundTime) -> float:
         """Learn the cost of drafter prefill, amortise it over later rounds and return its seconds.
 
-        Later rounds use the prefilled cache, so `Guard` books its cost in shares.
+        Later rounds use the prefilled cache, so `LossGuard` books its cost in shares.
         """
-        readers = [offer for offer in drafted if offer.prospect.unread]
+        readers = [proposal for proposal in drafted if proposal.candidate.num_uncached]
         if not readers:
             return 0.0
-        num_tokens = sum([offer.prospect.unread for offer in readers])
-        self.times.see_reading(readers[0].part, num_tokens, time.prefill)
+        num_tokens = sum([proposal.candidate.num_uncached for proposal in readers])
+        self.times.add_prefill(readers[0].part, num_tokens, time.prefill)
         plain_rounds = time.prefill / self.times.plain(len(rows))
-        for offer in readers:
-            row = rows[offer.row]
-            cost = plain_rounds * offer.prospect.unread / num_tokens
-            self.guard.spread(row, cost, row.room / (1 + offer.gain))
+        for proposal in readers:
+            row = rows[proposal.row]
+            cost = plain_rounds * proposal.candidate.num_uncached / num_tokens
+            self.guard.spread(row, cost, row.room / (1 + proposal.gain))
         return time.prefill
 
     def _book(
@@ -290,34 +307,34 @@ class CostController(Controller):
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
         # Disturbed rounds are included in this mean, as they are in `seconds`.
-        mean = plain * self.times.disturbance.excess
-        self._prices.book(place, seconds / plain, num_tokens / num_rows, worthwhile=not self._probing)
-        self.probes.earn(seconds, plain)
+        mean = plain * self.times.load_detector.slowdown
+        self._cost_model.book(place, seconds / plain, num_tokens / num_rows, worthwhile=not self._probing)
+        self.probe_budget.earn(seconds, plain)
         if self._probing:
-            self.probes.pay(seconds - plain_seconds)
+            self.probe_budget.pay(seconds - plain_seconds)
         won = num_tokens / num_rows - (seconds - spread) / mean
         self.guard.book(won, rows, seconds - spread, mean)
 
     def end(self, row: Row) -> None:
-        self._learn_of_rest()
-        self._rests.forget(row)
-        self.expectations.standings.pop(row, None)
+        self._learn_buffered()
+        self._backoffs.forget(row)
+        self.expectations.row_histories.pop(row, None)
         self.guard.end(row)
 
 
-def _net(offer: Offer) -> float:
-    return offer.net
+def _net(proposal: DraftProposal) -> float:
+    return proposal.net
 
 
-def _place(prospects: Sequence[Sequence[Prospect]]) -> Hashable:
+def _place(candidates: Sequence[Sequence[Candidate]]) -> Hashable:
     """Return the key of the token rate that drafts are compared with.
 
     It is the batch size, or for a single row the kind of its first candidate: saved tokens are
     worth less where decoding is fast anyway.
     """
-    if len(prospects) > 1:
-        return len(prospects)
-    for choice in prospects[0]:
+    if len(candidates) > 1:
+        return len(candidates)
+    for choice in candidates[0]:
         if choice.longest > 0:
             return choice.kind
     return None

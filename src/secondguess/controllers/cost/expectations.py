@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import ClassVar
 
-from secondguess.controllers.cost.experience import STRENGTH, Experience
-from secondguess.core import Prospect, Row
+from secondguess.controllers.cost.acceptance_stats import PRIOR_WEIGHT, AcceptanceStats
+from secondguess.core import Candidate, Row
 
 CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 """Edges of the confidence bins; nodes of one bin share their statistics."""
@@ -24,23 +24,23 @@ LEAST_CHANCE = 0.02
 """Distance that a corrected confidence keeps from 0 and 1."""
 FIRST_GAIN, FIRST_WIDTH, FIRST_SHARE = 1.0, 2.0, 0.7
 """Initial gain in tokens, width in nodes and acceptance rate: high enough to be tried."""
-DOUBT = 1.0
+EXPLORATION_BONUS = 1.0
 """Exploration bonus of a new kind of draft, in tokens; falls with the square root of the count."""
-NO_DOUBT = 0.1
+BONUS_OFFSET = 0.1
 """Amount subtracted from the exploration bonus.
 
 It is what remains of the bonus after about a hundred drafts, the number that an average covers.
 Otherwise drafts that just fail to pay would be made forever.
 """
-NEUTRAL, FORGETTING = 0.5, 8.0
+NEUTRAL_RATE, RATE_MEMORY = 0.5, 8.0
 """Value to which a row's acceptance rate returns without drafts, and time constant in rounds."""
 DRAFTS_DECAY = 1 - 1 / 100
 """Decay of averages over whole drafts, which cover about a hundred of them."""
-DEEP = 8
+MAX_POSITION = 8
 """Position from which all nodes of a lookup draft share their statistics."""
 
 
-class Fates:
+class DraftAverages:
     """Decayed sums of tokens gained, nodes drafted and number of drafts."""
 
     __slots__ = ("count", "gain", "width")
@@ -55,12 +55,12 @@ class Fates:
 
     def means(self, gain: float, width: float) -> tuple[float, float]:
         """Return the average gain and width, shrunk towards the expected `gain` and `width`."""
-        weight = self.count + STRENGTH
-        return (self.gain + STRENGTH * gain) / weight, (self.width + STRENGTH * width) / weight
+        weight = self.count + PRIOR_WEIGHT
+        return (self.gain + PRIOR_WEIGHT * gain) / weight, (self.width + PRIOR_WEIGHT * width) / weight
 
 
 @dataclass
-class Standing:
+class RowHistory:
     """Recent acceptance rate of a row's drafts; None before the first draft."""
 
     NUM_LEVELS: ClassVar[int] = 5
@@ -72,17 +72,17 @@ class Standing:
         """Bin of the acceptance rate: 0 before the first draft, then 1 to 4."""
         return 0 if self.share is None else 1 + int(self.share * 3.999)
 
-    def see(self, drafted: int, accepted: int) -> None:
+    def add(self, drafted: int, accepted: int) -> None:
         share = accepted / drafted
         self.share = share if self.share is None else self.share + (share - self.share) / 3
 
-    def move_on(self, num_rounds: int) -> None:
-        """Let the acceptance rate return to `NEUTRAL` over rounds without drafts."""
+    def decay(self, num_rounds: int) -> None:
+        """Let the acceptance rate return to `NEUTRAL_RATE` over rounds without drafts."""
         if self.share is not None:
-            self.share = NEUTRAL + (self.share - NEUTRAL) * (1 - 1 / FORGETTING) ** num_rounds
+            self.share = NEUTRAL_RATE + (self.share - NEUTRAL_RATE) * (1 - 1 / RATE_MEMORY) ** num_rounds
 
 
-class Kind:
+class KindStats:
     """Statistics of drafts that are expected to be accepted alike.
 
     These are the drafts with the same drafter, coupling, temperature and kind of candidate. The
@@ -92,71 +92,78 @@ class Kind:
         nodes, drafts: stores of the statistics.
         of_pool: sums over all drafts of this pool.
         pool: drafter, coupling and temperature.
-        own: kind of candidate (`Prospect.kind`).
+        own: kind of candidate (`Candidate.kind`).
     """
 
     def __init__(
-        self, nodes: Experience, drafts: Experience, of_pool: Fates, pool: Hashable, own: Hashable
+        self,
+        nodes: AcceptanceStats,
+        drafts: AcceptanceStats,
+        of_pool: DraftAverages,
+        pool: Hashable,
+        own: Hashable,
     ) -> None:
-        self.anywhere = nodes.path(("at", pool))
+        self.any_position = nodes.path(("at", pool))
         self.by_position = [
-            nodes.path(("at", pool, place), ("at", pool, own, place)) for place in range(DEEP + 1)
+            nodes.path(("at", pool, place), ("at", pool, own, place)) for place in range(MAX_POSITION + 1)
         ]
         bins = range(len(CONFIDENCE_EDGES) + 1)
         self.by_confidence = [nodes.path(("own", pool, own, number)) for number in bins]
-        self.behind = [nodes.path(("next", pool, own), ("next", pool, own, number)) for number in bins]
+        self.next_by_confidence = [
+            nodes.path(("next", pool, own), ("next", pool, own, number)) for number in bins
+        ]
         self.miscalibration = nodes.path(("miscalibration", pool, own))
-        self.comes = drafts.path(("comes", pool, own))
-        self.of_pool, self.of_kind = of_pool, Fates()
-        self.at_level = [Fates() for _ in range(Standing.NUM_LEVELS)]
+        self.appears = drafts.path(("comes", pool, own))
+        self.of_pool, self.of_kind = of_pool, DraftAverages()
+        self.at_level = [DraftAverages() for _ in range(RowHistory.NUM_LEVELS)]
 
 
 class Expectations:
     """Acceptance statistics of nodes and of whole drafts."""
 
     def __init__(self) -> None:
-        self.nodes = Experience(memory=200)
-        self.drafts = Experience(memory=100)
-        self.standings: dict[Row, Standing] = {}
-        self._fates: dict[Hashable, Fates] = {}
-        self._kinds: dict[Hashable, Kind] = {}
+        self.nodes = AcceptanceStats(memory=200)
+        self.drafts = AcceptanceStats(memory=100)
+        self.row_histories: dict[Row, RowHistory] = {}
+        self._draft_averages: dict[Hashable, DraftAverages] = {}
+        self._kinds: dict[Hashable, KindStats] = {}
 
-    def kind(self, row: Row, prospect: Prospect) -> Kind:
+    def kind(self, row: Row, candidate: Candidate) -> KindStats:
         """Return the statistics of drafts like this candidate of this row."""
         # Similar temperatures share statistics, as a server may get any number of them.
         temperature = round(row.params.temperature, 1)
-        key = (prospect.part, prospect.kind, row.coupled, temperature)
+        key = (candidate.part, candidate.kind, row.coupled, temperature)
         kind = self._kinds.get(key)
         if kind is None:
-            pool = (prospect.part, row.coupled, temperature)
-            of_pool = self._fates.setdefault(pool, Fates())
-            kind = self._kinds[key] = Kind(self.nodes, self.drafts, of_pool, pool, prospect.kind)
+            pool = (candidate.part, row.coupled, temperature)
+            of_pool = self._draft_averages.setdefault(pool, DraftAverages())
+            kind = self._kinds[key] = KindStats(self.nodes, self.drafts, of_pool, pool, candidate.kind)
         return kind
 
-    def of_draft(self, row: Row, kind: Kind) -> tuple[float, float, float, float]:
+    def of_draft(self, row: Row, kind: KindStats) -> tuple[float, float, float, float]:
         """Return expectations about a draft for this row.
 
         Returns:
             Tokens accepted, nodes drafted, exploration bonus in tokens (what it might gain beyond
             the expectation), and the share of planned drafts that have any nodes.
         """
-        standing = self.standings.get(row)
-        level = standing.level if standing is not None else 0
+        row_history = self.row_histories.get(row)
+        level = row_history.level if row_history is not None else 0
         gain, width = kind.of_kind.means(*kind.of_pool.means(FIRST_GAIN, FIRST_WIDTH))
-        doubt = max(DOUBT / (1 + kind.of_kind.count) ** 0.5 - NO_DOUBT, 0.0)
+        exploration_bonus = max(EXPLORATION_BONUS / (1 + kind.of_kind.count) ** 0.5 - BONUS_OFFSET, 0.0)
         gain_here, width = kind.at_level[level].means(gain, width)
         # At least the kind's average: a row with poor drafts may improve, as only drafts can show.
-        return max(gain_here, gain), width, doubt, self.drafts.mean(kind.comes, 1.0)
+        return max(gain_here, gain), width, exploration_bonus, self.drafts.mean(kind.appears, 1.0)
 
-    def survivals(self, kind: Kind, longest: int) -> list[float]:
+    def survivals(self, kind: KindStats, longest: int) -> list[float]:
         """Return the probabilities that a lookup's first 1, 2, ... nodes are all accepted."""
         mean = self.nodes.mean
-        anywhere = mean(kind.anywhere, FIRST_SHARE)
-        shares = [mean(path, anywhere) for path in kind.by_position[:longest]]
+        any_position = mean(kind.any_position, FIRST_SHARE)
+        shares = [mean(path, any_position) for path in kind.by_position[:longest]]
         shares += shares[-1:] * (longest - len(shares))
         return list(accumulate(shares, mul))
 
-    def of_node(self, kind: Kind, confidence: float) -> tuple[int, float, float]:
+    def of_node(self, kind: KindStats, confidence: float) -> tuple[int, float, float]:
         """Return a node's confidence bin, its acceptance probability and that of the next node.
 
         The bin is for `learn`. Each probability is conditional on all nodes before being accepted.
@@ -166,10 +173,16 @@ class Expectations:
         corrected = confidence + self.nodes.mean(kind.miscalibration, 0.0)
         expected = min(max(corrected, LEAST_CHANCE), 1 - LEAST_CHANCE)
         own = self.nodes.mean(kind.by_confidence[level], expected)
-        return level, own, self.nodes.mean(kind.behind[level], own)
+        return level, own, self.nodes.mean(kind.next_by_confidence[level], FIRST_SHARE)
 
     def learn(
-        self, row: Row, kind: Kind, levels: Sequence[int], certain: bool, length: int, accepted: int
+        self,
+        row: Row,
+        kind: KindStats,
+        levels: Sequence[int],
+        deterministic: bool,
+        length: int,
+        accepted: int,
     ) -> None:
         """Add a draft of `length` nodes, of which `accepted` were accepted.
 
@@ -177,41 +190,41 @@ class Expectations:
             row: the row.
             kind: statistics to which the draft is added.
             levels: confidence bins of its first nodes, from `of_node`.
-            certain: whether its nodes have no draft distribution.
+            deterministic: whether its nodes have no draft distribution.
             length: number of nodes.
             accepted: number of accepted nodes.
         """
         add, num_levels = self.nodes.add, len(levels)
         for place in range(min(accepted + 1, length)):
             outcome = 1.0 if place < accepted else 0.0
-            if certain:
-                add(kind.anywhere, outcome)
-                add(kind.by_position[min(place, DEEP)], outcome)
+            if deterministic:
+                add(kind.any_position, outcome)
+                add(kind.by_position[min(place, MAX_POSITION)], outcome)
             if place < num_levels:
                 level = levels[place]
                 add(kind.by_confidence[level], outcome)
                 add(kind.miscalibration, outcome - BIN_CENTRES[level])
             if 0 < place <= num_levels:
-                add(kind.behind[levels[place - 1]], outcome)
+                add(kind.next_by_confidence[levels[place - 1]], outcome)
         if accepted == length <= num_levels:
-            self.nodes.age(kind.behind[levels[length - 1]])
-        standing = self.standings.get(row)
-        if standing is None:
-            standing = self.standings[row] = Standing()
-        self.drafts.add(kind.comes, 1.0)
-        for fates in (kind.of_pool, kind.of_kind, kind.at_level[standing.level]):
-            fates.add(accepted, length)
-        standing.see(length, accepted)
+            self.nodes.age(kind.next_by_confidence[levels[length - 1]])
+        row_history = self.row_histories.get(row)
+        if row_history is None:
+            row_history = self.row_histories[row] = RowHistory()
+        self.drafts.add(kind.appears, 1.0)
+        for averages in (kind.of_pool, kind.of_kind, kind.at_level[row_history.level]):
+            averages.add(accepted, length)
+        row_history.add(length, accepted)
 
-    def learn_nothing(self, kind: Kind) -> None:
+    def add_empty_draft(self, kind: KindStats) -> None:
         """Record that a planned draft of this kind had no nodes."""
-        self.drafts.add(kind.comes, 0.0)
+        self.drafts.add(kind.appears, 0.0)
 
-    def move_on(self, rows: Sequence[Row], num_rounds: int) -> None:
+    def decay_rows(self, rows: Sequence[Row], num_rounds: int) -> None:
         """Record rounds of these rows without drafts."""
-        standings = self.standings
-        if standings:
+        row_histories = self.row_histories
+        if row_histories:
             for row in rows:
-                standing = standings.get(row)
-                if standing is not None:
-                    standing.move_on(num_rounds)
+                row_history = row_histories.get(row)
+                if row_history is not None:
+                    row_history.decay(num_rounds)

@@ -14,32 +14,32 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from secondguess.controllers.cost.averages import CostCurve, Line, PlainTime
-from secondguess.controllers.cost.disturbance import Disturbance
+from secondguess.controllers.cost.load_detector import LoadDetector
 from secondguess.core import Row
 
-AGE = 64
+MAX_PLAIN_AGE = 64
 """Number of rounds with drafts after which a plain round is timed again."""
-FRESH = 8
+FRESH_ROUNDS = 8
 """Number of rounds with drafts after a plain one whose costs may raise an estimate.
 
 Later ones may be slower because the machine is, and only lower an estimate.
 """
-AGE_IF_BUSY = 32
-"""Same as `AGE` while other load disturbs the rounds."""
-SURPRISE = 1.3
+MAX_PLAIN_AGE_BUSY = 32
+"""Same as `MAX_PLAIN_AGE` while other load disturbs the rounds."""
+DEVIATION = 1.3
 """Factor between measured and expected time at which rounds with drafts are checked."""
-NUM_SURPRISES, NUM_CHECKS = 4, 2
+NUM_DEVIATIONS, NUM_CHECKS = 4, 2
 """Number of rounds, all but one of which must deviate, and of plain rounds timed in a check."""
 NUM_NEW = 3
 """Number of drafts after which the cost of a drafter's steps is trusted."""
-PAUSE = 16
+CHECK_PAUSE = 16
 """Number of rounds with drafts without another check, after a check that found no change."""
-IMPOSSIBLE = 0.9
+MIN_PASS_COST = 0.9
 """Minimum cost of a pass over a draft, as a share of a plain round.
 
 If it is measured to be less, plain rounds must have become faster and are timed.
 """
-NEAR = 1.3
+BATCH_SIZE_TOLERANCE = 1.3
 """Maximum factor between batch sizes at which the time of one is estimated from the other's."""
 
 
@@ -48,18 +48,18 @@ class RoundTimes:
 
     Attributes:
         context: mean tokens per row in the current round; None for the average of all rounds.
-        disturbance: statistics of disturbances by other load on the machine.
+        load_detector: statistics of disturbances by other load on the machine.
     """
 
     def __init__(self) -> None:
         self.context: float | None = None
-        self.disturbance = Disturbance()
+        self.load_detector = LoadDetector()
         self._plain: dict[int, PlainTime] = {}
         self._curves: dict[int, CostCurve] = {}
         self._steps: dict[Hashable, dict[int, Line]] = {}
-        self._reading: dict[Hashable, Line] = {}
+        self._prefill_lines: dict[Hashable, Line] = {}
         self._num_since_plain = 0
-        self._surprises: tuple[float, ...] = ()
+        self._deviations: tuple[float, ...] = ()
         self._num_checks = self._pause = 0
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
@@ -70,10 +70,10 @@ class RoundTimes:
             context: mean tokens per row.
         """
         nearest = num_rows if num_rows in self._plain else self._nearest(num_rows)
-        if nearest is None or max(nearest, num_rows) > NEAR * min(nearest, num_rows):
+        if nearest is None or max(nearest, num_rows) > BATCH_SIZE_TOLERANCE * min(nearest, num_rows):
             return True
         known = self._plain[nearest]
-        age = AGE_IF_BUSY if self.disturbance.is_busy else AGE
+        age = MAX_PLAIN_AGE_BUSY if self.load_detector.is_busy else MAX_PLAIN_AGE
         return (
             self._num_checks > 0
             or known.count < 2
@@ -81,7 +81,7 @@ class RoundTimes:
             or self._num_since_plain >= age
         )
 
-    def see_plain(self, num_rows: int, context: float, seconds: Sequence[float]) -> bool:
+    def add_plain(self, num_rows: int, context: float, seconds: Sequence[float]) -> bool:
         """Add successive rounds without drafts, given the seconds of each.
 
         Returns:
@@ -94,12 +94,12 @@ class RoundTimes:
         change = plain.add(context, typical, len(seconds))
         changed = change != 1.0
         if changed:
-            self.disturbance.restart()
+            self.load_detector.restart()
             for other in self._plain.values():
                 if other is not plain:
                     other.rescale(change)
         usual = plain.at(context)
-        calmed = [self.disturbance.add(each / usual) for each in seconds]
+        calmed = [self.load_detector.add(each / usual) for each in seconds]
         self.context = context
         self._num_since_plain = 0
         self._end_check(len(seconds), changed)
@@ -110,15 +110,15 @@ class RoundTimes:
             return
         self._num_checks = 0 if changed else max(self._num_checks - num_rounds, 0)
         if not self._num_checks and not changed:
-            self._pause = PAUSE
+            self._pause = CHECK_PAUSE
             # The machine is as fast as before, so the costs of drafts have changed.
             for curve in self._curves.values():
-                curve.doubt()
+                curve.reset_weight()
             for lines in self._steps.values():
                 for line in lines.values():
-                    line.doubt()
+                    line.reset_weight()
 
-    def see(self, num_rows: int, width: int, seconds: float) -> None:
+    def add(self, num_rows: int, width: int, seconds: float) -> None:
         """Add a round with drafts.
 
         Args:
@@ -131,7 +131,7 @@ class RoundTimes:
         if curve is None:
             curve = self._curves[num_rows] = CostCurve()
         cost = seconds / self.plain(num_rows)
-        if cost < IMPOSSIBLE:
+        if cost < MIN_PASS_COST:
             self._num_checks = NUM_CHECKS
             return
         expected = curve.at(width)
@@ -141,19 +141,19 @@ class RoundTimes:
 
     @property
     def _is_fresh(self) -> bool:
-        return self._num_since_plain <= FRESH
+        return self._num_since_plain <= FRESH_ROUNDS
 
     def _notice(self, ratio: float) -> None:
         """Record the ratio of measured to expected time of a round; start a check if needed."""
-        self.disturbance.add_drafted(ratio)
-        self._surprises = (*self._surprises, ratio)[-NUM_SURPRISES:]
+        self.load_detector.add_drafted(ratio)
+        self._deviations = (*self._deviations, ratio)[-NUM_DEVIATIONS:]
         self._pause = max(self._pause - 1, 0)
-        if len(self._surprises) == NUM_SURPRISES and not self._pause:
-            ordered = sorted(self._surprises)
-            if ordered[1] > SURPRISE or ordered[-2] < 1 / SURPRISE:
-                self._num_checks, self._surprises = NUM_CHECKS, ()
+        if len(self._deviations) == NUM_DEVIATIONS and not self._pause:
+            ordered = sorted(self._deviations)
+            if ordered[1] > DEVIATION or ordered[-2] < 1 / DEVIATION:
+                self._num_checks, self._deviations = NUM_CHECKS, ()
 
-    def see_steps(self, part: Hashable, num_rows: int, num_steps: int, seconds: float) -> None:
+    def add_draft_steps(self, part: Hashable, num_rows: int, num_steps: int, seconds: float) -> None:
         """Add draft steps that took `seconds` in total."""
         seen = self._steps.setdefault(part, {})
         line = seen.get(num_rows)
@@ -163,13 +163,13 @@ class RoundTimes:
         if self._is_fresh or line.count < NUM_NEW or cost <= line.start + line.slope * num_steps:
             line.add(num_steps, cost)
 
-    def see_reading(self, part: Hashable, num_tokens: int, seconds: float) -> None:
+    def add_prefill(self, part: Hashable, num_tokens: int, seconds: float) -> None:
         """Add the time that a drafter took to prefill `num_tokens` tokens."""
-        self._reading.setdefault(part, Line()).add(num_tokens, seconds / self._any_plain())
+        self._prefill_lines.setdefault(part, Line()).add(num_tokens, seconds / self._any_plain())
 
-    def reading(self, part: Hashable, num_tokens: int) -> float:
+    def prefill_seconds(self, part: Hashable, num_tokens: int) -> float:
         """Return the seconds a drafter takes to prefill `num_tokens` tokens; 0 while unknown."""
-        line = self._reading.get(part)
+        line = self._prefill_lines.get(part)
         if line is None or not num_tokens:
             return 0.0
         return (line.start + line.slope * num_tokens) * self._any_plain()

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from secondguess.runtime.families import Norm, OffsetNorm, obstacle_to_fusing
+from secondguess.runtime.families import Norm, OffsetNorm, why_not_fused
 from secondguess.runtime.fused import FusedDecoder, Layer
-from secondguess.runtime.layered import layers_without
+from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
-from secondguess.runtime.native.weights import Arena, Blocks, in_blocks, side_by_side
+from secondguess.runtime.native.weights import Arena, Blocks, interleave_rows, pack_blocks
 from secondguess.runtime.packing import Product
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
-LARGEST_HEAD = 512
+MAX_HEAD_SIZE = 512
 
 
 def can_run_native(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the kernels can run a model, in bfloat16 or quantised from it."""
-    return obstacle_to_kernels(config, dtype, device) is None
+    return why_not_native(config, dtype, device) is None
 
 
-def obstacle_to_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+def why_not_native(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the kernels cannot run a model, or None if they can."""
-    if obstacle := obstacle_to_fusing(config, device):
+    if obstacle := why_not_fused(config, device):
         return obstacle
     if dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
@@ -37,8 +37,8 @@ def obstacle_to_kernels(config: Any, dtype: torch.dtype, device: torch.device) -
         return "the kernels were not built (no C++ compiler?), or this processor has no AVX2"
     text = config.get_text_config()
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if head_size % 2 or head_size > LARGEST_HEAD:
-        return f"heads of {head_size} numbers; the kernels take even sizes up to {LARGEST_HEAD}"
+    if head_size % 2 or head_size > MAX_HEAD_SIZE:
+        return f"heads of {head_size} numbers; the kernels take even sizes up to {MAX_HEAD_SIZE}"
     return None
 
 
@@ -106,7 +106,7 @@ class NativeDecoder:
         Raises:
             BadInputError: if a layer does not exist, or none would be left.
         """
-        kept = layers_without(skipped, self.num_layers)
+        kept = remaining_layers(skipped, self.num_layers)
         fewer = copy.copy(self)
         fewer.num_layers = len(kept)
         fewer.described = library.Decoder.from_buffer_copy(self.described)
@@ -144,19 +144,19 @@ class NativeDecoder:
             joint=self._weight(layer.joint).weight,
             output=self._weight(layer.output).weight,
             gate_up=self._blocks(
-                side_by_side(*gate_up.weight.chunk(2)),
-                None if gate_up.bias is None else side_by_side(*gate_up.bias.chunk(2)),
+                interleave_rows(*gate_up.weight.chunk(2)),
+                None if gate_up.bias is None else interleave_rows(*gate_up.bias.chunk(2)),
             ).weight,
             down=self._weight(layer.down).weight,
             window=layer.window or 0,
-            rotary=rotary_kinds.index(layer.turned_like),
+            rotary=rotary_kinds.index(layer.rotary_kind),
         )
 
     def _weight(self, product: Product) -> Blocks:
         return self._blocks(product.weight, product.bias)
 
     def _blocks(self, weight: Tensor, bias: Tensor | None) -> Blocks:
-        blocks = in_blocks(weight, bias, self._arena, self.eight_bits)
+        blocks = pack_blocks(weight, bias, self._arena, self.eight_bits)
         self._kept.append(blocks)
         return blocks
 

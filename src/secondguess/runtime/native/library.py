@@ -130,16 +130,16 @@ def units() -> tuple[Unit, ...]:
     Empty if the kernels were not built, or the processor supports none of them.
     """
     found = []
-    if processor_has("avx512") and (kernels := _open("avx512")):
+    if processor_supports("avx512") and (kernels := _open("avx512")):
         if _has_tiles():
             found.append(Unit("amx", kernels))
         found.append(Unit("avx512", kernels))
-    if processor_has("avx2") and (kernels := _open("avx2")):
+    if processor_supports("avx2") and (kernels := _open("avx2")):
         found.append(Unit("avx2", kernels))
     return tuple(found)
 
 
-def processor_has(kind: str) -> bool:
+def processor_supports(kind: str) -> bool:
     """Return whether this processor has the features that a kind of kernels requires."""
     found = torch.cpu.get_capabilities()
     return all(found.get(each) for each in INSTRUCTIONS[kind])
@@ -147,7 +147,7 @@ def processor_has(kind: str) -> bool:
 
 def _has_tiles() -> bool:
     """Return whether there are matrix tiles and the system lets this process use them."""
-    return processor_has("amx") and bool(torch.cpu._init_amx())
+    return processor_supports("amx") and bool(torch.cpu._init_amx())
 
 
 def _open(kind: str) -> ctypes.CDLL | None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.attention import Step
-from secondguess.runtime.base import Ends
+from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
@@ -103,7 +103,7 @@ class NativeRuntime(LayeredRuntime):
         self._forward.shows_floats = self._dtype_of_states == torch.float32
         self._learning_head: Tensor | None = None
 
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         decoder, dtype = self.decoder, self._dtype_of_states
 
         def embed(tokens: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class NativeRuntime(LayeredRuntime):
         def normalise(states: Tensor) -> Tensor:
             return decoder.norm(states.to(torch.bfloat16)).to(dtype)
 
-        return Ends(decoder.embedding.shape[1], dtype, embed, normalise, self._unembed)
+        return EmbeddingAndHead(decoder.embedding.shape[1], dtype, embed, normalise, self._unembed)
 
     def _unembed(self, states: Tensor) -> Tensor:
         """Return the logits of normalised hidden states.

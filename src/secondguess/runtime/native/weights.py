@@ -58,7 +58,7 @@ class Blocks:
     tensors: list[Tensor] = field(default_factory=list)
 
 
-def in_blocks(weight: Tensor, bias: Tensor | None, arena: Arena, eight_bits: bool) -> Blocks:
+def pack_blocks(weight: Tensor, bias: Tensor | None, arena: Arena, eight_bits: bool) -> Blocks:
     """Return a linear layer's weight in the layout of the kernels.
 
     Args:
@@ -95,7 +95,7 @@ def in_blocks(weight: Tensor, bias: Tensor | None, arena: Arena, eight_bits: boo
     return Blocks(found, kept)
 
 
-def side_by_side(gate: Tensor, up: Tensor) -> Tensor:
+def interleave_rows(gate: Tensor, up: Tensor) -> Tensor:
     """Interleave the rows of two weights (or biases), 16 of each in turn.
 
     A block of 32 outputs then holds 16 gates and the 16 values that they multiply.

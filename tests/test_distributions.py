@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from law_cases import (
+from distribution_cases import (
     PAIRS,
     PROMPT,
     ROUNDING,
     SAMPLED,
     Pair,
     after_prompt,
+    dist_error,
     expected_accepted,
-    law_error,
     make_pair_drafter,
     mean_accepted,
-    one_hot_law,
+    one_hot_dist,
     play,
     seasoned,
 )
@@ -31,8 +31,8 @@ from secondguess.drafters import make_drafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.enumeration import enumerate_rounds, race_joint
 from secondguess.errors import BadInputError
-from secondguess.sampling import SamplingParams, target_laws
-from secondguess.testing import TableModel, random_law
+from secondguess.sampling import SamplingParams, compute_target_probs
+from secondguess.testing import TableModel, random_probs
 
 CONTROLLERS = [
     "fixed:0",
@@ -54,10 +54,10 @@ def made(controller):
 @pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize("drafter", ["sampled", "certain", "either"])
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
-def test_the_law_of_the_text_is_the_targets(verifier, drafter, controller, pair):
+def test_the_distribution_of_the_text_is_the_targets(verifier, drafter, controller, pair):
     pair = PAIRS[pair]
     branches = play(pair, make_pair_drafter(drafter, pair), verifier, made(controller))
-    assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -68,10 +68,10 @@ def test_the_law_of_the_text_is_the_targets(verifier, drafter, controller, pair)
 @pytest.mark.parametrize("drafter", ["sampled", "certain", "either"])
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("verifier", ["coupled", "auto"])
-def test_the_law_of_coupled_text_is_the_targets(verifier, coupled, drafter, controller, pair):
+def test_the_distribution_of_coupled_text_is_the_targets(verifier, coupled, drafter, controller, pair):
     pair = PAIRS[pair]
     branches = play(pair, make_pair_drafter(drafter, pair), verifier, made(controller), coupled=coupled)
-    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
 
 
 def test_a_seasoned_cost_controller_drafts_in_the_first_round():
@@ -91,21 +91,21 @@ def test_a_request_sets_its_own_draft_length(controller, wish):
     params = replace(SAMPLED, draft_length=wish)
     branches = play(pair, make_pair_drafter("sampled", pair), "block", controller, params)
     assert max(branch.num_accepted for branch in branches) == wish
-    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
 def test_long_drafts(verifier):
     pair = PAIRS["binary"]
     branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:4")
-    assert law_error(branches, after_prompt(pair.target), num_tokens=5) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=5) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_four_tokens(verifier):
-    pair = Pair(4, random_law(4, 20, zeros=0.2), random_law(4, 21, zeros=0.2))
+    pair = Pair(4, random_probs(4, 20, zeros=0.2), random_probs(4, 21, zeros=0.2))
     branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:2")
-    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
 
 
 @pytest.mark.parametrize("pair", ["binary", "zeros", "equal-at-times", "sharp"])
@@ -113,7 +113,7 @@ def test_four_tokens(verifier):
 def test_trees_of_certain_guesses(verifier, pair):
     pair = PAIRS[pair]
     branches = play(pair, make_pair_drafter("tree", pair), verifier, "fixed:3")
-    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
     accepted = 0.0
     for path in [(0,), (1,), (0, 1), (1, 0), (1, 1)]:
         accepted += torch.stack(
@@ -135,7 +135,7 @@ def test_look_up_drafters(verifier, drafter):
     )
     (branches,) = enumerate_rounds(team, lambda: [Row(list(prompt), SAMPLED)])
     assert max(branch.num_accepted for branch in branches) > 0
-    assert law_error(branches, lambda output: pair.target((*prompt, *output)), num_tokens=4) < ROUNDING
+    assert dist_error(branches, lambda output: pair.target((*prompt, *output)), num_tokens=4) < ROUNDING
 
 
 def make_verifier_named(name):
@@ -154,7 +154,7 @@ def test_a_second_round_starts_from_the_truth(verifier, controller, drafter):
     """Two rounds enumerated in full: caches, drafter and controller all carry on from the first verdict."""
     pair = PAIRS["binary"]
     branches = play(pair, make_pair_drafter(drafter, pair), verifier, made(controller), num_rounds=2)
-    assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_temperature_zero_says_the_most_likely_tokens(drafter, verifier):
     pair = PAIRS["ternary"]
     params = SamplingParams(temperature=0.0, max_tokens=20)
     branches = play(pair, make_pair_drafter(drafter, pair), verifier, "fixed:3", params)
-    assert law_error(branches, after_prompt(one_hot_law(3, 3)), num_tokens=4) < ROUNDING
+    assert dist_error(branches, after_prompt(one_hot_dist(3, 3)), num_tokens=4) < ROUNDING
 
 
 SETTINGS = {
@@ -180,16 +180,16 @@ SETTINGS = {
 }
 
 
-def plain_law(pair, params):
+def plain_dist(pair, params):
     """What plain decoding would draw from behind an output."""
 
-    def next_law(output):
+    def next_dist(output):
         row = Row(list(PROMPT), params)
         row.tokens.extend(output)
         logits = pair.target(tuple(row.tokens)).log()[None, None]
-        return target_laws(logits, [row], Draft.empty(1))[0, 0]
+        return compute_target_probs(logits, [row], Draft.empty(1))[0, 0]
 
-    return next_law
+    return next_dist
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -198,7 +198,7 @@ def plain_law(pair, params):
 def test_sampling_settings_hold_inside_a_draft(verifier, drafter, setting):
     pair, params = PAIRS["ternary"], SETTINGS[setting]
     branches = play(pair, make_pair_drafter(drafter, pair), verifier, "fixed:3", params)
-    assert law_error(branches, plain_law(pair, params), num_tokens=4) < ROUNDING
+    assert dist_error(branches, plain_dist(pair, params), num_tokens=4) < ROUNDING
 
 
 @pytest.mark.parametrize("drafter", ["sampled", "certain"])
@@ -206,7 +206,7 @@ def test_sampling_settings_hold_inside_a_draft(verifier, drafter, setting):
 def test_an_end_token_inside_a_draft_ends_the_text(verifier, drafter):
     pair, ends = PAIRS["ternary"], frozenset({1})
     branches = play(pair, make_pair_drafter(drafter, pair), verifier, "fixed:3", end_tokens=ends)
-    assert law_error(branches, after_prompt(pair.target), 4, ends) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), 4, ends) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
@@ -215,7 +215,7 @@ def test_the_last_place_belongs_to_the_target(verifier):
     params = SamplingParams(temperature=1.0, max_tokens=2)
     branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:3", params)
     assert {len(branch.tokens) for branch in branches} == {1, 2}
-    assert law_error(branches, after_prompt(pair.target), num_tokens=2) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=2) < ROUNDING
 
 
 def test_rows_of_one_batch_follow_their_own_rules():
@@ -229,10 +229,10 @@ def test_rows_of_one_batch_follow_their_own_rules():
     drafter = make_pair_drafter("sampled", pair)
     verifier = make_verifier_named("auto")
     team = Team(TableModel(2, pair.target), drafter, verifier, make_controller("fixed:2"))
-    sampled, coupled, certain = enumerate_rounds(team, make_rows)
-    assert law_error(sampled, after_prompt(pair.target), 3) < ROUNDING
-    assert law_error(coupled, lambda output: pair.target((1, *output)), 3) < ROUNDING
-    assert law_error(certain, after_prompt(one_hot_law(2, 1)), 3) < ROUNDING
+    sampled, coupled, deterministic = enumerate_rounds(team, make_rows)
+    assert dist_error(sampled, after_prompt(pair.target), 3) < ROUNDING
+    assert dist_error(coupled, lambda output: pair.target((1, *output)), 3) < ROUNDING
+    assert dist_error(deterministic, after_prompt(one_hot_dist(2, 1)), 3) < ROUNDING
     assert mean_accepted(sampled) == pytest.approx(expected_accepted(pair, 2, "block"), abs=ROUNDING)
 
 
@@ -272,9 +272,9 @@ def test_coupled_drafts_match_as_often_as_their_formula_says(pair):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_joint_law_of_two_races_has_the_right_margins(seed):
+def test_the_joint_distribution_of_two_races_has_the_right_margins(seed):
     size = 5
-    q, p = random_law(size, seed, zeros=0.3)(()), random_law(size, seed + 100, zeros=0.3)(())
+    q, p = random_probs(size, seed, zeros=0.3)(()), random_probs(size, seed + 100, zeros=0.3)(())
     x, y = (torch.tensor(side) for side in zip(*itertools.product(range(size), repeat=2), strict=True))
     joint = race_joint(q.expand(len(x), size), p.expand(len(x), size), x, y).reshape(size, size)
     torch.testing.assert_close(joint.sum(1), q, atol=ROUNDING, rtol=0)
@@ -282,7 +282,7 @@ def test_the_joint_law_of_two_races_has_the_right_margins(seed):
 
 
 def test_enumeration_refuses_what_would_not_end():
-    pair = Pair(4, random_law(4, 1), random_law(4, 2))
+    pair = Pair(4, random_probs(4, 1), random_probs(4, 2))
     drafter = ModelDrafter(TableModel(4, pair.drafter), "model:table", 4)
     with pytest.raises(BadInputError, match="branches"):
         play(pair, drafter, "block", "fixed:9")

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import one_hot
 
-from secondguess.core import Budgets, Draft, Prospect, Row, Verdict
+from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
@@ -35,7 +35,7 @@ def check_parts(kinds: Sequence[str]) -> None:
         raise BadInputError(f"expected drafters that guess joined by +, got {joined}; leave out none")
 
 
-class AlternatingDrafter(Drafter):
+class CombinedDrafter(Drafter):
     """Drafter that delegates to one of its parts per row and round.
 
     Args:
@@ -47,9 +47,9 @@ class AlternatingDrafter(Drafter):
     def __init__(self, parts: Sequence[Drafter], vocab_size: int) -> None:
         self.parts = list(parts)
         self.name = "+".join(part.name for part in self.parts)
-        self.certain = all(part.certain for part in self.parts)
-        self.runs_target = any(part.runs_target for part in self.parts)
-        self.may_branch = any(part.may_branch for part in self.parts)
+        self.deterministic = all(part.deterministic for part in self.parts)
+        self.uses_target_layers = any(part.uses_target_layers for part in self.parts)
+        self.can_draft_trees = any(part.can_draft_trees for part in self.parts)
         self.hidden_layers = tuple(
             dict.fromkeys(layer for part in self.parts for layer in part.hidden_layers)
         )
@@ -59,10 +59,10 @@ class AlternatingDrafter(Drafter):
         for part in self.parts:
             part.begin(rows, hidden)
 
-    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect, ...]]:
+    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate, ...]]:
         """Return the candidates of all parts, those of length 0 last."""
-        of_parts = [part.prospects(rows) for part in self.parts]
-        return [_numbered(*map(tuple, of_row)) for of_row in zip(*of_parts, strict=True)]
+        of_parts = [part.candidates(rows) for part in self.parts]
+        return [_ordered_candidates(*map(tuple, of_row)) for of_row in zip(*of_parts, strict=True)]
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         for number, part in enumerate(self.parts):
@@ -72,23 +72,23 @@ class AlternatingDrafter(Drafter):
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         drafts = [self._draft_of(number, rows, budgets, noise) for number in range(len(self.parts))]
-        certain = self.certain or noise.all_greedy
+        deterministic = self.deterministic or noise.all_greedy
         if not any(draft.num_nodes for draft in drafts):
-            return replace(drafts[0], probs=None) if certain else self._with_laws(drafts[0])
+            return replace(drafts[0], probs=None) if deterministic else self._with_probs(drafts[0])
         # At most one part drafts for a row: take each row from the part that gave it nodes.
         widest = max(drafts, key=lambda draft: draft.num_nodes)
-        merged = [self._widened(draft, widest.num_nodes, certain) for draft in drafts]
+        merged = [self._padded(draft, widest.num_nodes, deterministic) for draft in drafts]
         whose = torch.stack([draft.lengths for draft in drafts]).argmax(0)
         everyone = torch.arange(len(rows), device=whose.device)
         tokens, parents, lengths = (
             torch.stack([getattr(draft, name) for draft in merged])[whose, everyone]
             for name in ("tokens", "parents", "lengths")
         )
-        if certain:
+        if deterministic:
             return Draft(tokens, parents, lengths)
-        distinct = self._agreed_on_siblings(drafts)
-        laws = torch.stack([draft.probs for draft in merged if draft.probs is not None])
-        return Draft(tokens, parents, lengths, laws[whose, everyone], distinct)
+        distinct = self._merged_distinct(drafts)
+        dists = torch.stack([draft.probs for draft in merged if draft.probs is not None])
+        return Draft(tokens, parents, lengths, dists[whose, everyone], distinct)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
         for part in self.parts:
@@ -98,7 +98,7 @@ class AlternatingDrafter(Drafter):
         for part in self.parts:
             part.end(row)
 
-    def _agreed_on_siblings(self, drafts: Sequence[Draft]) -> bool:
+    def _merged_distinct(self, drafts: Sequence[Draft]) -> bool:
         """Return the value of `Draft.distinct` for the merged draft; chains fit either value.
 
         Raises:
@@ -120,22 +120,22 @@ class AlternatingDrafter(Drafter):
         ]
         part = self.parts[number]
         if not any(lengths):
-            return part.decline(len(rows), noise, self._vocab_size)
+            return part.empty_draft(len(rows), noise, self._vocab_size)
         return part.propose(rows, replace(budgets, lengths=lengths, parts=()), noise)
 
-    def _widened(self, draft: Draft, num_nodes: int, certain: bool) -> Draft:
+    def _padded(self, draft: Draft, num_nodes: int, deterministic: bool) -> Draft:
         missing = num_nodes - draft.num_nodes
         pad = torch.nn.functional.pad
         wide = replace(
             draft, tokens=pad(draft.tokens, (0, missing)), parents=pad(draft.parents, (0, missing), value=-1)
         )
-        if certain:
+        if deterministic:
             return replace(wide, probs=None)
         if draft.probs is None:
-            return self._with_laws(wide)
+            return self._with_probs(wide)
         return replace(wide, probs=pad(draft.probs, (0, 0, 0, missing)))
 
-    def _with_laws(self, draft: Draft) -> Draft:
+    def _with_probs(self, draft: Draft) -> Draft:
         """Add one-hot probabilities to a deterministic draft, to merge it with sampled drafts."""
         if draft.probs is not None:
             return draft
@@ -143,11 +143,11 @@ class AlternatingDrafter(Drafter):
 
 
 @lru_cache(maxsize=4096)
-def _numbered(*of_parts: tuple[Prospect, ...]) -> tuple[Prospect, ...]:
+def _ordered_candidates(*of_parts: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """Return the candidates of all parts in order of preference; cached, as the same few recur."""
     choices = [choice._replace(part=number) for number, of_part in enumerate(of_parts) for choice in of_part]
-    return tuple(sorted(choices, key=_has_nothing))
+    return tuple(sorted(choices, key=_is_empty))
 
 
-def _has_nothing(prospect: Prospect) -> bool:
-    return prospect.longest == 0
+def _is_empty(candidate: Candidate) -> bool:
+    return candidate.longest == 0

@@ -15,18 +15,18 @@ SMALLEST = numpy.finfo(numpy.float32).tiny
 """Lower bound on probabilities in logarithms."""
 
 
-class DraftLaws:
+class DraftProbs:
     """Draft distributions of one node per row; each summary is computed on first use and cached.
 
     Args:
         logits: `[row, vocab]`, before sampling settings.
-        foretold: per row, the acceptance probability of the node, given that those before it are
+        acceptance_probs: per row, the acceptance probability of the node, given that those before it are
             accepted, from a drafter that was trained to predict it.
     """
 
-    def __init__(self, logits: Tensor, foretold: Sequence[float] | None = None) -> None:
+    def __init__(self, logits: Tensor, acceptance_probs: Sequence[float] | None = None) -> None:
         self.logits = logits
-        self.foretold = foretold
+        self.acceptance_probs = acceptance_probs
 
     @cached_property
     def probs(self) -> Tensor:
@@ -35,8 +35,8 @@ class DraftLaws:
 
     @property
     def chances(self) -> Sequence[float]:
-        """Acceptance probability per row: `foretold`, or else the largest probability."""
-        return self.confidences if self.foretold is None else self.foretold
+        """Acceptance probability per row: `acceptance_probs`, or else the largest probability."""
+        return self.confidences if self.acceptance_probs is None else self.acceptance_probs
 
     @cached_property
     def confidences(self) -> list[float]:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-STRENGTH = 4.0
+PRIOR_WEIGHT = 4.0
 """Weight of the prior expectation, in observations."""
 
 
-AGEING = 1 - 1 / 300
+AGE_DECAY = 1 - 1 / 300
 """Decay of observations after a round that could have added another one and did not."""
 
 
-class Cell:
+class StatCell:
     """Decayed sum and decayed number of observations."""
 
     __slots__ = ("count", "total")
@@ -28,11 +28,11 @@ class Cell:
         self.count = 0.0
 
 
-Path = tuple[Cell, ...]
+Path = tuple[StatCell, ...]
 """Cells from general to specific."""
 
 
-class Experience:
+class AcceptanceStats:
     """Averages by key, each shrunk towards a more general one while it has few observations.
 
     Args:
@@ -41,11 +41,11 @@ class Experience:
 
     def __init__(self, memory: float) -> None:
         self._decay = 1 - 1 / memory
-        self._cells: dict[Hashable, Cell] = {}
+        self._cells: dict[Hashable, StatCell] = {}
 
     def path(self, *keys: Hashable) -> Path:
         """Return the cells of these keys, general to specific; callers may keep them."""
-        return tuple([self._cells.setdefault(key, Cell()) for key in keys])
+        return tuple([self._cells.setdefault(key, StatCell()) for key in keys])
 
     def add(self, path: Path, value: float) -> None:
         """Add an observation: 1 for accepted, 0 for rejected, or any other number to average."""
@@ -61,13 +61,13 @@ class Experience:
         Otherwise low averages could prevent new observations permanently.
         """
         for cell in path:
-            cell.total *= AGEING
-            cell.count *= AGEING
+            cell.total *= AGE_DECAY
+            cell.count *= AGE_DECAY
 
     @staticmethod
     def mean(path: Path, expected: float) -> float:
         """Return the average of the last cell, shrunk towards those before it and `expected`."""
         for cell in path:
             if cell.count:
-                expected = (cell.total + STRENGTH * expected) / (cell.count + STRENGTH)
+                expected = (cell.total + PRIOR_WEIGHT * expected) / (cell.count + PRIOR_WEIGHT)
         return expected

@@ -10,32 +10,32 @@ from itertools import pairwise
 import pytest
 import torch
 
+from secondguess.controllers.cost.backoff import FEW, MOST_DOUBLINGS, MOST_KEPT, SHORTEST, Backoffs
 from secondguess.controllers.cost.controller import CostController
-from secondguess.controllers.cost.rest import FEW, MOST_DOUBLINGS, MOST_KEPT, SHORTEST, Rests
-from secondguess.core import Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
-NOTHING = (Prospect(longest=0),)
+NOTHING = (Candidate(longest=0),)
 
 
 def make_rows(number: int, **params: object) -> list[Row]:
     return [Row([0] * 50, SamplingParams(max_tokens=10**6, **params)) for _ in range(number)]  # type: ignore[arg-type]
 
 
-def on_offer(*kinds: str) -> tuple[Prospect, ...]:
+def on_offer(*kinds: str) -> tuple[Candidate, ...]:
     """One row's prospects."""
-    return tuple(Prospect(kind=kind) for kind in kinds)
+    return tuple(Candidate(kind=kind) for kind in kinds)
 
 
 def play(
     controller: CostController,
     rows: Sequence[Row],
-    prospects: Sequence[Sequence[Prospect]],
+    candidates: Sequence[Sequence[Candidate]],
     price: float = 0.5,
     accepted: bool = False,
 ) -> list[int]:
     """One round in which a node costs so many plain rounds; gives the draft lengths, one node at most."""
-    plans = controller.plan(rows, prospects)
+    plans = controller.plan(rows, candidates)
     lengths = [min(plan.length, 1) for plan in plans]
     kept = [length * accepted for length in lengths]
     for row, gained in zip(rows, kept, strict=True):
@@ -54,7 +54,7 @@ def test_what_rounds_of_rest_teach_is_learnt_late_and_none_is_lost(
     controller = CostController()
     earned: list[float] = []
     contexts: list[float] = []
-    earn, see_plain = controller.probes.earn, controller.times.see_plain
+    earn, add_plain = controller.probe_budget.earn, controller.times.add_plain
 
     def note_income(seconds: float, plain: float) -> None:
         earned.append(seconds)
@@ -62,10 +62,10 @@ def test_what_rounds_of_rest_teach_is_learnt_late_and_none_is_lost(
 
     def note_context(num_rows: int, context: float, seconds: Sequence[float]) -> bool:
         contexts.append(context)
-        return see_plain(num_rows, context, seconds)
+        return add_plain(num_rows, context, seconds)
 
-    monkeypatch.setattr(controller.probes, "earn", note_income)
-    monkeypatch.setattr(controller.times, "see_plain", note_context)
+    monkeypatch.setattr(controller.probe_budget, "earn", note_income)
+    monkeypatch.setattr(controller.times, "add_plain", note_context)
     rows = make_rows(num_rows)
     seconds = 0.0
     for _ in range(400):
@@ -79,63 +79,63 @@ def test_what_rounds_of_rest_teach_is_learnt_late_and_none_is_lost(
     assert contexts == sorted(contexts)
 
 
-def rest_length(rests: Rests, row: Row, kind: str) -> int:
-    return next(number for number in range(1000) if not rests.cover([row], [on_offer(kind)]))
+def rest_length(backoffs: Backoffs, row: Row, kind: str) -> int:
+    return next(number for number in range(1000) if not backoffs.cover([row], [on_offer(kind)]))
 
 
 def test_what_does_not_pay_again_is_let_alone_for_longer() -> None:
-    rests, rows = Rests(), make_rows(1)
+    backoffs, rows = Backoffs(), make_rows(1)
     short = [on_offer("short")]
-    assert not rests.cover(rows, short)
+    assert not backoffs.cover(rows, short)
     for doublings in (0, 1, 2, 3, 3):
-        rests.begin(rows, short)
-        assert rest_length(rests, rows[0], "short") == (SHORTEST + 1) << doublings
-    rests.end()
-    assert not rests.cover(rows, short)
-    rests.begin(rows, short)
-    assert rest_length(rests, rows[0], "short") == SHORTEST + 1
+        backoffs.begin(rows, short)
+        assert rest_length(backoffs, rows[0], "short") == (SHORTEST + 1) << doublings
+    backoffs.end()
+    assert not backoffs.cover(rows, short)
+    backoffs.begin(rows, short)
+    assert rest_length(backoffs, rows[0], "short") == SHORTEST + 1
 
 
 def test_something_else_on_offer_ends_a_rest_and_what_rests_is_not_let_alone_for_longer() -> None:
-    rests, rows = Rests(), make_rows(1)
-    rests.cover(rows, [on_offer("short")])
-    rests.begin(rows, [on_offer("short")])
-    assert rests.cover(rows, [on_offer("short")])
-    assert not rests.cover(rows, [on_offer("long", "short")])
-    rests.begin(rows, [on_offer("long", "short")])
+    backoffs, rows = Backoffs(), make_rows(1)
+    backoffs.cover(rows, [on_offer("short")])
+    backoffs.begin(rows, [on_offer("short")])
+    assert backoffs.cover(rows, [on_offer("short")])
+    assert not backoffs.cover(rows, [on_offer("long", "short")])
+    backoffs.begin(rows, [on_offer("long", "short")])
     # Each has its own: both at once pass unasked while both last.
-    assert rests.cover(rows, [on_offer("long", "short")])
-    assert rest_length(rests, rows[0], "short") == SHORTEST + 1 - 3
-    assert not rests.cover(rows, [on_offer("short", "long")])
+    assert backoffs.cover(rows, [on_offer("long", "short")])
+    assert rest_length(backoffs, rows[0], "short") == SHORTEST + 1 - 3
+    assert not backoffs.cover(rows, [on_offer("short", "long")])
 
 
 def test_another_part_with_a_guess_of_the_same_kind_is_something_else() -> None:
-    rests, rows = Rests(), make_rows(1)
-    rests.cover(rows, [(Prospect(part=1), Prospect(part=0, longest=0))])
-    rests.begin(rows, [(Prospect(part=1), Prospect(part=0, longest=0))])
-    assert not rests.cover(rows, [(Prospect(part=0), Prospect(part=1))])
+    backoffs, rows = Backoffs(), make_rows(1)
+    backoffs.cover(rows, [(Candidate(part=1), Candidate(part=0, longest=0))])
+    backoffs.begin(rows, [(Candidate(part=1), Candidate(part=0, longest=0))])
+    assert not backoffs.cover(rows, [(Candidate(part=0), Candidate(part=1))])
 
 
 def test_what_does_not_pay_for_one_row_may_pay_for_another() -> None:
     """One match may not be worth that all rows wait; several may be, and a row has a temperature of its own."""
-    rests, rows = Rests(), make_rows(3)
-    rests.cover(rows, [on_offer("match"), NOTHING, NOTHING])
-    rests.begin(rows, [on_offer("match"), NOTHING, NOTHING])
-    assert rests.cover(rows, [on_offer("match"), NOTHING, NOTHING])
-    assert not rests.cover(rows, [on_offer("match"), on_offer("match"), NOTHING])
+    backoffs, rows = Backoffs(), make_rows(3)
+    backoffs.cover(rows, [on_offer("match"), NOTHING, NOTHING])
+    backoffs.begin(rows, [on_offer("match"), NOTHING, NOTHING])
+    assert backoffs.cover(rows, [on_offer("match"), NOTHING, NOTHING])
+    assert not backoffs.cover(rows, [on_offer("match"), on_offer("match"), NOTHING])
 
 
 def test_what_has_nothing_to_offer_is_not_asked() -> None:
-    assert Rests().cover(make_rows(1), [NOTHING])
-    assert not Rests().cover(make_rows(2), [NOTHING, on_offer("short")])
+    assert Backoffs().cover(make_rows(1), [NOTHING])
+    assert not Backoffs().cover(make_rows(2), [NOTHING, on_offer("short")])
 
 
 def test_what_does_not_pay_for_many_rows_may_pay_for_one() -> None:
-    rests, rows = Rests(), make_rows(2)
-    rests.cover(rows, [on_offer("short")] * 2)
-    rests.begin(rows, [on_offer("short")] * 2)
-    assert rests.cover(rows, [on_offer("short")] * 2)
-    assert not rests.cover(rows[:1], [on_offer("short")])
+    backoffs, rows = Backoffs(), make_rows(2)
+    backoffs.cover(rows, [on_offer("short")] * 2)
+    backoffs.begin(rows, [on_offer("short")] * 2)
+    assert backoffs.cover(rows, [on_offer("short")] * 2)
+    assert not backoffs.cover(rows[:1], [on_offer("short")])
 
 
 def test_a_row_that_decides_for_itself_says_nothing_of_the_others() -> None:
@@ -154,13 +154,13 @@ def test_a_row_that_ends_leaves_nothing_behind() -> None:
     (row,) = make_rows(1)
     for _ in range(600):
         play(controller, [row], [on_offer("model")])
-    assert controller._resting
+    assert controller._in_backoff
     controller.end(row)
     (other,) = make_rows(1)
     asked = []
     for number in range(SHORTEST + 3):
         controller.plan([other], [on_offer("model")])
-        if not controller._resting:
+        if not controller._in_backoff:
             asked.append(number)
     assert asked == [0, SHORTEST + 2]
     ended = weakref.ref(row)
@@ -177,12 +177,12 @@ def test_a_probe_is_not_taken_for_success() -> None:
     drafted, rested = [], []
     for _ in range(6000):
         drafted.append(play(controller, [row], [on_offer("model")])[0])
-        rested.append(controller._resting)
-    probes = [number for number, length in enumerate(drafted) if length]
-    assert len(probes) >= 3
-    assert any(after == before + 1 for before, after in pairwise(probes))
+        rested.append(controller._in_backoff)
+    probe_budget = [number for number, length in enumerate(drafted) if length]
+    assert len(probe_budget) >= 3
+    assert any(after == before + 1 for before, after in pairwise(probe_budget))
     longest = (SHORTEST + 1) << MOST_DOUBLINGS
-    for number in probes:
+    for number in probe_budget:
         if number + 1 < len(drafted) and not drafted[number + 1]:  # the end of a series
             behind = rested[number + 2 : number + 2 + longest]
             assert all(behind), "what fails once more is let alone for as long as before"
@@ -191,12 +191,12 @@ def test_a_probe_is_not_taken_for_success() -> None:
 def test_a_series_of_probes_is_seen_through_though_what_was_on_offer_when_it_began_is_gone() -> None:
     controller = CostController()
     (row,) = make_rows(1)
-    model, match = Prospect(part=1), Prospect(part=0, kind="match", certain=True)
+    model, match = Candidate(part=1), Candidate(part=0, kind="match", deterministic=True)
     was_probing, num_probes = False, 0
     for number in range(6000):
         choices = (match, model) if number % 7 == 0 else (model,)
         length = play(controller, [row], [choices])[0]
-        assert not (was_probing and controller._resting)
+        assert not (was_probing and controller._in_backoff)
         was_probing = controller._probing
         num_probes += length
     assert num_probes > 10
@@ -208,7 +208,7 @@ def test_rounds_that_passed_are_learnt_from_before_they_are_many() -> None:
     rows = make_rows(1)
     for _ in range(1000):
         play(controller, rows, [NOTHING])
-        assert len(controller._passed) <= MOST_KEPT
+        assert len(controller._buffered) <= MOST_KEPT
     assert controller.times.plain(1) == 1.0
 
 
@@ -217,13 +217,13 @@ def plain_rounds(monkeypatch: pytest.MonkeyPatch) -> tuple[CostController, list[
     """A controller, and of how many rows and tokens the plain rounds were that it has learnt from."""
     controller = CostController()
     seen: list[tuple[int, float]] = []
-    see_plain = controller.times.see_plain
+    add_plain = controller.times.add_plain
 
     def note(num_rows: int, context: float, seconds: Sequence[float]) -> bool:
         seen.append((num_rows, context))
-        return see_plain(num_rows, context, seconds)
+        return add_plain(num_rows, context, seconds)
 
-    monkeypatch.setattr(controller.times, "see_plain", note)
+    monkeypatch.setattr(controller.times, "add_plain", note)
     return controller, seen
 
 

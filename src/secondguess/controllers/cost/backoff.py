@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from secondguess.controllers.cost.round_times import mean_length
-from secondguess.core import Prospect, RoundTime, Row
+from secondguess.core import Candidate, RoundTime, Row
 
 SHORTEST = 8
 """Rounds of the first backoff; one per row is added, as evaluating more rows takes longer."""
@@ -26,41 +26,41 @@ MOST_KEPT = 16
 """Maximum number of buffered rounds."""
 
 
-class Rests:
+class Backoffs:
     """Backoff state by row and kind of draft candidate."""
 
     def __init__(self) -> None:
         self._now = 0
         self._num_rows = 0
-        self._of: dict[Row, dict[Hashable, Rest]] = {}
+        self._of: dict[Row, dict[Hashable, Backoff]] = {}
 
-    def cover(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> bool:
+    def cover(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> bool:
         """Begin a round; return whether every candidate of every row is in backoff."""
         self._now += 1
         if len(rows) != self._num_rows:  # what does not pay for many rows may pay for one
             self._num_rows = len(rows)
             self._of.clear()
         of_rows, now = self._of, self._now
-        for row, choices in zip(rows, prospects, strict=True):
-            rests = of_rows.get(row, NO_RESTS)
+        for row, choices in zip(rows, candidates, strict=True):
+            backoffs = of_rows.get(row, NO_BACKOFFS)
             for choice in choices:
                 if choice.longest > 0:
-                    rest = rests.get((choice.part, choice.kind))
-                    if rest is None or rest.until <= now:
+                    backoff = backoffs.get((choice.part, choice.kind))
+                    if backoff is None or backoff.until <= now:
                         return False
         return True
 
-    def begin(self, rows: Sequence[Row], prospects: Sequence[Sequence[Prospect]]) -> None:
+    def begin(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> None:
         """Put these candidates in backoff, as none of them paid."""
         now, shortest = self._now, SHORTEST + len(rows)
-        for row, choices in zip(rows, prospects, strict=True):
+        for row, choices in zip(rows, candidates, strict=True):
             for choice in choices:
                 if choice.longest > 0:
-                    rests = self._of.setdefault(row, {})
-                    rest = rests.setdefault((choice.part, choice.kind), Rest())
-                    if rest.until <= now:
-                        rest.until = now + 1 + (shortest << rest.doublings)
-                        rest.doublings = min(rest.doublings + 1, MOST_DOUBLINGS)
+                    backoffs = self._of.setdefault(row, {})
+                    backoff = backoffs.setdefault((choice.part, choice.kind), Backoff())
+                    if backoff.until <= now:
+                        backoff.until = now + 1 + (shortest << backoff.doublings)
+                        backoff.doublings = min(backoff.doublings + 1, MOST_DOUBLINGS)
 
     def end(self) -> None:
         """End all backoff: a candidate paid, so others may pay as well."""
@@ -71,7 +71,7 @@ class Rests:
         self._of.pop(row, None)
 
 
-class Rest:
+class Backoff:
     """Backoff of one row's candidates of one kind.
 
     Attributes:
@@ -85,16 +85,16 @@ class Rest:
         self.until = self.doublings = 0
 
 
-NO_RESTS: Mapping[Hashable, Rest] = {}
+NO_BACKOFFS: Mapping[Hashable, Backoff] = {}
 
 
-class Rounds:
+class PlainRounds:
     """Successive plain rounds (rounds without drafts).
 
     Attributes:
         num: number of rounds.
         context: mean tokens per row halfway through them.
-        places: number of rounds by key of the token rate (`Prices`).
+        places: number of rounds by key of the token rate (`CostModel`).
         seconds: duration of each round without prefill.
     """
 
@@ -107,7 +107,7 @@ class Rounds:
         self.seconds = [time.total - time.prefill for time in times]
 
 
-class Passed:
+class PlainRoundBuffer:
     """Buffer of successive backoff rounds over the same rows, each with one token per row."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Passed:
         self._times.append(time)
         return True
 
-    def take(self) -> tuple[tuple[Row, ...], list[Rounds]]:
+    def take(self) -> tuple[tuple[Row, ...], list[PlainRounds]]:
         """Return the rows and their rounds, at most `FEW` together, and empty the buffer."""
         rows, context, places, times = self._rows, self._context, self._places, self._times
         self._rows, self._places, self._times = (), [], []
@@ -138,5 +138,5 @@ class Passed:
         for first in range(0, len(times), FEW):
             few = times[first : first + FEW]
             amidst = context + first + len(few) / 2
-            rounds.append(Rounds(amidst, places[first : first + FEW], few))
+            rounds.append(PlainRounds(amidst, places[first : first + FEW], few))
         return rows, rounds

@@ -13,20 +13,20 @@ from collections.abc import Hashable
 
 from secondguess.controllers.cost.round_times import RoundTimes
 
-PACE_MEMORY = 64
+RATE_WINDOW = 64
 """Number of rounds over which a pace is averaged."""
 LONGEST = 2.0
 """Upper bound to which a round's duration is clipped, as a multiple of the average.
 
 Disturbances are not part of the pace.
 """
-HELD_TO = 1 - 1 / 8
+RATE_DECAY = 1 - 1 / 8
 """Factor by which the required speedup beyond 1 decays per round without a good draft."""
-RENEWAL = 16
+CACHE_ROUNDS = 16
 """Number of rounds after which costs are recomputed; initially after every round with a draft."""
 
 
-class Pace:
+class RecentSpeed:
     """Average duration, in plain rounds, and average tokens per row of recent rounds."""
 
     __slots__ = ("seconds", "tokens")
@@ -39,13 +39,13 @@ class Pace:
         """Speedup over plain decoding, at least 1, as plain decoding is always possible."""
         return max(self.tokens / self.seconds, 1.0)
 
-    def see(self, seconds: float, tokens: float, num_rounds: int) -> None:
-        share = 1 - (1 - 1 / PACE_MEMORY) ** num_rounds
+    def add(self, seconds: float, tokens: float, num_rounds: int) -> None:
+        share = 1 - (1 - 1 / RATE_WINDOW) ** num_rounds
         self.seconds += (min(seconds, LONGEST * self.seconds) - self.seconds) * share
         self.tokens += (tokens - self.tokens) * share
 
 
-class Prices:
+class CostModel:
     """Token rate and costs of the current round; `enter` begins a round.
 
     Args:
@@ -61,7 +61,7 @@ class Prices:
         self.rate = 0.0
         self._longest = longest
         self._num_rows = 0
-        self._paces: dict[Hashable, Pace] = {}
+        self._recent_speeds: dict[Hashable, RecentSpeed] = {}
         self._num_idle = 0
         self._shares: dict[tuple[int, int], list[float]] = {}
         self._steps: dict[tuple[int, int], float] = {}
@@ -71,12 +71,12 @@ class Prices:
 
     def enter(self, num_rows: int, place: Hashable) -> None:
         """Begin a round over `num_rows` rows, with the rate of this place."""
-        pace = self._paces.get(place)
-        speedup = pace.speedup if pace is not None else 1.0
+        recent_speed = self._recent_speeds.get(place)
+        speedup = recent_speed.speedup if recent_speed is not None else 1.0
         # The speedup was measured in other texts and may be out of reach here while no draft is
         # good enough. If it were required for long, a text with good but not that good drafts
         # would run at plain speed.
-        speedup = 1 + (speedup - 1) * HELD_TO**self._num_idle
+        speedup = 1 + (speedup - 1) * RATE_DECAY**self._num_idle
         self._num_rows = num_rows
         self.rate = speedup * num_rows / self.times.plain(num_rows)
 
@@ -89,7 +89,7 @@ class Prices:
             tokens: tokens gained per row.
             worthwhile: True if the drafts were expected to pay, False if they were probes.
         """
-        self._see(place, seconds, tokens, 1)
+        self._add(place, seconds, tokens, 1)
         if not worthwhile:
             self._num_idle += 1
         elif tokens > seconds:
@@ -97,24 +97,24 @@ class Prices:
 
     def book_plain(self, place: Hashable, seconds: float, num_rounds: int) -> None:
         """Record rounds without drafts; `seconds` is the duration of each in plain rounds."""
-        self._see(place, seconds, 1.0, num_rounds)
+        self._add(place, seconds, 1.0, num_rounds)
         self._num_idle += num_rounds
 
-    def _see(self, place: Hashable, seconds: float, tokens: float, num_rounds: int) -> None:
-        pace = self._paces.get(place)
-        if pace is None:
-            pace = self._paces[place] = Pace()
-        pace.see(seconds, tokens, num_rounds)
+    def _add(self, place: Hashable, seconds: float, tokens: float, num_rounds: int) -> None:
+        recent_speed = self._recent_speeds.get(place)
+        if recent_speed is None:
+            recent_speed = self._recent_speeds[place] = RecentSpeed()
+        recent_speed.add(seconds, tokens, num_rounds)
         self._age += num_rounds
 
-    def forget_paces(self) -> None:
+    def forget_speeds(self) -> None:
         """Discard the speeds of recent rounds."""
-        self._paces.clear()
+        self._recent_speeds.clear()
 
     def renew(self) -> None:
         """Discard the cached costs if they are old; call it after each timed round with drafts."""
         self._num_drafts += 1
-        if self._age >= RENEWAL or self._num_drafts < RENEWAL:
+        if self._age >= CACHE_ROUNDS or self._num_drafts < CACHE_ROUNDS:
             self._age = 0
             for known in (self._shares, self._steps, self._draftings, self._widenings):
                 known.clear()
@@ -125,18 +125,19 @@ class Prices:
         known = self._shares.get(key)
         if known is None:
             known = self._shares[key] = [
-                (self.times.drafting(part, self._num_rows, width) + self.wider(0, width)) / self._num_rows
+                (self.times.drafting(part, self._num_rows, width) + self.extra_pass_seconds(0, width))
+                / self._num_rows
                 for width in range(1, self._longest + 1)
             ]
         return known
 
-    def wider(self, width: int, wider: int) -> float:
-        """Return the seconds that drafts of `wider` instead of `width` levels add to the pass."""
-        key = (self._num_rows, width, wider)
+    def extra_pass_seconds(self, width: int, extra_pass_seconds: int) -> float:
+        """Return the seconds that drafts of `extra_pass_seconds` instead of `width` levels add to the pass."""
+        key = (self._num_rows, width, extra_pass_seconds)
         known = self._widenings.get(key)
         if known is None:
             rest = self.times.rest
-            known = max(rest(self._num_rows, wider) - rest(self._num_rows, width), 0.0)
+            known = max(rest(self._num_rows, extra_pass_seconds) - rest(self._num_rows, width), 0.0)
             self._widenings[key] = known
         return known
 

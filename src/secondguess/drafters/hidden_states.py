@@ -10,7 +10,7 @@ from secondguess.core import Row, Verdict
 from secondguess.runtime.base import Hidden
 
 
-class Heard:
+class HiddenStateBuffer:
     """Hidden states of rows' committed tokens, collected round by round.
 
     Collecting does as little work as possible, since the states of most rounds may never be read.

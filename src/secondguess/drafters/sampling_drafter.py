@@ -17,15 +17,15 @@ from torch.nn.functional import pad
 
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
-from secondguess.drafters.trees import TreeShape, grow_trees
+from secondguess.drafters.trees import TreeShape, draft_trees
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
 from secondguess.runtime.base import Hidden
-from secondguess.sampling import drafter_laws
+from secondguess.sampling import compute_draft_probs
 from secondguess.truncation import most_likely
 
 
-class SteppingDrafter(Drafter):
+class SamplingDrafter(Drafter):
     """Drafter that samples chains, or trees of one shape, under each row's own sampling settings.
 
     Args:
@@ -36,7 +36,7 @@ class SteppingDrafter(Drafter):
         shape: shape of the trees; None for chains.
     """
 
-    certain = False
+    deterministic = False
 
     def __init__(
         self, name: str, vocab_size: int, device: torch.device, shape: TreeShape | None = None
@@ -45,8 +45,8 @@ class SteppingDrafter(Drafter):
         self.vocab_size = vocab_size
         self.device = device
         self.shape = shape
-        self.may_branch = shape is not None
-        self._forms: Sequence[Sequence[int]] = ()
+        self.can_draft_trees = shape is not None
+        self._tree_parents: Sequence[Sequence[int]] = ()
 
     @abstractmethod
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
@@ -68,7 +68,7 @@ class SteppingDrafter(Drafter):
         without meaning.
         """
 
-    def foretell(self, depth: int) -> list[float] | None:
+    def acceptance_probs(self, depth: int) -> list[float] | None:
         """Return per row the acceptance probability of the node at this depth of its chain.
 
         It is conditional on the acceptance of the nodes before. None for drafters that were not
@@ -88,9 +88,9 @@ class SteppingDrafter(Drafter):
         return self._draw_trees(rows, self.shape, limits, budgets, noise)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
-        if self.shape is not None and self._forms:
-            self.shape.learn(self._forms, verdict.path_lists())
-        self._forms = ()
+        if self.shape is not None and self._tree_parents:
+            self.shape.learn(self._tree_parents, verdict.path_lists())
+        self._tree_parents = ()
 
     def _draw_chains(self, rows: Sequence[Row], limits: list[int], budgets: Budgets, noise: Noise) -> Draft:
         active = [index for index, limit in enumerate(limits) if limit > 0]
@@ -98,7 +98,7 @@ class SteppingDrafter(Drafter):
         plain = noise.all_greedy and not edits
         chains: list[list[int]] = [[] for _ in rows]
         drawn: list[Tensor] = []
-        laws: list[Tensor] = []
+        dists: list[Tensor] = []
         while active:
             depth = len(drawn)
             logits = self._of_target_width(self.chain_logits(rows, active))
@@ -106,24 +106,24 @@ class SteppingDrafter(Drafter):
                 tokens = most_likely(logits)
             else:
                 try:
-                    law = drafter_laws(
-                        logits, rows, _beside(drawn if edits else [], len(rows), logits.device)
+                    dist = compute_draft_probs(
+                        logits, rows, _stack_tokens(drawn if edits else [], len(rows), logits.device)
                     )
                 except BadInputError:
                     # A row's settings may ban every token of a narrower vocabulary: stop drafting.
                     break
-                tokens = noise.draft(law, depth)
-                laws.append(law)
+                tokens = noise.draft(dist, depth)
+                dists.append(dist)
             drawn.append(tokens)
             as_list = tokens.tolist()
             for index in active:
                 chains[index].append(as_list[index])
             self.extend(rows, active, as_list)
             active = [index for index in active if depth + 1 < limits[index]]
-            if active and budgets.reads_laws:
-                going_on = budgets.go_on(logits, depth, self.foretell(depth))
+            if active and budgets.uses_probs:
+                going_on = budgets.go_on(logits, depth, self.acceptance_probs(depth))
                 active = [index for index in active if going_on[index]]
-        probs = None if noise.all_greedy else self._probs(laws, len(rows))
+        probs = None if noise.all_greedy else self._probs(dists, len(rows))
         return Draft.chains(chains, probs, self.device)
 
     def _draw_trees(
@@ -132,9 +132,9 @@ class SteppingDrafter(Drafter):
         def level_logits(active: list[int], tree: Draft) -> Tensor:
             return self._of_target_width(self.tree_logits(rows, active, tree))
 
-        go_on = budgets.go_on if budgets.reads_laws else None
-        draft = grow_trees(rows, shape, limits, noise, level_logits, go_on)
-        self._forms = draft.shapes
+        go_on = budgets.go_on if budgets.uses_probs else None
+        draft = draft_trees(rows, shape, limits, noise, level_logits, go_on)
+        self._tree_parents = draft.shapes
         if noise.all_greedy:
             return draft
         if draft.probs is None:
@@ -144,26 +144,26 @@ class SteppingDrafter(Drafter):
     def _of_target_width(self, logits: Tensor) -> Tensor:
         return logits[..., : self.vocab_size] if logits.shape[-1] > self.vocab_size else logits
 
-    def _probs(self, laws: list[Tensor], num_rows: int) -> Tensor:
+    def _probs(self, dists: list[Tensor], num_rows: int) -> Tensor:
         """Stack distributions to `[row, node, vocab]` at the target's vocabulary width."""
-        if not laws:
+        if not dists:
             return torch.empty(num_rows, 0, self.vocab_size, device=self.device)
-        return self._padded(torch.stack(laws, 1))
+        return self._padded(torch.stack(dists, 1))
 
     def _padded(self, probs: Tensor) -> Tensor:
         missing = self.vocab_size - probs.shape[-1]
         return pad(probs, (0, missing)) if missing else probs
 
 
-def _beside(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
+def _stack_tokens(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
     """Stack i tensors `[row]` to `[row, i]`."""
     return torch.stack(drawn, 1) if drawn else Draft.empty(num_rows, device).tokens
 
 
-def for_everybody(values: Tensor, num_rows: int, active: list[int]) -> Tensor:
+def expand_to_batch(values: Tensor, num_rows: int, active: list[int]) -> Tensor:
     """Expand values of the active rows to `[row, ...]` for the whole batch, zeros elsewhere."""
     if len(active) == num_rows:
         return values
-    everybody = values.new_zeros(num_rows, *values.shape[1:])
-    everybody[active] = values
-    return everybody
+    expanded = values.new_zeros(num_rows, *values.shape[1:])
+    expanded[active] = values
+    return expanded

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from secondguess.controllers.cost.expectations import Expectations, Kind
-from secondguess.controllers.cost.prices import Prices
-from secondguess.core import Prospect, Row
+from secondguess.controllers.cost.cost_model import CostModel
+from secondguess.controllers.cost.expectations import Expectations, KindStats
+from secondguess.core import Candidate, Row
 
-CAUTION = 1.2
+PREFILL_MARGIN = 1.2
 """Factor by which the gain must exceed the amortised cost of a drafter's prefill."""
-UNLIKELY = 0.1
+MIN_SURVIVAL = 0.1
 """Probability of a lookup draft's first nodes being accepted at which the draft is cut.
 
 The cut applies even if the row has to wait for longer drafts of other rows anyway.
 """
 
 
-class Offer:
+class DraftProposal:
     """Best draft candidate of one row in a round.
 
     Args:
         row: index of the row in the batch.
-        prospect: the candidate.
+        candidate: the candidate.
         kind: statistics of similar drafts.
         length: maximum number of nodes.
         gain, width: expected number of tokens gained and of nodes drafted.
@@ -37,16 +37,16 @@ class Offer:
     """
 
     __slots__ = (
-        "certain",
-        "doubt",
+        "candidate",
+        "deterministic",
+        "exploration_bonus",
         "gain",
         "goes_on",
         "kind",
         "length",
         "net",
         "part",
-        "prospect",
-        "reading",
+        "prefill_seconds",
         "row",
         "seen",
         "survival",
@@ -57,20 +57,20 @@ class Offer:
     def __init__(
         self,
         row: int,
-        prospect: Prospect,
-        kind: Kind,
+        candidate: Candidate,
+        kind: KindStats,
         length: int,
         gain: float,
         width: int,
         survivals: Sequence[float],
-        doubt: float,
-        reading: float,
+        exploration_bonus: float,
+        prefill_seconds: float,
         net: float,
     ) -> None:
-        self.row, self.prospect, self.kind, self.length = row, prospect, kind, length
-        self.part, self.certain = prospect.part, prospect.certain
+        self.row, self.candidate, self.kind, self.length = row, candidate, kind, length
+        self.part, self.deterministic = candidate.part, candidate.deterministic
         self.gain, self.width, self.survivals = gain, width, survivals
-        self.doubt, self.reading, self.net = doubt, reading, net
+        self.exploration_bonus, self.prefill_seconds, self.net = exploration_bonus, prefill_seconds, net
         # State of the current draft: confidence bins of its nodes, the probability that all of
         # them are accepted, and whether it goes on.
         self.seen: list[int] = []
@@ -80,28 +80,28 @@ class Offer:
     @property
     def num_likely(self) -> int:
         """Number of nodes likely enough to be drafted if the row has to wait for others anyway."""
-        return sum(survival >= UNLIKELY for survival in self.survivals)
+        return sum(survival >= MIN_SURVIVAL for survival in self.survivals)
 
-    def worth(self, width: int) -> float:
+    def expected_tokens(self, width: int) -> float:
         """Return the expected tokens gained by a draft of at most `width` nodes."""
-        if self.certain:
+        if self.deterministic:
             return sum(self.survivals[:width])
         return self.gain * min(width / self.width, 1.0)
 
 
-class Offers:
-    """Factory of `Offer` objects.
+class ProposalMaker:
+    """Factory of `DraftProposal` objects.
 
     Args:
         expectations: acceptance statistics.
-        prices: costs in the current round.
+        cost_model: costs in the current round.
         longest: maximum number of nodes of a draft.
     """
 
-    def __init__(self, expectations: Expectations, prices: Prices, longest: int) -> None:
-        self._expectations, self._prices, self._longest = expectations, prices, longest
+    def __init__(self, expectations: Expectations, cost_model: CostModel, longest: int) -> None:
+        self._expectations, self._cost_model, self._longest = expectations, cost_model, longest
 
-    def best(self, index: int, row: Row, choices: Sequence[Prospect], num_rows: int) -> Offer | None:
+    def best(self, index: int, row: Row, choices: Sequence[Candidate], num_rows: int) -> DraftProposal | None:
         """Return the best candidate of one row, the first of equals; None if there is none.
 
         Args:
@@ -117,21 +117,21 @@ class Offers:
         if room <= 1:
             return None
         best = None
-        for prospect in choices:
-            if prospect.longest > 0:
-                offer = self._make(index, row, room, prospect, num_rows)
-                if best is None or offer.net > best.net:
-                    best = offer
+        for candidate in choices:
+            if candidate.longest > 0:
+                proposal = self._make(index, row, room, candidate, num_rows)
+                if best is None or proposal.net > best.net:
+                    best = proposal
         return best
 
-    def _make(self, index: int, row: Row, room: int, prospect: Prospect, num_rows: int) -> Offer:
-        expectations, prices = self._expectations, self._prices
-        kind = expectations.kind(row, prospect)
-        gain, mean_width, doubt, comes = expectations.of_draft(row, kind)
-        length = min(prospect.longest, self._longest, room - 1)
-        rate, shares = prices.rate, prices.shares(prospect.part)
+    def _make(self, index: int, row: Row, room: int, candidate: Candidate, num_rows: int) -> DraftProposal:
+        expectations, cost_model = self._expectations, self._cost_model
+        kind = expectations.kind(row, candidate)
+        gain, mean_width, exploration_bonus, appears = expectations.of_draft(row, kind)
+        length = min(candidate.longest, self._longest, room - 1)
+        rate, shares = cost_model.rate, cost_model.shares(candidate.part)
         survivals: Sequence[float] = ()
-        if prospect.certain:
+        if candidate.deterministic:
             width = length
             survivals = expectations.survivals(kind, length)
             net, longest = _best_length(survivals, rate, shares)
@@ -140,13 +140,15 @@ class Offers:
         else:
             width = max(round(mean_width), 1)
             net = gain - rate * shares[min(width, self._longest) - 1]
-        reading = 0.0
-        if prospect.unread:
+        prefill_seconds = 0.0
+        if candidate.num_uncached:
             # Prefill serves all remaining rounds of the row, but takes its time before any gain.
-            seconds = prices.times.reading(prospect.part, prospect.unread)
-            reading = CAUTION * seconds / max(room / (1 + gain), 1.0)
-        net = comes * (net + doubt) - rate * reading
-        return Offer(index, prospect, kind, length, gain, width, survivals, doubt, reading, net)
+            seconds = cost_model.times.prefill_seconds(candidate.part, candidate.num_uncached)
+            prefill_seconds = PREFILL_MARGIN * seconds / max(room / (1 + gain), 1.0)
+        net = appears * (net + exploration_bonus) - rate * prefill_seconds
+        return DraftProposal(
+            index, candidate, kind, length, gain, width, survivals, exploration_bonus, prefill_seconds, net
+        )
 
 
 def _best_length(survivals: Sequence[float], rate: float, shares: Sequence[float]) -> tuple[float, int]:

@@ -1,11 +1,11 @@
 """Sampled trees, enumerated: with and without replacement, static and growing where it pays, the text has the target's law.
 
-As in test_laws nothing is sampled: the shipping loop runs once with every answer that chance could give.
+As in test_distributions nothing is sampled: the shipping loop runs once with every answer that chance could give.
 """
 
 import pytest
 
-from law_cases import (
+from distribution_cases import (
     PAIRS,
     PROMPT,
     ROUNDING,
@@ -13,13 +13,13 @@ from law_cases import (
     SometimesScripted,
     TreeDrafter,
     after_prompt,
-    law_error,
+    dist_error,
     make_grown_drafter,
     make_pair_drafter,
     make_tree_drafter,
     mean_accepted,
-    one_hot_law,
-    outcome_law,
+    one_hot_dist,
+    outcome_dist,
     play,
     script,
     seasoned,
@@ -30,7 +30,7 @@ from secondguess.bench.traces import record
 from secondguess.controllers import make_controller
 from secondguess.core import Budgets, Row
 from secondguess.decode import Team, decode
-from secondguess.drafters.alternating import AlternatingDrafter
+from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.enumeration import enumerate_rounds, largest_difference
 from secondguess.errors import BadInputError
@@ -42,7 +42,7 @@ from secondguess.sampling import SamplingParams
 from secondguess.testing import TableModel
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.traversal import TraversalVerifier
-from test_laws import SETTINGS, plain_law
+from test_distributions import SETTINGS, plain_dist
 
 DISTINCT = pytest.mark.parametrize("distinct", [True, False], ids=["distinct", "independent"])
 HARD_PAIRS = ["binary", "ternary", "zeros", "equal-at-times", "rare", "sharp"]
@@ -53,7 +53,7 @@ ROOMY = "fixed:9"
 def tree_error(pair, verifier, widths, distinct, least_chance=0.0, num_rounds=1, num_tokens=3):
     drafter = make_tree_drafter(pair, widths, distinct, least_chance)
     branches = play(pair, drafter, verifier, ROOMY, num_rounds=num_rounds)
-    return law_error(branches, after_prompt(pair.target), num_tokens)
+    return dist_error(branches, after_prompt(pair.target), num_tokens)
 
 
 TREES = [
@@ -68,9 +68,9 @@ TREES = [
 @pytest.mark.parametrize(("widths", "pair"), TREES)
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
 @DISTINCT
-def test_the_law_of_the_text_is_the_targets(verifier, widths, pair, distinct):
+def test_the_distribution_of_the_text_is_the_targets(verifier, widths, pair, distinct):
     branches = tree_branches(pair, widths, distinct, verifier)
-    assert law_error(branches, after_prompt(PAIRS[pair].target), num_tokens=3) < ROUNDING
+    assert dist_error(branches, after_prompt(PAIRS[pair].target), num_tokens=3) < ROUNDING
 
 
 @pytest.mark.parametrize(("widths", "pair"), TREES)
@@ -99,7 +99,7 @@ def test_trees_are_worth_what_the_page_about_verifiers_says(pair, distinct, expe
 def test_auto_judges_trees_by_traversal(pair, distinct):
     pair = PAIRS[pair]
     drafter = make_tree_drafter(pair, (2,), distinct)
-    by_rule = [outcome_law(play(pair, drafter, rule, ROOMY)) for rule in ("auto", "traversal")]
+    by_rule = [outcome_dist(play(pair, drafter, rule, ROOMY)) for rule in ("auto", "traversal")]
     assert largest_difference(*by_rule) < ROUNDING
     assert tree_error(pair, "auto", (1, 2), distinct) < ROUNDING
 
@@ -132,7 +132,7 @@ def test_trees_of_a_draft_model_under_controllers(pair, tree, controller):
     pair = PAIRS[pair]
     branches = play(pair, make_grown_drafter(pair, tree), "auto", decider(controller))
     assert max(branch.num_accepted for branch in branches) > 0
-    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
 
 
 @DISTINCT
@@ -142,14 +142,14 @@ def test_a_tree_drafter_takes_turns_with_a_look_up(distinct):
     parts = [SometimesScripted(script), make_tree_drafter(pair, (1, 2), distinct)]
     team = Team(
         TableModel(2, pair.target),
-        AlternatingDrafter(parts, 2),
+        CombinedDrafter(parts, 2),
         make_verifier("auto"),
         make_controller("fixed:3"),
     )
     texts = [list(PROMPT), [1, 1]]
     by_row = enumerate_rounds(team, lambda: [Row(list(text), SAMPLED) for text in texts])
     for text, branches in zip(texts, by_row, strict=True):
-        assert law_error(branches, lambda output, text=text: pair.target((*text, *output)), 3) < ROUNDING
+        assert dist_error(branches, lambda output, text=text: pair.target((*text, *output)), 3) < ROUNDING
 
 
 def test_parts_that_draw_siblings_in_different_ways_do_not_mix():
@@ -160,7 +160,7 @@ def test_parts_that_draw_siblings_in_different_ways_do_not_mix():
         Budgets([1, 1], lambda *_: [True] * 2, parts=[0, 1]),
     )
     with pytest.raises(BadInputError, match="draw siblings alike"):
-        AlternatingDrafter(parts, 2).propose(rows, budgets, KeyedNoise.of_rows(rows))
+        CombinedDrafter(parts, 2).propose(rows, budgets, KeyedNoise.of_rows(rows))
 
 
 def test_traces_of_trees_are_refused():
@@ -174,7 +174,7 @@ def test_traces_of_trees_are_refused():
 def test_dynamic_trees_of_a_draft_model():
     pair = PAIRS["binary"]
     drafter = make_grown_drafter(pair, "dynamic", nodes=4, width=2, depth=2)
-    assert law_error(play(pair, drafter, "auto", ROOMY), after_prompt(pair.target), 3) < ROUNDING
+    assert dist_error(play(pair, drafter, "auto", ROOMY), after_prompt(pair.target), 3) < ROUNDING
 
 
 def test_growing_trees_have_different_forms(monkeypatch):
@@ -202,7 +202,7 @@ def test_a_second_round_of_growing_trees_does_too():
     pair, params = PAIRS["binary"], SamplingParams(temperature=1.0, max_tokens=4)
     drafter = make_tree_drafter(pair, (1, 2), True, least_chance=0.3)
     branches = play(pair, drafter, "traversal", ROOMY, params, num_rounds=2)
-    assert law_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 
 @pytest.mark.parametrize("pair", ["ternary", "zeros", "equal-at-times", "certain-drafter"])
@@ -212,7 +212,7 @@ def test_on_chains_tree_rules_are_the_rules_for_chains(drafter, tree_rule, chain
     """Not only the text: the joint law of what is accepted and what is said, branch for branch."""
     pair = PAIRS[pair]
     outcomes = [
-        outcome_law(play(pair, make_pair_drafter(drafter, pair), rule, "fixed:3"))
+        outcome_dist(play(pair, make_pair_drafter(drafter, pair), rule, "fixed:3"))
         for rule in (tree_rule, chain_rule)
     ]
     assert largest_difference(*outcomes) < ROUNDING
@@ -223,14 +223,14 @@ def test_on_chains_tree_rules_are_the_rules_for_chains(drafter, tree_rule, chain
 def test_sampling_settings_hold_inside_a_tree(verifier, setting):
     pair, params = PAIRS["ternary"], SETTINGS[setting]
     branches = play(pair, make_tree_drafter(pair, (1, 2), True), verifier, ROOMY, params)
-    assert law_error(branches, plain_law(pair, params), num_tokens=3) < ROUNDING
+    assert dist_error(branches, plain_dist(pair, params), num_tokens=3) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
 def test_an_end_token_inside_a_tree_ends_the_text(verifier):
     pair, ends = PAIRS["ternary"], frozenset({1})
     branches = play(pair, make_tree_drafter(pair, (1, 2), True), verifier, ROOMY, end_tokens=ends)
-    assert law_error(branches, after_prompt(pair.target), 3, ends) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), 3, ends) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
@@ -238,7 +238,7 @@ def test_a_token_that_is_named_twice_is_accepted_once(verifier):
     """Certain twins: the second one has no law of its own left, and what hangs from it goes with it."""
     pair = PAIRS["ternary"]
     branches = play(pair, TreeDrafter([1, 1, 0], [-1, -1, 1]), verifier, ROOMY)
-    assert law_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
     assert mean_accepted(branches) == pytest.approx(float(pair.target(PROMPT)[1]), abs=ROUNDING)
 
 
@@ -251,9 +251,9 @@ def test_a_greedy_row_beside_sampled_trees_says_the_most_likely_tokens():
         make_controller(ROOMY),
     )
     rows = lambda: [Row(list(PROMPT), SAMPLED), Row(list(PROMPT), greedy)]  # noqa: E731
-    sampled, certain = enumerate_rounds(team, rows)
-    assert law_error(sampled, after_prompt(pair.target), 3) < ROUNDING
-    assert law_error(certain, after_prompt(one_hot_law(2, 1)), 3) < ROUNDING
+    sampled, deterministic = enumerate_rounds(team, rows)
+    assert dist_error(sampled, after_prompt(pair.target), 3) < ROUNDING
+    assert dist_error(deterministic, after_prompt(one_hot_dist(2, 1)), 3) < ROUNDING
 
 
 def test_enumeration_refuses_trees_of_coupled_rows():

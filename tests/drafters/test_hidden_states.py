@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Row, Verdict
-from secondguess.drafters.hearing import Heard
+from secondguess.drafters.hidden_states import HiddenStateBuffer
 from secondguess.sampling import SamplingParams
 
 WIDTH = 3
 
 
-def heard_by(num_rows: int) -> tuple[Heard, list[Row]]:
+def heard_by(num_rows: int) -> tuple[HiddenStateBuffer, list[Row]]:
     rows = [Row([1, 2], SamplingParams()) for _ in range(num_rows)]
-    heard = Heard([4])
+    heard = HiddenStateBuffer([4])
     for row in rows:
         heard.begin(row, {4: torch.zeros(1, WIDTH)})
     return heard, rows

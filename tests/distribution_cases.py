@@ -14,17 +14,17 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.controllers.cost.controller import CostController, CostOptions
 from secondguess.controllers.cost.round_times import RoundTimes
-from secondguess.controllers.laws import DraftLaws
-from secondguess.core import Budgets, Draft, Prospect, RoundTime, Row, Verdict
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import Budgets, Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.decode import Team
-from secondguess.drafters.alternating import AlternatingDrafter
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import TreeOptions
-from secondguess.enumeration import Branch, enumerate_rounds, exact_law, largest_difference, text_law
+from secondguess.enumeration import Branch, enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.noise import Noise
 from secondguess.sampling import SamplingParams
-from secondguess.testing import Law, LawTreeDrafter, ScriptedDrafter, TableModel, random_law
+from secondguess.testing import Law, LawTreeDrafter, ScriptedDrafter, TableModel, random_probs
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Verifier
 
@@ -41,22 +41,22 @@ class Pair:
     drafter: Law
 
 
-def one_hot_law(vocab_size: int, seed: int) -> Law:
-    sharp = random_law(vocab_size, seed)
+def one_hot_dist(vocab_size: int, seed: int) -> Law:
+    sharp = random_probs(vocab_size, seed)
     return lambda context: torch.nn.functional.one_hot(sharp(context).argmax(), vocab_size).double()
 
 
-def confined_law(vocab_size: int, seed: int, tokens: Sequence[int]) -> Law:
+def confined_dist(vocab_size: int, seed: int, tokens: Sequence[int]) -> Law:
     """A random law on some of the tokens."""
-    free = random_law(vocab_size, seed)
+    free = random_probs(vocab_size, seed)
     kept = torch.zeros(vocab_size, dtype=torch.float64)
     kept[list(tokens)] = 1.0
 
-    def law(context: tuple[int, ...]) -> Tensor:
+    def dist(context: tuple[int, ...]) -> Tensor:
         probs = free(context) * kept
         return probs / probs.sum()
 
-    return law
+    return dist
 
 
 def sometimes(one: Law, other: Law) -> Law:
@@ -70,16 +70,16 @@ def turned(*probs: float) -> Law:
 
 
 PAIRS = {
-    "binary": Pair(2, random_law(2, 1), random_law(2, 2)),
-    "ternary": Pair(3, random_law(3, 3), random_law(3, 4)),
-    "zeros": Pair(3, random_law(3, 5, zeros=0.4), random_law(3, 6, zeros=0.4)),
-    "equal": Pair(3, random_law(3, 7), random_law(3, 7)),
-    "equal-at-times": Pair(3, random_law(3, 8), sometimes(random_law(3, 8), random_law(3, 9))),
-    "certain-target": Pair(3, one_hot_law(3, 10), random_law(3, 11)),
-    "certain-drafter": Pair(3, random_law(3, 12), one_hot_law(3, 13)),
-    "disjoint": Pair(4, confined_law(4, 14, [0, 1]), confined_law(4, 15, [2, 3])),
+    "binary": Pair(2, random_probs(2, 1), random_probs(2, 2)),
+    "ternary": Pair(3, random_probs(3, 3), random_probs(3, 4)),
+    "zeros": Pair(3, random_probs(3, 5, zeros=0.4), random_probs(3, 6, zeros=0.4)),
+    "equal": Pair(3, random_probs(3, 7), random_probs(3, 7)),
+    "equal-at-times": Pair(3, random_probs(3, 8), sometimes(random_probs(3, 8), random_probs(3, 9))),
+    "certain-target": Pair(3, one_hot_dist(3, 10), random_probs(3, 11)),
+    "certain-drafter": Pair(3, random_probs(3, 12), one_hot_dist(3, 13)),
+    "disjoint": Pair(4, confined_dist(4, 14, [0, 1]), confined_dist(4, 15, [2, 3])),
     "rare": Pair(3, turned(0.6, 0.3995, 0.0005), turned(0.9, 0.0998, 0.0002)),
-    "sharp": Pair(3, random_law(3, 16, sharpness=6), random_law(3, 17, sharpness=6)),
+    "sharp": Pair(3, random_probs(3, 16, sharpness=6), random_probs(3, 17, sharpness=6)),
 }
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=20)
 
@@ -93,7 +93,7 @@ class TreeDrafter(Drafter):
     """Proposes one fixed tree of certain guesses for every row."""
 
     name = "tree"
-    certain = True
+    deterministic = True
 
     def __init__(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
         self.tokens = tokens
@@ -108,19 +108,19 @@ class TreeDrafter(Drafter):
 class SometimesScripted(ScriptedDrafter):
     """Has a guess behind texts of odd sum only, such as the prompt."""
 
-    def prospects(self, rows: Sequence[Row]) -> list[tuple[Prospect]]:
-        return [(Prospect(longest=4 if sum(row.tokens) % 2 else 0, certain=True),) for row in rows]
+    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
+        return [(Candidate(longest=4 if sum(row.tokens) % 2 else 0, deterministic=True),) for row in rows]
 
 
 def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
-    """`sampled` draws from the pair's drafter; `certain` names tokens; `tree` names a tree of them; `either` takes turns."""
+    """Return a drafter: `sampled`, `deterministic` (without probabilities), `tree` (of tokens), or `either` in turn."""
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
     if kind == "certain":
         return ScriptedDrafter(script)
     if kind == "either":
         parts = [SometimesScripted(script), make_pair_drafter("sampled", pair)]
-        return AlternatingDrafter(parts, pair.vocab_size)
+        return CombinedDrafter(parts, pair.vocab_size)
     assert kind == "tree"
     return TreeDrafter(tokens=[0, 1, 1, 0, 1], parents=[-1, -1, 0, 1, 1])
 
@@ -180,14 +180,14 @@ def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> Cost
     controller = CostController(CostOptions(length))
     controller.times = EvenTimes()
     pattern = torch.rand(200, generator=torch.Generator().manual_seed(7)).tolist()
-    for part, certain in ((0, False), (0, True), (1, False)):
+    for part, deterministic in ((0, False), (0, True), (1, False)):
         row = Row([0] * 5, SAMPLED)
         for fate in pattern:
-            plan = controller.plan([row], [(Prospect(part=part, certain=certain),)])[0]
+            plan = controller.plan([row], [(Candidate(part=part, deterministic=deterministic),)])[0]
             for depth in range(plan.length - 1):
-                if not certain:
-                    law = torch.tensor([[0.5, 0.3, 0.2]])
-                    if not controller.go_on([row], DraftLaws(law.log()), depth)[0]:
+                if not deterministic:
+                    dist = torch.tensor([[0.5, 0.3, 0.2]])
+                    if not controller.go_on([row], DraftProbs(dist.log()), depth)[0]:
                         plan = plan._replace(length=depth + 1)
                         break
             kept = plan.length if fate < accepted else 0
@@ -200,19 +200,19 @@ def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> Cost
     return controller
 
 
-def law_error(
+def dist_error(
     branches: Sequence[Branch],
-    next_law: Callable[[tuple[int, ...]], Tensor],
+    next_dist: Callable[[tuple[int, ...]], Tensor],
     num_tokens: int,
     end_tokens: frozenset[int] = frozenset(),
 ) -> float:
     """The largest error in the probability of any text of that many tokens."""
-    found = text_law(branches, next_law, num_tokens, end_tokens)
-    return largest_difference(found, exact_law(next_law, num_tokens, end_tokens))
+    found = text_dist(branches, next_dist, num_tokens, end_tokens)
+    return largest_difference(found, exact_dist(next_dist, num_tokens, end_tokens))
 
 
-def after_prompt(law: Law) -> Callable[[tuple[int, ...]], Tensor]:
-    return lambda output: law((*PROMPT, *output))
+def after_prompt(dist: Law) -> Callable[[tuple[int, ...]], Tensor]:
+    return lambda output: dist((*PROMPT, *output))
 
 
 def mean_accepted(branches: Sequence[Branch]) -> float:
@@ -241,13 +241,13 @@ def expected_accepted(pair: Pair, length: int, rule: str) -> float:
     return total
 
 
-def outcome_law(branches: Sequence[Branch]) -> dict[tuple[int, tuple[int, ...]], float]:
+def outcome_dist(branches: Sequence[Branch]) -> dict[tuple[int, tuple[int, ...]], float]:
     """The joint law of how many nodes were accepted and which text was committed."""
-    law: dict[tuple[int, tuple[int, ...]], float] = {}
+    dist: dict[tuple[int, tuple[int, ...]], float] = {}
     for branch in branches:
         outcome = branch.num_accepted, branch.tokens
-        law[outcome] = law.get(outcome, 0.0) + branch.probability
-    return law
+        dist[outcome] = dist.get(outcome, 0.0) + branch.probability
+    return dist
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Preempted rounds take several times as long as the others. They hardly move the median with which
 costs are compared, but make up most of the elapsed time. The balance of what drafting has gained
-or lost (`Guard`) is therefore kept in mean plain rounds (rounds without drafts), disturbed ones
+or lost (`LossGuard`) is therefore kept in mean plain rounds (rounds without drafts), disturbed ones
 included, and decisions made on a busy machine expire when it becomes quiet.
 """
 
@@ -17,18 +17,18 @@ NUM_BUSY, NUM_QUIET = 4, 1
 
 
 QUIET_EXCESS = 1.1
-"""Maximum `excess` of a quiet machine."""
+"""Maximum `slowdown` of a quiet machine."""
 
 
-class Disturbance:
+class LoadDetector:
     """Running statistics of the durations of rounds relative to their expected time.
 
     Attributes:
-        excess: mean plain round over its usual time, at least 1.
+        slowdown: mean plain round over its usual time, at least 1.
     """
 
     def __init__(self) -> None:
-        self.excess = 1.0
+        self.slowdown = 1.0
         self._count = 0
         self._slow = 0  # one bit per recent round, 1 if it was disturbed
         self._num_seen = 0
@@ -49,31 +49,31 @@ class Disturbance:
             True if a busy machine became quiet.
         """
         self._count = min(self._count + 1, WINDOW)
-        self.excess = max(self.excess + (ratio - self.excess) / self._count, 1.0)
-        return self._see(ratio)
+        self.slowdown = max(self.slowdown + (ratio - self.slowdown) / self._count, 1.0)
+        return self._add(ratio)
 
     def add_drafted(self, ratio: float) -> bool:
-        """Add the ratio of a round with drafts to its expected time; `excess` is not updated.
+        """Add the ratio of a round with drafts to its expected time; `slowdown` is not updated.
 
         Returns:
             True if a busy machine became quiet.
         """
-        return self._see(ratio)
+        return self._add(ratio)
 
-    def _see(self, ratio: float) -> bool:
+    def _add(self, ratio: float) -> bool:
         self._slow = (self._slow << 1 | (ratio > SLOW)) & (1 << WINDOW) - 1
         self._num_seen += 1
-        if not self._slow and not self._was_busy and self.excess <= QUIET_EXCESS:
+        if not self._slow and not self._was_busy and self.slowdown <= QUIET_EXCESS:
             return False
         if self.is_busy:
             self._was_busy = True
         if not self.is_quiet:
             return False
-        self.excess, self._count = min(self.excess, QUIET_EXCESS), 0
+        self.slowdown, self._count = min(self.slowdown, QUIET_EXCESS), 0
         was_busy, self._was_busy = self._was_busy, False
         return was_busy
 
     def restart(self) -> None:
         """Discard all rounds: their usual time has changed."""
-        self.excess, self._count, self._was_busy = 1.0, 0, False
+        self.slowdown, self._count, self._was_busy = 1.0, 0, False
         self._slow = self._num_seen = 0

@@ -32,31 +32,31 @@ from collections.abc import Iterable, Sequence
 
 from secondguess.core import Row
 
-PROBING = 0.005
+PROBE_INCOME = 0.005
 """Maximum income of the probe budget, as a share of the elapsed time."""
-LARGEST_PROBE = 6.0
+MAX_PROBE_BALANCE = 6.0
 """Maximum probe budget, in plain rounds."""
 MOST_HALVINGS = 5
 SERIES = 4
 """Approximate number of probes in a series."""
-NUM_FREE, FIRST_WAIT = 3, 8
+NUM_FREE_SERIES, FIRST_SERIES_WAIT = 3, 8
 """Number of free series of probes, and number of rounds before the first one.
 
 They are granted at the beginning, and again (without the first wait) after the machine has changed
 its speed or become quiet. The number of rounds between two of them doubles.
 """
-FREE_TRIAL = 1.0
+FREE_SERIES_LOSS = 1.0
 """Loss at which a free series ends, in plain rounds."""
-PATIENCE = 16.0
+MAX_LOSS = 16.0
 """Loss at which the guard stops drafting, in plain rounds."""
-CREDIT = 16.0
+MAX_BALANCE = 16.0
 """Maximum balance of the guard, in plain rounds."""
-COOLING = 64
+STOP_ROUNDS = 64
 """Length of the first stop, in rounds."""
 MOST_DOUBLINGS = 10
 NUM_REVIEWED = 16
 """Number of rounds before a stop, and of plain rounds after it, that are compared."""
-LONGEST_SPREAD = 256
+MAX_AMORTISATION = 256
 """Maximum number of rounds over which prefill is amortised, as a row may end early."""
 
 
@@ -68,24 +68,24 @@ def loss_bound(num_rounds: int, worst_round: float) -> float:
         worst_round: maximum loss of a single round, in plain rounds: drafting at full length, and
             the drafter's prefill of all rows in flight.
     """
-    num_further_stops = math.log2(1 + num_rounds / COOLING)
-    return CREDIT + PATIENCE + worst_round + (PATIENCE / 2 + worst_round) * num_further_stops
+    num_further_stops = math.log2(1 + num_rounds / STOP_ROUNDS)
+    return MAX_BALANCE + MAX_LOSS + worst_round + (MAX_LOSS / 2 + worst_round) * num_further_stops
 
 
-class Probes:
+class ProbeBudget:
     """Budget for probes, and the free series granted after the machine has changed its speed."""
 
     def __init__(self) -> None:
         self.balance = 0.0
         self._halvings = 0
-        self._num_free = NUM_FREE  # free series left
-        self._wait = FIRST_WAIT  # rounds until the next of them
+        self._num_free = NUM_FREE_SERIES  # free series left
+        self._wait = FIRST_SERIES_WAIT  # rounds until the next of them
         self._free_probes = 0  # probes left in the current free series
         self._free_loss = 0.0  # seconds that it may still lose
 
     def grant(self) -> None:
         """Grant free series, the first at once: earlier results are from another machine speed."""
-        self._halvings, self._num_free, self._wait = 0, NUM_FREE, 0
+        self._halvings, self._num_free, self._wait = 0, NUM_FREE_SERIES, 0
 
     def earn(self, seconds: float, plain: float) -> None:
         """Add the income of some rounds.
@@ -94,8 +94,8 @@ class Probes:
             seconds: their total duration.
             plain: seconds of a plain round.
         """
-        income = PROBING * seconds / 2**self._halvings
-        self.balance = min(self.balance + income, LARGEST_PROBE * plain)
+        income = PROBE_INCOME * seconds / 2**self._halvings
+        self.balance = min(self.balance + income, MAX_PROBE_BALANCE * plain)
 
     def count_round(self) -> None:
         """Count a round, until the next free series is due."""
@@ -115,13 +115,13 @@ class Probes:
             plain: seconds of a plain round.
         """
         if self.is_due:
-            self._wait = FIRST_WAIT << (NUM_FREE + 1 - self._num_free)
+            self._wait = FIRST_SERIES_WAIT << (NUM_FREE_SERIES + 1 - self._num_free)
             self._num_free -= 1
-            self._free_probes, self._free_loss = SERIES, FREE_TRIAL * plain
+            self._free_probes, self._free_loss = SERIES, FREE_SERIES_LOSS * plain
             return True
         # Half of the maximum budget is always enough: `price` may be wrong, and only a probe can
         # correct it.
-        return self.balance >= min(price, LARGEST_PROBE * plain / 2)
+        return self.balance >= min(price, MAX_PROBE_BALANCE * plain / 2)
 
     def may_go_on(self, price: float) -> bool:
         """Return whether the series may go on with a probe of this expected cost in seconds."""
@@ -146,7 +146,7 @@ class Probes:
         self._halvings = self._free_probes = 0
 
 
-class Outstanding:
+class AmortisedCosts:
     """Costs not booked yet, which are amortised in equal shares or booked when their row ends."""
 
     def __init__(self) -> None:
@@ -159,9 +159,9 @@ class Outstanding:
         """Amortise `cost` and what is outstanding for the row over `num_rounds` rounds."""
         left, _ = self._of.get(row, (0.0, 0.0))
         left += cost
-        self._of[row] = left, left / min(max(num_rounds, 1.0), LONGEST_SPREAD)
+        self._of[row] = left, left / min(max(num_rounds, 1.0), MAX_AMORTISATION)
 
-    def fall_due(self, rows: Iterable[Row]) -> float:
+    def take_shares(self, rows: Iterable[Row]) -> float:
         """Deduct and return the shares of these rows for one round."""
         due = 0.0
         for row in rows:
@@ -184,7 +184,7 @@ class Outstanding:
         return due
 
 
-class Guard:
+class LossGuard:
     """Wall-clock balance of all drafting, in plain rounds.
 
     After a stop, the rounds that led to it are compared with the plain rounds that follow. If
@@ -193,16 +193,16 @@ class Guard:
 
     def __init__(self) -> None:
         self._balance = 0.0
-        self._limit = -PATIENCE
+        self._limit = -MAX_LOSS
         self._doublings = 0
         self._num_waiting = 0
-        self._outstanding = Outstanding()
+        self._amortised = AmortisedCosts()
         self._booked: deque[tuple[float, float]] = deque(maxlen=NUM_REVIEWED)
         self._review: Review | None = None
 
     def spread(self, row: Row, cost: float, num_rounds: float) -> None:
         """Amortise a row's prefill of `cost` plain rounds over its next `num_rounds` rounds."""
-        self._outstanding.add(row, cost, num_rounds)
+        self._amortised.add(row, cost, num_rounds)
 
     def book(self, won: float, rows: Iterable[Row] = (), seconds: float = 0.0, plain: float = 1.0) -> None:
         """Record a round with drafts; prefill that is amortised is not included.
@@ -214,29 +214,29 @@ class Guard:
             plain: seconds of the plain rounds in which `won` is counted.
         """
         self._booked.append((seconds, plain))
-        due = self._outstanding.fall_due(rows) if self._outstanding else 0.0
-        self._balance = min(self._balance + won - due, CREDIT)
+        due = self._amortised.take_shares(rows) if self._amortised else 0.0
+        self._balance = min(self._balance + won - due, MAX_BALANCE)
         if self._balance >= 0:
-            self._doublings, self._limit = 0, -PATIENCE
+            self._doublings, self._limit = 0, -MAX_LOSS
         elif self._balance <= self._limit:
             self._stop()
 
     def _stop(self) -> None:
         self._review = Review(tuple(self._booked), self._limit, self._doublings)
         self._booked.clear()
-        self._num_waiting = COOLING * 2**self._doublings
+        self._num_waiting = STOP_ROUNDS * 2**self._doublings
         self._doublings = min(self._doublings + 1, MOST_DOUBLINGS)
         # The prefilled cache will not be used for a while, and may never be.
-        self._balance -= self._outstanding.settle_all()
+        self._balance -= self._amortised.settle_all()
         # The loss stays; only half as much may be added to it before the next, longer stop.
-        self._limit = self._balance - PATIENCE / 2
+        self._limit = self._balance - MAX_LOSS / 2
 
     def wait(self, rows: Iterable[Row] = (), num_rounds: int = 1, seconds: float = 1.0) -> None:
         """Record rounds without drafts, which took `seconds` in total."""
         for _ in range(num_rounds):
             if self._num_waiting:
                 self._num_waiting -= 1
-            elif self._outstanding:
+            elif self._amortised:
                 self.book(0.0, rows)
         if self._review is not None and self._review.add(num_rounds, seconds):
             self._revise(self._review)
@@ -244,25 +244,25 @@ class Guard:
 
     def _revise(self, review: Review) -> None:
         """Add back the loss caused by the machine; end the stop if it would not have happened."""
-        self._balance = min(self._balance + review.correction, CREDIT)
+        self._balance = min(self._balance + review.correction, MAX_BALANCE)
         if self._balance > review.limit:
             self._num_waiting, self._limit, self._doublings = 0, review.limit, review.doublings
 
-    def forgive(self) -> None:
+    def reset(self) -> None:
         """Allow drafting again: its losses were measured at another machine speed."""
-        self._balance = min(max(self._balance, -PATIENCE / 2), 0.0)
-        self._num_waiting, self._limit, self._doublings = 0, -PATIENCE, 0
+        self._balance = min(max(self._balance, -MAX_LOSS / 2), 0.0)
+        self._num_waiting, self._limit, self._doublings = 0, -MAX_LOSS, 0
         self._booked.clear()
         self._review = None
 
     def end(self, row: Row) -> None:
         """Book the outstanding prefill of a row that has ended."""
-        due = self._outstanding.settle(row)
+        due = self._amortised.settle(row)
         if due:
             self.book(-due)
 
     @property
-    def forbids(self) -> bool:
+    def is_stopped(self) -> bool:
         """True while drafting is stopped."""
         return self._num_waiting > 0
 

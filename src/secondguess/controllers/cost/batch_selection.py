@@ -1,0 +1,128 @@
+"""Selection of the drafts that pay together in a batch.
+
+The rows of a batch wait for the longest draft and share the cost of draft steps. Rows with equal
+values are treated alike. If positions in the batch decided, whether a row is drafted for would
+depend on something unrelated to it, and the exact enumeration (`enumeration.py`), whose batch
+holds all possible outcomes of a row, would report that as anticipation. If only a few of many rows
+can be taken, ties are broken by their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from secondguess.controllers.cost.cost_model import CostModel
+from secondguess.controllers.cost.proposals import DraftProposal
+from secondguess.core import Row
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Maximum draft lengths that are considered for a batch."""
+
+
+def worthwhile(
+    proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_model: CostModel
+) -> list[DraftProposal]:
+    """Return the candidates that pay together, with lengths cut to the best one for the batch."""
+    if len(rows) == 1:
+        return [proposal for proposal in proposals if proposal.net > 0]
+    # The exploration bonus counts once, however many rows are drafted for.
+    exploration_bonus = max((proposal.exploration_bonus for proposal in proposals), default=0.0)
+    longest = max((proposal.width for proposal in proposals), default=0)
+    best, taken, best_width = 0.0, [], 0
+    for width in WIDTHS:
+        net, chosen = _together(proposals, rows, width, cost_model)
+        if chosen and net + exploration_bonus > best:
+            best, taken, best_width = net + exploration_bonus, chosen, width
+        if width >= longest:
+            break
+    for proposal in taken:
+        if proposal.deterministic:
+            proposal.length = min(proposal.length, best_width, proposal.num_likely)
+    return [proposal for proposal in taken if proposal.length]
+
+
+def _together(
+    proposals: Sequence[DraftProposal], rows: Sequence[Row], width: int, cost_model: CostModel
+) -> tuple[float, list[DraftProposal]]:
+    """Return the net gain in tokens of drafts of at most `width` nodes, and the candidates."""
+    rate = cost_model.rate
+    chosen = [proposal for proposal in proposals if proposal.deterministic]
+    net = sum(proposal.expected_tokens(width) for proposal in chosen) - rate * cost_model.extra_pass_seconds(
+        0, width
+    )
+    models = [
+        (proposal.expected_tokens(width), proposal) for proposal in proposals if not proposal.deterministic
+    ]
+    models.sort(key=_first, reverse=True)
+    total, best, best_count = 0.0, 0.0, 0
+    for count, (expected_tokens, proposal) in enumerate(models, start=1):
+        total += expected_tokens - rate * proposal.prefill_seconds
+        with_these = total - rate * cost_model.drafting(proposal.part, count, min(width, proposal.width))
+        if with_these > best:
+            best, best_count = with_these, count
+    best_count = _with_equals([expected_tokens for expected_tokens, _ in models], best_count)
+    if models:
+        # A new drafter's cost is unknown, and prefilling a whole batch only to measure it is
+        # expensive: it is tried on one row first, then on at most twice as many as before. (The
+        # net gain is that of all rows.)
+        most = max(2 * cost_model.times.most_rows(models[0][1].part), 1)
+        chosen += best_with_ties(models[:best_count], most, rows)
+    return net + best, chosen
+
+
+def best_with_ties(
+    ordered: Sequence[tuple[float, DraftProposal]], count: int, rows: Sequence[Row]
+) -> list[DraftProposal]:
+    """Return the best `count` candidates.
+
+    Ties are broken by the order of the rows' tokens; rows with the same tokens are taken together,
+    so there may be more than `count`.
+
+    Args:
+        ordered: values and candidates, best first.
+        count: number of candidates wanted.
+        rows: the batch.
+    """
+    if count >= len(ordered):
+        return [proposal for _, proposal in ordered]
+    least = ordered[count - 1][0]
+    better = [proposal for value, proposal in ordered if value > least]
+    equal = [(rows[proposal.row].tokens, proposal) for value, proposal in ordered if value == least]
+    last = sorted(tokens for tokens, _ in equal)[count - len(better) - 1]
+    return better + [proposal for tokens, proposal in equal if tokens <= last]
+
+
+def select_extensions(
+    chances: list[tuple[float, DraftProposal]], extra_pass_seconds: float, cost_model: CostModel
+) -> list[DraftProposal]:
+    """Return the candidates whose drafts should get another node.
+
+    Args:
+        chances: the probability that the node is accepted, for each row that could get one.
+        wider: seconds that the node adds to the rest of the round, however many rows have it.
+        cost_model: costs in the current round.
+    """
+    rate = cost_model.rate
+    if len(chances) == 1:
+        chance, proposal = chances[0]
+        return [proposal] if chance > rate * (cost_model.step(proposal.part, 1) + extra_pass_seconds) else []
+    ordered = sorted(chances, key=_first, reverse=True)
+    total, best, best_count = 0.0, 0.0, 0
+    for count, (chance, proposal) in enumerate(ordered, start=1):
+        total += chance
+        net = total - rate * (cost_model.step(proposal.part, count) + extra_pass_seconds)
+        if net > best:
+            best, best_count = net, count
+    best_count = _with_equals([chance for chance, _ in ordered], best_count)
+    return [proposal for _, proposal in ordered[:best_count]]
+
+
+def _first(pair: tuple[float, DraftProposal]) -> float:
+    return pair[0]
+
+
+def _with_equals(values: Sequence[float], count: int) -> int:
+    """Return `count`, increased to include all descending `values` equal to the last one."""
+    while 0 < count < len(values) and values[count] == values[count - 1]:
+        count += 1
+    return count
