@@ -50,7 +50,9 @@ def test_other_temperatures_pass(temperature):
 
 def test_a_bent_distribution_fails(monkeypatch):
     """Corrections drawn from the target's law instead of the excess: the classic mistake."""
-    monkeypatch.setattr(base, "next_token_probs", lambda draft, dists, lengths, residual_at: base.at(dists, lengths))
+    monkeypatch.setattr(
+        base, "next_token_probs", lambda draft, dists, lengths, residual_at: base.at(dists, lengths)
+    )
     certificate = certify(tiny_subject(), SMALL)
     assert not certificate.passed
     assert certificate.p_value < 1e-6

@@ -268,7 +268,9 @@ def head_says_its_words() -> bool:
 
 
 def redraw_from_the_target_after_a_rejection(patch: Patch) -> None:
-    patch.setattr(base, "next_token_probs", lambda draft, dists, lengths, residual_at: base.at(dists, lengths))
+    patch.setattr(
+        base, "next_token_probs", lambda draft, dists, lengths, residual_at: base.at(dists, lengths)
+    )
 
 
 def bonus_from_the_last_drafted_place(patch: Patch) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
@@ -136,6 +140,75 @@ def test_a_loop_under_way_is_not_collected() -> None:
     del rounds
     gc.collect()
     assert loop.closed_in_round is None
+
+
+def test_threads_alternate() -> None:
+    lock, order = RoundLock(), []
+
+    def rounds(name: str) -> Iterator[list[Commit]]:
+        for _ in range(30):
+            order.append(name)
+            time.sleep(0.002)
+            yield []
+
+    def run(name: str) -> None:
+        loop = rounds(name)
+        while lock.run_round(loop) is not None:  # type: ignore[arg-type]
+            pass
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    both = order[order.index("b") : 60 - order[::-1].index("a")]
+    assert sum(first == second for first, second in pairwise(both)) <= 2, "".join(order)
+
+
+def test_an_error_of_an_abandoned_loop_does_not_reach_another(caplog: pytest.LogCaptureFixture) -> None:
+    lock = RoundLock()
+
+    def broken() -> Iterator[list[Commit]]:
+        try:
+            yield []
+        finally:
+            raise OSError("broken")
+
+    first = broken()
+    lock.run_round(first)  # type: ignore[arg-type]
+    other = Loop(during=lambda: lock.close(first))  # type: ignore[arg-type]
+    assert lock.run_round(other.rounds({"in_round": False})) == []  # type: ignore[arg-type]
+    assert "could not be closed" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_can_decode_although_a_thread_held_the_lock(plain_texts: list[list[int]]) -> None:
+    llm = secondguess.load("builtin", "none")
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert leave.wait(60)
+
+    holder = threading.Thread(target=llm.round_lock.run_round, args=(Loop(during=wait).rounds({}),))
+    holder.start()
+    assert entered.wait(10)
+    child = os.fork()
+    if child == 0:
+        right = llm.generate(PROMPTS[0], max_tokens=NUM_TOKENS).token_ids == plain_texts[0]
+        os._exit(0 if right else 1)
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        status = -1
+    leave.set()
+    holder.join()
+    assert status == 0
 
 
 def test_a_thread_waits_for_the_round_of_another() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import deque
 from collections.abc import Generator
-from threading import RLock
+from threading import Lock, RLock
+from weakref import WeakSet
 
 from secondguess.core import Commit
 
 Loop = Generator[list[Commit], None, None]
 """Decoding loop of one call (`decode.decode`)."""
+
+logger = logging.getLogger(__name__)
 
 
 class RoundLock:
@@ -22,6 +27,11 @@ class RoundLock:
     """
 
     def __init__(self) -> None:
+        self._reset()
+        _all.add(self)
+
+    def _reset(self) -> None:
+        self._queue = Lock()
         self._lock = RLock()
         self._is_busy = False
         self._loops: set[Loop] = set()
@@ -29,13 +39,18 @@ class RoundLock:
 
     def run_round(self, loop: Loop) -> list[Commit] | None:
         """Run the next round of a loop; return None if the loop has ended."""
-        with self._lock:
+        # A thread that has just finished a round finds the queue taken by a thread that waits.
+        with self._queue:
+            self._lock.acquire()
+        try:
             self._loops.add(loop)
             self._is_busy = True
             try:
                 return next(loop, None)
             finally:
                 self._close_abandoned()
+        finally:
+            self._lock.release()
 
     def close(self, loop: Loop) -> None:
         """Release the state of a loop, at once or after the round in progress."""
@@ -51,6 +66,22 @@ class RoundLock:
             while self._to_close:
                 loop = self._to_close.popleft()
                 self._loops.discard(loop)
-                loop.close()
+                try:
+                    loop.close()
+                except Exception:  # the caller has nothing to do with this loop
+                    logger.exception("an abandoned decoding loop could not be closed")
         finally:
             self._is_busy = False
+
+
+_all: WeakSet[RoundLock] = WeakSet()
+
+
+def _reset_after_fork() -> None:
+    """Replace locks that other threads of the parent process held."""
+    for lock in _all:
+        lock._reset()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_after_fork)

@@ -75,8 +75,8 @@ class SamplingParams:
         logit_bias: value added to the logit, by token id; from -100 to 100, or -inf for a ban.
         stop: the text ends before the first of these strings; a single string is accepted.
         stop_token_ids: tokens that end the text, in addition to the model's end tokens.
-        n: samples per prompt. With a seed, sample i is the same text for any n. More than 1 needs
-            a temperature above 0.
+        n: samples per prompt. More than 1 needs a temperature above 0. Where `seed` makes the text
+            reproducible, sample i is the same text for any n.
         seed: makes the text reproducible. With verifier `auto` or `coupled` the text is then also
             the same with any drafter, in float32 and float64, and on a CPU in bfloat16.
         logprobs: report each token's log-probability and this many alternatives (0: only its own);

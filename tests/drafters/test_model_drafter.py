@@ -118,9 +118,9 @@ def test_distributions_are_asked_about_only_where_a_further_node_is_possible() -
 def test_go_on_is_shown_the_models_own_distribution(temperature: float) -> None:
     shown: list[Tensor] = []
 
-    def go_on(dists: Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
-        shown.append(dists)
-        return always(dists, depth)
+    def go_on(logits: Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
+        shown.append(logits.softmax(-1))
+        return always(logits, depth)
 
     drafter = model_drafter(TARGET_LAW)
     rows = [Row([1, 2], SamplingParams(max_tokens=9, temperature=temperature))]

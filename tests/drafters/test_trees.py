@@ -69,8 +69,8 @@ def test_controllers_are_told_distributions_before_sampling_settings(temperature
     """After them a law is one-hot at temperature 0, and a controller would think the drafter certain of everything."""
     told: list[float] = []
 
-    def go_on(dists: torch.Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
-        told.append(float(dists[0].max()))
+    def go_on(logits: torch.Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
+        told.append(float(logits[0].softmax(-1).max()))
         return [True]
 
     dist = random_probs(VOCAB_SIZE, 1)

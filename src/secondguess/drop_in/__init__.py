@@ -7,8 +7,9 @@ own decoding loop. Every setting is supported or refused by name; none is ignore
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from threading import RLock
@@ -24,7 +25,7 @@ from secondguess.api import check_verifier, choose_controller, encode, make_row
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Team, decode
-from secondguess.drafters import make_drafter
+from secondguess.drafters import draft_model_paths, make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.drop_in.arguments import (
     arguments_of_generate,
@@ -109,7 +110,7 @@ def custom_generate(
     params = _sampling_params(logits_processor, mask, ending, bool(generation_config.do_sample), seed)
     num_samples = generation_config.num_return_sequences or 1
     chosen_verifier = make_verifier(verifier)
-    with _lock, wrap_model(model) as target:
+    with _locked(model, drafter), wrap_model(model) as target:
         _require_room(target, input_ids.shape[1] + params.max_tokens)
         prompts = [encode(target, ids[kept].tolist()) for ids, kept in zip(input_ids, mask, strict=True)]
         rows = [
@@ -215,8 +216,32 @@ def _draft_runtime(target: LoadedModel, path: str) -> Runtime:
     return loaded.runtime
 
 
-_lock = RLock()
-"""Held by a call while it decodes; re-entrant because a streamer may call `generate` itself."""
+_locks: WeakKeyDictionary[Any, RLock] = WeakKeyDictionary()
+"""Model -> lock that a call holds while it decodes; reentrant, as a streamer may call `generate`."""
+_draft_lock = RLock()
+"""Lock of the draft model, which calls on several models may share."""
+
+
+@contextmanager
+def _locked(model: Any, drafter: str) -> Iterator[None]:
+    """Hold the locks of the models that a call uses."""
+    with ExitStack() as held:
+        held.enter_context(_locks.setdefault(model, RLock()))
+        if draft_model_paths(drafter):
+            held.enter_context(_draft_lock)
+        yield
+
+
+def _reset_after_fork() -> None:
+    """Replace locks that other threads of the parent process held."""
+    global _draft_lock
+    _draft_lock = RLock()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_after_fork)
+
 _controllers: WeakKeyDictionary[Any, dict[tuple[str | None, str], Controller]] = WeakKeyDictionary()
 """Controllers of earlier calls: model -> (controller name, drafter name) -> controller.
 

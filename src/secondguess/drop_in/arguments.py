@@ -88,9 +88,12 @@ def arguments_of_generate(model: Any) -> dict[str, Any]:
     still holds the keyword arguments as given.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
+    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
+    assert caller is not None
+    frame = caller.f_back
     while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") is model):
-        frame = frame.f_back
+        # Behind another call of the same function are the arguments of that call.
+        frame = None if frame.f_code is caller.f_code else frame.f_back
     if frame is None:
         return {}
     arguments = {

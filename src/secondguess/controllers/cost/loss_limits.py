@@ -16,12 +16,14 @@ never be recovered. The balance therefore includes all losses but the outstandin
 that of the rows in flight, and none after a stop. With R the maximum loss of a single round of
 drafting plus all of that prefill, the loss over any N rounds is, in plain rounds, at most
 
-    CREDIT + PATIENCE + R  +  (PATIENCE / 2 + R) * log2(1 + N / COOLING)
+    MAX_BALANCE + MAX_LOSS + R  +  (MAX_LOSS / 2 + R) * log2(1 + N / STOP_ROUNDS)
 
-(`loss_bound`; for N up to 2 ** MOST_DOUBLINGS * COOLING, about 65,000 rounds). The balance is at
-most CREDIT at the beginning and above -PATIENCE until the first stop. In addition there is either
+(`loss_bound`; for N up to 2 ** MOST_DOUBLINGS * STOP_ROUNDS, about 65,000 rounds). The balance is at
+most MAX_BALANCE at the beginning and above -MAX_LOSS until the first stop. In addition there is either
 outstanding prefill, or at the stop one round's loss and the prefill outstanding then: R in both
-cases. Until each further stop it is PATIENCE / 2 + R again.
+cases. Until each further stop it is MAX_LOSS / 2 + R again. All of it
+starts anew when the machine changes its speed (`LossGuard.reset`), since the losses were booked
+at another speed: the bound holds between two such changes.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from secondguess.controllers.cost.averages import CostCurve, Line, PlainTime
+from secondguess.controllers.cost.averages import OUTLIER_CLIP, CostCurve, Line, PlainTime
 from secondguess.controllers.cost.load_detector import LoadDetector
 from secondguess.core import Row
 
@@ -59,6 +59,7 @@ class RoundTimes:
         self._steps: dict[Hashable, dict[int, Line]] = {}
         self._prefill_lines: dict[Hashable, Line] = {}
         self._num_since_plain = 0
+        self._has_calmed = False
         self._deviations: tuple[float, ...] = ()
         self._num_checks = self._pause = 0
 
@@ -99,11 +100,14 @@ class RoundTimes:
                 if other is not plain:
                     other.rescale(change)
         usual = plain.at(context)
-        calmed = [self.load_detector.add(each / usual) for each in seconds]
+        has_calmed = self._has_calmed
+        for each in seconds:
+            has_calmed |= self.load_detector.add(each / usual)
+        self._has_calmed = False
         self.context = context
         self._num_since_plain = 0
         self._end_check(len(seconds), changed)
-        return changed or any(calmed)
+        return changed or has_calmed
 
     def _end_check(self, num_rounds: int, changed: bool) -> None:
         if not self._num_checks:
@@ -136,7 +140,7 @@ class RoundTimes:
             return
         expected = curve.at(width)
         self._notice(cost / expected)
-        if cost <= expected or self._is_fresh:
+        if cost <= expected * OUTLIER_CLIP or self._is_fresh:
             curve.add(width, cost)
 
     @property
@@ -145,7 +149,7 @@ class RoundTimes:
 
     def _notice(self, ratio: float) -> None:
         """Record the ratio of measured to expected time of a round; start a check if needed."""
-        self.load_detector.add_drafted(ratio)
+        self._has_calmed |= self.load_detector.add_drafted(ratio)
         self._deviations = (*self._deviations, ratio)[-NUM_DEVIATIONS:]
         self._pause = max(self._pause - 1, 0)
         if len(self._deviations) == NUM_DEVIATIONS and not self._pause:
@@ -160,7 +164,11 @@ class RoundTimes:
         if line is None:
             line = seen[num_rows] = Line()
         cost = seconds / self.plain(num_rows)
-        if self._is_fresh or line.count < NUM_NEW or cost <= line.start + line.slope * num_steps:
+        if (
+            self._is_fresh
+            or line.count < NUM_NEW
+            or cost <= (line.start + line.slope * num_steps) * OUTLIER_CLIP
+        ):
             line.add(num_steps, cost)
 
     def add_prefill(self, part: Hashable, num_tokens: int, seconds: float) -> None:
@@ -175,8 +183,8 @@ class RoundTimes:
         return (line.start + line.slope * num_tokens) * self._any_plain()
 
     def _any_plain(self) -> float:
-        """Return the seconds of a plain round at the smallest batch size seen."""
-        return self._plain[min(self._plain)].at(None)
+        """Return the seconds of a plain round at the batch size that was seen first."""
+        return next(iter(self._plain.values())).at(None)
 
     def plain(self, num_rows: int) -> float:
         """Return the seconds of a round without drafts, interpolated for unknown batch sizes."""

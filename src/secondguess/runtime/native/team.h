@@ -128,9 +128,11 @@ class Team {
 
     // Wait until all threads of the running function have called it.
     void barrier() {
-        if (num_threads == 1) return;
+        // Read before the arrival: the next call may change it as soon as the last thread has arrived.
+        const int threads = num_threads;
+        if (threads == 1) return;
         const uint32_t seen = passed.get();
-        if (num_arrived.fetch_add(1) + 1 == num_threads) {
+        if (num_arrived.fetch_add(1) + 1 == threads) {
             num_arrived.store(0);
             passed.set(seen + 1);
         } else {
