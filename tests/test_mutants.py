@@ -418,15 +418,15 @@ def lenience(patch: Patch) -> None:
 
 
 def clipped_residual(patch: Patch) -> None:
-    original = base.excess
+    original = base.residual
 
-    def excess(*args):
+    def residual(*args):
         left = original(*args)
         dists = torch.where(left.dists < 1e-3, 0.0, left.dists)
         return base.Residual(dists, dists.sum(-1).numpy())
 
     for rule in (block, rejection):
-        patch.setattr(rule, "excess", excess)
+        patch.setattr(rule, "residual", residual)
 
 
 def top_p_after_the_ratio(patch: Patch) -> None:

@@ -609,6 +609,37 @@ def test_a_busy_machine_is_told_from_a_slow_one() -> None:
     assert not any(disturbance.add(1.0) for _ in range(20)), "it is told once"
 
 
+def test_a_machine_that_becomes_quiet_during_drafted_rounds_is_noticed_by_the_next_plain_one() -> None:
+    times = RoundTimes()
+    for seconds in [1.0] * 20 + [1.0, 1.0, 7.0] * 6:
+        times.add_plain(1, 10, [seconds])
+    for _ in range(20):
+        times.add(1, 2, 1.06)
+    assert times.add_plain(1, 10, [1.0])
+    assert not times.add_plain(1, 10, [1.0])
+
+
+def test_the_cost_of_prefill_does_not_depend_on_which_batch_sizes_came_later() -> None:
+    times = RoundTimes()
+    for _ in range(3):
+        times.add_plain(8, 10, [4.0])
+        times.add_prefill("part", 100, 8.0)
+    before = times.prefill_seconds("part", 100)
+    times.add_plain(1, 10, [1.0])
+    assert times.prefill_seconds("part", 100) == before > 0
+
+
+def test_noise_does_not_bias_the_cost_of_drafts() -> None:
+    times, dice = RoundTimes(), random.Random(0)
+    for _ in range(60):
+        times.add_plain(1, 10, [1 + dice.gauss(0, 0.1)])
+        for _ in range(64):
+            times.add(1, 4, 1.2 + dice.gauss(0, 0.1))
+            times.add_draft_steps("part", 1, 4, 0.4 + dice.gauss(0, 0.04))
+    assert times.rest(1, 4) / times.plain(1) == pytest.approx(1.2, abs=0.04)
+    assert times.drafting("part", 1, 4) / times.plain(1) == pytest.approx(0.4, abs=0.02)
+
+
 def test_a_stop_is_taken_back_when_the_machine_was_the_cause() -> None:
     slow, drafter = LossGuard(), LossGuard()
     for guard in (slow, drafter):

@@ -94,10 +94,11 @@ class Line:
         slope: cost per step; 0 before the second draft.
     """
 
-    __slots__ = ("_weight", "_x", "_xx", "_xy", "_y", "count", "slope", "start")
+    __slots__ = ("_was_fast", "_weight", "_x", "_xx", "_xy", "_y", "count", "slope", "start")
 
     def __init__(self) -> None:
         self.count = 0
+        self._was_fast = False
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self.start = self.slope = 0.0
 
@@ -107,8 +108,10 @@ class Line:
             return
         if self._weight:
             expected = self.start + self.slope * num_steps
-            if cost * OUTLIER_CLIP < expected:
+            is_fast = cost * OUTLIER_CLIP < expected
+            if is_fast and self._was_fast:
                 self.reset_weight()  # disturbances only make drafts slower: the earlier ones were disturbed
+            self._was_fast = is_fast
             cost = min(cost, expected * OUTLIER_CLIP)
         self._weight = self._weight * DECAY + 1
         self._x = self._x * DECAY + num_steps
@@ -163,13 +166,15 @@ class CostCurve:
         """Add the cost of one pass over a draft of this length."""
         self._now += 1
         expected = self.at(length)
-        disturbed_before = cost * OUTLIER_CLIP < expected
+        is_fast = cost * OUTLIER_CLIP < expected
         cell = self._cells.get(length)
         cost = min(cost, expected * (OUTLIER_CLIP if cell else FIRST_OUTLIER_CLIP))
         self._fit(length, max(cost - 1, 0.0))
         if cell is None:
             cell = self._cells[length] = _CurveCell(cost)
-        most = 1.0 if disturbed_before else MAX_WEIGHT - 1.0
+        # Disturbances only make rounds slower: two fast ones show that the earlier ones were disturbed.
+        most = 1.0 if is_fast and cell.was_fast else MAX_WEIGHT - 1.0
+        cell.was_fast = is_fast
         cell.weight = min(cell.weight * DECAY ** (self._now - cell.time), most) + 1
         cell.time = self._now
         cell.cost += (cost - cell.cost) / cell.weight
@@ -201,10 +206,11 @@ class CostCurve:
 class _CurveCell:
     """Average cost of one draft length, its weight in rounds, and the time of its last update."""
 
-    __slots__ = ("cost", "time", "weight")
+    __slots__ = ("cost", "time", "was_fast", "weight")
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
+        self.was_fast = False
         self.weight = 0.0
         self.time = 0
 
