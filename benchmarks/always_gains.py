@@ -43,7 +43,6 @@ from secondguess.bench.workloads import load_workload
 from secondguess.builtin import builtin_paths
 
 PLAIN = "fixed:0"
-CONSTANTS = tuple(f"fixed:{length}" for length in (1, 2, 3, 4, 6))
 BUSY_LOOP = "while True: pass"
 EXPERIMENTS = ("quiet", "burst at start", "burst later")
 
@@ -132,7 +131,7 @@ class Worker:
     def quiet(self) -> dict[str, object]:
         # The kernels and the allocator are warmed up by systems that are not measured.
         self.decode(self.system("fixed:3"), num_tokens=self.options.max_tokens)
-        names = ("cost", PLAIN, *CONSTANTS)
+        names = ("cost", PLAIN, *(f"fixed:{length}" for length in self.options.lengths))
         return {"systems": self.in_turns({name: self.system(name) for name in names}, self.prompts)}
 
     def burst(self, *, at_start: bool) -> dict[str, object]:
@@ -181,6 +180,7 @@ def run_process(
         "num_prompts", "max_tokens", "warm_up", "recovery", "burst", "busy", "threads", "dtype",
     ):  # fmt: skip
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    command += ["--lengths", *map(str, options.lengths)]
     if options.prompts is not None:
         command += ["--prompts", options.prompts]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -210,7 +210,8 @@ def summarise(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def best_constant(runs: Sequence[dict[str, Any]]) -> str:
     """The constant draft length that was fastest over all processes, each of which counts the same."""
-    return max(CONSTANTS, key=lambda name: fmean(speed_ratio(run, name, PLAIN) for run in runs))
+    names = [name for name in runs[0]["systems"] if name not in ("cost", PLAIN)]
+    return max(names, key=lambda name: fmean(speed_ratio(run, name, PLAIN) for run in runs))
 
 
 def speed_ratio(run: dict[str, Any], first: str, second: str) -> float:
@@ -242,6 +243,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", default=None, help="of the built-in pair, as for `secondguess bench`")
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8], help="constant draft lengths"
+    )
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--warm-up", type=int, default=768, help="tokens of an undisturbed controller")
     parser.add_argument("--recovery", type=int, default=200, help="tokens after a burst, not counted")
