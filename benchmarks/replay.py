@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from round_costs import RoundCosts
 
-from secondguess.bench.traces import Guess, NodeProbs, Trace
+from secondguess.bench.traces import NodeProbs, RecordedDraft, Trace
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
@@ -84,14 +84,14 @@ class ReplayRow:
         self.num_uncached: dict[int, int] = {}
 
     @property
-    def guesses(self) -> list[Guess]:
+    def drafts(self) -> list[RecordedDraft]:
         """By part, at the present place."""
-        return [part[self.place] for part in self.trace.guesses]
+        return [part[self.place] for part in self.trace.drafts]
 
     @property
     def candidates(self) -> list[Candidate]:
         """By part, as they were recorded, but for what has been read in this replay."""
-        return [self._up_to_date(guess.candidate) for guess in self.guesses]
+        return [self._up_to_date(guess.candidate) for guess in self.drafts]
 
     def _up_to_date(self, candidate: Candidate) -> Candidate:
         if candidate.deterministic:
@@ -211,7 +211,7 @@ def _replay_batch(
         total = reading + draft_seconds + costs.rest(len(live), max(lengths), parts) + costs.upkeep(len(live))
         total += controller.seconds - decided
         accepted = [
-            row.guesses[plan.part].accepted[length - 1] if length else 0
+            row.drafts[plan.part].accepted[length - 1] if length else 0
             for row, plan, length in zip(live, plans, lengths, strict=True)
         ]
         real_rows = [row.row for row in live]
@@ -266,7 +266,7 @@ def _draft(controller: Controller, live: Sequence[ReplayRow]) -> Drafting:
     candidates = [sorted(row.candidates, key=lambda candidate: candidate.longest == 0) for row in live]
     plans = controller.plan(rows, candidates)
     limits = [
-        max(0, min(plan.length, row.row.room - 1, row.guesses[plan.part].num_nodes))
+        max(0, min(plan.length, row.row.room - 1, row.drafts[plan.part].num_nodes))
         for plan, row in zip(plans, live, strict=True)
     ]
     lengths = [0] * len(live)
@@ -281,11 +281,11 @@ def _draft(controller: Controller, live: Sequence[ReplayRow]) -> Drafting:
         for index in active:
             lengths[index] += 1
         asked = [index for index in active if lengths[index] < limits[index]]
-        uncertain = [index for index in asked if live[index].guesses[plans[index].part].dists]
+        uncertain = [index for index in asked if live[index].drafts[plans[index].part].dists]
         if uncertain and controller.uses_probs:
             dists = [NO_PROBS] * len(live)
             for index in uncertain:
-                dists[index] = live[index].guesses[plans[index].part].dists[depth]
+                dists[index] = live[index].drafts[plans[index].part].dists[depth]
             answers = controller.go_on(rows, RecordedProbs(dists), depth)
             asked = [index for index in asked if index not in uncertain or answers[index]]
             if not any(answers[index] for index in uncertain):

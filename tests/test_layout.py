@@ -95,15 +95,18 @@ def own_imports(tree: ast.Module) -> set[tuple[str, ...]]:
     return {tuple(name.split(".")[1:]) for name in imports(tree) if name.startswith("secondguess.")}
 
 
-@pytest.mark.parametrize(("name", "tree"), modules(), ids=[name for name, _ in modules()])
-def test_a_module_imports_only_what_lies_below_it(name, tree):
-    part = name.split(".")[0]
-    for target in own_imports(tree):
-        if not target or target[0] == part or target[0].startswith("__"):
-            continue
-        below = layer_of(target[0]) < layer_of(part)
-        sideways = target[0] in SIDEWAYS.get(part, set())
-        assert below or sideways, f"{name} imports secondguess.{'.'.join(target)}, which is not below it"
+MODULES = modules()
+
+
+def test_a_module_imports_only_what_lies_below_it():
+    for name, tree in MODULES:
+        part = name.split(".")[0]
+        for target in own_imports(tree):
+            if not target or target[0] == part or target[0].startswith("__"):
+                continue
+            below = layer_of(target[0]) < layer_of(part)
+            sideways = target[0] in SIDEWAYS.get(part, set())
+            assert below or sideways, f"{name} imports secondguess.{'.'.join(target)}, which is not below it"
 
 
 def variants_of(folder: str) -> set[str]:
@@ -115,17 +118,26 @@ def variants_of(folder: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(("name", "tree"), modules(), ids=[name for name, _ in modules()])
-def test_sibling_variants_never_import_each_other(name, tree):
-    parts = name.split(".")
-    if parts[0] not in FOLDERS_OF_VARIANTS or len(parts) < 2:
-        return
-    siblings = variants_of(parts[0]) - {parts[1]}
-    # `auto` is a composition of verifiers and not a variant beside them.
-    if name == "verifiers.auto":
-        return
-    for target in own_imports(tree):
-        assert not (target[0] == parts[0] and len(target) > 1 and target[1] in siblings), (name, target)
+def test_sibling_variants_never_import_each_other():
+    for name, tree in MODULES:
+        parts = name.split(".")
+        # `auto` is a composition of verifiers and not a variant beside them.
+        if parts[0] not in FOLDERS_OF_VARIANTS or len(parts) < 2 or name == "verifiers.auto":
+            continue
+        siblings = variants_of(parts[0]) - {parts[1]}
+        for target in own_imports(tree):
+            assert not (target[0] == parts[0] and len(target) > 1 and target[1] in siblings), (name, target)
+
+
+def test_docstrings_begin_with_a_statement():
+    questions = []
+    for name, tree in MODULES:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                if re.match(r"(What|Who|Whose|Whether|Which|How|When|Where|Why)\b", first):
+                    questions.append(f"{name}: {first}")
+    assert not questions, "\n".join(questions)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +151,7 @@ def test_sibling_variants_never_import_each_other(name, tree):
 def test_a_foreign_library_is_imported_only_in_its_homes(library, homes):
     users = {
         name.split(".")[0]
-        for name, tree in modules()
+        for name, tree in MODULES
         if any(imported.split(".")[0] == library for imported in imports(tree))
     }
     assert users <= homes

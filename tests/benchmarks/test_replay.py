@@ -8,14 +8,14 @@ import pytest
 from replay import Prefill, Replayed, ReplayRow, replay
 from round_costs import PartCosts, RoundCosts, Stage, fit_line, in_turns, make_cells, part_costs
 
-from secondguess.bench.traces import Guess, NodeProbs, Trace
+from secondguess.bench.traces import NodeProbs, RecordedDraft, Trace
 from secondguess.controllers import make_controller
 from secondguess.core import Candidate, Row
 from secondguess.sampling import SamplingParams
 from secondguess.testing import ScriptedDrafter, TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
-NOTHING = Guess(Candidate(longest=0, deterministic=True), (), ())
+NOTHING = RecordedDraft(Candidate(longest=0, deterministic=True), (), ())
 PLAIN_ROUND, STEP, ASKED, START, UPKEEP, READING = 1.0, 0.1, 0.15, 0.05, 0.01, 0.002
 SURE = NodeProbs(1.0, 0.0, 0.0)
 
@@ -35,16 +35,16 @@ COSTS = RoundCosts({1: PLAIN_ROUND, 2: 1.5 * PLAIN_ROUND}, [PART])
 NO_PREFILL = Prefill()
 
 
-def guess(num_accepted: int, depth: int = 8, deterministic: bool = False, part: int = 0) -> Guess:
+def guess(num_accepted: int, depth: int = 8, deterministic: bool = False, part: int = 0) -> RecordedDraft:
     accepted = tuple(min(cut, num_accepted) for cut in range(1, depth + 1))
-    return Guess(
+    return RecordedDraft(
         Candidate(part, deterministic=deterministic), () if deterministic else (SURE,) * depth, accepted
     )
 
 
-def text(num_tokens: int, *guesses: Guess) -> Trace:
+def text(num_tokens: int, *drafts: RecordedDraft) -> Trace:
     """A text at each of whose places the parts draft alike."""
-    return Trace("", 7, 0.0, [[each] * num_tokens for each in guesses or (NOTHING,)], num_tokens)
+    return Trace("", 7, 0.0, [[each] * num_tokens for each in drafts or (NOTHING,)], num_tokens)
 
 
 def run(controller: str, *texts: Trace, costs: RoundCosts = COSTS, prefill: Prefill = NO_PREFILL) -> Replayed:
@@ -105,7 +105,7 @@ def test_rows_out_of_order_have_costs_of_their_own() -> None:
 
 def test_a_question_that_ends_a_draft_costs_as_much_as_one_that_does_not() -> None:
     unsure = NodeProbs(0.1, 1.0, 0.1)
-    done = run("confidence", text(11, Guess(Candidate(), (unsure,) * 8, (0,) * 8)))
+    done = run("confidence", text(11, RecordedDraft(Candidate(), (unsure,) * 8, (0,) * 8)))
     # The controller is not asked where there is room for one node only.
     asked, unasked = START + ASKED + (ASKED - STEP) + rest(1), START + ASKED + rest(1)
     assert done.seconds == pytest.approx(9 * asked + unasked + PLAIN_ROUND)

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from secondguess.bench.traces import Guess, NodeProbs, Trace, node_chances, record
+from secondguess.bench.traces import NodeProbs, RecordedDraft, Trace, node_chances, record
 from secondguess.bench.workloads import _OWN_PROMPTS
 from secondguess.controllers import make_controller
 from secondguess.controllers.predictor import Predictor
@@ -98,7 +98,7 @@ def test_where_the_text_is_decided_the_chances_say_what_is_accepted(
 ) -> None:
     (trace,) = recorded([row_of(temperature, coupled)])
     assert trace.coupled is coupled
-    for guess in trace.guesses[0]:
+    for guess in trace.drafts[0]:
         assert len(guess.chances) == len(guess.dists) == guess.num_nodes == 3
         assert numpy.cumprod(guess.chances).sum() == guess.accepted[-1]
 
@@ -109,20 +109,20 @@ def test_sampled_chances_expect_what_is_accepted_on_average() -> None:
     drafter = ModelDrafter(TableModel(VOCAB_SIZE, DRAFTER), "model:table", VOCAB_SIZE)
     target = TableModel(VOCAB_SIZE, TARGET)
     traces = record(target, drafter, make_verifier("rejection"), rows, 20, 2)
-    guesses = [guess for trace in traces for guess in trace.guesses[0]]
-    expected = [numpy.cumprod(guess.chances).sum() for guess in guesses]
-    difference = numpy.array([guess.accepted[-1] for guess in guesses]) - expected
+    drafts = [guess for trace in traces for guess in trace.drafts[0]]
+    expected = [numpy.cumprod(guess.chances).sum() for guess in drafts]
+    difference = numpy.array([guess.accepted[-1] for guess in drafts]) - expected
     # 800 guesses whose differences deviate by about 0.5: four standard errors.
-    assert abs(difference.mean()) < 4 * difference.std() / len(guesses) ** 0.5
+    assert abs(difference.mean()) < 4 * difference.std() / len(drafts) ** 0.5
 
 
-def guess_of(num_nodes: int, chance: float) -> Guess:
+def guess_of(num_nodes: int, chance: float) -> RecordedDraft:
     dists = tuple(NodeProbs(0.5 + 0.1 * place, 1.0, 0.2) for place in range(num_nodes))
-    return Guess(Candidate(), dists, (0,) * num_nodes, (chance,) * num_nodes)
+    return RecordedDraft(Candidate(), dists, (0,) * num_nodes, (chance,) * num_nodes)
 
 
 def test_examples_hold_what_the_traces_say() -> None:
-    deterministic = Guess(Candidate(deterministic=True), (), (1, 2), (1.0, 1.0))
+    deterministic = RecordedDraft(Candidate(deterministic=True), (), (1, 2), (1.0, 1.0))
     trace = Trace(
         "", 2, 0.5, [[guess_of(3, 0.25), guess_of(1, 0.75)], [deterministic, deterministic]], coupled=True
     )

@@ -1,9 +1,9 @@
-"""What a drafter would have guessed at every place of a text, and how much of it the verifier accepts.
+"""Recording of drafts at every position of a text, with the number of nodes the verifier accepts.
 
-Recorded once, such a trace replays any controller exactly (`replay.py`): at temperature 0 and for seeded requests the text
-does not depend on the drafts, so the guess behind every prefix, and what is accepted of its first 1, 2, ... nodes,
-is all there is to know. For other sampled text the replay goes on along the recorded text where a real run would go on along
-the accepted draft: another sample of the same law.
+A trace is the training data of acceptance predictors, and `benchmarks/replay.py` replays any
+controller over it. At temperature 0 and for seeded requests the text does not depend on the
+drafts, so the replay is exact. For other sampled text it continues along the recorded text where a
+real run would continue along the accepted draft: another sample of the same distribution.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from secondguess.verifiers.base import Verifier, query_depths
 
 @dataclass(frozen=True)
 class NodeProbs:
-    """The law that one node was drawn from, in what controllers ask of it (see `DraftProbs`)."""
+    """Summary of the distribution that one node was drawn from (see `DraftProbs`)."""
 
     confidence: float
     entropy: float
@@ -35,15 +35,16 @@ class NodeProbs:
 
 
 @dataclass(frozen=True)
-class Guess:
-    """What one part of a drafter says at one place of a text.
+class RecordedDraft:
+    """Draft of one component drafter at one position of a text.
 
     Args:
-        candidate: what it says beforehand.
-        dists: per node, its law; empty for a certain drafter. The last node's is not known.
-        accepted: accepted nodes of a draft of the first 1, 2, ... nodes.
-        chances: per node, the chance that it is accepted if all before it were (see `node_chances`); empty in traces
-            that did not note it.
+        candidate: its properties known before drafting.
+        dists: per node, its distribution; empty for a deterministic drafter. That of the last node
+            is unknown.
+        accepted: number of accepted nodes of a draft of the first 1, 2, ... nodes.
+        chances: per node, the probability that it is accepted if all before it are (see
+            `node_chances`); may be empty.
     """
 
     candidate: Candidate
@@ -58,27 +59,27 @@ class Guess:
 
 @dataclass(frozen=True)
 class Trace:
-    """One prompt's text with the guesses at each of its places.
+    """Text of one prompt with the drafts at each of its positions.
 
     Args:
-        task: which part of a workload the prompt belongs to.
+        task: category of the prompt in its workload.
         num_prompt: tokens of the prompt.
-        temperature: of the text.
-        guesses: `[part][place]`; place i stands behind the prompt and i tokens of the text.
-        coupled: whether drafts and text were drawn by one race.
-        max_tokens: of the request, for a text that ended before; None where it did not.
+        temperature: sampling temperature of the text.
+        drafts: `[part][position]`; position i follows the prompt and i tokens of the text.
+        coupled: True if drafts and text were drawn from the same exponential race.
+        max_tokens: of the request, if the text ended earlier; else None.
     """
 
     task: str
     num_prompt: int
     temperature: float
-    guesses: list[list[Guess]]
+    drafts: list[list[RecordedDraft]]
     coupled: bool = False
     max_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.guesses[0])
+        return len(self.drafts[0])
 
 
 def record(
@@ -90,37 +91,41 @@ def record(
     depth: int = 12,
     tasks: Sequence[str] | None = None,
 ) -> list[Trace]:
-    """Let the target write, token by token, and the drafter guess at every place.
+    """Generate with the target token by token, and draft at every position.
 
-    A guess is a chain, so that cut to its first nodes it is what a shorter draft would have been.
+    Drafts are chains: the first nodes of a draft are the draft of that shorter length.
 
     Args:
-        rows: fresh rows with room for `num_tokens` and `depth + 1` more; they keep the text.
-        num_tokens: places to record per row.
-        depth: most nodes of a guess.
-        tasks: of the rows; all of one nameless task by default.
+        rows: new rows with room for `num_tokens` and `depth + 1` more; they keep the text.
+        num_tokens: number of positions to record per row.
+        depth: maximum draft length.
+        tasks: category of each row.
 
     Raises:
         BadInputError: the drafter draws trees.
     """
     num_parts = max(len(choices) for choices in _candidates(drafter, rows))
-    tapes: list[list[list[Guess]]] = []
+    recorded: list[list[list[RecordedDraft]]] = []
     originals = [list(row.tokens) for row in rows]
     for part in range(num_parts):
         for row, tokens in zip(rows, originals, strict=True):
-            # Every part guesses along the same text: what a row's noise draws depends on its places alone.
+            # Every part drafts along the same text: noise depends on positions only.
             row.tokens[:] = tokens
             row.finish_reason = None
-        tape = Tape(part, depth, len(rows))
-        team = Team(target, drafter, Teacher(verifier, tape), tape)
+        recorder = DraftRecorder(part, depth, len(rows))
+        team = Team(target, drafter, RecordingVerifier(verifier, recorder), recorder)
         for number, _ in enumerate(decode(team, rows), start=1):
             if number == num_tokens:
                 break
-        tapes.append(tape.guesses)
+        recorded.append(recorder.drafts)
     names = tasks or [""] * len(rows)
     return [
         Trace(
-            names[index], row.num_prompt, row.params.temperature, [tape[index] for tape in tapes], row.coupled
+            names[index],
+            row.num_prompt,
+            row.params.temperature,
+            [recorder[index] for recorder in recorded],
+            row.coupled,
         )
         for index, row in enumerate(rows)
     ]
@@ -136,23 +141,23 @@ def _candidates(drafter: Drafter, rows: Sequence[Row]) -> Sequence[Sequence[Cand
 
 
 @dataclass
-class Tape(Controller):
-    """Asks one part for long guesses and notes what it hears.
+class DraftRecorder(Controller):
+    """Controller that requests long drafts of one component drafter and records them.
 
     Args:
-        part: which part guesses.
-        depth: most nodes of a guess; one more is asked for, so that the law of the last one is heard too.
-        num_rows: of the batch.
+        part: index of the component drafter.
+        depth: maximum draft length; one more node is requested to see the distribution of the last.
+        num_rows: batch size.
     """
 
     part: int
     depth: int
     num_rows: int
-    guesses: list[list[Guess]] = field(init=False)
+    drafts: list[list[RecordedDraft]] = field(init=False)
     name: str = "tape"
 
     def __post_init__(self) -> None:
-        self.guesses = [[] for _ in range(self.num_rows)]
+        self.drafts = [[] for _ in range(self.num_rows)]
         self._candidates: list[Candidate] = []
         self._dists: list[list[NodeProbs]] = []
         self._accepted: list[list[int]] = []
@@ -172,8 +177,8 @@ class Tape(Controller):
             self._dists[index].append(NodeProbs(*numbers))
         return [True] * len(rows)
 
-    def hear(self, accepted: list[list[int]], chances: list[list[float]] | None = None) -> None:
-        """Per row, the accepted nodes of its draft cut to 1, 2, ... nodes, and where it is known the chance of each node."""
+    def record_acceptance(self, accepted: list[list[int]], chances: list[list[float]] | None = None) -> None:
+        """Record, per row, the accepted nodes of its draft cut to 1, 2, ... nodes, and the nodes' `chances`."""
         self._accepted = accepted
         self._chances = chances or [[] for _ in accepted]
 
@@ -183,30 +188,30 @@ class Tape(Controller):
             dists = () if self._candidates[index].deterministic else tuple(self._dists[index][:length])
             accepted = tuple(self._accepted[index][:length])
             chances = tuple(self._chances[index][:length])
-            self.guesses[index].append(Guess(self._candidates[index], dists, accepted, chances))
+            self.drafts[index].append(RecordedDraft(self._candidates[index], dists, accepted, chances))
 
 
-class Teacher(Verifier):
-    """Commits one token of the target's own per round, and tells a tape what a real verifier would have accepted."""
+class RecordingVerifier(Verifier):
+    """Verifier that commits one token of the target per round and records what another would accept."""
 
-    name = "teacher"
+    name = "recording"
 
-    def __init__(self, verifier: Verifier, tape: Tape) -> None:
+    def __init__(self, verifier: Verifier, recorder: DraftRecorder) -> None:
         self.exactness = verifier.exactness
         self._verifier = verifier
-        self._tape = tape
+        self._recorder = recorder
 
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         if not draft.is_chain:
             raise BadInputError(
                 "expected a drafter of chains to record a trace of, got a tree; leave out the drafter's option tree"
             )
-        longest = min(draft.num_nodes, self._tape.depth)
+        longest = min(draft.num_nodes, self._recorder.depth)
         chances = node_chances(draft, target_probs, noise)
         if noise.all_greedy or noise.all_coupled:
-            # What is accepted is what the text says: a shorter draft is accepted as far as it goes.
+            # The text does not depend on the draft: a shorter draft is accepted as far as it goes.
             whole = self._verifier.verify(draft, target_probs, noise).lengths.tolist()
-            self._tape.hear(
+            self._recorder.record_acceptance(
                 [[min(length, cut) for cut in range(1, longest + 1)] for length in whole], chances
             )
         else:
@@ -216,17 +221,18 @@ class Teacher(Verifier):
                 for cut in cuts
             ]
             by_row = [list(accepted) for accepted in zip(*verdicts, strict=True)]
-            self._tape.hear(by_row or [[] for _ in range(draft.num_rows)], chances)
+            self._recorder.record_acceptance(by_row or [[] for _ in range(draft.num_rows)], chances)
         nothing = torch.zeros(draft.num_rows, dtype=torch.long)
         first = noise.race(target_probs[:, :1], nothing[:, None].to(target_probs.device))
         return Verdict.of_chain(nothing, first[:, 0])
 
 
 def node_chances(draft: Draft, target_probs: Tensor, noise: Noise) -> list[list[float]]:
-    """Per row and node of chains, the chance that the node is accepted on its own prefix: min(1, p(x) / q(x)).
+    """Return the acceptance probability of each node of chains given its prefix: min(1, p(x) / q(x)).
 
-    That of the rejection rule (arXiv 2211.17192), which SpecDec++ (arXiv 2405.19715) learns from. Where the text is decided
-    before the draft it is 1 or 0: at temperature 0 because p is one-hot, for a coupled row because the race is.
+    It is that of the rejection rule (arXiv 2211.17192), the training target of SpecDec++ (arXiv
+    2405.19715). At temperature 0 and for coupled rows it is 1 or 0, as the text is decided before
+    the draft.
     """
     if draft.num_nodes == 0:
         return [[] for _ in range(draft.num_rows)]
@@ -242,6 +248,6 @@ def node_chances(draft: Draft, target_probs: Tensor, noise: Noise) -> list[list[
 
 
 def _cut(draft: Draft, length: int) -> Draft:
-    """The first nodes of chains."""
+    """Return the first nodes of chains."""
     probs = None if draft.probs is None else draft.probs[:, :length]
     return Draft(draft.tokens[:, :length], draft.parents[:, :length], draft.lengths.clamp(max=length), probs)

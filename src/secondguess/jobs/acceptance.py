@@ -194,14 +194,14 @@ def examples_of(traces: Sequence[Trace]) -> Examples:
     Raises:
         BadInputError: no such draft.
     """
-    guesses = [(trace, guess) for trace in traces for part in trace.guesses for guess in part if guess.dists]
-    if not guesses:
+    drafts = [(trace, guess) for trace in traces for part in trace.drafts for guess in part if guess.dists]
+    if not drafts:
         raise BadInputError("expected guesses with laws, got none; the texts left the drafter no room")
-    depth = max(guess.num_nodes for _, guess in guesses)
-    first = features_of_path(guesses[0][1].dists, 0.0, False)
-    features = numpy.zeros((len(guesses), depth, len(first[0])))
-    chances, real = numpy.zeros((len(guesses), depth)), numpy.zeros((len(guesses), depth), bool)
-    for index, (trace, guess) in enumerate(guesses):
+    depth = max(guess.num_nodes for _, guess in drafts)
+    first = features_of_path(drafts[0][1].dists, 0.0, False)
+    features = numpy.zeros((len(drafts), depth, len(first[0])))
+    chances, real = numpy.zeros((len(drafts), depth)), numpy.zeros((len(drafts), depth), bool)
+    for index, (trace, guess) in enumerate(drafts):
         length = min(len(guess.dists), guess.num_nodes)
         features[index, :length] = features_of_path(guess.dists[:length], trace.temperature, trace.coupled)
         chances[index, :length] = guess.chances[:length]

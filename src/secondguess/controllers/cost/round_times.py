@@ -20,9 +20,9 @@ from secondguess.core import Row
 MAX_PLAIN_AGE = 64
 """Number of rounds with drafts after which a plain round is timed again."""
 FRESH_ROUNDS = 8
-"""Number of rounds with drafts after a plain one whose costs may raise an estimate.
+"""Number of rounds with drafts after a plain one whose costs always count.
 
-Later ones may be slower because the machine is, and only lower an estimate.
+Of later ones, those far above the estimate are left out: the machine may have become slower.
 """
 MAX_PLAIN_AGE_BUSY = 32
 """Same as `MAX_PLAIN_AGE` while other load disturbs the rounds."""
