@@ -68,7 +68,7 @@ def show_phases(system: Speculator, models: Models, runs: list[Run], probe: Cost
         )
 
     print(f"{system.name}: {len(runs)} prompts, {told[0][1].num_rounds} rounds in the first")
-    for phase in ("draft", "score", "judge", "other"):
+    for phase in ("draft", "score", "verify", "other"):
         print(f"  {phase:<28}{per_round([stats.seconds[phase] for _, stats in told]):8.3f} ms per round")
     measured = per_round([run.decode_seconds for run, _ in told])
     forwards = per_round([predicted_seconds(stats, costs) for _, stats in told])

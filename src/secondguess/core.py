@@ -414,7 +414,7 @@ class Budgets:
             this is the non-anticipation rule (docs/controllers.md, "Why a controller may not see
             the tokens"). Entries of rows that drew no node at this depth are meaningless. A
             drafter trained to predict acceptance probabilities can pass them as third argument.
-        reads_dists: False if `go_on` always returns True, so that drafters can skip the call.
+        uses_probs: False if `go_on` always returns True, so that drafters can skip the call.
         parts: per row, index of the component drafter to use; empty for the first one everywhere.
     """
 

@@ -124,7 +124,7 @@ def record(
             names[index],
             row.num_prompt,
             row.params.temperature,
-            [recorder[index] for recorder in recorded],
+            [of_part[index] for of_part in recorded],
             row.coupled,
         )
         for index, row in enumerate(rows)

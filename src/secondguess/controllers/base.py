@@ -21,9 +21,9 @@ class Controller(ABC):
 
     Attributes:
         name: as given to `--controller`, with the options in use.
-        reads_dists: False if `go_on` always returns True, so that drafters need not compute
+        uses_probs: False if `go_on` always returns True, so that drafters need not compute
             probabilities to call it.
-        needs_dists: True if the controller cannot be used with drafters that have no probabilities
+        needs_probs: True if the controller cannot be used with drafters that have no probabilities
             (n-gram and suffix lookup).
     """
 
@@ -59,7 +59,7 @@ class Controller(ABC):
 
         Args:
             rows: the batch.
-            dists: draft distributions before sampling settings (which make them one-hot at
+            draft_probs: draft distributions before sampling settings (which make them one-hot at
                 temperature 0); in a tree, those at the level's most likely parent. The entry of a
                 row that drew no node at this depth is meaningless, and so is its result.
             depth: depth of the level drawn last.

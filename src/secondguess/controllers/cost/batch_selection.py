@@ -99,7 +99,7 @@ def select_extensions(
 
     Args:
         chances: the probability that the node is accepted, for each row that could get one.
-        wider: seconds that the node adds to the rest of the round, however many rows have it.
+        extra_pass_seconds: seconds that the node adds to the rest of the round, however many rows have it.
         cost_model: costs in the current round.
     """
     rate = cost_model.rate

@@ -131,13 +131,13 @@ class CostModel:
             ]
         return known
 
-    def extra_pass_seconds(self, width: int, extra_pass_seconds: int) -> float:
-        """Return the seconds that drafts of `extra_pass_seconds` instead of `width` levels add to the pass."""
-        key = (self._num_rows, width, extra_pass_seconds)
+    def extra_pass_seconds(self, width: int, wider: int) -> float:
+        """Return the seconds that drafts of `wider` instead of `width` levels add to the pass."""
+        key = (self._num_rows, width, wider)
         known = self._widenings.get(key)
         if known is None:
             rest = self.times.rest
-            known = max(rest(self._num_rows, extra_pass_seconds) - rest(self._num_rows, width), 0.0)
+            known = max(rest(self._num_rows, wider) - rest(self._num_rows, width), 0.0)
             self._widenings[key] = known
         return known
 

@@ -2,13 +2,13 @@
 
 A probe is a short trial draft while nothing pays. Probes are paid from a budget whose income is a
 small share of the elapsed time. Each failed series halves the income until drafting pays again, so
-over N plain rounds (rounds without drafts) probes cost at most PROBING * N + LARGEST_PROBE plain
-rounds.
+over N plain rounds (rounds without drafts) probes cost at most PROBE_INCOME * N +
+MAX_PROBE_BALANCE plain rounds.
 
 The guard checks all estimates against the wall clock: it compares the time of rounds with drafts
 with the time plain rounds would have taken for the same tokens. Its balance, in plain rounds, is
-at most CREDIT. When it falls to -PATIENCE, drafting stops for COOLING rounds, and twice as long at
-each further stop until all of the loss is recovered.
+at most MAX_BALANCE. When it falls to -MAX_LOSS, drafting stops for STOP_ROUNDS rounds, and twice
+as long at each further stop until all of the loss is recovered.
 
 The prefill of a draft model serves all later rounds of a row, so it is amortised: booked in equal
 shares, round by round. The rest is booked at once when the row ends or drafting stops, as it may
@@ -18,12 +18,12 @@ drafting plus all of that prefill, the loss over any N rounds is, in plain round
 
     MAX_BALANCE + MAX_LOSS + R  +  (MAX_LOSS / 2 + R) * log2(1 + N / STOP_ROUNDS)
 
-(`loss_bound`; for N up to 2 ** MOST_DOUBLINGS * STOP_ROUNDS, about 65,000 rounds). The balance is at
-most MAX_BALANCE at the beginning and above -MAX_LOSS until the first stop. In addition there is either
-outstanding prefill, or at the stop one round's loss and the prefill outstanding then: R in both
-cases. Until each further stop it is MAX_LOSS / 2 + R again. All of it
-starts anew when the machine changes its speed (`LossGuard.reset`), since the losses were booked
-at another speed: the bound holds between two such changes.
+(`loss_bound`; for N up to 2 ** MOST_DOUBLINGS * STOP_ROUNDS, about 65,000 rounds). The balance is
+at most MAX_BALANCE at the beginning and above -MAX_LOSS until the first stop. In addition there is
+either outstanding prefill, or at the stop one round's loss and the prefill outstanding then: R in
+both cases. Until each further stop it is MAX_LOSS / 2 + R again. All of it starts anew when the
+machine changes its speed (`LossGuard.reset`), since the losses were booked at another speed: the
+bound holds between two such changes.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class DraftProposal:
         length: maximum number of nodes.
         gain, width: expected number of tokens gained and of nodes drafted.
         survivals: for lookup, the probabilities that its first 1, 2, ... nodes are all accepted.
-        doubt: exploration bonus, tokens that it might gain beyond the expectation.
-        reading: seconds of drafter prefill, amortised over the row's remaining rounds.
+        exploration_bonus: tokens that it might gain beyond the expectation.
+        prefill_seconds: seconds of drafter prefill, amortised over the row's remaining rounds.
         net: expected tokens, bonus included, less the cost converted to tokens.
     """
 
