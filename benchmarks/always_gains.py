@@ -139,7 +139,6 @@ class Worker:
         disturbed, undisturbed = self.system("cost"), self.system("cost")
         if not at_start:
             self.decode(disturbed, num_tokens=options.warm_up)
-        if not at_start:
             self.decode(undisturbed, num_tokens=options.warm_up)
         with busy_processes(options.busy):
             during = self.decode(disturbed, seconds=options.burst)

@@ -34,6 +34,8 @@ NUM_DRAFTERS = 2
 """Drafters that run under all controllers."""
 SHARE_OF_DRAFTERS, SHARE_OF_CONTROLLERS, SHARE_OF_INT8 = 0.3, 0.5, 0.3
 """Largest shares of the time that is left when the step begins."""
+LEAST_FOR_INT8 = 0.05
+"""Share of the whole budget below which the target in 8 bits is not loaded."""
 WARM_UP_TOKENS = 8
 
 
@@ -231,10 +233,9 @@ class Tuner:
         """Run plain decoding, the default and the best of all batch sizes in turns, at every batch size."""
         found = [choice for best in self._best.values() for choice in best]
         choices = list(dict.fromkeys([PLAIN, self._default(), *found]))
-        num_left = len(self._trials)
-        for size, trials in self._trials.items():
-            has_time = self._budget.until(1 / num_left)
-            num_left -= 1
+        share = 1 - SHARE_OF_INT8 if self._config.int8 else 1.0
+        for place, (size, trials) in enumerate(self._trials.items()):
+            has_time = self._budget.until(share / (len(self._trials) - place))
             trials.forget_runs()
             probe = self._make_probe(size)
             probe.warm_up()
@@ -273,7 +274,7 @@ class Tuner:
         if self._models.target.quantize is not None:
             notes.append("the target is in 8 bits already")
             return
-        if self._budget.left < 0.1 * self._budget.seconds:
+        if self._budget.left < LEAST_FOR_INT8 * self._budget.seconds:
             notes.append("time was short: 8 bits were not run")
             return
         try:
@@ -281,9 +282,9 @@ class Tuner:
         except SecondGuessError as error:
             notes.append(f"8 bits were not run: {error}")
             return
-        for size, speeds in self.findings.speeds.items():
+        for place, (size, speeds) in enumerate(self.findings.speeds.items()):
             trials = Trials(models, self._prompts, size, config)
-            has_time = self._budget.until(1 / len(self.findings.speeds))
+            has_time = self._budget.until(1 / (len(self.findings.speeds) - place))
             choices = [PLAIN, *fastest(speeds)[:1]]
             done = 0
             while done < len(trials.batches) and (not done or has_time()):
