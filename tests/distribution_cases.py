@@ -24,7 +24,7 @@ from secondguess.drafters.trees import TreeOptions
 from secondguess.enumeration import Branch, enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.noise import Noise
 from secondguess.sampling import SamplingParams
-from secondguess.testing import Law, LawTreeDrafter, ScriptedDrafter, TableModel, random_probs
+from secondguess.testing import DistTreeDrafter, NextTokenDist, ScriptedDrafter, TableModel, random_probs
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Verifier
 
@@ -37,16 +37,16 @@ class Pair:
     """A target's and a drafter's law over the same few tokens."""
 
     vocab_size: int
-    target: Law
-    drafter: Law
+    target: NextTokenDist
+    drafter: NextTokenDist
 
 
-def one_hot_dist(vocab_size: int, seed: int) -> Law:
+def one_hot_dist(vocab_size: int, seed: int) -> NextTokenDist:
     sharp = random_probs(vocab_size, seed)
     return lambda context: torch.nn.functional.one_hot(sharp(context).argmax(), vocab_size).double()
 
 
-def confined_dist(vocab_size: int, seed: int, tokens: Sequence[int]) -> Law:
+def confined_dist(vocab_size: int, seed: int, tokens: Sequence[int]) -> NextTokenDist:
     """A random law on some of the tokens."""
     free = random_probs(vocab_size, seed)
     kept = torch.zeros(vocab_size, dtype=torch.float64)
@@ -59,12 +59,12 @@ def confined_dist(vocab_size: int, seed: int, tokens: Sequence[int]) -> Law:
     return dist
 
 
-def sometimes(one: Law, other: Law) -> Law:
+def sometimes(one: NextTokenDist, other: NextTokenDist) -> NextTokenDist:
     """One law behind contexts of even sum, the other behind the rest."""
     return lambda context: (one if sum(context) % 2 == 0 else other)(context)
 
 
-def turned(*probs: float) -> Law:
+def turned(*probs: float) -> NextTokenDist:
     """One law whose tokens change places from context to context."""
     return lambda context: torch.tensor(probs, dtype=torch.float64).roll(sum(context))
 
@@ -127,10 +127,10 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
 
 def make_tree_drafter(
     pair: Pair, widths: Sequence[int], distinct: bool, least_chance: float = 0.0
-) -> LawTreeDrafter:
+) -> DistTreeDrafter:
     """Draws trees from the pair's drafter; with a least chance only nodes on likelier paths get children."""
     grows = (lambda chance: chance > least_chance) if least_chance else None
-    return LawTreeDrafter(pair.vocab_size, pair.drafter, widths, distinct, grows)
+    return DistTreeDrafter(pair.vocab_size, pair.drafter, widths, distinct, grows)
 
 
 def make_grown_drafter(pair: Pair, tree: str = "2x1", **options: int) -> ModelDrafter:
@@ -211,7 +211,7 @@ def dist_error(
     return largest_difference(found, exact_dist(next_dist, num_tokens, end_tokens))
 
 
-def after_prompt(dist: Law) -> Callable[[tuple[int, ...]], Tensor]:
+def after_prompt(dist: NextTokenDist) -> Callable[[tuple[int, ...]], Tensor]:
     return lambda output: dist((*PROMPT, *output))
 
 

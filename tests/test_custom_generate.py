@@ -17,7 +17,7 @@ from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import wrap_model
-from secondguess.testing import LawTreeDrafter
+from secondguess.testing import DistTreeDrafter
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_what_the_controller_has_learnt_is_kept_from_call_to_call(model, monkeyp
 
 def test_a_drafter_of_trees_with_a_rule_for_chains_is_refused_before_any_text(model, monkeypatch):
     monkeypatch.setattr(
-        secondguess.drop_in, "make_drafter", lambda *_, **__: LawTreeDrafter(40, None, (2, 2))
+        secondguess.drop_in, "make_drafter", lambda *_, **__: DistTreeDrafter(40, None, (2, 2))
     )
     with pytest.raises(secondguess.BadInputError, match=r"law-tree.*'block'"):
         model.generate(

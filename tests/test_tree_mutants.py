@@ -34,7 +34,7 @@ from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
-from secondguess.testing import LawTreeDrafter, random_probs
+from secondguess.testing import DistTreeDrafter, random_probs
 from secondguess.verifiers import make_verifier, traversal, trees
 from secondguess.verifiers.traversal import TraversalVerifier
 from test_mutants import Mutant, Patch, exact_model_dist, places_share_accept_numbers
@@ -108,7 +108,7 @@ def cached_dist_holds(kind: str) -> bool:
     found = exact_model_dist(model, next_dist)
     team = Team(
         runtime_of(kind, vocab_size=2),
-        LawTreeDrafter(2, random_probs(2, 1), (2,)),
+        DistTreeDrafter(2, random_probs(2, 1), (2,)),
         make_verifier("traversal"),
         make_controller("fixed:9"),
     )
@@ -139,9 +139,9 @@ def siblings_are_judged_in_another_order(patch: Patch) -> None:
 
 def siblings_claim_to_be(distinct: bool) -> Callable[[Patch], None]:
     def mutate(patch: Patch) -> None:
-        original = LawTreeDrafter.propose
+        original = DistTreeDrafter.propose
         patch.setattr(
-            LawTreeDrafter, "propose", lambda self, *args: replace(original(self, *args), distinct=distinct)
+            DistTreeDrafter, "propose", lambda self, *args: replace(original(self, *args), distinct=distinct)
         )
 
     return mutate
@@ -149,25 +149,25 @@ def siblings_claim_to_be(distinct: bool) -> Callable[[Patch], None]:
 
 def twins_are_dropped(patch: Patch) -> None:
     """Whether a sampled node is verified then depends on its own token."""
-    original = LawTreeDrafter.propose
+    original = DistTreeDrafter.propose
 
     def propose(self, *args):
         draft = original(self, *args)
         return replace(draft, lengths=torch.where(draft.tokens[:, 0] == draft.tokens[:, 1], 1, draft.lengths))
 
-    patch.setattr(LawTreeDrafter, "propose", propose)
+    patch.setattr(DistTreeDrafter, "propose", propose)
 
 
 def sampled_nodes_are_ranked_again(patch: Patch) -> None:
     """Anticipation: the last node is withdrawn where its path is an unlikely one, as trees of certain guesses may be."""
-    original = LawTreeDrafter.propose
+    original = DistTreeDrafter.propose
 
     def propose(self, *args):
         draft = original(self, *args)
         chance = draft.probs.gather(2, draft.tokens[..., None])[:, -1, 0]
         return replace(draft, lengths=draft.lengths - (chance < 0.3).long())
 
-    patch.setattr(LawTreeDrafter, "propose", propose)
+    patch.setattr(DistTreeDrafter, "propose", propose)
 
 
 def sampled_trees_are_pruned(patch: Patch) -> None:

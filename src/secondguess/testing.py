@@ -2,7 +2,7 @@
 
 They need neither Transformers nor weights and run in milliseconds. `TableModel` is a language
 model given by a function from context to probabilities; it checks its caller as strictly as a real
-KV cache. `ScriptedDrafter` proposes given tokens; `LawTreeDrafter` samples trees from such a
+KV cache. `ScriptedDrafter` proposes given tokens; `DistTreeDrafter` samples trees from such a
 function.
 """
 
@@ -21,7 +21,7 @@ from secondguess.errors import BadInputError
 from secondguess.noise import Noise
 from secondguess.runtime.base import ForwardOutput, Hidden, Runtime
 
-Law = Callable[[tuple[int, ...]], Tensor]
+NextTokenDist = Callable[[tuple[int, ...]], Tensor]
 
 
 class TableModel(Runtime):
@@ -34,7 +34,7 @@ class TableModel(Runtime):
         context_length: reported context length.
     """
 
-    def __init__(self, vocab_size: int, dist: Law, context_length: int = 10_000) -> None:
+    def __init__(self, vocab_size: int, dist: NextTokenDist, context_length: int = 10_000) -> None:
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.num_layers = 0
@@ -99,7 +99,7 @@ class TableModel(Runtime):
         return len(self._cached)
 
 
-def random_probs(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: float = 0.0) -> Law:
+def random_probs(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: float = 0.0) -> NextTokenDist:
     """Return a function that maps each context to a random, but fixed, distribution.
 
     Args:
@@ -169,12 +169,12 @@ class _Sapling:
         """Return the probability of a node's path under the reported draft distributions."""
         return float(torch.stack([self.dists[step][self.tokens[step]] for step in self.path(node)]).prod())
 
-    def dist_below(self, parent: int, dist: Law) -> Tensor:
+    def dist_below(self, parent: int, dist: NextTokenDist) -> Tensor:
         """Return the draft distribution after a node."""
         return dist((*self.context, *(self.tokens[node] for node in self.path(parent))))
 
 
-class LawTreeDrafter(Drafter):
+class DistTreeDrafter(Drafter):
     """Drafter that samples token trees, breadth first and siblings in order.
 
     Args:
@@ -196,7 +196,7 @@ class LawTreeDrafter(Drafter):
     def __init__(
         self,
         vocab_size: int,
-        dist: Law,
+        dist: NextTokenDist,
         widths: Sequence[int],
         distinct: bool = True,
         grows: Callable[[float], bool] | None = None,

@@ -107,7 +107,7 @@ def test_confidence_trusts_a_drafter_that_was_trained_to_foretell() -> None:
     assert draft_probs.confidences == [
         pytest.approx(0.9),
         pytest.approx(0.3),
-    ]  # what others read stays the law's
+    ]  # the other entries stay those of the distribution
 
 
 def test_confidence_begins_anew_with_every_round() -> None:

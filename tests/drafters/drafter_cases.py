@@ -18,22 +18,22 @@ from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
-from secondguess.testing import Law, TableModel, random_probs
+from secondguess.testing import NextTokenDist, TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 6
-TARGET_LAW = random_probs(VOCAB_SIZE, seed=11)
+TARGET_DIST = random_probs(VOCAB_SIZE, seed=11)
 GREEDY = SamplingParams(max_tokens=14)
 PROMPTS = [[1, 2, 3, 1, 2], [0], [5, 5, 5, 5, 5, 5, 5], [4, 3, 4, 3, 4, 3, 2]]
 
 
-def noisy_dist(dist: Law, seed: int, sharpness: float = 1.0) -> Law:
+def noisy_dist(dist: NextTokenDist, seed: int, sharpness: float = 1.0) -> NextTokenDist:
     """A drafter that resembles `dist`: its logits with noise."""
     noise = random_probs(VOCAB_SIZE, seed, sharpness)
     return lambda context: (dist(context).log() + noise(context).log()).softmax(-1)
 
 
-def worst_dist(dist: Law) -> Law:
+def worst_dist(dist: NextTokenDist) -> NextTokenDist:
     """A drafter that is sure of what the target finds least likely."""
 
     def worst(context: tuple[int, ...]) -> torch.Tensor:
@@ -42,7 +42,7 @@ def worst_dist(dist: Law) -> Law:
     return worst
 
 
-def model_drafter(dist: Law, **settings: int) -> ModelDrafter:
+def model_drafter(dist: NextTokenDist, **settings: int) -> ModelDrafter:
     """A `ModelDrafter` over a table."""
     return ModelDrafter(TableModel(VOCAB_SIZE, dist, **settings), "model:table", VOCAB_SIZE)
 
@@ -51,16 +51,16 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": NoDrafter,
     "ngram": lambda: NgramDrafter(NgramOptions(max=3, min=1)),
     "suffix": lambda: SuffixDrafter(SuffixOptions(min=1, factor=2.0, offset=1)),
-    "model alike": lambda: model_drafter(noisy_dist(TARGET_LAW, seed=5)),
-    "model itself": lambda: model_drafter(TARGET_LAW),
-    "model worst": lambda: model_drafter(worst_dist(TARGET_LAW)),
+    "model alike": lambda: model_drafter(noisy_dist(TARGET_DIST, seed=5)),
+    "model itself": lambda: model_drafter(TARGET_DIST),
+    "model worst": lambda: model_drafter(worst_dist(TARGET_DIST)),
     "suffix or model": lambda: CombinedDrafter(
-        [SuffixDrafter(SuffixOptions(min=3)), model_drafter(noisy_dist(TARGET_LAW, seed=5))], VOCAB_SIZE
+        [SuffixDrafter(SuffixOptions(min=3)), model_drafter(noisy_dist(TARGET_DIST, seed=5))], VOCAB_SIZE
     ),
     "look-ups in turn": lambda: CombinedDrafter(
         [SuffixDrafter(SuffixOptions(min=2)), NgramDrafter(NgramOptions(max=3, min=1))], VOCAB_SIZE
     ),
-    "model short context": lambda: model_drafter(TARGET_LAW, context_length=9),
+    "model short context": lambda: model_drafter(TARGET_DIST, context_length=9),
 }
 CONTROLLERS = [
     "fixed:0",
@@ -97,7 +97,7 @@ def run(
     *,
     controller: str = "fixed:4",
     verifier: str = "auto",
-    dist: Law = TARGET_LAW,
+    dist: NextTokenDist = TARGET_DIST,
     vocab_size: int = VOCAB_SIZE,
     **row_settings: object,
 ) -> Run:
@@ -114,7 +114,7 @@ def run(
     return Run([row.output for row in rows], [team.recorder.of(row) for row in rows], target)
 
 
-def greedy_text(prompt: list[int], num_tokens: int, dist: Law = TARGET_LAW) -> list[int]:
+def greedy_text(prompt: list[int], num_tokens: int, dist: NextTokenDist = TARGET_DIST) -> list[int]:
     """Plain greedy decoding, written without any of the package's loop."""
     tokens = list(prompt)
     for _ in range(num_tokens):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from drafter_cases import (
     PROMPTS,
-    TARGET_LAW,
+    TARGET_DIST,
     VOCAB_SIZE,
     greedy_text,
     model_drafter,
@@ -25,7 +25,7 @@ from secondguess.names import parse_name
 from secondguess.noise import KeyedNoise
 from secondguess.runtime.base import ForwardOutput, Hidden
 from secondguess.sampling import SamplingParams, compute_draft_probs
-from secondguess.testing import Law, TableModel, random_probs
+from secondguess.testing import NextTokenDist, TableModel, random_probs
 
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0)
 
@@ -42,18 +42,18 @@ def propose(drafter: ModelDrafter, rows: list[Row], budgets: Budgets) -> Draft:
 @pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, False), (1.0, True)])
 def test_the_target_as_its_own_drafter_is_always_accepted(temperature: float, coupled: bool) -> None:
     params = SamplingParams(max_tokens=15, temperature=temperature)
-    result = run(model_drafter(TARGET_LAW), params=params, controller="fixed:4", coupled=coupled)
+    result = run(model_drafter(TARGET_DIST), params=params, controller="fixed:4", coupled=coupled)
     assert all(stats.acceptance_rate == 1.0 for stats in result.stats)
     assert all(stats.acceptance_length == 5.0 for stats in result.stats)
 
 
 def test_a_drafter_that_is_always_wrong_is_never_accepted() -> None:
-    result = run(model_drafter(worst_dist(TARGET_LAW)))
+    result = run(model_drafter(worst_dist(TARGET_DIST)))
     assert all(stats.num_drafted > 0 and stats.num_accepted == 0 for stats in result.stats)
 
 
 def test_no_token_is_scored_twice_when_all_is_accepted() -> None:
-    drafter = model_drafter(TARGET_LAW)
+    drafter = model_drafter(TARGET_DIST)
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=15), controller="fixed:4")
     # The prompt's first two tokens were cached by the prefill; of the 3 + 15 tokens the draft model reads
     # each once, but for the last round's last draft and bonus, behind which nothing is drafted.
@@ -61,7 +61,7 @@ def test_no_token_is_scored_twice_when_all_is_accepted() -> None:
 
 
 def test_what_was_rejected_is_all_that_is_scored_anew() -> None:
-    drafter = model_drafter(worst_dist(TARGET_LAW))
+    drafter = model_drafter(worst_dist(TARGET_DIST))
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=6), controller="fixed:2")
     # Four rounds of two drafts, then one of one (the last place belongs to the target) and one of none.
     # Each forwards the token that replaced the rejected one, and the first draft to draft a second behind it.
@@ -72,7 +72,7 @@ def test_what_was_rejected_is_all_that_is_scored_anew() -> None:
 @pytest.mark.parametrize("controller", ["fixed:4", "confidence:4"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_forwards_per_round_are_at_most_the_draft_length(controller: str, batch: int) -> None:
-    drafter = model_drafter(noisy_dist(TARGET_LAW, seed=5))
+    drafter = model_drafter(noisy_dist(TARGET_DIST, seed=5))
     result = run(drafter, PROMPTS[:batch], SAMPLED, controller=controller)
     if batch == 1:
         assert drafter.runtime.num_forwards == result.stats[0].num_drafted
@@ -87,7 +87,7 @@ def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
             self.widths.append(len(rows))
             return super().score(rows, draft)
 
-    runtime = Counting(VOCAB_SIZE, TARGET_LAW)
+    runtime = Counting(VOCAB_SIZE, TARGET_DIST)
     runtime.widths = []
     drafter = ModelDrafter(runtime, "model:table", VOCAB_SIZE)
     rows = [Row(list(prompt), SAMPLED, seed=1) for prompt in PROMPTS]
@@ -107,7 +107,7 @@ def test_distributions_are_asked_about_only_where_a_further_node_is_possible() -
         asked.append(depth)
         return always(dists, depth)
 
-    drafter = model_drafter(TARGET_LAW)
+    drafter = model_drafter(TARGET_DIST)
     rows = [Row([1, 2], SAMPLED)]
     drafter.begin(rows)
     propose(drafter, rows, Budgets([3], go_on))
@@ -122,16 +122,16 @@ def test_go_on_is_shown_the_models_own_distribution(temperature: float) -> None:
         shown.append(logits.softmax(-1))
         return always(logits, depth)
 
-    drafter = model_drafter(TARGET_LAW)
+    drafter = model_drafter(TARGET_DIST)
     rows = [Row([1, 2], SamplingParams(max_tokens=9, temperature=temperature))]
     drafter.begin(rows)
     draft = propose(drafter, rows, Budgets([3], go_on))
     contexts = [(1, 2), (1, 2, int(draft.tokens[0, 0]))]
-    torch.testing.assert_close(torch.cat(shown), torch.stack([TARGET_LAW(context) for context in contexts]))
+    torch.testing.assert_close(torch.cat(shown), torch.stack([TARGET_DIST(context) for context in contexts]))
 
 
 def test_a_row_stops_drafting_after_the_node_that_says_so() -> None:
-    drafter = model_drafter(TARGET_LAW)
+    drafter = model_drafter(TARGET_DIST)
     rows = [Row(list(prompt), SAMPLED, seed=1) for prompt in PROMPTS]
     drafter.begin(rows)
     stops = torch.tensor([0, 2, 1, 9])
@@ -144,7 +144,7 @@ def test_a_row_stops_drafting_after_the_node_that_says_so() -> None:
 def test_reported_distributions_are_those_the_nodes_were_drawn_from() -> None:
     """Under the row's own settings, each node behind its drafted ancestors."""
     params = SamplingParams(max_tokens=9, temperature=0.7, top_k=4, repetition_penalty=1.4)
-    drafter = model_drafter(TARGET_LAW)
+    drafter = model_drafter(TARGET_DIST)
     rows = [Row([1, 2], params, seed=3), Row([4], params, seed=8)]
     drafter.begin(rows)
     draft = propose(drafter, rows, Budgets([3, 3], always))
@@ -152,7 +152,7 @@ def test_reported_distributions_are_those_the_nodes_were_drawn_from() -> None:
     for index, row in enumerate(rows):
         for depth in range(3):
             drafted = draft.tokens[index : index + 1, :depth]
-            logits = TARGET_LAW((*row.tokens, *drafted[0].tolist())).log()[None]
+            logits = TARGET_DIST((*row.tokens, *drafted[0].tolist())).log()[None]
             expected = compute_draft_probs(logits, [row], drafted)[0]
             torch.testing.assert_close(draft.probs[index, depth], expected)
             assert expected[draft.tokens[index, depth]] > 0
@@ -172,7 +172,7 @@ def test_greedy_drafts_are_certain_and_follow_penalties() -> None:
 
 def test_block_verification_may_correct_a_token_by_itself() -> None:
     """Then all committed tokens are cached already, and the last must be forgotten to be forwarded again."""
-    drafter = model_drafter(TARGET_LAW)
+    drafter = model_drafter(TARGET_DIST)
     row = Row([1, 2], SAMPLED)
     drafter.begin([row])
     draft = propose(drafter, [row], Budgets([3], always))
@@ -182,12 +182,12 @@ def test_block_verification_may_correct_a_token_by_itself() -> None:
     again = propose(drafter, [row], Budgets([1], always))
     assert drafter.runtime.num_scored_tokens == num_scored + 1
     assert again.probs is not None
-    torch.testing.assert_close(again.probs[0, 0], TARGET_LAW(tuple(row.tokens)))
+    torch.testing.assert_close(again.probs[0, 0], TARGET_DIST(tuple(row.tokens)))
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 2, 3])
 def test_it_rejoins_the_truth_after_any_verdict(num_accepted: int) -> None:
-    drafter = model_drafter(TARGET_LAW)
+    drafter = model_drafter(TARGET_DIST)
     row = Row([1, 2], SAMPLED, seed=4)
     drafter.begin([row])
     for _ in range(3):
@@ -199,11 +199,11 @@ def test_it_rejoins_the_truth_after_any_verdict(num_accepted: int) -> None:
         drafter.observe([row], verdict, {})
     draft = propose(drafter, [row], Budgets([1], always))
     assert draft.probs is not None
-    torch.testing.assert_close(draft.probs[0, 0], TARGET_LAW(tuple(row.tokens)))
+    torch.testing.assert_close(draft.probs[0, 0], TARGET_DIST(tuple(row.tokens)))
 
 
 def test_rounds_without_drafts_are_caught_up_in_one_forward() -> None:
-    drafter = model_drafter(TARGET_LAW)
+    drafter = model_drafter(TARGET_DIST)
     row = Row([1, 2], SAMPLED)
     drafter.begin([row])
     for token in (3, 4, 5):
@@ -213,10 +213,10 @@ def test_rounds_without_drafts_are_caught_up_in_one_forward() -> None:
     draft = propose(drafter, [row], Budgets([1], always))
     assert drafter.runtime.num_forwards == 1
     assert draft.probs is not None
-    torch.testing.assert_close(draft.probs[0, 0], TARGET_LAW((1, 2, 3, 4, 5)))
+    torch.testing.assert_close(draft.probs[0, 0], TARGET_DIST((1, 2, 3, 4, 5)))
 
 
-def resized(dist: Law, vocab_size: int, vocab_seen: int) -> Law:
+def resized(dist: NextTokenDist, vocab_size: int, vocab_seen: int) -> NextTokenDist:
     """A law over another width: it reads only tokens below `vocab_seen` and gives new tokens some mass."""
 
     def of(context: tuple[int, ...]) -> Tensor:
@@ -232,7 +232,7 @@ def resized(dist: Law, vocab_size: int, vocab_seen: int) -> Law:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 5])
 def test_vocabularies_of_different_widths(vocab_size: int, temperature: float) -> None:
-    runtime = TableModel(vocab_size, resized(TARGET_LAW, vocab_size, vocab_size))
+    runtime = TableModel(vocab_size, resized(TARGET_DIST, vocab_size, vocab_size))
     drafter = ModelDrafter(runtime, "model:table", VOCAB_SIZE)
     params = SamplingParams(max_tokens=30, temperature=temperature)
     result = run(drafter, params=params)
@@ -243,7 +243,7 @@ def test_vocabularies_of_different_widths(vocab_size: int, temperature: float) -
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 5])
 def test_reported_distributions_have_the_targets_width(vocab_size: int) -> None:
-    runtime = TableModel(vocab_size, resized(TARGET_LAW, vocab_size, vocab_size))
+    runtime = TableModel(vocab_size, resized(TARGET_DIST, vocab_size, vocab_size))
     drafter = ModelDrafter(runtime, "model:table", VOCAB_SIZE)
     rows = [Row([VOCAB_SIZE - 1, 1], SAMPLED)]
     drafter.begin(rows)
@@ -267,7 +267,7 @@ class StrictContext(TableModel):
 
 @pytest.mark.parametrize("context_length", [1, 5, 6, 7, 12])
 def test_drafting_stops_where_the_draft_models_context_is_full(context_length: int) -> None:
-    drafter = ModelDrafter(StrictContext(VOCAB_SIZE, TARGET_LAW, context_length), "model:table", VOCAB_SIZE)
+    drafter = ModelDrafter(StrictContext(VOCAB_SIZE, TARGET_DIST, context_length), "model:table", VOCAB_SIZE)
     result = run(drafter, params=SamplingParams(max_tokens=12))
     assert result.outputs == [greedy_text(prompt, 12) for prompt in PROMPTS]
     # Its last forward holds `context_length` tokens; the node drawn from that one is at this position.
@@ -278,7 +278,7 @@ def test_drafting_stops_where_the_draft_models_context_is_full(context_length: i
 
 
 def test_its_name_needs_a_path_and_takes_no_options() -> None:
-    resources = DrafterResources(VOCAB_SIZE, lambda path: TableModel(VOCAB_SIZE, TARGET_LAW))
+    resources = DrafterResources(VOCAB_SIZE, lambda path: TableModel(VOCAB_SIZE, TARGET_DIST))
     assert (
         ModelDrafter.build(parse_name("model:some/dir", "drafter", ["model"]), resources).name
         == "model:some/dir"

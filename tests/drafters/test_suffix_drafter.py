@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 import torch
-from drafter_cases import TARGET_LAW, VOCAB_SIZE, never_asked, run
+from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_asked, run
 
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.suffix import MAX_COUNTED, SuffixAutomaton, SuffixDrafter, SuffixOptions
@@ -179,7 +179,7 @@ def test_repetitive_text_is_accepted(temperature: float) -> None:
 
 
 def test_text_without_repetition_is_not_drafted() -> None:
-    result = run(SuffixDrafter(SuffixOptions(min=64)), dist=TARGET_LAW)
+    result = run(SuffixDrafter(SuffixOptions(min=64)), dist=TARGET_DIST)
     assert [stats.num_drafted for stats in result.stats] == [0] * len(result.stats)
 
 
