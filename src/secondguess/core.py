@@ -396,7 +396,12 @@ class GoOn(Protocol):
     """Callback that decides per row whether to draft another level; see `Budgets.go_on`."""
 
     def __call__(
-        self, logits: Tensor, depth: int, acceptance_probs: Sequence[float] | None = None, /
+        self,
+        logits: Tensor,
+        depth: int,
+        acceptance_probs: Sequence[float] | None = None,
+        confidences: Sequence[float] | None = None,
+        /,
     ) -> list[bool]: ...
 
 
@@ -413,7 +418,8 @@ class Budgets:
             row whether to draft another level *after* them. It never receives the drawn tokens:
             this is the non-anticipation rule (docs/controllers.md, "Why a controller may not see
             the tokens"). Entries of rows that drew no node at this depth are meaningless. A
-            drafter trained to predict acceptance probabilities can pass them as third argument.
+            drafter trained to predict acceptance probabilities can pass them as third argument,
+            and one that has computed the largest probability per row can pass it as fourth.
         uses_probs: False if `go_on` always returns True, so that drafters can skip the call.
         parts: per row, index of the component drafter to use; empty for the first one everywhere.
     """

@@ -22,7 +22,7 @@ class FixedConfidences(DraftProbs):
 
     def __init__(self, confidences: Sequence[float]) -> None:
         self.acceptance_probs = None
-        self.__dict__["confidences"] = list(confidences)
+        self._confidences = list(confidences)
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Simulation:
         deterministic: whether the drafter is a look-up.
         confidence: what the drafter says of every node.
         kind: what it says of its guess beforehand, by round.
+        lost: seconds more than plain decoding, after 0, 1, ... rounds.
         delay: seconds on the clock of a phase that takes so many on a quiet machine; given the round since the
             object was made.
     """
@@ -49,6 +50,7 @@ class Simulation:
     kind: Callable[[int], str] = lambda number: ""
     delay: Callable[[random.Random, int, float], float] = lambda rng, number, seconds: seconds
     drafted: list[list[int]] = field(default_factory=list)
+    lost: list[float] = field(default_factory=lambda: [0.0])
     seconds: float = 0.0
     tokens: int = 0
 
@@ -87,6 +89,7 @@ class Simulation:
             self.drafted.append(lengths)
             self.seconds += total
             self.tokens += sum(accepted) + num_rows
+            self.lost.append(self.seconds - self.tokens / num_rows)
         return self
 
     @property

@@ -10,8 +10,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from secondguess.controllers.cost.backoff import FEW, MOST_DOUBLINGS, MOST_KEPT, SHORTEST, Backoffs
+from secondguess.controllers.cost.backoff import MOST_DOUBLINGS, SHORTEST, Backoffs
 from secondguess.controllers.cost.controller import CostController
+from secondguess.controllers.cost.round_buffers import FEW, MOST_PLAIN
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
@@ -208,7 +209,7 @@ def test_rounds_that_passed_are_learnt_from_before_they_are_many() -> None:
     rows = make_rows(1)
     for _ in range(1000):
         play(controller, rows, [NOTHING])
-        assert len(controller._buffered) <= MOST_KEPT
+        assert len(controller._buffered) <= MOST_PLAIN
     assert controller.times.plain(1) == 1.0
 
 

@@ -29,7 +29,8 @@ from secondguess.controllers.cost.loss_limits import (
     ProbeBudget,
     loss_bound,
 )
-from secondguess.controllers.cost.round_times import MAX_PLAIN_AGE, NUM_CHECKS, RoundTimes
+from secondguess.controllers.cost.round_buffers import MAX_UNBOOKED
+from secondguess.controllers.cost.round_times import MAX_PLAIN_AGE, NUM_CHECKS, NUM_DEVIATIONS, RoundTimes
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
@@ -167,19 +168,14 @@ ADVERSARIES: dict[str, Chance] = {
 def test_the_loss_over_any_stretch_is_within_the_bound(
     adversary: str, step: float, deterministic: bool
 ) -> None:
-    controller = CostController()
     simulation = Simulation(ADVERSARIES[adversary], step=step, deterministic=deterministic, confidence=0.9)
-    lost = [0.0]
-    for number in range(1500):
-        chance = ADVERSARIES[adversary]
-        simulation.chance = lambda _, depth, number=number, chance=chance: chance(number, depth)
-        before = (simulation.seconds, simulation.tokens)
-        simulation.play(controller, 1, seed=number)
-        lost.append(lost[-1] + (simulation.seconds - before[0]) - (simulation.tokens - before[1]))
+    lost = simulation.play(CostController(), 1500).lost
     for start in range(0, 1500, 50):
         for stretch in (10, 50, 128, 400, 1000):
             if start + stretch <= 1500:
-                assert lost[start + stretch] - lost[start] <= loss_bound(stretch, 16 * (step + 0.05))
+                assert lost[start + stretch] - lost[start] <= loss_bound(
+                    stretch, 16 * (step + 0.05) + MAX_UNBOOKED
+                )
 
 
 def book(guard: LossGuard, won: float, *rows: Row) -> bool:
@@ -539,14 +535,34 @@ def test_costs_of_rounds_are_learned_by_batch_size_and_length() -> None:
 
 def test_one_disturbed_round_does_not_set_the_cost_of_a_length_for_good() -> None:
     curve = CostCurve()
-    curve.add(4, 9.0)
+    curve.add(4, 9.0, curve.at(4))
     assert curve.at(4) < 3, "far from what is expected: it counts for less"
     for _ in range(150):
-        curve.add(1, 1.05)
+        curve.add(1, 1.05, curve.at(1))
     assert curve.at(4) < 1.6, "other lengths say how much a token costs"
     for _ in range(3):
-        curve.add(4, 1.2)
+        curve.add(4, 1.2, curve.at(4))
     assert curve.at(4) < 1.3, "a faster round shows that the earlier one was disturbed"
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+def test_draft_steps_that_take_another_time_start_a_check(factor: float) -> None:
+    """Their cost was measured in other rounds, such as disturbed ones."""
+    times = RoundTimes()
+    for _ in range(4):
+        times.add_plain(1, 10, [1.0])
+    for _ in range(40):
+        times.add(1, 5, 1.5)
+        times.add_draft_steps("part", 1, 5, 0.5)
+    assert not times.needs_plain(1, 10)
+    for _ in range(NUM_DEVIATIONS):
+        times.add(1, 5, 1.5)
+        times.add_draft_steps("part", 1, 5, 0.5 * factor)
+    assert times.needs_plain(1, 10)
+    times.add_plain(1, 10, [1.0, 1.0])
+    for _ in range(12):
+        times.add_draft_steps("part", 1, 5, 0.5 * factor)
+    assert times.drafting("part", 1, 5) == pytest.approx(0.5 * factor, rel=0.25)
 
 
 def test_costs_are_kept_when_the_machine_changes_its_speed() -> None:

@@ -30,7 +30,7 @@ from secondguess.testing import NextTokenDist, TableModel, random_probs
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0)
 
 
-def always(dists: Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
+def always(dists: Tensor, depth: int, *_: object) -> list[bool]:
     return [True] * dists.shape[0]
 
 
@@ -103,7 +103,7 @@ def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
 def test_distributions_are_asked_about_only_where_a_further_node_is_possible() -> None:
     asked: list[int] = []
 
-    def go_on(dists: Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
+    def go_on(dists: Tensor, depth: int, *_: object) -> list[bool]:
         asked.append(depth)
         return always(dists, depth)
 
@@ -118,7 +118,7 @@ def test_distributions_are_asked_about_only_where_a_further_node_is_possible() -
 def test_go_on_is_shown_the_models_own_distribution(temperature: float) -> None:
     shown: list[Tensor] = []
 
-    def go_on(logits: Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
+    def go_on(logits: Tensor, depth: int, *_: object) -> list[bool]:
         shown.append(logits.softmax(-1))
         return always(logits, depth)
 
@@ -135,9 +135,7 @@ def test_a_row_stops_drafting_after_the_node_that_says_so() -> None:
     rows = [Row(list(prompt), SAMPLED, seed=1) for prompt in PROMPTS]
     drafter.begin(rows)
     stops = torch.tensor([0, 2, 1, 9])
-    draft = propose(
-        drafter, rows, Budgets([4, 4, 4, 4], lambda dists, depth, acceptance_probs: depth < stops)
-    )
+    draft = propose(drafter, rows, Budgets([4, 4, 4, 4], lambda dists, depth, *_: depth < stops))
     assert draft.lengths.tolist() == [1, 3, 2, 4]
 
 

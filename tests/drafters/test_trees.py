@@ -69,7 +69,7 @@ def test_controllers_are_told_distributions_before_sampling_settings(temperature
     """After them a law is one-hot at temperature 0, and a controller would think the drafter certain of everything."""
     told: list[float] = []
 
-    def go_on(logits: torch.Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
+    def go_on(logits: torch.Tensor, depth: int, *_: object) -> list[bool]:
         told.append(float(logits[0].softmax(-1).max()))
         return [True]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import weakref
 
 import pytest
@@ -496,3 +497,26 @@ def test_what_the_kernels_cannot_run_is_said():
     config.head_dim = 1024
     assert "heads of 1024" in why_not_native(config, torch.bfloat16, place)
     assert "gpt2 is not among" in why_not_native(FAMILIES["gpt2"](), torch.bfloat16, place)
+
+
+@pytest.mark.parametrize("width", [5, 16, 17, 6144, 32_003])
+@pytest.mark.parametrize("special", ["none", "tie", "masked", "nan", "infinity", "all masked"])
+def test_the_most_likely_token_and_its_probability(width: int, special: str) -> None:
+    logits = torch.randn(3, width + 4, generator=torch.Generator().manual_seed(width))[:, 2:-2]
+    middle = width // 2
+    if special == "tie":
+        logits[0, middle] = logits[0, -1] = 50.0
+    elif special == "masked":
+        logits[1, :middle] = -math.inf
+    elif special == "nan":
+        logits[2, middle] = math.nan
+    elif special == "infinity":
+        logits[2, middle] = math.inf
+    elif special == "all masked":
+        logits[:] = -math.inf
+    tokens, confidences = library.most_likely(logits)
+    assert tokens == logits.numpy().argmax(-1).tolist()
+    expected = logits.double().softmax(-1).amax(-1)
+    torch.testing.assert_close(
+        torch.tensor(confidences).double(), expected, rtol=1e-5, atol=0, equal_nan=True
+    )

@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from secondguess.runtime.native.library import confidences
+from secondguess.runtime.native.library import most_likely
 
 SMALLEST = numpy.finfo(numpy.float32).tiny
 """Lower bound on probabilities in logarithms."""
@@ -22,11 +22,18 @@ class DraftProbs:
         logits: `[row, vocab]`, before sampling settings.
         acceptance_probs: per row, the acceptance probability of the node, given that those before it are
             accepted, from a drafter that was trained to predict it.
+        confidences: largest probability per row, if it has been computed.
     """
 
-    def __init__(self, logits: Tensor, acceptance_probs: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        acceptance_probs: Sequence[float] | None = None,
+        confidences: Sequence[float] | None = None,
+    ) -> None:
         self.logits = logits
         self.acceptance_probs = acceptance_probs
+        self._confidences = confidences
 
     @cached_property
     def probs(self) -> Tensor:
@@ -38,10 +45,15 @@ class DraftProbs:
         """Acceptance probability per row: `acceptance_probs`, or else the largest probability."""
         return self.confidences if self.acceptance_probs is None else self.acceptance_probs
 
-    @cached_property
-    def confidences(self) -> list[float]:
+    @property
+    def confidences(self) -> Sequence[float]:
         """Largest probability per row."""
-        return confidences(self.logits)
+        # Used after every draft step: `cached_property` would take as long as the computation.
+        found = self._confidences
+        if found is None:
+            _, found = most_likely(self.logits)
+            self._confidences = found
+        return found
 
     @cached_property
     def entropies(self) -> list[float]:

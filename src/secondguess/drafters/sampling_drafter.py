@@ -21,8 +21,8 @@ from secondguess.drafters.trees import TreeShape, draft_trees
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
 from secondguess.runtime.base import Hidden
+from secondguess.runtime.native.library import most_likely
 from secondguess.sampling import compute_draft_probs
-from secondguess.truncation import most_likely
 
 
 class SamplingDrafter(Drafter):
@@ -100,10 +100,11 @@ class SamplingDrafter(Drafter):
         drawn: list[Tensor] = []
         dists: list[Tensor] = []
         while active:
-            depth = len(drawn)
+            depth = max(map(len, chains))
             logits = self._of_target_width(self.chain_logits(rows, active))
+            confidences = None
             if plain:
-                tokens = most_likely(logits)
+                as_list, confidences = most_likely(logits)
             else:
                 try:
                     dist = compute_draft_probs(
@@ -114,14 +115,14 @@ class SamplingDrafter(Drafter):
                     break
                 tokens = noise.draft(dist, depth)
                 dists.append(dist)
-            drawn.append(tokens)
-            as_list = tokens.tolist()
+                drawn.append(tokens)
+                as_list = tokens.tolist()
             for index in active:
                 chains[index].append(as_list[index])
             self.extend(rows, active, as_list)
             active = [index for index in active if depth + 1 < limits[index]]
             if active and budgets.uses_probs:
-                going_on = budgets.go_on(logits, depth, self.acceptance_probs(depth))
+                going_on = budgets.go_on(logits, depth, self.acceptance_probs(depth), confidences)
                 active = [index for index in active if going_on[index]]
         probs = None if noise.all_greedy else self._probs(dists, len(rows))
         return Draft.chains(chains, probs, self.device)

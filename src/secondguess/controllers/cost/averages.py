@@ -26,7 +26,7 @@ MAX_WEIGHT = 24
 FIRST_NODE_COST = 0.03
 """Initial cost of one more draft token in a target pass, as a share of a plain round."""
 NEIGHBOUR_WEIGHT = 0.1
-"""Weight of a round in the cost of a draft length that differs by one."""
+"""Weight of a round in the costs of the neighbouring draft lengths."""
 SPEED_CHANGE = 1.3
 """Factor between plain rounds that indicates that the machine has changed its speed."""
 NUM_RECENT = 5
@@ -102,12 +102,16 @@ class Line:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self.start = self.slope = 0.0
 
+    def at(self, num_steps: float) -> float:
+        """Return the cost of a draft of `num_steps` steps; 0 while unknown."""
+        return self.start + self.slope * num_steps
+
     def add(self, num_steps: int, cost: float) -> None:
         self.count += 1
         if self.count == 1:
             return
         if self._weight:
-            expected = self.start + self.slope * num_steps
+            expected = self.at(num_steps)
             is_fast = cost * OUTLIER_CLIP < expected
             if is_fast and self._was_fast:
                 self.reset_weight()  # disturbances only make drafts slower: the earlier ones were disturbed
@@ -156,19 +160,26 @@ class CostCurve:
     def at(self, length: int) -> float:
         line = self._line(length)
         total, above = 1.0, 0.0
-        for other, cell in self._cells.items():
-            weight = cell.weight * DECAY ** (self._now - cell.time) * NEIGHBOUR_WEIGHT ** abs(other - length)
-            total += weight
-            above += weight * (cell.cost - self._line(other))
+        for other in (length - 1, length, length + 1):
+            cell = self._cells.get(other)
+            if cell is not None:
+                weight = cell.weight * DECAY ** (self._now - cell.time)
+                if other != length:
+                    weight *= NEIGHBOUR_WEIGHT
+                total += weight
+                above += weight * (cell.cost - self._line(other))
         return max(line + above / total, 1.0)
 
-    def add(self, length: int, cost: float) -> None:
-        """Add the cost of one pass over a draft of this length."""
+    def clip(self, length: int, cost: float, expected: float) -> float:
+        """Return the cost of a pass, clipped to a multiple of the expected one."""
+        return min(cost, expected * (OUTLIER_CLIP if length in self._cells else FIRST_OUTLIER_CLIP))
+
+    def add(self, length: int, cost: float, expected: float) -> None:
+        """Add the cost of a pass over a draft of this length, given the expected one."""
         self._now += 1
-        expected = self.at(length)
         is_fast = cost * OUTLIER_CLIP < expected
+        cost = self.clip(length, cost, expected)
         cell = self._cells.get(length)
-        cost = min(cost, expected * (OUTLIER_CLIP if cell else FIRST_OUTLIER_CLIP))
         self._fit(length, max(cost - 1, 0.0))
         if cell is None:
             cell = self._cells[length] = _CurveCell(cost)

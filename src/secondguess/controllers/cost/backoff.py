@@ -5,25 +5,17 @@ evaluating it takes time. It is therefore skipped for a number of rounds, and fo
 each time that it does not pay again. If all candidates of a round are in backoff, the round runs
 without drafts and nothing is evaluated. A candidate of another kind, such as a longer lookup
 match, or of another row is evaluated at once.
-
-Statistics of backoff rounds are buffered until candidates are evaluated again: after a forward
-pass, which evicts the CPU caches, each call is slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from secondguess.controllers.cost.round_times import mean_length
-from secondguess.core import Candidate, RoundTime, Row
+from secondguess.core import Candidate, Row
 
 SHORTEST = 8
 """Rounds of the first backoff; one per row is added, as evaluating more rows takes longer."""
 MOST_DOUBLINGS = 3
-FEW = 8
-"""Maximum number of buffered rounds that are added to the statistics as one."""
-MOST_KEPT = 16
-"""Maximum number of buffered rounds."""
 
 
 class Backoffs:
@@ -86,57 +78,3 @@ class Backoff:
 
 
 NO_BACKOFFS: Mapping[Hashable, Backoff] = {}
-
-
-class PlainRounds:
-    """Successive plain rounds (rounds without drafts).
-
-    Attributes:
-        num: number of rounds.
-        context: mean tokens per row halfway through them.
-        places: number of rounds by key of the token rate (`CostModel`).
-        seconds: duration of each round without prefill.
-    """
-
-    __slots__ = ("context", "num", "places", "seconds")
-
-    def __init__(self, context: float, places: Sequence[Hashable], times: Sequence[RoundTime]) -> None:
-        self.num = len(times)
-        self.context = context
-        self.places = {place: places.count(place) for place in set(places)}
-        self.seconds = [time.total - time.prefill for time in times]
-
-
-class PlainRoundBuffer:
-    """Buffer of successive backoff rounds over the same rows, each with one token per row."""
-
-    def __init__(self) -> None:
-        self._rows: tuple[Row, ...] = ()
-        self._context = 0.0
-        self._places: list[Hashable] = []
-        self._times: list[RoundTime] = []
-
-    def __len__(self) -> int:
-        return len(self._times)
-
-    def add(self, place: Hashable, rows: Sequence[Row], time: RoundTime) -> bool:
-        """Add a round; return False if the buffer is full or holds rounds of other rows."""
-        held = tuple(rows)  # the caller may change its list
-        if not self._times:
-            self._rows, self._context = held, mean_length(held)
-        elif held != self._rows or len(self._times) == MOST_KEPT:
-            return False
-        self._places.append(place)
-        self._times.append(time)
-        return True
-
-    def take(self) -> tuple[tuple[Row, ...], list[PlainRounds]]:
-        """Return the rows and their rounds, at most `FEW` together, and empty the buffer."""
-        rows, context, places, times = self._rows, self._context, self._places, self._times
-        self._rows, self._places, self._times = (), [], []
-        rounds = []
-        for first in range(0, len(times), FEW):
-            few = times[first : first + FEW]
-            amidst = context + first + len(few) / 2
-            rounds.append(PlainRounds(amidst, places[first : first + FEW], few))
-        return rows, rounds

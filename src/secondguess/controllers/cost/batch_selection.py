@@ -103,9 +103,6 @@ def select_extensions(
         cost_model: costs in the current round.
     """
     rate = cost_model.rate
-    if len(chances) == 1:
-        chance, proposal = chances[0]
-        return [proposal] if chance > rate * (cost_model.step(proposal.part, 1) + extra_pass_seconds) else []
     ordered = sorted(chances, key=_first, reverse=True)
     total, best, best_count = 0.0, 0.0, 0
     for count, (chance, proposal) in enumerate(ordered, start=1):

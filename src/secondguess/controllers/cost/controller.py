@@ -22,12 +22,18 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from secondguess.controllers.base import Controller
-from secondguess.controllers.cost.backoff import Backoffs, PlainRoundBuffer, PlainRounds
+from secondguess.controllers.cost.backoff import Backoffs
 from secondguess.controllers.cost.batch_selection import best_with_ties, select_extensions, worthwhile
 from secondguess.controllers.cost.cost_model import CostModel
 from secondguess.controllers.cost.expectations import Expectations
 from secondguess.controllers.cost.loss_limits import SERIES, LossGuard, ProbeBudget
 from secondguess.controllers.cost.proposals import DraftProposal, ProposalMaker
+from secondguess.controllers.cost.round_buffers import (
+    DraftedRound,
+    DraftedRoundBuffer,
+    PlainRoundBuffer,
+    PlainRounds,
+)
 from secondguess.controllers.cost.round_times import RoundTimes, mean_length
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, RoundTime, Row, Verdict
@@ -71,6 +77,11 @@ class CostController(Controller):
         self._backoffs = Backoffs()
         self._in_backoff = False
         self._buffered = PlainRoundBuffer()
+        self._drafted = DraftedRoundBuffer()
+        self._is_settled = False
+        self._longest_lookup = 0
+        # Least probability of a node, by the depth of its parent, while there is a single proposal.
+        self._least_chances: dict[int, float] = {}
 
     @classmethod
     def build(cls, name: Name) -> CostController:
@@ -86,6 +97,9 @@ class CostController(Controller):
         self._cost_model.times = times
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
+        if self._drafted.repeats(rows, candidates):
+            return self._repeat(rows)
+        self._learn_drafted()
         num_rows = len(rows)
         self._proposals = []
         was_probing, self._probing = self._probing, False
@@ -114,9 +128,24 @@ class CostController(Controller):
         elif not self._probing:
             self._backoffs.end()
         self._proposals = taken
+        self._is_settled = bool(taken) and not self._probing and all([_is_settled(each) for each in taken])
+        self._longest_lookup = 0
+        self._least_chances.clear()
         for proposal in taken:
             if self.times.is_new(proposal.part):
                 proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
+            if proposal.deterministic:
+                self._longest_lookup = max(self._longest_lookup, proposal.length)
+            plans[proposal.row] = Plan(proposal.part, proposal.length)
+        self._drafted.decide(rows, candidates)
+        return plans
+
+    def _repeat(self, rows: Sequence[Row]) -> list[Plan]:
+        """Return the plans of the last round, shortened to what the rows have room for."""
+        plans = [PLAIN] * len(rows)
+        for proposal in self._proposals:
+            proposal.restart()
+            proposal.length = min(proposal.length, rows[proposal.row].room - 1)
             plans[proposal.row] = Plan(proposal.part, proposal.length)
         return plans
 
@@ -172,17 +201,36 @@ class CostController(Controller):
             proposal.goes_on = False
             if depth + 1 < proposal.length:
                 chances.append((proposal.survival * following, proposal))
-        if chances:
-            for proposal in select_extensions(chances, self._extra_pass_seconds(depth + 1), self._cost_model):
-                proposal.goes_on = answers[proposal.row] = True
+        for proposal in self._extended(chances, depth):
+            proposal.goes_on = answers[proposal.row] = True
         return answers
+
+    def _extended(self, chances: list[tuple[float, DraftProposal]], depth: int) -> Sequence[DraftProposal]:
+        """Return the drafts that should get a node below this depth.
+
+        Args:
+            chances: the probability that the node is accepted, for each draft that could get one.
+            depth: depth of the last nodes.
+        """
+        if not chances:
+            return ()
+        if len(chances) > 1:
+            return select_extensions(chances, self._extra_pass_seconds(depth + 1), self._cost_model)
+        chance, proposal = chances[0]
+        least = self._least_chances.get(depth)
+        if least is None:
+            step = self._cost_model.step(proposal.part, 1)
+            least = self._cost_model.rate * (step + self._extra_pass_seconds(depth + 1))
+            if len(self._proposals) == 1:
+                self._least_chances[depth] = least
+        return (proposal,) if chance > least else ()
 
     def _extra_pass_seconds(self, depth: int) -> float:
         """Return the seconds that nodes at this depth add to the round, without drafting them.
 
         They are 0 if a lookup draft in the batch is that long anyway.
         """
-        if any(proposal.deterministic and proposal.length > depth for proposal in self._proposals):
+        if depth < self._longest_lookup:
             return 0.0
         return self._cost_model.extra_pass_seconds(depth, depth + 1)
 
@@ -208,23 +256,33 @@ class CostController(Controller):
             self._learn_plain(rows, PlainRounds(mean_length(rows), [self._place], [time]))
             return
         if not drafted:  # the drafter gave no nodes, but took time
+            self._learn_drafted()
             self.expectations.decay_rows(rows, 1)
-            self._book(self._place, rows, num_rows, time.total, 0.0)
+            self._book(self._place, rows, num_rows, time.total, 0.0, time.total)
             return
         accepted = verdict.lengths.tolist()
-        self._learn_times(num_rows, max(lengths), drafted, lengths, time)
-        for proposal in drafted:
-            index = proposal.row
-            self.expectations.learn(
-                rows[index],
-                proposal.kind,
-                proposal.seen,
-                proposal.deterministic,
-                lengths[index],
-                accepted[index],
+        drafted_round = DraftedRound(
+            drafted, [proposal.seen for proposal in drafted], lengths, accepted, time
+        )
+        won = 1 + sum(accepted) / num_rows - time.total / self.times.plain(num_rows)
+        has_room = self._drafted.add(drafted_round, won)
+        if not has_room or not self._is_settled:
+            self._learn_drafted()
+
+    def _learn_drafted(self) -> None:
+        """Learn from the buffered rounds with drafts."""
+        rows = self._drafted.rows
+        for drafted, seen, lengths, accepted, time in self._drafted.take():
+            clipped = self._learn_times(len(rows), max(lengths), drafted, lengths, time)
+            for proposal, levels in zip(drafted, seen, strict=True):
+                row, length = rows[proposal.row], lengths[proposal.row]
+                self.expectations.learn(
+                    row, proposal.kind, levels, proposal.deterministic, length, accepted[proposal.row]
+                )
+            spread = self._learn_prefill(rows, drafted, time)
+            self._book(
+                self._place, rows, len(rows) + sum(accepted), time.total, spread, clipped + time.prefill
             )
-        spread = self._learn_prefill(rows, drafted, time)
-        self._book(self._place, rows, num_rows + sum(accepted), time.total, spread)
 
     def _learn_plain(self, rows: Sequence[Row], rounds: PlainRounds) -> None:
         """Learn from rounds in which nothing was to be drafted."""
@@ -265,14 +323,16 @@ class CostController(Controller):
         drafted: Sequence[DraftProposal],
         lengths: Sequence[int],
         time: RoundTime,
-    ) -> None:
-        self.times.add(num_rows, width, time.total - time.draft - time.prefill)
+    ) -> float:
+        """Learn the costs of a round with drafts; return its seconds, clipped if it was disturbed."""
+        scoring = self.times.add(num_rows, width, time.total - time.draft - time.prefill)
         self._cost_model.renew()
         # Next to the draft steps of a model, the time of a lookup is negligible.
         steppers = [proposal for proposal in drafted if not proposal.deterministic] or drafted
         steps = [lengths[proposal.row] for proposal in steppers]
         longest = max(steps)
-        self.times.add_draft_steps(steppers[0].part, round(sum(steps) / longest), longest, time.draft)
+        part, count = steppers[0].part, round(sum(steps) / longest)
+        return scoring + self.times.add_draft_steps(part, count, longest, time.draft)
 
     def _learn_prefill(self, rows: Sequence[Row], drafted: Sequence[DraftProposal], time: RoundTime) -> float:
         """Learn the cost of drafter prefill, amortise it over later rounds and return its seconds.
@@ -292,7 +352,13 @@ class CostController(Controller):
         return time.prefill
 
     def _book(
-        self, place: Hashable, rows: Sequence[Row], num_tokens: int, seconds: float, spread: float
+        self,
+        place: Hashable,
+        rows: Sequence[Row],
+        num_tokens: int,
+        seconds: float,
+        spread: float,
+        clipped: float,
     ) -> None:
         """Record a round with planned drafts.
 
@@ -302,13 +368,14 @@ class CostController(Controller):
             num_tokens: tokens gained by all rows.
             seconds: duration of the round.
             spread: seconds of drafter prefill, which are amortised over later rounds.
+            clipped: its duration, clipped if it was disturbed.
         """
         num_rows = len(rows)
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
         # Disturbed rounds are included in this mean, as they are in `seconds`.
         mean = plain * self.times.load_detector.slowdown
-        self._cost_model.book(place, seconds / plain, num_tokens / num_rows, worthwhile=not self._probing)
+        self._cost_model.book(place, clipped / plain, num_tokens / num_rows, worthwhile=not self._probing)
         self.probe_budget.earn(seconds, plain)
         if self._probing:
             self.probe_budget.pay(seconds - plain_seconds)
@@ -316,6 +383,7 @@ class CostController(Controller):
         self.guard.book(won, rows, seconds - spread, mean)
 
     def end(self, row: Row) -> None:
+        self._learn_drafted()
         self._learn_buffered()
         self._backoffs.forget(row)
         self.expectations.row_histories.pop(row, None)
@@ -324,6 +392,15 @@ class CostController(Controller):
 
 def _net(proposal: DraftProposal) -> float:
     return proposal.net
+
+
+def _is_settled(proposal: DraftProposal) -> bool:
+    """Return whether the decision for this draft can be repeated before anything is learned from it.
+
+    The length of a lookup draft is decided in advance, for each round anew.
+    """
+    pays = proposal.net > proposal.exploration_bonus
+    return pays and not proposal.deterministic and not proposal.candidate.num_uncached
 
 
 def _place(candidates: Sequence[Sequence[Candidate]]) -> Hashable:

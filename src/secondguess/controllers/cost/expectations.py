@@ -22,11 +22,14 @@ CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 BIN_CENTRES = [(low + high) / 2 for low, high in pairwise((0.0, *CONFIDENCE_EDGES, 1.0))]
 LEAST_CHANCE = 0.02
 """Distance that a corrected confidence keeps from 0 and 1."""
-FIRST_GAIN, FIRST_WIDTH, FIRST_SHARE = 1.0, 2.0, 0.7
+FIRST_GAIN, FIRST_WIDTH, FIRST_SHARE = 1.0, 2.0, 0.8
 """Initial gain in tokens, width in nodes and acceptance rate: high enough to be tried."""
-EXPLORATION_BONUS = 1.0
-"""Exploration bonus of a new kind of draft, in tokens; falls with the square root of the count."""
-BONUS_OFFSET = 0.1
+EXPLORATION_BONUS = 1.5
+"""Exploration bonus of a new kind of draft, in tokens; falls with the square root of the count.
+
+It is about the standard deviation of the tokens gained by a draft.
+"""
+BONUS_OFFSET = 0.15
 """Amount subtracted from the exploration bonus.
 
 It is what remains of the bonus after about a hundred drafts, the number that an average covers.
@@ -113,6 +116,7 @@ class KindStats:
             nodes.path(("next", pool, own), ("next", pool, own, number)) for number in bins
         ]
         self.miscalibration = nodes.path(("miscalibration", pool, own))
+        self.known_nodes: dict[int, tuple[int, float, float]] = {}  # results of `of_node` by bin
         self.appears = drafts.path(("comes", pool, own))
         self.of_pool, self.of_kind = of_pool, DraftAverages()
         self.at_level = [DraftAverages() for _ in range(RowHistory.NUM_LEVELS)]
@@ -169,11 +173,15 @@ class Expectations:
         The bin is for `learn`. Each probability is conditional on all nodes before being accepted.
         """
         level = bisect_right(CONFIDENCE_EDGES, confidence)
-        # Prior of the bins: the confidence corrected by the mean error over all bins.
-        corrected = confidence + self.nodes.mean(kind.miscalibration, 0.0)
-        expected = min(max(corrected, LEAST_CHANCE), 1 - LEAST_CHANCE)
-        own = self.nodes.mean(kind.by_confidence[level], expected)
-        return level, own, self.nodes.mean(kind.next_by_confidence[level], FIRST_SHARE)
+        known = kind.known_nodes.get(level)
+        if known is None:
+            # Prior of the bins: the confidence corrected by the mean error over all bins.
+            corrected = BIN_CENTRES[level] + self.nodes.mean(kind.miscalibration, 0.0)
+            expected = min(max(corrected, LEAST_CHANCE), 1 - LEAST_CHANCE)
+            own = self.nodes.mean(kind.by_confidence[level], expected)
+            following = self.nodes.mean(kind.next_by_confidence[level], FIRST_SHARE)
+            known = kind.known_nodes[level] = level, own, following
+        return known
 
     def learn(
         self,
@@ -195,6 +203,7 @@ class Expectations:
             accepted: number of accepted nodes.
         """
         add, num_levels = self.nodes.add, len(levels)
+        kind.known_nodes.clear()
         for place in range(min(accepted + 1, length)):
             outcome = 1.0 if place < accepted else 0.0
             if deterministic:

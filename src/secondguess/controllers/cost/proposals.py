@@ -71,8 +71,12 @@ class DraftProposal:
         self.part, self.deterministic = candidate.part, candidate.deterministic
         self.gain, self.width, self.survivals = gain, width, survivals
         self.exploration_bonus, self.prefill_seconds, self.net = exploration_bonus, prefill_seconds, net
-        # State of the current draft: confidence bins of its nodes, the probability that all of
-        # them are accepted, and whether it goes on.
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a draft."""
+        # Confidence bins of its nodes, the probability that all of them are accepted, and whether
+        # it goes on.
         self.seen: list[int] = []
         self.survival = 1.0
         self.goes_on = True

@@ -32,6 +32,8 @@ NUM_DEVIATIONS, NUM_CHECKS = 4, 2
 """Number of rounds, all but one of which must deviate, and of plain rounds timed in a check."""
 NUM_NEW = 3
 """Number of drafts after which the cost of a drafter's steps is trusted."""
+NEGLIGIBLE = 0.1
+"""Draft cost, in plain rounds, whose deviations hardly count: it is added to both times."""
 CHECK_PAUSE = 16
 """Number of rounds with drafts without another check, after a check that found no change."""
 MIN_PASS_COST = 0.9
@@ -60,7 +62,7 @@ class RoundTimes:
         self._prefill_lines: dict[Hashable, Line] = {}
         self._num_since_plain = 0
         self._has_calmed = False
-        self._deviations: tuple[float, ...] = ()
+        self._pass_deviations, self._draft_deviations = Deviations(), Deviations()
         self._num_checks = self._pause = 0
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
@@ -122,8 +124,8 @@ class RoundTimes:
                 for line in lines.values():
                     line.reset_weight()
 
-    def add(self, num_rows: int, width: int, seconds: float) -> None:
-        """Add a round with drafts.
+    def add(self, num_rows: int, width: int, seconds: float) -> float:
+        """Add a round with drafts; return its seconds, clipped if it was disturbed.
 
         Args:
             num_rows: batch size.
@@ -134,42 +136,43 @@ class RoundTimes:
         curve = self._curves.get(num_rows)
         if curve is None:
             curve = self._curves[num_rows] = CostCurve()
-        cost = seconds / self.plain(num_rows)
+        plain = self.plain(num_rows)
+        cost, expected = seconds / plain, curve.at(width)
         if cost < MIN_PASS_COST:
             self._num_checks = NUM_CHECKS
-            return
-        expected = curve.at(width)
-        self._notice(cost / expected)
+            return seconds
+        self._has_calmed |= self.load_detector.add_drafted(cost / expected)
+        self._pause = max(self._pause - 1, 0)
+        self._notice(self._pass_deviations, cost / expected)
+        clipped = curve.clip(width, cost, expected)
         if cost <= expected * OUTLIER_CLIP or self._is_fresh:
-            curve.add(width, cost)
+            curve.add(width, cost, expected)
+        return clipped * plain
 
     @property
     def _is_fresh(self) -> bool:
         return self._num_since_plain <= FRESH_ROUNDS
 
-    def _notice(self, ratio: float) -> None:
-        """Record the ratio of measured to expected time of a round; start a check if needed."""
-        self._has_calmed |= self.load_detector.add_drafted(ratio)
-        self._deviations = (*self._deviations, ratio)[-NUM_DEVIATIONS:]
-        self._pause = max(self._pause - 1, 0)
-        if len(self._deviations) == NUM_DEVIATIONS and not self._pause:
-            ordered = sorted(self._deviations)
-            if ordered[1] > DEVIATION or ordered[-2] < 1 / DEVIATION:
-                self._num_checks, self._deviations = NUM_CHECKS, ()
+    def _notice(self, deviations: Deviations, ratio: float) -> None:
+        """Record the ratio of a measured to an expected time; start a check if needed."""
+        if deviations.add(ratio) and not self._pause:
+            self._num_checks = NUM_CHECKS
+            deviations.clear()
 
-    def add_draft_steps(self, part: Hashable, num_rows: int, num_steps: int, seconds: float) -> None:
-        """Add draft steps that took `seconds` in total."""
+    def add_draft_steps(self, part: Hashable, num_rows: int, num_steps: int, seconds: float) -> float:
+        """Add draft steps that took `seconds` in total; return these, clipped if they were disturbed."""
         seen = self._steps.setdefault(part, {})
         line = seen.get(num_rows)
         if line is None:
             line = seen[num_rows] = Line()
-        cost = seconds / self.plain(num_rows)
-        if (
-            self._is_fresh
-            or line.count < NUM_NEW
-            or cost <= (line.start + line.slope * num_steps) * OUTLIER_CLIP
-        ):
+        plain = self.plain(num_rows)
+        cost, expected = seconds / plain, line.at(num_steps)
+        is_new = line.count < NUM_NEW
+        if not is_new:
+            self._notice(self._draft_deviations, (cost + NEGLIGIBLE) / (expected + NEGLIGIBLE))
+        if self._is_fresh or is_new or cost <= expected * OUTLIER_CLIP:
             line.add(num_steps, cost)
+        return seconds if is_new else min(seconds, expected * OUTLIER_CLIP * plain)
 
     def add_prefill(self, part: Hashable, num_tokens: int, seconds: float) -> None:
         """Add the time that a drafter took to prefill `num_tokens` tokens."""
@@ -180,7 +183,7 @@ class RoundTimes:
         line = self._prefill_lines.get(part)
         if line is None or not num_tokens:
             return 0.0
-        return (line.start + line.slope * num_tokens) * self._any_plain()
+        return line.at(num_tokens) * self._any_plain()
 
     def _any_plain(self) -> float:
         """Return the seconds of a plain round at the batch size that was seen first."""
@@ -217,7 +220,7 @@ class RoundTimes:
     def drafting(self, part: Hashable, num_rows: int, num_steps: float) -> float:
         """Return the seconds of a draft of `num_steps` steps; 0 while unknown."""
         line = _at_nearest(self._steps.get(part), num_rows)
-        return (line.start + line.slope * num_steps) * self.plain(num_rows) if line else 0.0
+        return line.at(num_steps) * self.plain(num_rows) if line else 0.0
 
     def is_new(self, part: Hashable) -> bool:
         """Return whether too few drafts of a drafter have been timed to trust their cost."""
@@ -226,6 +229,24 @@ class RoundTimes:
     def most_rows(self, part: Hashable) -> int:
         """Return the largest batch in which a draft step was timed; 0 before one was timed."""
         return max(self._steps.get(part, {}), default=0)
+
+
+class Deviations:
+    """Ratios of measured to expected times in recent rounds."""
+
+    def __init__(self) -> None:
+        self._ratios: tuple[float, ...] = ()
+
+    def add(self, ratio: float) -> bool:
+        """Add a ratio; return whether all recent ones but one deviate in the same direction."""
+        self._ratios = (*self._ratios, ratio)[-NUM_DEVIATIONS:]
+        if len(self._ratios) < NUM_DEVIATIONS:
+            return False
+        ordered = sorted(self._ratios)
+        return ordered[1] > DEVIATION or ordered[-2] < 1 / DEVIATION
+
+    def clear(self) -> None:
+        self._ratios = ()
 
 
 UNKNOWN = CostCurve()

@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+LEAST_MASS = 0.99
+"""Lower bound on the largest probability of finite logits times their number, 1 less rounding."""
+
 
 class Weight(Structure):
     _fields_ = [
@@ -169,24 +172,36 @@ def _open(kind: str) -> ctypes.CDLL | None:
         kernels.secondguess_unembed.argtypes = [
             *(POINTER(Decoder), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
         ]
-        kernels.secondguess_confidences.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p]
-        kernels.secondguess_confidences.restype = None
+        kernels.secondguess_most_likely.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
+        kernels.secondguess_most_likely.restype = None
         kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
     except AttributeError:
         return None
     return kernels if list(sizes) == expected else None
 
 
-def confidences(logits: Tensor) -> list[float]:
-    """Return the largest probability of each row's softmax.
+def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
+    """Return the most likely token of each row, the lowest id among equals, and its softmax.
 
     Args:
-        logits: `[row, vocab]`.
+        logits: `[row, vocab]`. NaN counts as the largest.
     """
-    if not units() or logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.stride(1) != 1:
-        largest: list[float] = logits.softmax(-1).amax(-1).tolist()
-        return largest
+    available = units()
+    stride, step = logits.stride()
+    if not available or step != 1 or not logits.is_cpu or logits.dtype is not torch.float32:
+        return _most_likely_in_torch(logits)
     num_rows, width = logits.shape
-    found = (c_double * num_rows)()
-    units()[0].kernels.secondguess_confidences(logits.data_ptr(), num_rows, width, logits.stride(0), found)
-    return list(found)
+    tokens, confidences = (c_int64 * num_rows)(), (c_double * num_rows)()
+    available[0].kernels.secondguess_most_likely(
+        logits.data_ptr(), num_rows, width, stride, tokens, confidences
+    )
+    found = confidences[:]
+    if min(found) * width < LEAST_MASS:  # NaN or infinity
+        return _most_likely_in_torch(logits)
+    return tokens[:], found
+
+
+def _most_likely_in_torch(logits: Tensor) -> tuple[list[int], list[float]]:
+    tokens = logits.max(-1).indices
+    confidences = logits.softmax(-1).gather(-1, tokens[:, None])
+    return tokens.tolist(), confidences[:, 0].tolist()

@@ -1,0 +1,95 @@
+"""Several rounds with drafts share a decision and are learned from together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simulation import FixedConfidences, Simulation
+
+from secondguess.controllers.cost.controller import CostController
+from secondguess.controllers.cost.round_buffers import MAX_UNBOOKED, MOST_DRAFTED
+from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
+from secondguess.sampling import SamplingParams
+
+CANDIDATE = Candidate()
+
+
+def new_row() -> Row:
+    return Row([0] * 50, SamplingParams(max_tokens=10**6, temperature=1.0))
+
+
+def settled() -> tuple[CostController, Row]:
+    """Return a controller that drafts for a row, right after it has learned."""
+    controller, row = CostController(), new_row()
+    for _ in range(100):
+        run_round(controller, row, accepted=2)
+    controller._learn_drafted()
+    return controller, row
+
+
+def run_round(controller: CostController, row: Row, accepted: int) -> int:
+    """Run a round with at most two draft tokens; return the planned length."""
+    (plan,) = controller.plan([row], [(CANDIDATE,)])
+    length = min(plan.length, 2)
+    if length == 2:
+        controller.go_on([row], FixedConfidences([0.9]), 0)
+    verdict = Verdict.of_chain(torch.tensor([min(accepted, length)]), torch.tensor([0]))
+    row.tokens.extend([0] * (1 + min(accepted, length)))
+    draft = Draft.chains([[0] * length])
+    controller.learn([row], draft, verdict, RoundTime(0.0, 0.1 * length, 1 + 0.2 * length))
+    return plan.length
+
+
+def num_learned(controller: CostController) -> float:
+    (kind,) = controller.expectations._kinds.values()
+    return kind.of_kind.count
+
+
+def test_rounds_are_learned_from_together() -> None:
+    controller, row = settled()
+    before = num_learned(controller)
+    for _ in range(MOST_DRAFTED - 1):
+        assert run_round(controller, row, accepted=2)
+    assert num_learned(controller) == before
+    run_round(controller, row, accepted=2)
+    assert num_learned(controller) != before
+
+
+def test_losses_are_learned_from_at_once() -> None:
+    controller, row = settled()
+    before = num_learned(controller)
+    lost = 0.0
+    while num_learned(controller) == before:
+        run_round(controller, row, accepted=0)
+        lost += 0.4
+    assert lost <= MAX_UNBOOKED + 0.4
+
+
+@pytest.mark.parametrize("change", ["row", "kind", "end"])
+def test_another_row_or_candidate_gets_a_decision_of_its_own(change: str) -> None:
+    controller, row = settled()
+    run_round(controller, row, accepted=2)
+    before = num_learned(controller)
+    if change == "end":
+        controller.end(row)
+    elif change == "row":
+        controller.plan([new_row()], [(CANDIDATE,)])
+    else:
+        controller.plan([row], [(Candidate(kind="other"),)])
+    assert before != max(kind.of_kind.count for kind in controller.expectations._kinds.values())
+
+
+def test_a_row_without_room_is_not_drafted_for() -> None:
+    """The decision behind buffered rounds does not outlive the row's room."""
+    simulation = Simulation(lambda number, depth: 0.95)
+    controller = CostController()
+    simulation.play(controller, 50)
+    row = Row([0] * 50, SamplingParams(max_tokens=6, temperature=1.0))
+    while row.room > 0:
+        (plan,) = controller.plan([row], [(CANDIDATE,)])
+        assert plan.length <= max(row.room - 1, 0)
+        length = min(plan.length, 1)
+        verdict = Verdict.of_chain(torch.tensor([length]), torch.tensor([0]))
+        row.tokens.extend([0] * (1 + length))
+        draft = Draft.chains([[0] * length])
+        controller.learn([row], draft, verdict, RoundTime(0.0, 0.1 * length, 1 + 0.2 * length))
