@@ -38,7 +38,7 @@ import torch
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
 from secondguess.bench.provenance import collect_provenance
-from secondguess.bench.systems import Models, ModelsWithOwnCaches, Speculator
+from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
 from secondguess.bench.workloads import load_workload
 from secondguess.builtin import builtin_paths
 
@@ -98,11 +98,11 @@ class Worker:
         self.prompts = self.pair.prompts(self.models, options)
         self._endless = cycle(self.prompts)
 
-    def system(self, controller: str) -> Speculator:
-        return Speculator(ModelsWithOwnCaches(self.models), f"model:{self.pair.drafter}", controller)
+    def system(self, controller: str) -> SecondguessSystem:
+        return SecondguessSystem(ModelsWithOwnCaches(self.models), f"model:{self.pair.drafter}", controller)
 
     def in_turns(
-        self, systems: dict[str, Speculator], prompts: Sequence[Sequence[int]]
+        self, systems: dict[str, SecondguessSystem], prompts: Sequence[Sequence[int]]
     ) -> dict[str, dict[str, float]]:
         """Decode all prompts; per system tokens per second and tokens per target pass."""
         totals = {name: [0.0, 0, 0] for name in systems}
@@ -117,7 +117,7 @@ class Worker:
             for name, (seconds, tokens, rounds) in totals.items()
         }
 
-    def decode(self, system: Speculator, *, num_tokens: int = 0, seconds: float = 0.0) -> int:
+    def decode(self, system: SecondguessSystem, *, num_tokens: int = 0, seconds: float = 0.0) -> int:
         """Decode texts one after the other, at least so many tokens and for so long; returns the tokens."""
         end, done = time.monotonic() + seconds, 0
         while done < num_tokens or time.monotonic() < end:

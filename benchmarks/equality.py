@@ -24,14 +24,14 @@ from secondguess.bench.provenance import collect_provenance
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.noise import KeyedNoise, Noise
-from secondguess.runtime.base import Hidden, Runtime
+from secondguess.runtime.base import HiddenStates, Runtime
 from secondguess.runtime.loading import find_checkpoint
 from secondguess.sampling import compute_target_probs
 
 SEED = 7
 
 
-class Branching(Drafter):
+class TreeDrafter(Drafter):
     """Drafter that turns another drafter's chains into trees.
 
     A wrong sibling precedes each node, so every accepted path has to be moved in the KV cache.
@@ -44,7 +44,7 @@ class Branching(Drafter):
         self._inner = inner
         self._vocab_size = vocab_size
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         self._inner.begin(rows, hidden)
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
@@ -55,7 +55,7 @@ class Branching(Drafter):
         real = torch.arange(tokens.shape[1]) < 2 * chain.lengths[:, None]
         return Draft(tokens, torch.where(real, parents, -1), 2 * chain.lengths)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._inner.observe(rows, verdict, hidden)
 
     def end(self, row: Row) -> None:
@@ -71,7 +71,7 @@ def load_way(way: str, options: argparse.Namespace) -> LLM:
     else:
         llm = load(options.model, "none" if kind == "plain" else way, dtype=options.dtype)
     if kind == "tree":
-        llm.drafter = Branching(llm.drafter, llm.target.runtime.vocab_size)
+        llm.drafter = TreeDrafter(llm.drafter, llm.target.runtime.vocab_size)
     return llm
 
 
@@ -106,7 +106,7 @@ def deciding_gap(runtime: Runtime, context: list[int], params: SamplingParams) -
     else:
         dists = compute_target_probs(logits, [row], empty)
         depths = torch.zeros(1, 1, dtype=torch.long, device=runtime.device)
-        scores = -KeyedNoise.of_rows([row], runtime.device).arrivals(dists, depths).log()[0, 0]
+        scores = -KeyedNoise.from_rows([row], runtime.device).arrival_times(dists, depths).log()[0, 0]
     best = scores.topk(2).values
     return float(best[0] - best[1])
 
@@ -180,7 +180,7 @@ def main() -> None:
             models={
                 Path(name).name: Path(find_checkpoint(name)) for name in (options.model, options.draft_model)
             },
-            runtimes={Path(options.model).name: llm.target.runtime_in_words},
+            runtimes={Path(options.model).name: llm.target.runtime_description},
         )
         report = {"provenance": provenance.as_dict(), "results": results}
         options.output.write_text(json.dumps(report, indent=1) + "\n")

@@ -25,7 +25,7 @@ from secondguess.api import encode, load, make_row
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
 from secondguess.bench.provenance import collect_provenance
-from secondguess.bench.systems import Models, ModelsWithOwnCaches, Speculator
+from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
 from secondguess.bench.traces import Trace, record
 from secondguess.bench.workloads import Workload, load_workload
 from secondguess.builtin import builtin_paths
@@ -118,7 +118,9 @@ def for_real(
     models = Models("builtin", options.dtype, "cpu")
     mix = workload(options.num_prompts)
     prompts = encode_workload(models.target, mix, options.max_tokens).prompts
-    systems = {name: Speculator(ModelsWithOwnCaches(models), options.drafter, name) for name in controllers}
+    systems = {
+        name: SecondguessSystem(ModelsWithOwnCaches(models), options.drafter, name) for name in controllers
+    }
     in_turns(systems, prompts[:1], 32, temperature, 0)
     for system in systems.values():
         system.reset()

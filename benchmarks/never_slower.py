@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
 from secondguess.bench.provenance import collect_provenance
-from secondguess.bench.systems import Models, ModelsWithOwnCaches, Speculator
+from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
 from secondguess.bench.workloads import load_workload
 from secondguess.builtin import builtin_paths
 
@@ -108,7 +108,7 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
     # Plain decoding twice: the difference between the two is the machine's noise.
     drafters = {"plain": "none", "plain again": "none", **drafters}
     systems = {
-        name: Speculator(
+        name: SecondguessSystem(
             ModelsWithOwnCaches(models), drafter, None if drafter == "none" else options.controller
         )
         for name, drafter in drafters.items()

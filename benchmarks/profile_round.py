@@ -20,10 +20,10 @@ from statistics import median
 import torch
 
 from secondguess.api import encode
-from secondguess.bench.costs import CostProbe
+from secondguess.bench.costs import ForwardTimer
 from secondguess.bench.encoding import typical_context
 from secondguess.bench.predict import predicted_seconds
-from secondguess.bench.systems import Models, Run, Speculator, draft_models
+from secondguess.bench.systems import Models, Run, SecondguessSystem, draft_models
 from secondguess.bench.workloads import BUILTIN, load_workload
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
@@ -36,11 +36,11 @@ def main() -> None:
     options = read_options()
     torch.set_num_threads(options.threads)
     models = Models(options.model, options.dtype, options.device)
-    system = Speculator(models, options.drafter, options.controller)
+    system = SecondguessSystem(models, options.drafter, options.controller)
     prompts = [
         encode(models.target, text) for text in load_workload(options.prompts, options.num_prompts).prompts
     ]
-    probe = CostProbe(
+    probe = ForwardTimer(
         models.target.runtime,
         {name: models.draft_model(name).runtime for name in draft_models([system])},
         typical_context(prompts, options.tokens),
@@ -57,7 +57,7 @@ def main() -> None:
         show_functions(system, prompts, options)
 
 
-def show_phases(system: Speculator, models: Models, runs: list[Run], probe: CostProbe) -> None:
+def show_phases(system: SecondguessSystem, models: Models, runs: list[Run], probe: ForwardTimer) -> None:
     """Print medians over prompts, in milliseconds per round."""
     costs = probe.costs(system.draft_model)
     told = [(run, run.stats) for run in runs if run.stats is not None]
@@ -82,7 +82,9 @@ def show_phases(system: Speculator, models: Models, runs: list[Run], probe: Cost
     print(f"  draft step {1000 * costs.draft_step:.3f} ms, c = {costs.cost_ratio:.3f}")
 
 
-def show_bytes(system: Speculator, models: Models, told: list[tuple[Run, Stats]], measured: float) -> None:
+def show_bytes(
+    system: SecondguessSystem, models: Models, told: list[tuple[Run, Stats]], measured: float
+) -> None:
     """Print the share of a round spent reading weights, if our kernels run all models."""
     target = models.target.runtime
     drafters = [models.draft_model(name).runtime for name in draft_models([system])]
@@ -112,7 +114,7 @@ def reading_time(decoder: NativeDecoder) -> tuple[float, int]:
     return median(found), num_bytes
 
 
-def show_functions(system: Speculator, prompts: list[list[int]], options: argparse.Namespace) -> None:
+def show_functions(system: SecondguessSystem, prompts: list[list[int]], options: argparse.Namespace) -> None:
     """Print the functions with the most time of their own; cProfile inflates small calls."""
     profile = cProfile.Profile()
     profile.enable()

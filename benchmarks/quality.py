@@ -72,7 +72,7 @@ def main() -> None:
             dtype=exact.dtype,
             seed=0,
             models={Path(options.model).name: Path(exact.path)},
-            runtimes={name: loaded.runtime_in_words for name, loaded in models.items()},
+            runtimes={name: loaded.runtime_description for name, loaded in models.items()},
         )
         options.output.write_text(json.dumps({"provenance": provenance.as_dict(), **result}, indent=1) + "\n")
 

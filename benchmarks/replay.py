@@ -220,7 +220,7 @@ def _replay_batch(
             num_tokens += committed
             num_accepted += min(count, committed)
         draft = Draft.chains([[0] * length for length in lengths])
-        verdict = Verdict.of_chain(torch.tensor(accepted), torch.zeros(len(live), dtype=torch.long))
+        verdict = Verdict.from_chain(torch.tensor(accepted), torch.zeros(len(live), dtype=torch.long))
         decided = controller.seconds
         controller.learn(real_rows, draft, verdict, RoundTime(reading, draft_seconds, total))
         seconds += total + controller.seconds - decided

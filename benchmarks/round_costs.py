@@ -20,7 +20,7 @@ from statistics import median
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.runtime.base import Runtime
 from secondguess.stats import Clock, StatsRecorder
@@ -228,7 +228,7 @@ class Cell:
         self.sweep = Sweep(part, lengths, asks, lone)
         self._num_lengths = len(lengths)
         self._make_new_rows = stage.make_rows
-        self._team = Team(stage.target, drafter, stage.verifier, self.sweep, StatsRecorder(stage.clock))
+        self._team = Components(stage.target, drafter, stage.verifier, self.sweep, StatsRecorder(stage.clock))
         self._warm = False
 
     def run(self, num_cycles: int) -> None:

@@ -13,7 +13,7 @@ from statistics import geometric_mean, median
 import torch
 
 from secondguess.api import encode
-from secondguess.bench.systems import Models, Speculator
+from secondguess.bench.systems import Models, SecondguessSystem
 from secondguess.bench.workloads import BUILTIN, load_workload
 
 CONTROLLERS = [
@@ -27,8 +27,8 @@ def main() -> None:
     options = read_options()
     torch.set_num_threads(options.threads)
     models = Models(options.model, "bfloat16", "cpu")
-    systems = [Speculator(models, "none")]
-    systems += [Speculator(models, options.drafter, controller) for controller in CONTROLLERS]
+    systems = [SecondguessSystem(models, "none")]
+    systems += [SecondguessSystem(models, options.drafter, controller) for controller in CONTROLLERS]
     prompts = [encode(models.target, text) for text in load_workload(BUILTIN, options.num_prompts).prompts]
     found = {}
     for temperature in options.temperatures:

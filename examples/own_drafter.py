@@ -2,7 +2,7 @@
 
 from secondguess.controllers import make_controller
 from secondguess.core import Budgets, Draft, Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.noise import Noise
 from secondguess.sampling import SamplingParams
@@ -28,8 +28,8 @@ target = TableModel(
     5, lambda context: table(context[-2:])
 )  # remembers two tokens, so greedy text soon repeats
 row = Row([0], SamplingParams(max_tokens=40))
-team = Team(target, PeriodicDrafter(period=3), make_verifier("auto"), make_controller("fixed:4"))
-for _ in decode(team, [row]):
+components = Components(target, PeriodicDrafter(period=3), make_verifier("auto"), make_controller("fixed:4"))
+for _ in decode(components, [row]):
     pass
 print(row.output)
-print(team.recorder.of(row))
+print(components.recorder.of(row))

@@ -16,7 +16,7 @@ from secondguess.controllers.cost.controller import CostController, CostOptions
 from secondguess.controllers.cost.round_times import RoundTimes
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Candidate, Draft, RoundTime, Row, Verdict
-from secondguess.decode import Team
+from secondguess.decode import Components
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
@@ -151,9 +151,9 @@ def play(
     """All that the shipping loop can do from the prompt."""
     rule = make_verifier(verifier) if isinstance(verifier, str) else verifier
     decider = make_controller(controller) if isinstance(controller, str) else controller
-    team = Team(TableModel(pair.vocab_size, pair.target), drafter, rule, decider)
+    components = Components(TableModel(pair.vocab_size, pair.target), drafter, rule, decider)
     make_rows = lambda: [Row(list(PROMPT), params, **row_settings)]  # noqa: E731
-    (branches,) = enumerate_rounds(team, make_rows, num_rounds)
+    (branches,) = enumerate_rounds(components, make_rows, num_rounds)
     return branches
 
 
@@ -192,7 +192,7 @@ def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> Cost
                         break
             kept = plan.length if fate < accepted else 0
             draft = Draft.chains([[0] * plan.length])
-            verdict = Verdict.of_chain(torch.tensor([kept]), torch.tensor([0]))
+            verdict = Verdict.from_chain(torch.tensor([kept]), torch.tensor([0]))
             drafting = step * plan.length
             time = RoundTime(prefill=0.0, draft=drafting, total=1 + drafting + 0.01 * plan.length)
             controller.learn([row], draft, verdict, time)

@@ -38,7 +38,7 @@ def chained_texts(
         Row([0], SamplingParams(temperature=1.0), seed=seed, stream=stream, coupled=coupled)
         for stream in range(num_texts)
     ]
-    keys = KeyedNoise.of_rows(rows)
+    keys = KeyedNoise.from_rows(rows)
     # Each round fills a window behind what was committed; what lies beyond NUM_TOKENS is never looked at.
     texts = torch.zeros(num_texts, 1 + NUM_TOKENS + len(parents), dtype=torch.long)
     ends = torch.ones(num_texts, dtype=torch.long)

@@ -99,8 +99,8 @@ def test_wrong_usage(secondguess_command, arguments, words):
 def test_a_drafter_of_trees_with_a_rule_for_chains(
     secondguess_command, tiny_checkpoint, tiny_draft_checkpoint, drafter, verifier
 ):
-    team = ("--drafter", drafter.format(tiny_draft_checkpoint), "--verifier", verifier)
-    done = secondguess_command("generate", "x", "--model", tiny_checkpoint, *team, "--temperature", "1")
+    components = ("--drafter", drafter.format(tiny_draft_checkpoint), "--verifier", verifier)
+    done = secondguess_command("generate", "x", "--model", tiny_checkpoint, *components, "--temperature", "1")
     assert_refused(done, "tree=2x2", f"'{verifier}'", "traversal", "chains")
 
 
@@ -146,8 +146,8 @@ def test_a_head_of_another_kind(secondguess_command):
 
 @pytest.mark.filterwarnings("default")
 def test_a_head_for_another_target_is_refused_without_a_warning_beside(secondguess_command, tiny_checkpoint):
-    team = ("--model", tiny_checkpoint, "--drafter", f"eagle:{head_path('eagle')}")
-    assert_refused(secondguess_command("generate", "x", *team), "another target")
+    components = ("--model", tiny_checkpoint, "--drafter", f"eagle:{head_path('eagle')}")
+    assert_refused(secondguess_command("generate", "x", *components), "another target")
 
 
 # numbers
@@ -542,13 +542,15 @@ def test_a_cache_that_is_held_already_is_not_asked_for_again(tiny_checkpoint, mo
 def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
     ask, tiny_checkpoint, tiny_draft_checkpoint, monkeypatch
 ):
-    from secondguess.runtime.loading import memory_need
+    from secondguess.runtime.loading import estimate_load_memory
 
     def refuse_to_load(*_, **__):
         raise AssertionError("loaded, although there is no room")
 
     arguments = ["x", "--dtype", "float32", "--drafter", f"model:{tiny_draft_checkpoint}"]
-    needs = [memory_need(path, dtype="float32").total for path in (tiny_checkpoint, tiny_draft_checkpoint)]
+    needs = [
+        estimate_load_memory(path, dtype="float32").total for path in (tiny_checkpoint, tiny_draft_checkpoint)
+    ]
     monkeypatch.setattr("secondguess.api.load_runtime", refuse_to_load)
     monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda device: sum(needs) - 1)
     assert_refused(ask(*arguments), "weights", "cache", "available", "tiny-draft", "smaller model")

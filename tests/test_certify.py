@@ -6,12 +6,12 @@ import math
 import pytest
 
 from secondguess.certify import (
-    OTHER,
+    OTHER_TOKEN,
     Cells,
     CertifyOptions,
     certify,
     g_test,
-    tiny_subject,
+    tiny_system,
 )
 from secondguess.errors import BadInputError
 from secondguess.testing import random_probs
@@ -32,7 +32,7 @@ SMALL = CertifyOptions(num_samples=4000, limit=0.08, batch_size=1000)
     ids=str,
 )
 def test_what_ships_passes(parts):
-    certificate = certify(tiny_subject(**parts), SMALL)
+    certificate = certify(tiny_system(**parts), SMALL)
     assert certificate.passed, str(certificate)
     assert certificate.num_cells == 81
     assert certificate.covers_all_texts
@@ -40,9 +40,7 @@ def test_what_ships_passes(parts):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_other_temperatures_pass(temperature):
-    certificate = certify(
-        tiny_subject(), CertifyOptions(num_samples=2000, limit=0.1, temperature=temperature)
-    )
+    certificate = certify(tiny_system(), CertifyOptions(num_samples=2000, limit=0.1, temperature=temperature))
     assert certificate.passed, str(certificate)
     if temperature == 0:
         assert certificate.distance == 0
@@ -53,35 +51,35 @@ def test_a_bent_distribution_fails(monkeypatch):
     monkeypatch.setattr(
         base, "next_token_probs", lambda draft, dists, lengths, residual_at: base.at(dists, lengths)
     )
-    certificate = certify(tiny_subject(), SMALL)
+    certificate = certify(tiny_system(), SMALL)
     assert not certificate.passed
     assert certificate.p_value < 1e-6
     assert "FAILED" in str(certificate)
 
 
 def test_a_certificate_of_plain_decoding_has_no_acceptance():
-    certificate = certify(tiny_subject("none", controller="fixed:0"), SMALL)
+    certificate = certify(tiny_system("none", controller="fixed:0"), SMALL)
     assert certificate.as_dict()["acceptance_rate"] is None
     assert "nothing drafted, 1.00 tokens per target pass" in str(certificate)
 
 
 def test_too_few_samples_for_the_limit_fail():
-    certificate = certify(tiny_subject(), CertifyOptions(num_samples=2000, limit=0.01))
+    certificate = certify(tiny_system(), CertifyOptions(num_samples=2000, limit=0.01))
     assert certificate.p_value > 1e-6
     assert not certificate.passed
 
 
 def test_the_bound_is_the_distance_plus_mcdiarmids_slack():
-    certificate = certify(tiny_subject(), CertifyOptions(num_samples=2000, delta=1e-3, limit=0.9))
+    certificate = certify(tiny_system(), CertifyOptions(num_samples=2000, delta=1e-3, limit=0.9))
     assert certificate.bound == pytest.approx(certificate.distance + math.sqrt(math.log(1e3) / 4000))
 
 
 def test_the_default_is_large_enough_to_pass():
     """What chance alone is expected to give, E sum |P - Q'| / 2 by the normal law, fits under the limit."""
-    options, subject = CertifyOptions(), tiny_subject()
+    options, subject = CertifyOptions(), tiny_system()
 
     def next_dist(text):
-        return subject.plain_logits((*subject.prompt, *text)).softmax(-1)
+        return subject.reference_logits((*subject.prompt, *text)).softmax(-1)
 
     masses = Cells.of(next_dist, options.num_tokens, options.num_cells).masses.values()
     deviations = [math.sqrt(mass * (1 - mass) / options.num_samples) for mass in masses]
@@ -89,7 +87,7 @@ def test_the_default_is_large_enough_to_pass():
 
 
 def test_a_certificate_speaks_to_people_and_to_machines():
-    certificate = certify(tiny_subject(), SMALL)
+    certificate = certify(tiny_system(), SMALL)
     assert json.loads(json.dumps(certificate.as_dict()))["passed"] is True
     for words in ("total variation <=", "p =", "random Llama", "float32", "model:tiny", "auto", "fixed:2"):
         assert words in str(certificate)
@@ -97,7 +95,7 @@ def test_a_certificate_speaks_to_people_and_to_machines():
 
 
 def test_the_same_seed_gives_the_same_certificate():
-    first, second = (certify(tiny_subject(), SMALL).distance for _ in range(2))
+    first, second = (certify(tiny_system(), SMALL).distance for _ in range(2))
     assert first == second
 
 
@@ -105,13 +103,13 @@ def test_the_same_seed_gives_the_same_certificate():
 def test_batches_do_not_matter(verifier):
     small = CertifyOptions(num_samples=1000, limit=0.5, batch_size=70)
     whole = CertifyOptions(num_samples=1000, limit=0.5, batch_size=1000)
-    subject = tiny_subject(verifier=verifier)
+    subject = tiny_system(verifier=verifier)
     assert certify(subject, small).distance == certify(subject, whole).distance
 
 
 def test_progress_tells_of_exact_probabilities_and_then_of_texts():
     told = []
-    certify(tiny_subject(), SMALL, lambda *now: told.append(now))
+    certify(tiny_system(), SMALL, lambda *now: told.append(now))
     phases = {what: [(done, total) for done, total, each in told if each == what] for *_, what in told}
     assert list(phases) == ["exact probabilities", "drawing texts"]
     assert phases["exact probabilities"][0] == (1, 81)
@@ -143,9 +141,9 @@ def test_cells_split_the_likeliest_beginnings():
     assert not cells.covers_all_texts(3)
     likeliest = int(dist(()).argmax())
     rarest = int(dist(()).argmin())
-    assert cells.cell_of((rarest, 0, 0)) == (OTHER,)
+    assert cells.cell_of((rarest, 0, 0)) == (OTHER_TOKEN,)
     assert cells.cell_of((likeliest, 0, 0))[0] == likeliest
-    assert cells.masses[(OTHER,)] == pytest.approx(1 - float(dist(()).topk(4).values.sum()))
+    assert cells.masses[(OTHER_TOKEN,)] == pytest.approx(1 - float(dist(()).topk(4).values.sum()))
 
 
 def test_every_text_of_a_small_vocabulary_has_its_cell():
@@ -178,4 +176,4 @@ def test_senseless_options_are_refused(wrong):
 
 def test_a_drafter_of_another_model_is_refused():
     with pytest.raises(BadInputError, match="tiny model"):
-        tiny_subject(drafter="model:elsewhere")
+        tiny_system(drafter="model:elsewhere")

@@ -44,7 +44,7 @@ STATS = [
     "seconds",
     "drafting_seconds",
 ]
-TEAM = [
+MODEL_OPTIONS = [
     "model",
     "drafter",
     "verifier",
@@ -62,7 +62,7 @@ CLOSING_LINE = re.compile(
 
 
 @pytest.fixture
-def team(tiny_checkpoint):
+def components(tiny_checkpoint):
     """Options that name a target with a drafter that needs no model, in full precision."""
     return ["--model", tiny_checkpoint, "--drafter", "suffix", "--dtype", "float32"]
 
@@ -83,8 +83,8 @@ def test_version_and_help_need_no_heavy_import():
     assert "--prompt-file" in done.stdout
 
 
-def test_json_is_one_object_with_every_promised_field(secondguess_command, team, tiny_checkpoint):
-    done = secondguess_command("generate", "def quicksort", "--json", "--max-tokens", 12, *team)
+def test_json_is_one_object_with_every_promised_field(secondguess_command, components, tiny_checkpoint):
+    done = secondguess_command("generate", "def quicksort", "--json", "--max-tokens", 12, *components)
     assert (done.code, done.err) == (0, "")
     (record,) = done.records
     assert list(record) == FIELDS
@@ -96,8 +96,8 @@ def test_json_is_one_object_with_every_promised_field(secondguess_command, team,
     assert (record["dtype"], record["model"]) == ("float32", str(tiny_checkpoint))
 
 
-def test_the_model_in_the_json_is_a_name_that_the_options_accept(secondguess_command, team):
-    (first,) = secondguess_command("generate", "x = ", "--json", "--max-tokens", 6, *team).records
+def test_the_model_in_the_json_is_a_name_that_the_options_accept(secondguess_command, components):
+    (first,) = secondguess_command("generate", "x = ", "--json", "--max-tokens", 6, *components).records
     again = ["--model", first["model"], "--drafter", f"model:{first['model']}", "--dtype", first["dtype"]]
     (second,) = secondguess_command("generate", "x = ", "--json", "--max-tokens", 6, *again).records
     assert second["token_ids"] == first["token_ids"]
@@ -105,23 +105,25 @@ def test_the_model_in_the_json_is_a_name_that_the_options_accept(secondguess_com
     assert second["stats"]["acceptance_rate"] == 1.0
 
 
-def test_plain_decoding_has_no_acceptance(secondguess_command, team):
-    plain = ["generate", "x = ", "--max-tokens", 4, *team, "--drafter", "none"]
+def test_plain_decoding_has_no_acceptance(secondguess_command, components):
+    plain = ["generate", "x = ", "--max-tokens", 4, *components, "--drafter", "none"]
     assert ", nothing drafted, 1.00 tokens per target pass" in secondguess_command(*plain).out
     assert secondguess_command(*plain, "--json").records[0]["stats"]["acceptance_rate"] is None
 
 
-def test_text_is_what_the_api_gives(secondguess_command, team, tiny_checkpoint):
+def test_text_is_what_the_api_gives(secondguess_command, components, tiny_checkpoint):
     import secondguess
 
     llm = secondguess.load(str(tiny_checkpoint), "none", dtype="float32")
     expected = llm.generate("class Stack:", max_tokens=20)
-    (record,) = secondguess_command("generate", "class Stack:", "--json", "--max-tokens", 20, *team).records
+    (record,) = secondguess_command(
+        "generate", "class Stack:", "--json", "--max-tokens", 20, *components
+    ).records
     assert (record["text"], record["token_ids"]) == (expected.text, expected.token_ids)
 
 
-def test_standard_input_is_a_prompt_like_any_other(secondguess_command, team):
-    settings = ["--json", "--max-tokens", 8, *team]
+def test_standard_input_is_a_prompt_like_any_other(secondguess_command, components):
+    settings = ["--json", "--max-tokens", 8, *components]
     (typed,) = secondguess_command("generate", "naïve = ", *settings).records
     (piped,) = secondguess_command("generate", "-", *settings, stdin="naïve = ".encode()).records
     assert piped["token_ids"] == typed["token_ids"]
@@ -133,7 +135,7 @@ def test_every_drafter_writes_the_same_text(
 ):
     texts = {}
     for drafter in DRAFTERS:
-        team = [
+        components = [
             "--model",
             tiny_checkpoint,
             "--drafter",
@@ -142,14 +144,14 @@ def test_every_drafter_writes_the_same_text(
             "float32",
         ]
         (record,) = secondguess_command(
-            "generate", "def f(", "--json", "--max-tokens", 24, *sampling, *team
+            "generate", "def f(", "--json", "--max-tokens", 24, *sampling, *components
         ).records
         assert record["drafter"].startswith(drafter)
         texts[drafter] = tuple(record["token_ids"])
     assert set(texts.values()) == {texts["none"]}
 
 
-def test_a_prompt_file_is_answered_in_order_and_in_batches_alike(secondguess_command, team, tmp_path):
+def test_a_prompt_file_is_answered_in_order_and_in_batches_alike(secondguess_command, components, tmp_path):
     lines = [
         {"prompt": "def f(x):"},
         {"prompt": "class A:\n", "metadata": {"task_id": 3}},
@@ -157,7 +159,7 @@ def test_a_prompt_file_is_answered_in_order_and_in_batches_alike(secondguess_com
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    settings = ["--max-tokens", 9, "--temperature", 1, "--seed", 3, "--json", *team]
+    settings = ["--max-tokens", 9, "--temperature", 1, "--seed", 3, "--json", *components]
     alone = [secondguess_command("generate", line["prompt"], *settings).records[0] for line in lines]
     for size in (1, 2, 3):
         done = secondguess_command("generate", "--prompt-file", file, "--batch-size", size, *settings)
@@ -165,12 +167,12 @@ def test_a_prompt_file_is_answered_in_order_and_in_batches_alike(secondguess_com
         assert ids == [alone[0]["token_ids"], alone[1]["token_ids"], alone[2]["token_ids"][:3]]
 
 
-def test_settings_in_a_line_replace_those_of_the_command(secondguess_command, team, tmp_path):
+def test_settings_in_a_line_replace_those_of_the_command(secondguess_command, components, tmp_path):
     file = tmp_path / "prompts.jsonl"
     banned = {"prompt": "x", "logit_bias": {str(token): -1e999 for token in range(299)}, "logprobs": 0}
     file.write_text(json.dumps(banned) + "\n" + json.dumps({"prompt": "x"}))
     first, second = secondguess_command(
-        "generate", "--prompt-file", file, "--json", "--max-tokens", 4, *team
+        "generate", "--prompt-file", file, "--json", "--max-tokens", 4, *components
     ).records
     assert first["token_ids"] == [299] * 4
     assert [each["token"] for each in first["logprobs"]] == [299] * 4
@@ -178,9 +180,9 @@ def test_settings_in_a_line_replace_those_of_the_command(secondguess_command, te
     assert "logprobs" not in second
 
 
-def test_logprobs_name_each_token_and_its_alternatives(secondguess_command, team):
+def test_logprobs_name_each_token_and_its_alternatives(secondguess_command, components):
     (record,) = secondguess_command(
-        "generate", "x", "--json", "--max-tokens", 5, "--logprobs", 2, *team
+        "generate", "x", "--json", "--max-tokens", 5, "--logprobs", 2, *components
     ).records
     assert [each["token"] for each in record["logprobs"]] == record["token_ids"]
     for each in record["logprobs"]:
@@ -191,13 +193,13 @@ def test_logprobs_name_each_token_and_its_alternatives(secondguess_command, team
         assert len(each["alternatives"]) == 2
 
 
-def test_logprobs_in_json_have_the_texts_that_the_api_gives(secondguess_command, team, tiny_checkpoint):
+def test_logprobs_in_json_have_the_texts_that_the_api_gives(secondguess_command, components, tiny_checkpoint):
     import secondguess
 
     llm = secondguess.load(str(tiny_checkpoint), "none", dtype="float32")
     expected = llm.generate("x", max_tokens=5, logprobs=2).logprobs
     (record,) = secondguess_command(
-        "generate", "x", "--json", "--max-tokens", 5, "--logprobs", 2, *team
+        "generate", "x", "--json", "--max-tokens", 5, "--logprobs", 2, *components
     ).records
     assert [each["text"] for each in record["logprobs"]] == [each.text for each in expected]
     for shown, each in zip(record["logprobs"], expected, strict=True):
@@ -205,18 +207,18 @@ def test_logprobs_in_json_have_the_texts_that_the_api_gives(secondguess_command,
         assert texts == list(each.alternative_texts.values())
 
 
-def test_metadata_of_a_line_is_repeated(secondguess_command, team, tmp_path):
+def test_metadata_of_a_line_is_repeated(secondguess_command, components, tmp_path):
     metadata = [{"task_id": "a/1", "tests": [1, None]}, None, "text"]
     lines = [{"prompt": "x", "metadata": value} for value in metadata] + [{"prompt": "x"}]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ["--json", "--max-tokens", 2, "--batch-size", 3, *team]
+    options = ["--json", "--max-tokens", 2, "--batch-size", 3, *components]
     *records, last = secondguess_command("generate", "--prompt-file", file, *options).records
     assert [record["metadata"] for record in records] == metadata
     assert "metadata" not in last
 
 
-def test_samples_of_a_prompt_follow_each_other(secondguess_command, team, tmp_path, tiny_checkpoint):
+def test_samples_of_a_prompt_follow_each_other(secondguess_command, components, tmp_path, tiny_checkpoint):
     import secondguess
 
     file = tmp_path / "prompts.jsonl"
@@ -226,7 +228,7 @@ def test_samples_of_a_prompt_follow_each_other(secondguess_command, team, tmp_pa
         {"prompt": "class ", "n": 1, "metadata": "last"},
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = ["--n", 3, "--temperature", 1, "--seed", 5, "--max-tokens", 6, "--json", *team]
+    settings = ["--n", 3, "--temperature", 1, "--seed", 5, "--max-tokens", 6, "--json", *components]
     records = secondguess_command("generate", "--prompt-file", file, "--batch-size", 2, *settings).records
     assert [record["index"] for record in records] == [0, 1, 0, 1, 2, 0]
     assert [record.get("metadata") for record in records] == ["first", "first", None, None, None, "last"]
@@ -235,15 +237,27 @@ def test_samples_of_a_prompt_follow_each_other(secondguess_command, team, tmp_pa
     assert [record["token_ids"] for record in records[2:5]] == [output.token_ids for output in expected]
 
 
-def test_people_see_each_sample_with_its_prompt(secondguess_command, team):
-    arguments = ["generate", "def f(x):", "--n", 2, "--temperature", 1, "--seed", 5, "--max-tokens", 5, *team]
+def test_people_see_each_sample_with_its_prompt(secondguess_command, components):
+    arguments = [
+        "generate",
+        "def f(x):",
+        "--n",
+        2,
+        "--temperature",
+        1,
+        "--seed",
+        5,
+        "--max-tokens",
+        5,
+        *components,
+    ]
     first, second = (record["text"] for record in secondguess_command(*arguments, "--json").records)
     shown = re.sub(r"[\d.]+ tokens/s, .*\n", "figures\n", secondguess_command(*arguments).out)
     assert shown == (f"def f(x):{first}\n\nsample 1: figures\n\ndef f(x):{second}\n\nsample 2: figures\n")
 
 
-def test_people_are_told_that_the_context_is_full(secondguess_command, team):
-    arguments = ["generate", "-", "--max-tokens", 20, "--min-tokens", 20, *team]
+def test_people_are_told_that_the_context_is_full(secondguess_command, components):
+    arguments = ["generate", "-", "--max-tokens", 20, "--min-tokens", 20, *components]
     (record,) = secondguess_command(*arguments, "--json", stdin=b"z9" * 125).records
     assert record["finish_reason"] == "context"
     assert "\n\ncontext full: " in secondguess_command(*arguments, stdin=b"z9" * 125).out
@@ -310,14 +324,14 @@ def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypat
         "drafter_quantize": "int8",
         "runtime": "fused",
     }
-    assert expected.keys() == set(TEAM)
+    assert expected.keys() == set(MODEL_OPTIONS)
     arguments = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", value)]
     assert secondguess_command("generate", "x", "--json", *arguments).code == 0
     assert seen == expected
 
 
-def test_people_see_prompt_text_and_one_closing_line(secondguess_command, team):
-    arguments = ["generate", "def f(x):", "--max-tokens", 8, *team]
+def test_people_see_prompt_text_and_one_closing_line(secondguess_command, components):
+    arguments = ["generate", "def f(x):", "--max-tokens", 8, *components]
     (record,) = secondguess_command(*arguments, "--json").records
     done = secondguess_command(*arguments)
     assert done.out.startswith("def f(x):" + record["text"] + "\n\n")
@@ -329,11 +343,20 @@ def test_people_see_prompt_text_and_one_closing_line(secondguess_command, team):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_people_see_the_prompts_of_a_file_in_order(secondguess_command, team, tmp_path, batch_size):
+def test_people_see_the_prompts_of_a_file_in_order(secondguess_command, components, tmp_path, batch_size):
     prompts = ["def first(", "def second(", "def third("]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    arguments = ["generate", "--prompt-file", file, "--batch-size", batch_size, "--max-tokens", 5, *team]
+    arguments = [
+        "generate",
+        "--prompt-file",
+        file,
+        "--batch-size",
+        batch_size,
+        "--max-tokens",
+        5,
+        *components,
+    ]
     records = secondguess_command(*arguments, "--json").records
     shown = re.sub(r"[\d.]+ tokens/s, .*\n", "figures\n", secondguess_command(*arguments).out)
     assert shown == "\n".join(
@@ -367,11 +390,13 @@ ESCAPING = "evil\x1b[2J\x07"
 
 
 @pytest.mark.parametrize("variable", ["NO_COLOR", "NOTHING"])
-def test_what_a_model_writes_does_not_steer_the_terminal(secondguess_command, team, monkeypatch, variable):
+def test_what_a_model_writes_does_not_steer_the_terminal(
+    secondguess_command, components, monkeypatch, variable
+):
     from transformers import AutoTokenizer
 
-    (escape,) = AutoTokenizer.from_pretrained(team[1])("\x1b").input_ids
-    arguments = ["generate", ESCAPING, "--logit-bias", f"{escape}=100", "--max-tokens", 3, *team]
+    (escape,) = AutoTokenizer.from_pretrained(components[1])("\x1b").input_ids
+    arguments = ["generate", ESCAPING, "--logit-bias", f"{escape}=100", "--max-tokens", 3, *components]
     assert secondguess_command(*arguments).out.startswith(ESCAPING + "\x1b" * 3)
 
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -386,11 +411,11 @@ def test_what_a_model_writes_does_not_steer_the_terminal(secondguess_command, te
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_real_terminal_is_told_from_a_pipe_whatever_the_colours(team):
+def test_a_real_terminal_is_told_from_a_pipe_whatever_the_colours(components):
     import pty
 
     ours, theirs = pty.openpty()
-    command = [*PROGRAM, "generate", ESCAPING, "--max-tokens", "1", *map(str, team)]
+    command = [*PROGRAM, "generate", ESCAPING, "--max-tokens", "1", *map(str, components)]
     settings = {"NO_COLOR": "1", "FORCE_COLOR": "", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=theirs, stderr=subprocess.DEVNULL, env={**os.environ, **settings}
@@ -411,9 +436,9 @@ def read_terminal(descriptor):
     return content
 
 
-def test_an_interruption_keeps_what_was_written(secondguess_command, team, monkeypatch):
+def test_an_interruption_keeps_what_was_written(secondguess_command, components, monkeypatch):
     monkeypatch.setattr("secondguess.cli.output.JsonWriter.show", interrupt_after(3))
-    arguments = ["generate", "def f(", "--max-tokens", 200, *team]
+    arguments = ["generate", "def f(", "--max-tokens", 200, *components]
     done = secondguess_command(*arguments, "--json")
     assert (done.code, done.err) == (130, "secondguess: interrupted\n")
     (record,) = done.records
@@ -439,12 +464,12 @@ def interrupt_after(count):
 
 
 def test_an_interrupted_batch_answers_for_every_prompt_of_the_batch(
-    secondguess_command, team, tmp_path, monkeypatch
+    secondguess_command, components, tmp_path, monkeypatch
 ):
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt, "max_tokens": 99}) + "\n" for prompt in "abcd"))
     monkeypatch.setattr("secondguess.cli.output.JsonWriter.show", interrupt_after(5))
-    done = secondguess_command("generate", "--prompt-file", file, "--batch-size", 2, "--json", *team)
+    done = secondguess_command("generate", "--prompt-file", file, "--batch-size", 2, "--json", *components)
     assert done.code == 130
     assert [record["finish_reason"] for record in done.records] == [None, None]
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from secondguess.configuration import Configuration, LoadSettings, Tuned
+from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 
 KEYS = {
     "drafter": "ngram",
@@ -37,7 +37,7 @@ def write(tmp_path):
 
     def write_file(model, tuned=None, **settings):
         path = tmp_path / "secondguess.toml"
-        Configuration(LoadSettings(str(model), **settings), tuned or Tuned()).write(path)
+        Configuration(LoadSettings(str(model), **settings), tuned or TuningRecord()).write(path)
         return path
 
     return write_file
@@ -118,7 +118,7 @@ def test_the_model_of_the_file_may_be_named_again(loaded, write, tiny_checkpoint
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_a_file_of_other_weights_is_refused(secondguess_command, write, command, tiny_checkpoint, tmp_path):
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    done = secondguess_command(*command, "--config", write(model, Tuned(model_sha256="0" * 64)))
+    done = secondguess_command(*command, "--config", write(model, TuningRecord(model_sha256="0" * 64)))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     for words in (str(model), "weights", "tune again"):
         assert words in done.err

@@ -17,7 +17,7 @@ from secondguess import load
 from secondguess.configuration import (
     Configuration,
     LoadSettings,
-    Tuned,
+    TuningRecord,
     read_configuration,
     require_same_model,
     require_same_weights,
@@ -68,7 +68,7 @@ configurations = st.builds(
     Configuration,
     st.builds(LoadSettings, model=texts, **optional(**names)),
     st.builds(
-        Tuned,
+        TuningRecord,
         **optional(
             date=texts,
             processor=texts,
@@ -134,7 +134,7 @@ def test_a_comment_explains_every_key(tmp_path):
 
 def test_only_the_keys_that_are_there_are_given():
     assert LoadSettings("m", dtype="float32").given() == {"model": "m", "dtype": "float32"}
-    assert Tuned().given() == {}
+    assert TuningRecord().given() == {}
     assert "[tuned]" not in Configuration(LoadSettings("m")).to_toml()
 
 
@@ -238,7 +238,7 @@ def test_a_configuration_of_other_weights_is_refused(tmp_path, tiny_checkpoint):
 
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     settings = LoadSettings(str(model))
-    configuration = Configuration(settings, Tuned(model_sha256=hash_weights(model)))
+    configuration = Configuration(settings, TuningRecord(model_sha256=hash_weights(model)))
     require_same_weights(configuration, tmp_path / "secondguess.toml")
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1

@@ -11,13 +11,13 @@ from secondguess.sampling import SamplingParams
 END = 9
 
 
-def row_of(watcher=None, context_length=1000, **settings) -> Row:
+def row_of(stop_checker=None, context_length=1000, **settings) -> Row:
     return Row(
         [1, 2],
         SamplingParams(**settings),
         end_tokens=frozenset({END}),
         context_length=context_length,
-        watcher=watcher,
+        stop_checker=stop_checker,
     )
 
 
@@ -75,11 +75,11 @@ class TestCommit:
         assert row.finish_reason == "length"
 
     def test_nothing_lies_behind_a_stop_string_and_its_watcher_sees_no_more(self):
-        watcher = StopAfter(2)
-        row = row_of(watcher)
+        stop_checker = StopAfter(2)
+        row = row_of(stop_checker)
         assert row.commit([3, 4, 5], 6).tokens == [3, 4]
         assert row.finish_reason == "stop"
-        assert watcher.seen == [3, 4]
+        assert stop_checker.seen == [3, 4]
 
     def test_neither_end_token_nor_stop_string_counts_before_min_tokens(self):
         row = row_of(StopAfter(1, 4), min_tokens=3)
@@ -90,9 +90,9 @@ class TestCommit:
 
     def test_a_watcher_sees_tokens_that_end_tokens_would_hide(self):
         """Text is made from what the watcher was shown, so it is shown every token that was committed."""
-        watcher = StopAfter()
-        row_of(watcher).commit([3], END)
-        assert watcher.seen == [3, END]
+        stop_checker = StopAfter()
+        row_of(stop_checker).commit([3], END)
+        assert stop_checker.seen == [3, END]
 
 
 class TestDraft:
@@ -108,7 +108,7 @@ class TestDraft:
         assert draft.tokens.shape == draft.parents.shape == (2, 0)
         assert draft.is_chain
         assert draft.ancestors().shape == (2, 0, 0)
-        assert Verdict.of_chain(draft.lengths, torch.tensor([1, 2])).path_lists() == [[], []]
+        assert Verdict.from_chain(draft.lengths, torch.tensor([1, 2])).path_lists() == [[], []]
 
     def test_a_branch_is_no_chain_but_padding_is_no_branch(self):
         lengths = torch.tensor([2])
@@ -159,13 +159,13 @@ class TestDraft:
 
 class TestVerdict:
     def test_of_a_chain(self):
-        verdict = Verdict.of_chain(torch.tensor([2, 0, 3]), torch.tensor([7, 8, 9]))
+        verdict = Verdict.from_chain(torch.tensor([2, 0, 3]), torch.tensor([7, 8, 9]))
         assert verdict.paths.tolist() == [[0, 1, -1], [-1, -1, -1], [0, 1, 2]]
         assert verdict.path_lists() == [[0, 1], [], [0, 1, 2]]
 
     def test_merged_puts_each_part_in_its_rows(self):
         one = Verdict(torch.tensor([[0, 2]]), torch.tensor([2]), torch.tensor([5]))
-        other = Verdict.of_chain(torch.tensor([0, 1]), torch.tensor([6, 7]))
+        other = Verdict.from_chain(torch.tensor([0, 1]), torch.tensor([6, 7]))
         merged = Verdict.merged([(torch.tensor([1]), one), (torch.tensor([2, 0]), other)], num_rows=3)
         assert merged.path_lists() == [[0], [0, 2], []]
         assert merged.next_tokens.tolist() == [7, 5, 6]

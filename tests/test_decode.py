@@ -5,7 +5,7 @@ import torch
 
 from secondguess.controllers import make_controller
 from secondguess.core import Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.runtime.tiny import tiny_pair
@@ -17,23 +17,23 @@ from secondguess.verifiers import make_verifier
 
 def table_team(drafter=None):
     target = TableModel(5, random_probs(5, seed=0))
-    return Team(target, drafter or NoDrafter(), make_verifier("auto"), make_controller("fixed:3"))
+    return Components(target, drafter or NoDrafter(), make_verifier("auto"), make_controller("fixed:3"))
 
 
 def test_closing_the_iterator_early_releases_every_row():
     draft_model = TableModel(5, random_probs(5, seed=1))
-    team = table_team(ModelDrafter(draft_model, "model:table", 5))
-    rounds = decode(team, [Row([token], SamplingParams(max_tokens=50)) for token in range(3)])
+    components = table_team(ModelDrafter(draft_model, "model:table", 5))
+    rounds = decode(components, [Row([token], SamplingParams(max_tokens=50)) for token in range(3)])
     next(rounds)
     rounds.close()
-    assert team.target.num_live_rows == draft_model.num_live_rows == 0
+    assert components.target.num_live_rows == draft_model.num_live_rows == 0
 
 
 def test_finished_rows_gain_nothing():
     row = Row([1], SamplingParams(max_tokens=4))
-    team = table_team()
+    components = table_team()
     for _ in range(2):
-        for _ in decode(team, [row]):
+        for _ in decode(components, [row]):
             pass
     assert row.num_output == 4
 
@@ -41,16 +41,16 @@ def test_finished_rows_gain_nothing():
 def test_a_refused_row_is_the_error_that_is_told():
     model, _ = tiny_pair()
     with TransformersRuntime(model) as target:
-        team = Team(target, NoDrafter(), make_verifier("auto"), make_controller("fixed:0"))
+        components = Components(target, NoDrafter(), make_verifier("auto"), make_controller("fixed:0"))
         with pytest.raises(ValueError, match="at least one token"):
-            list(decode(team, [Row([0], SamplingParams()), Row([], SamplingParams())]))
+            list(decode(components, [Row([0], SamplingParams()), Row([], SamplingParams())]))
         assert target.num_live_rows == 0
 
 
 def test_a_draft_models_interrupted_prefill_leaves_nothing_behind(monkeypatch):
     model, draft = tiny_pair()
     target, draft_runtime = TransformersRuntime(model), TransformersRuntime(draft)
-    team = Team(
+    components = Components(
         target,
         ModelDrafter(draft_runtime, "model:tiny", 3),
         make_verifier("auto"),
@@ -63,16 +63,16 @@ def test_a_draft_models_interrupted_prefill_leaves_nothing_behind(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(draft_runtime, "_prefill", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            list(decode(team, [Row([0, 1], SamplingParams())]))
+            list(decode(components, [Row([0, 1], SamplingParams())]))
     assert target.num_live_rows == draft_runtime.num_live_rows == 0
 
 
 def test_running_out_of_memory_leaves_a_runtime_that_still_works(monkeypatch):
     model, _ = tiny_pair()
     target = TransformersRuntime(model)
-    team = Team(target, NoDrafter(), make_verifier("auto"), make_controller("fixed:0"))
+    components = Components(target, NoDrafter(), make_verifier("auto"), make_controller("fixed:0"))
     rows = lambda count: [Row([0, 1, 2], SamplingParams(max_tokens=3)) for _ in range(count)]  # noqa: E731
-    list(decode(team, rows(1)))
+    list(decode(components, rows(1)))
 
     def no_memory(*arguments):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
@@ -80,10 +80,10 @@ def test_running_out_of_memory_leaves_a_runtime_that_still_works(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("secondguess.runtime.cache._empty", no_memory)
         with pytest.raises(RuntimeError, match="allocate"):
-            list(decode(team, rows(8)))
+            list(decode(components, rows(8)))
     assert target.num_live_rows == 0
     after = rows(4)
-    list(decode(team, after))
+    list(decode(components, after))
     assert all(row.num_output == 3 for row in after)
 
 

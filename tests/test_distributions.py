@@ -26,10 +26,10 @@ from distribution_cases import (
 )
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
-from secondguess.decode import Team
+from secondguess.decode import Components
 from secondguess.drafters import make_drafter
 from secondguess.drafters.model import ModelDrafter
-from secondguess.enumeration import enumerate_rounds, race_joint
+from secondguess.enumeration import enumerate_rounds, joint_race_probability
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams, compute_target_probs
 from secondguess.testing import TableModel, random_probs
@@ -127,13 +127,13 @@ def test_trees_of_certain_guesses(verifier, pair):
 def test_look_up_drafters(verifier, drafter):
     pair = PAIRS["ternary"]
     prompt = [0, 1, 2, 0, 1, 2, 0, 1]
-    team = Team(
+    components = Components(
         TableModel(3, pair.target),
         make_drafter(drafter, target_vocab_size=3, load_draft_model=lambda _: None),
         make_verifier_named(verifier),
         make_controller("fixed:3"),
     )
-    (branches,) = enumerate_rounds(team, lambda: [Row(list(prompt), SAMPLED)])
+    (branches,) = enumerate_rounds(components, lambda: [Row(list(prompt), SAMPLED)])
     assert max(branch.num_accepted for branch in branches) > 0
     assert dist_error(branches, lambda output: pair.target((*prompt, *output)), num_tokens=4) < ROUNDING
 
@@ -228,8 +228,8 @@ def test_rows_of_one_batch_follow_their_own_rules():
 
     drafter = make_pair_drafter("sampled", pair)
     verifier = make_verifier_named("auto")
-    team = Team(TableModel(2, pair.target), drafter, verifier, make_controller("fixed:2"))
-    sampled, coupled, deterministic = enumerate_rounds(team, make_rows)
+    components = Components(TableModel(2, pair.target), drafter, verifier, make_controller("fixed:2"))
+    sampled, coupled, deterministic = enumerate_rounds(components, make_rows)
     assert dist_error(sampled, after_prompt(pair.target), 3) < ROUNDING
     assert dist_error(coupled, lambda output: pair.target((1, *output)), 3) < ROUNDING
     assert dist_error(deterministic, after_prompt(one_hot_dist(2, 1)), 3) < ROUNDING
@@ -276,7 +276,7 @@ def test_the_joint_distribution_of_two_races_has_the_right_margins(seed):
     size = 5
     q, p = random_probs(size, seed, zeros=0.3)(()), random_probs(size, seed + 100, zeros=0.3)(())
     x, y = (torch.tensor(side) for side in zip(*itertools.product(range(size), repeat=2), strict=True))
-    joint = race_joint(q.expand(len(x), size), p.expand(len(x), size), x, y).reshape(size, size)
+    joint = joint_race_probability(q.expand(len(x), size), p.expand(len(x), size), x, y).reshape(size, size)
     torch.testing.assert_close(joint.sum(1), q, atol=ROUNDING, rtol=0)
     torch.testing.assert_close(joint.sum(0), p, atol=ROUNDING, rtol=0)
 

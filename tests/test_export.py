@@ -13,7 +13,7 @@ import shlex
 import pytest
 
 from secondguess.builtin import builtin_paths
-from secondguess.configuration import Configuration, LoadSettings, Tuned
+from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.errors import BadInputError
 from secondguess.export import ENGINES, export
 from secondguess.export.base import Recommendation, recommend
@@ -406,14 +406,14 @@ def test_an_engine_that_does_not_exist():
     ],
 )
 def test_the_draft_length_is_asked_for_fixed_measured_or_a_default(settings, tuned, asked, length):
-    done = recommend(LoadSettings("m", **{"drafter": "ngram"} | settings), Tuned(**tuned), asked)
+    done = recommend(LoadSettings("m", **{"drafter": "ngram"} | settings), TuningRecord(**tuned), asked)
     assert done.draft_length == length
 
 
 def test_it_is_told_where_the_length_comes_from():
     (default,) = recommend(LoadSettings("m")).notes
     assert "nothing was measured" in default
-    (measured,) = recommend(LoadSettings("m"), Tuned(draft_length=7, processor="Some CPU")).notes
+    (measured,) = recommend(LoadSettings("m"), TuningRecord(draft_length=7, processor="Some CPU")).notes
     assert "best" in measured
     assert "Some CPU" in measured
     assert recommend(LoadSettings("m"), draft_length=3).notes == ()
@@ -421,14 +421,14 @@ def test_it_is_told_where_the_length_comes_from():
 
 def test_where_no_draft_is_best_none_is_asked_for():
     for settings, tuned in (({}, {"draft_length": 0}), ({"controller": "fixed:0"}, {})):
-        done = recommend(LoadSettings("m", drafter="model:d", **settings), Tuned(**tuned))
+        done = recommend(LoadSettings("m", drafter="model:d", **settings), TuningRecord(**tuned))
         assert done.drafter.kind == "none"
         assert "plain decoding" in done.notes[0]
 
 
 def test_what_stays_here_is_named():
     settings = LoadSettings("m", verifier="block", controller="cost", device="cpu", runtime="native")
-    notes = recommend(settings, Tuned(draft_length=2)).notes
+    notes = recommend(settings, TuningRecord(draft_length=2)).notes
     assert "verifier block, controller cost, device cpu, runtime native" in notes[-1]
     quiet = LoadSettings("m", verifier="auto", controller="fixed:2", device="auto")
     assert recommend(quiet).notes == ()
@@ -464,7 +464,7 @@ def test_a_draft_that_is_too_long_for_an_engine():
 def test_the_command_prints_the_configuration_and_notes_beside_it(secondguess_command, tmp_path):
     path = tmp_path / "secondguess.toml"
     settings = LoadSettings("builtin", drafter="model:builtin-draft", dtype="bfloat16", controller="cost")
-    Configuration(settings, Tuned(draft_length=6)).write(path)
+    Configuration(settings, TuningRecord(draft_length=6)).write(path)
     done = secondguess_command("export", "--to", "vllm", "--config", path)
     assert done.code == 0
     read = read_vllm(done.out)

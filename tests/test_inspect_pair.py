@@ -13,13 +13,13 @@ import pytest
 from checkpoints import write_llama
 from secondguess import load
 from secondguess.builtin import head_path
-from secondguess.configuration import Configuration, LoadSettings, Tuned
+from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.core import Row
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime import loading
 from secondguess.runtime.describe import describe_model
 from secondguess.runtime.memory import check_memory
-from secondguess.runtime.pair import plan_demand, plan_memory, remarks_on
+from secondguess.runtime.pair import compatibility_notes, plan_demand, plan_memory
 from secondguess.sampling import SamplingParams
 
 FLOAT32 = ["--dtype", "float32", "--device", "cpu"]
@@ -152,7 +152,7 @@ def test_what_may_differ_is_remarked(
         remark in secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{short_drafter}").out
     )
     target = describe_model(str(tiny_checkpoint))
-    wider, larger = remarks_on(target, dataclasses.replace(target, vocab_size=320))
+    wider, larger = compatibility_notes(target, dataclasses.replace(target, vocab_size=320))
     assert "320 and 300" in wider
     assert "not smaller" in larger
 
@@ -276,7 +276,7 @@ def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint):
 def test_a_configuration_is_inspected(inspected, secondguess_command, tiny_checkpoint, tmp_path):
     path = tmp_path / "secondguess.toml"
     settings = LoadSettings(str(tiny_checkpoint), drafter="ngram", controller="fixed:4")
-    Configuration(settings, Tuned(processor="Some CPU", speedup={1: 2.25})).write(path)
+    Configuration(settings, TuningRecord(processor="Some CPU", speedup={1: 2.25})).write(path)
     record = inspected("--config", path)
     assert (record["name"], record["drafter"]["name"]) == (str(tiny_checkpoint), "ngram")
     assert record["configuration"]["load"]["controller"] == "fixed:4"

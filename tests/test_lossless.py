@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.controllers import make_controller
 from secondguess.core import Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.native.decoder import NativeDecoder
@@ -116,7 +116,7 @@ def generate(models, drafter, verifier, controller, settings, prompts=None, toge
             target_vocab_size=VOCAB_SIZE,
             load_draft_model=lambda name: models[name](),
         )
-        for _ in decode(Team(target, guesser, verify, make_controller(controller)), batch):
+        for _ in decode(Components(target, guesser, verify, make_controller(controller)), batch):
             pass
     return [row.output for row in rows]
 

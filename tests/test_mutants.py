@@ -31,7 +31,7 @@ from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Budgets, Draft, Row, Verdict
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.feature import FeatureDrafter
@@ -40,10 +40,10 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import StaticTree
 from secondguess.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.heads import unrolled
-from secondguess.heads.context import FeatureContext
+from secondguess.heads.context import FeatureCache
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.eagle import EagleHead
-from secondguess.heads.learning import Lesson
+from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.runtime import FeatureHeadRuntime
 from secondguess.heads.unrolled import ChainsOfPlaces
@@ -141,13 +141,13 @@ def cached_dist_holds(kind: str = "module") -> bool:
             FusedRuntime(FusedDecoder(model, packed=False)) if kind == "fused" else TransformersRuntime(model)
             for model in (target, drafter)
         )
-    team = Team(
+    components = Components(
         runtime,
         ModelDrafter(draft_runtime, "model:tiny", 2),
         make_verifier("block"),
         make_controller("fixed:2"),
     )
-    (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
+    (branches,) = enumerate_rounds(components, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
     # The modules compute their norms in float32, the fused runtime in float64; the kernels say logits in float32.
     error = dist_error(branches, lambda output: found[output], num_tokens=4)
     return error < (ROUNDING if kind == "module" else 1e-6)
@@ -170,16 +170,16 @@ def heads_draft_as_they_learn(kind: str) -> bool:
     The text is right whatever a head guesses: this is the only proof that notices worse guesses.
     """
     target = TransformersRuntime(tiny_pair(vocab_size=5)[0])
-    drafter = head_drafter(kind, target, StaticTree.of_widths([2, 1]))
+    drafter = head_drafter(kind, target, StaticTree.from_widths([2, 1]))
     row = Row([0, 1, 4, 2], SamplingParams(temperature=1.0, max_tokens=60), seed=11)
-    team = Team(target, drafter, make_verifier("auto"), make_controller("fixed:2"))
-    rounds = decode(team, [row])
+    components = Components(target, drafter, make_verifier("auto"), make_controller("fixed:2"))
+    rounds = decode(components, [row])
     for _ in range(8):
         next(rounds)
     budgets = Budgets([2], lambda dists, depth: [True], uses_probs=False)
     with torch.inference_mode():
         drafter.prepare([row], [0])
-        draft = drafter.propose([row], budgets, KeyedNoise.of_rows([row]))
+        draft = drafter.propose([row], budgets, KeyedNoise.from_rows([row]))
     text, drawn = list(row.tokens), draft.tokens[0].tolist()
     rounds.close()
     errors = []
@@ -216,7 +216,7 @@ def learnt_dists(target, head, text, pending):
         said.append(draft_logits.detach())
         return draft_logits.sum(-1)
 
-    head.learn(Lesson(tokens, counts, hidden), target.ends(), remember)
+    head.learn(TrainingBatch(tokens, counts, hidden), target.ends(), remember)
     if isinstance(
         head, MedusaHead
     ):  # the places that count, one after the other: at each depth the next is meant
@@ -237,14 +237,14 @@ def exact_model_dist(target, next_dist):
 def rows_stay_apart() -> bool:
     """Rows of one batch say, at temperature 0, what each says alone."""
     pair, params = PAIRS["ternary"], SamplingParams(temperature=0.0, max_tokens=6)
-    team = Team(
+    components = Components(
         TableModel(3, pair.target),
         ScriptedDrafter(lambda row: [sum(row.tokens) % 3, 1]),
         make_verifier("auto"),
         make_controller("fixed:2"),
     )
     rows = [Row([0, 1], params), Row([2], params), Row([1, 1, 2], params)]
-    for _ in decode(team, rows):
+    for _ in decode(components, rows):
         pass
     expected = one_hot_dist(3, 3)
     return all(
@@ -259,7 +259,7 @@ def head_says_its_words() -> bool:
     head = fresh_head("eagle3")
     thought = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
     with torch.no_grad():
-        own, everywhere = head.own_logits(thought), head.logits(thought)
+        own, everywhere = head.draft_logits(thought), head.logits(thought)
     at = [index + offset for index, offset in enumerate(head.d2t.tolist())]
     return everywhere.isfinite().nonzero()[:, 0].tolist() == at and torch.equal(everywhere[at], own)
 
@@ -493,10 +493,10 @@ def end_token_inside_a_draft_is_overlooked(patch: Patch) -> None:
 
 
 def rows_swapped_in_the_batch(patch: Patch) -> None:
-    original = Verdict.of_chain.__func__
+    original = Verdict.from_chain.__func__
     patch.setattr(
         Verdict,
-        "of_chain",
+        "from_chain",
         classmethod(lambda cls, lengths, tokens: original(cls, lengths, tokens.roll(1))),
     )
 
@@ -608,13 +608,13 @@ def race_is_off_by_one_from_the_draft(patch: Patch) -> None:
 
 
 def streams_share_numbers(patch: Patch) -> None:
-    original = KeyedNoise.of_rows.__func__
+    original = KeyedNoise.from_rows.__func__
 
-    def of_rows(cls, rows, device="cpu"):
+    def from_rows(cls, rows, device="cpu"):
         noise = original(cls, rows, device)
         return cls(noise.keys[:1].expand(len(rows)), noise.positions, noise.coupled, noise.greedy)
 
-    patch.setattr(KeyedNoise, "of_rows", classmethod(of_rows))
+    patch.setattr(KeyedNoise, "from_rows", classmethod(from_rows))
 
 
 def medusa_reads_the_state_of_the_old_pending(patch: Patch) -> None:
@@ -647,7 +647,7 @@ def dspark_hears_rejected_nodes(patch: Patch) -> None:
 
 def dspark_keeps_keys_of_the_last_block(patch: Patch) -> None:
     """The keys that a block wrote are not written over by those of the committed text, but attended to as well."""
-    original = FeatureContext.attend
+    original = FeatureCache.attend
 
     def attend(self, rows, width):
         attention = original(self, rows, width)
@@ -655,7 +655,7 @@ def dspark_keeps_keys_of_the_last_block(patch: Patch) -> None:
             self._lengths[row] += 1
         return attention
 
-    patch.setattr(FeatureContext, "attend", attend)
+    patch.setattr(FeatureCache, "attend", attend)
 
 
 def dspark_bias_of_a_neighbours_parent(patch: Patch) -> None:

@@ -13,14 +13,14 @@ from noise_cases import ONE_SIDED, TREE, chained_text_p_value, chained_texts
 from secondguess import noise as noise_module
 from secondguess.certify import g_test
 from secondguess.core import Row
-from secondguess.enumeration import race_joint
+from secondguess.enumeration import joint_race_probability
 from secondguess.noise import KeyedNoise, Purpose, draw_by_inversion
 from secondguess.sampling import SamplingParams
 from secondguess.testing import random_probs
 
 SAMPLED = SamplingParams(temperature=1.0)
 NUM_ROWS = 20_000
-LEAST_P_VALUE = 1e-6
+MIN_P_VALUE = 1e-6
 
 
 def noise_of(num_rows=NUM_ROWS, seed=0, position=7, coupled=False, first_stream=0):
@@ -28,7 +28,7 @@ def noise_of(num_rows=NUM_ROWS, seed=0, position=7, coupled=False, first_stream=
         Row([0] * position, SAMPLED, seed=seed, stream=first_stream + stream, coupled=coupled)
         for stream in range(num_rows)
     ]
-    return KeyedNoise.of_rows(rows)
+    return KeyedNoise.from_rows(rows)
 
 
 def evenly(num_outcomes, num_rows=NUM_ROWS):
@@ -69,7 +69,7 @@ PURPOSES = ["draft", "accept", "draw", "race", "coupled race"]
 @pytest.mark.parametrize("depth", [0, 3])
 def test_every_outcome_is_equally_likely(purpose, depth):
     counts = torch.bincount(draws_of(noise_of(), purpose, depth), minlength=10).tolist()
-    assert g_test(counts, [NUM_ROWS / 10] * 10) > LEAST_P_VALUE
+    assert g_test(counts, [NUM_ROWS / 10] * 10) > MIN_P_VALUE
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_every_outcome_is_equally_likely(purpose, depth):
 )
 def test_purposes_are_independent(one, other):
     noise = noise_of()
-    assert p_value_of_pairs(draws_of(noise, one, 1), draws_of(noise, other, 1)) > LEAST_P_VALUE
+    assert p_value_of_pairs(draws_of(noise, one, 1), draws_of(noise, other, 1)) > MIN_P_VALUE
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)
@@ -92,14 +92,14 @@ def test_places_rounds_streams_and_seeds_are_independent(purpose):
         "a seed with another sign": draws_of(noise_of(seed=2**64 - 1), purpose, 1),
     }
     for name, there in others.items():
-        assert p_value_of_pairs(here, there) > LEAST_P_VALUE, name
+        assert p_value_of_pairs(here, there) > MIN_P_VALUE, name
 
 
 @pytest.mark.parametrize("purpose", ["draft", "accept", "draw", "race"])
 def test_an_absolute_position_has_new_numbers_in_every_round(purpose):
     """Round one at position 7, depth 2 and round two at position 9, depth 0 mean the same token."""
     first, second = draws_of(noise_of(position=7), purpose, 2), draws_of(noise_of(position=9), purpose, 0)
-    assert p_value_of_pairs(first, second) > LEAST_P_VALUE
+    assert p_value_of_pairs(first, second) > MIN_P_VALUE
 
 
 def test_the_race_of_coupled_rows_is_the_same_in_every_round():
@@ -123,17 +123,17 @@ def test_a_rows_race_does_not_depend_on_whether_its_neighbours_are_coupled():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_rounds_follow_rounds_without_bending_the_distribution(verifier, seed):
     """The joint law of five tokens over several rounds; reused numbers gave p below 1e-18 here."""
-    assert chained_text_p_value(verifier, seed=seed) > LEAST_P_VALUE
+    assert chained_text_p_value(verifier, seed=seed) > MIN_P_VALUE
 
 
 def test_rounds_of_coupled_rows_too():
-    assert chained_text_p_value("coupled", coupled=True) > LEAST_P_VALUE
+    assert chained_text_p_value("coupled", coupled=True) > MIN_P_VALUE
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
 @pytest.mark.parametrize("distinct", [True, False])
 def test_rounds_of_trees_do_not_bend_the_distribution_either(verifier, distinct):
-    assert chained_text_p_value(verifier, parents=TREE, distinct=distinct) > LEAST_P_VALUE
+    assert chained_text_p_value(verifier, parents=TREE, distinct=distinct) > MIN_P_VALUE
 
 
 def test_on_chains_traversal_says_what_block_verification_says():
@@ -156,7 +156,7 @@ def test_nodes_of_one_depth_have_numbers_of_their_own_unless_they_are_coupled():
     dists = evenly(10)
     noise = noise_of()
     first, second = noise.draft(dists, 1, node=1), noise.draft(dists, 1, node=2)
-    assert p_value_of_pairs(first, second) > LEAST_P_VALUE
+    assert p_value_of_pairs(first, second) > MIN_P_VALUE
     assert torch.equal(first, noise.draft(dists, 1))  # a chain's node is its depth
     coupled = noise_of(coupled=True)
     assert torch.equal(coupled.draft(dists, 1, node=1), coupled.draft(dists, 1, node=2))
@@ -172,7 +172,7 @@ def test_draws_follow_their_distribution(purpose):
         "draw": lambda: noise.draw(3 * dists, depths(0)),  # any positive total
         "race": lambda: noise.race(dists[:, None], depths(0)[:, None])[:, 0],
     }[purpose]()
-    assert g_test(torch.bincount(drawn, minlength=6).tolist(), (NUM_ROWS * dist).tolist()) > LEAST_P_VALUE
+    assert g_test(torch.bincount(drawn, minlength=6).tolist(), (NUM_ROWS * dist).tolist()) > MIN_P_VALUE
 
 
 def test_coupled_draft_and_race_share_their_exponentials():
@@ -182,15 +182,15 @@ def test_coupled_draft_and_race_share_their_exponentials():
     said = noise.race(p.expand(NUM_ROWS, 1, -1), depths(2)[:, None])[:, 0]
     counts = torch.bincount(3 * drafted + said, minlength=9).tolist()
     x, y = torch.arange(9) // 3, torch.arange(9) % 3
-    expected = NUM_ROWS * race_joint(q.expand(9, -1), p.expand(9, -1), x, y)
-    assert g_test(counts, expected.tolist()) > LEAST_P_VALUE
+    expected = NUM_ROWS * joint_race_probability(q.expand(9, -1), p.expand(9, -1), x, y)
+    assert g_test(counts, expected.tolist()) > MIN_P_VALUE
 
 
 def test_queries_of_one_depth_share_a_race_and_others_do_not():
     noise = noise_of()
     drawn = noise.race(evenly(10)[:, None].expand(-1, 3, -1), torch.tensor([1, 1, 2]).expand(NUM_ROWS, 3))
     assert torch.equal(drawn[:, 0], drawn[:, 1])
-    assert p_value_of_pairs(drawn[:, 0], drawn[:, 2]) > LEAST_P_VALUE
+    assert p_value_of_pairs(drawn[:, 0], drawn[:, 2]) > MIN_P_VALUE
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)
@@ -209,8 +209,8 @@ def test_numbers_are_the_same_hashed_one_by_one_or_all_at_once(seed, monkeypatch
     places = [range(20)] * 4
     found = []
     for few in (0, 10**6):
-        monkeypatch.setattr(noise_module, "_FEW", few)
-        noise = KeyedNoise.of_rows(rows)
+        monkeypatch.setattr(noise_module, "_MAX_SCALAR_HASHES", few)
+        noise = KeyedNoise.from_rows(rows)
         found.append([noise._uniforms(places, purpose) for purpose in Purpose])
     for one, other in zip(*found, strict=True):
         numpy.testing.assert_array_equal(one, other)
@@ -224,8 +224,8 @@ def test_mixed_batches_draw_each_row_by_its_own_rule():
         for settings, coupled in zip(params, (False, True, False), strict=True)
     ]
     dists = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.0, 0.0, 1.0]])
-    together = KeyedNoise.of_rows(rows).draft(dists, 0)
-    alone = [KeyedNoise.of_rows([row]).draft(dist[None], 0) for row, dist in zip(rows, dists, strict=True)]
+    together = KeyedNoise.from_rows(rows).draft(dists, 0)
+    alone = [KeyedNoise.from_rows([row]).draft(dist[None], 0) for row, dist in zip(rows, dists, strict=True)]
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -261,7 +261,7 @@ def test_chances_of_zero_and_one_are_certain():
 
 def test_rows_at_temperature_zero_take_the_most_likely_token():
     rows = [Row([0], SamplingParams(temperature=0.0), seed=seed) for seed in range(3)]
-    noise = KeyedNoise.of_rows(rows)
+    noise = KeyedNoise.from_rows(rows)
     dists = torch.tensor([0.0, 1.0, 0.0]).expand(3, -1)
     assert noise.draft(dists, 0).tolist() == noise.draw(dists, depths(0, 3)).tolist() == [1, 1, 1]
 
@@ -284,4 +284,4 @@ def test_a_race_has_the_same_numbers_on_the_host_and_on_a_device():
     noise, dists = noise_of(40), torch.rand(40, 3, 50, dtype=torch.float64) + 0.1
     places = torch.arange(3).repeat(40, 1)
     expected = -noise._device_uniforms(dists, places).log() / dists
-    assert torch.equal(noise.arrivals(dists, places), expected)
+    assert torch.equal(noise.arrival_times(dists, places), expected)

@@ -139,8 +139,17 @@ def answer_file(secondguess_command, chat_checkpoint, tmp_path):
     def run(*lines, options=("--json",)):
         file = tmp_path / "prompts.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        team = ("--model", chat_checkpoint, "--drafter", "none", "--dtype", "float32", "--max-tokens", 6)
-        return secondguess_command("generate", "--prompt-file", file, *team, *options)
+        components = (
+            "--model",
+            chat_checkpoint,
+            "--drafter",
+            "none",
+            "--dtype",
+            "float32",
+            "--max-tokens",
+            6,
+        )
+        return secondguess_command("generate", "--prompt-file", file, *components, *options)
 
     return run
 

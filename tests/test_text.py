@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from secondguess.core import Row
 from secondguess.sampling import SamplingParams
-from secondguess.text import LONGEST_WINDOW, IncrementalDecoder, TextStream, text_of_token
+from secondguess.text import MAX_WINDOW_TOKENS, IncrementalDecoder, StreamingDetokenizer, text_of_token
 
 CORPUS = [
     "def naïve(items): return [item for item in items if item]\n",
@@ -83,7 +83,7 @@ def single_bytes(text: str) -> list[int]:
     return [BYTES.convert_tokens_to_ids(character) for part, _ in parts for character in part]
 
 
-def pieces_of(stream: TextStream, row: Row, commits: list[list[int]]) -> list[str]:
+def pieces_of(stream: StreamingDetokenizer, row: Row, commits: list[list[int]]) -> list[str]:
     """Commit runs of tokens (all but the last of each drafted) and take a piece after each."""
     pieces = []
     for tokens in commits:
@@ -93,11 +93,11 @@ def pieces_of(stream: TextStream, row: Row, commits: list[list[int]]) -> list[st
     return pieces
 
 
-def watched_row(stop=(), tokenizer=BYTES, prompt="p", **settings) -> tuple[TextStream, Row]:
+def watched_row(stop=(), tokenizer=BYTES, prompt="p", **settings) -> tuple[StreamingDetokenizer, Row]:
     prompt_ids = encode("byte-level" if tokenizer is BYTES else "sentence-piece", prompt)
-    stream = TextStream(tokenizer, prompt_ids, stop)
+    stream = StreamingDetokenizer(tokenizer, prompt_ids, stop)
     ends = frozenset({tokenizer.eos_token_id})
-    return stream, Row(prompt_ids, SamplingParams(**settings), end_tokens=ends, watcher=stream)
+    return stream, Row(prompt_ids, SamplingParams(**settings), end_tokens=ends, stop_checker=stream)
 
 
 def in_runs(tokens: list[int], seed: int) -> list[list[int]]:
@@ -182,7 +182,7 @@ class TestIncrementalDecoder:
         decoder = IncrementalDecoder(Counting(), encode("byte-level", "p" * 1000))
         for token in ids:
             decoder.push(token)
-        assert max(sizes) <= LONGEST_WINDOW + 1
+        assert max(sizes) <= MAX_WINDOW_TOKENS + 1
         assert len(sizes) <= 2 * len(ids)
 
 

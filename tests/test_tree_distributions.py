@@ -29,7 +29,7 @@ from distribution_cases import (
 from secondguess.bench.traces import record
 from secondguess.controllers import make_controller
 from secondguess.core import Budgets, Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.enumeration import enumerate_rounds, largest_difference
@@ -140,14 +140,14 @@ def test_a_tree_drafter_takes_turns_with_a_look_up(distinct):
     """In one batch: behind the prompt the look-up has a chain, behind the other row's text it has none."""
     pair = PAIRS["binary"]
     parts = [SometimesScripted(script), make_tree_drafter(pair, (1, 2), distinct)]
-    team = Team(
+    components = Components(
         TableModel(2, pair.target),
         CombinedDrafter(parts, 2),
         make_verifier("auto"),
         make_controller("fixed:3"),
     )
     texts = [list(PROMPT), [1, 1]]
-    by_row = enumerate_rounds(team, lambda: [Row(list(text), SAMPLED) for text in texts])
+    by_row = enumerate_rounds(components, lambda: [Row(list(text), SAMPLED) for text in texts])
     for text, branches in zip(texts, by_row, strict=True):
         assert dist_error(branches, lambda output, text=text: pair.target((*text, *output)), 3) < ROUNDING
 
@@ -160,7 +160,7 @@ def test_parts_that_draw_siblings_in_different_ways_do_not_mix():
         Budgets([1, 1], lambda *_: [True] * 2, parts=[0, 1]),
     )
     with pytest.raises(BadInputError, match="draw siblings alike"):
-        CombinedDrafter(parts, 2).propose(rows, budgets, KeyedNoise.of_rows(rows))
+        CombinedDrafter(parts, 2).propose(rows, budgets, KeyedNoise.from_rows(rows))
 
 
 def test_traces_of_trees_are_refused():
@@ -244,14 +244,14 @@ def test_a_token_that_is_named_twice_is_accepted_once(verifier):
 
 def test_a_greedy_row_beside_sampled_trees_says_the_most_likely_tokens():
     pair, greedy = PAIRS["binary"], SamplingParams(temperature=0.0, max_tokens=20)
-    team = Team(
+    components = Components(
         TableModel(2, pair.target),
         make_tree_drafter(pair, (2,), True),
         make_verifier("auto"),
         make_controller(ROOMY),
     )
     rows = lambda: [Row(list(PROMPT), SAMPLED), Row(list(PROMPT), greedy)]  # noqa: E731
-    sampled, deterministic = enumerate_rounds(team, rows)
+    sampled, deterministic = enumerate_rounds(components, rows)
     assert dist_error(sampled, after_prompt(pair.target), 3) < ROUNDING
     assert dist_error(deterministic, after_prompt(one_hot_dist(2, 1)), 3) < ROUNDING
 
@@ -277,8 +277,8 @@ def test_coupled_text_is_plain_text_whatever_tree_is_drafted(distinct, kind):
 
     def texts(drafter):
         rows = [Row([0, 1 + seed % 2], params, seed=seed, coupled=True) for seed in range(12)]
-        team = Team(runtime_of(kind), drafter, make_verifier("auto"), make_controller(ROOMY))
-        accepted = sum(commit.num_accepted for commits in decode(team, rows) for commit in commits)
+        components = Components(runtime_of(kind), drafter, make_verifier("auto"), make_controller(ROOMY))
+        accepted = sum(commit.num_accepted for commits in decode(components, rows) for commit in commits)
         return [row.output for row in rows], accepted
 
     plain, _ = texts(NoDrafter())

@@ -23,7 +23,7 @@ from noise_cases import TREE, chained_text_p_value
 from plan_cases import most_by_hand, most_planned
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
-from secondguess.decode import Team
+from secondguess.decode import Components
 from secondguess.drafters import optimal_tree
 from secondguess.drafters.trees import TreeBuilder
 from secondguess.enumeration import enumerate_rounds
@@ -75,7 +75,7 @@ def padding_stays_out() -> bool:
     form = torch.tensor([[-1, -1, -1, -1, -1]]).expand(50, 5)
     probs = torch.tensor([0.5, 0.5]).expand(50, 5, 2)
     draft = Draft(tokens, form, torch.full((50,), 2), probs, distinct=False)
-    noise = KeyedNoise.of_rows([Row([0], SAMPLED, seed=seed) for seed in range(50)])
+    noise = KeyedNoise.from_rows([Row([0], SAMPLED, seed=seed) for seed in range(50)])
     return not make_verifier("traversal").verify(draft, target, noise).lengths.any()
 
 
@@ -106,13 +106,13 @@ def cached_dist_holds(kind: str) -> bool:
             return logits[0, -1].double().softmax(-1)
 
     found = exact_model_dist(model, next_dist)
-    team = Team(
+    components = Components(
         runtime_of(kind, vocab_size=2),
         DistTreeDrafter(2, random_probs(2, 1), (2,)),
         make_verifier("traversal"),
         make_controller("fixed:9"),
     )
-    (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
+    (branches,) = enumerate_rounds(components, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
     # The modules compute their norms in float32, the fused runtime in float64.
     return dist_error(branches, lambda output: found[output], 4) < (ROUNDING if kind == "module" else 1e-6)
 
@@ -197,12 +197,12 @@ def levels_are_withdrawn(patch: Patch) -> None:
 
 
 def the_plan_takes_every_child_for_an_elder_one(patch: Patch) -> None:
-    original = optimal_tree.Tables._add_level
+    original = optimal_tree.PlanTables._add_level
 
     def add_level(self, shares, most_nodes):
         original(self, [shares[0], *shares[:-1]], most_nodes)
 
-    patch.setattr(optimal_tree.Tables, "_add_level", add_level)
+    patch.setattr(optimal_tree.PlanTables, "_add_level", add_level)
 
 
 def distributions_without_siblings_are_not_renormalised(patch: Patch) -> None:
@@ -211,7 +211,7 @@ def distributions_without_siblings_are_not_renormalised(patch: Patch) -> None:
 
 def cousins_are_removed_too(patch: Patch) -> None:
     """Nodes of one depth are taken for siblings: those of other parents are cut out of a node's law."""
-    original = trees.Shape.earlier.func
+    original = trees.Shape.earlier_siblings.func
 
     def earlier(self):
         depths = [len(path) for path in self.paths[1:]]
@@ -220,7 +220,7 @@ def cousins_are_removed_too(patch: Patch) -> None:
             for node, _ in enumerate(original(self))
         ]
 
-    patch.setattr(trees.Shape, "earlier", property(earlier))
+    patch.setattr(trees.Shape, "earlier_siblings", property(earlier))
 
 
 def what_nobody_drew_is_accepted(patch: Patch) -> None:

@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.controllers import make_controller
 from secondguess.core import Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.heads.eagle import Eagle1Head, EagleHead
-from secondguess.heads.learning import Lesson
+from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.mtp import MtpHead
-from secondguess.heads.unrolled import UnrolledHead, initialise, shape_of_width
-from secondguess.runtime.base import EmbeddingAndHead, Hidden
+from secondguess.heads.unrolled import UnrolledHead, default_layer_config, initialise
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
@@ -49,14 +49,14 @@ def target_model(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
 
-def lesson_of(tokens: Tensor, model: LlamaForCausalLM) -> Lesson:
+def lesson_of(tokens: Tensor, model: LlamaForCausalLM) -> TrainingBatch:
     """What the target thought of texts `[row, position]`, all of it to be guessed but the first two tokens."""
     with torch.no_grad():
         states = model(tokens, output_hidden_states=True).hidden_states
-    hidden: Hidden = {**dict(enumerate(states)), -1: states[-1]}
+    hidden: HiddenStates = {**dict(enumerate(states)), -1: states[-1]}
     counts = torch.ones_like(tokens, dtype=torch.bool)
     counts[:, :2] = False
-    return Lesson(tokens, counts, hidden)
+    return TrainingBatch(tokens, counts, hidden)
 
 
 def make_eagle3(ends: EmbeddingAndHead) -> UnrolledHead:
@@ -65,7 +65,7 @@ def make_eagle3(ends: EmbeddingAndHead) -> UnrolledHead:
 
 
 def make_eagle1(ends: EmbeddingAndHead) -> UnrolledHead:
-    head = Eagle1Head(shape_of_width(ends.width), ends, VOCAB_SIZE)
+    head = Eagle1Head(default_layer_config(ends.width), ends, VOCAB_SIZE)
     initialise(head, 1)
     return head
 
@@ -102,16 +102,16 @@ def drafted_logits(head: UnrolledHead, prompt: list[int], continuation: list[int
     target = TransformersRuntime(target_model())
     drafter = FeatureDrafter(head.eval(), target, "head")
     row = Row(list(prompt), SamplingParams())
-    target.request_hidden(drafter.hidden_layers)
+    target.request_hidden_states(drafter.hidden_layers)
     drafter.begin([row], target.begin([row]))
     return told(drafter, row, continuation)
 
 
 def unrolled_logits(head: UnrolledHead, tokens: list[int], length: int) -> Tensor:
     """The same of a text in training: `[depth, vocab]` behind its first `length` tokens."""
-    lesson = lesson_of(torch.tensor([tokens]), target_model())
+    training_batch = lesson_of(torch.tensor([tokens]), target_model())
     with torch.no_grad():
-        return torch.stack([head.logits(thought[0, length - 2]) for thought in head.unroll(lesson)])
+        return torch.stack([head.logits(thought[0, length - 2]) for thought in head.unroll(training_batch)])
 
 
 def drafts_as_it_learned(kind: str) -> bool:
@@ -120,7 +120,7 @@ def drafts_as_it_learned(kind: str) -> bool:
     target = TransformersRuntime(target_model())
     drafter = FeatureDrafter(head.eval(), target, "head")
     row = Row(TEXT[:5], SamplingParams(temperature=1.0, max_tokens=40), seed=3)
-    rounds = decode(Team(target, drafter, make_verifier("auto"), make_controller("fixed:3")), [row])
+    rounds = decode(Components(target, drafter, make_verifier("auto"), make_controller("fixed:3")), [row])
     num_accepted = [next(rounds)[0].num_accepted for _ in range(5)]
     assert max(num_accepted) > 0 == min(num_accepted)
     told_next = [7, 2, 20, 11]

@@ -19,9 +19,9 @@ from systems import LlamaCpp, OpenVino
 
 from secondguess.bench.markdown import table
 from secondguess.bench.measurement import turns
-from secondguess.bench.peers import StockModel, transformers_systems
+from secondguess.bench.peers import TransformersModel, transformers_systems
 from secondguess.bench.provenance import collect_provenance
-from secondguess.bench.systems import Models, Run, Speculator, System
+from secondguess.bench.systems import Models, Run, SecondguessSystem, System
 
 LOSSLESS_WHEN_SAMPLING = ("secondguess", "transformers", "llama.cpp")
 """Families whose speculation is lossless when sampling.
@@ -33,8 +33,8 @@ OpenVINO's is not (local-engines page, section 2), but its plain decoding is.
 def ours(pair: Path, lengths: Sequence[int], quantize: str | None) -> tuple[list[System], Models]:
     models = Models(str(pair / "target"), "bfloat16", "cpu", quantize=quantize)
     drafter = f"model:{pair / 'drafter'}"
-    systems = [Speculator(models, "none"), Speculator(models, drafter)]
-    systems += [Speculator(models, drafter, f"fixed:{length}") for length in lengths]
+    systems = [SecondguessSystem(models, "none"), SecondguessSystem(models, drafter)]
+    systems += [SecondguessSystem(models, drafter, f"fixed:{length}") for length in lengths]
     label = quantize or "bfloat16"
     for system in systems:
         system.name = system.name.replace("secondguess", f"secondguess {label}", 1)
@@ -48,7 +48,8 @@ def make_systems(options: argparse.Namespace) -> tuple[list[System], Models, lis
     left_out = []
     if options.transformers_lengths != [-1]:
         stock = [
-            StockModel(pair / name, torch.bfloat16, torch.device("cpu")) for name in ("target", "drafter")
+            TransformersModel(pair / name, torch.bfloat16, torch.device("cpu"))
+            for name in ("target", "drafter")
         ]
         found = transformers_systems(stock[0], {"drafter": stock[1]}, options.transformers_lengths)
         systems += [system for system in found if "lookup" not in system.name]
@@ -238,7 +239,7 @@ def main() -> None:
         dtype="bfloat16",
         seed=0,
         models={name: options.pair / name for name in ("target", "drafter")},
-        runtimes={"target": models.target.runtime_in_words},
+        runtimes={"target": models.target.runtime_description},
     )
     report: dict[str, object] = {
         "name": options.name,

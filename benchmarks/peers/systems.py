@@ -14,7 +14,7 @@ from pathlib import Path
 
 from secondguess.bench.systems import Run, System
 
-TRIES = 4
+MAX_ATTEMPTS = 4
 """Maximum number of attempts, since llama.cpp's programs sometimes exit before logging times."""
 
 
@@ -108,7 +108,7 @@ class LlamaCpp(System):
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
         text = "".join(f"<{token}>" for token in prompt)
         asked = ["-p", text, "-n", str(num_tokens), "--temp", str(temperature), "--seed", str(seed)]
-        for _ in range(TRIES):
+        for _ in range(MAX_ATTEMPTS):
             done = subprocess.run([*self._command, *asked], capture_output=True, text=True, check=False)
             said = done.stdout + done.stderr
             tokens = [int(token) for token in re.findall(r"<(\d+)>", done.stdout)][len(prompt) :]

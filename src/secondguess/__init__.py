@@ -45,7 +45,7 @@ __all__ = [
     "load",
 ]
 
-_HOMES = {
+_MODULES = {
     "LLM": "api",
     "Output": "generation",
     "load": "api",
@@ -63,4 +63,4 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"secondguess.{_HOMES.get(name, 'errors')}"), name)
+    return getattr(import_module(f"secondguess.{_MODULES.get(name, 'errors')}"), name)

@@ -23,9 +23,9 @@ from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import (
     LoadedModel,
     check_vocabularies,
+    estimate_load_memory,
     find_checkpoint,
     load_runtime,
-    memory_need,
     pick_device,
     read_config,
 )
@@ -37,7 +37,7 @@ from secondguess.verifiers.base import Verifier
 
 __all__ = [
     "LLM",
-    "NO_DRAFTING",
+    "PLAIN_DECODING",
     "Generation",
     "Output",
     "Prompt",
@@ -50,7 +50,7 @@ __all__ = [
     "make_row",
 ]
 
-NO_DRAFTING = "fixed:0"
+PLAIN_DECODING = "fixed:0"
 """Default controller of drafters that never draft."""
 
 
@@ -119,7 +119,7 @@ class LLM:
                 "give its settings without a list"
             )
         else:
-            chosen = [self._sampling_at(place, each, **settings) for place, each in enumerate(params)]
+            chosen = [self._checked_params(place, each, **settings) for place, each in enumerate(params)]
         outputs = iter(Generation(self, batch, chosen).run())
         samples = [list(islice(outputs, each.n)) for each in chosen]
         if any(each.n > 1 for each in chosen):
@@ -146,7 +146,7 @@ class LLM:
         return (piece for _, piece in Generation(self, [prompt], [chosen]))
 
     @classmethod
-    def _sampling_at(cls, place: int, params: object, **settings: object) -> SamplingParams:
+    def _checked_params(cls, place: int, params: object, **settings: object) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise BadInputError(
                 f"expected params[{place}] to be SamplingParams, got {type(params).__name__}; "
@@ -220,20 +220,20 @@ def load(
     name = default_drafter(model) if drafter is None else drafter
     optional = {"controller": controller, "quantize": quantize, "drafter_quantize": drafter_quantize}
     given = {option: value for option, value in optional.items() if value is not None}
-    _require_texts(
+    _require_strings(
         model=model, drafter=name, verifier=verifier, dtype=dtype, device=device, runtime=runtime, **given
     )
     # Checked first: names are cheap to check, weights are expensive to load.
-    draft_models_named = draft_model_paths(name)
+    draft_model_names = draft_model_paths(name)
     chosen_verifier = make_verifier(verifier)
     if controller is not None:
         make_controller(controller)
-    needs = [memory_need(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)]
+    needs = [estimate_load_memory(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)]
     needs += [
-        memory_need(path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
-        for path in draft_models_named
+        estimate_load_memory(path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
+        for path in draft_model_names
     ]
-    head_bytes = resolve_drafter(name, _unloaded(model, runtime)).head_bytes
+    head_bytes = resolve_drafter(name, _unloaded_target(model, runtime)).head_bytes
     if head_bytes:
         needs.append(MemoryEstimate(name, head_bytes, 0, needs[0].num_cached_tokens))
     check_memory(needs, pick_device(device))
@@ -255,11 +255,11 @@ def load(
     check_verifier(chosen_verifier, made)
     chosen_controller = choose_controller(controller, made)
     require_model_to_quantize(drafter_quantize, made.name, bool(draft_models))
-    cache_bytes = sum(map(_cached_bytes, [target, *draft_models]))
+    cache_bytes = sum(map(_cache_bytes_per_token, [target, *draft_models]))
     return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes)
 
 
-def _unloaded(model: str, runtime: str) -> UnloadedTarget:
+def _unloaded_target(model: str, runtime: str) -> UnloadedTarget:
     """Return the properties of a target that drafters are checked against before it is loaded.
 
     Whether its layers can run separately is assumed here, and known only after loading.
@@ -269,12 +269,12 @@ def _unloaded(model: str, runtime: str) -> UnloadedTarget:
     return UnloadedTarget(model, path, num_layers, supports_partial_forward=runtime != "transformers")
 
 
-def _cached_bytes(loaded: LoadedModel) -> int:
+def _cache_bytes_per_token(loaded: LoadedModel) -> int:
     """Return the KV cache bytes per token of a model, in the dtype in use.
 
     A probe at loading can replace the dtype that was picked first.
     """
-    need = memory_need(
+    need = estimate_load_memory(
         loaded.name, dtype=loaded.dtype, device=loaded.device, quantize=loaded.quantize, runtime=loaded.kind
     )
     return need.cache // need.num_cached_tokens
@@ -289,7 +289,7 @@ def choose_controller(name: str | None, drafter: Drafter) -> Controller:
     if name is None:
         return make_controller(drafter.default_controller)
     controller = make_controller(name)
-    if drafter.default_controller == NO_DRAFTING and controller.name != NO_DRAFTING:
+    if drafter.default_controller == PLAIN_DECODING and controller.name != PLAIN_DECODING:
         raise BadInputError(
             f"expected no controller for the drafter {drafter.name}, which never drafts, got {name!r}; "
             "leave it out or take another drafter"
@@ -315,7 +315,7 @@ def check_verifier(verifier: Verifier, drafter: Drafter) -> None:
         )
 
 
-def _require_texts(**values: object) -> None:
+def _require_strings(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, str):
             raise BadInputError(f"expected {name} to be a text, got {value!r}")

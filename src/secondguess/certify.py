@@ -33,7 +33,7 @@ from torch import Tensor
 
 from secondguess.controllers import make_controller
 from secondguess.core import Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from secondguess.api import LLM
 
 Text = tuple[int, ...]
-OTHER = -1
+OTHER_TOKEN = -1
 """Placeholder, at the end of a cell, for all tokens without a branch of their own there."""
 MIN_EXPECTED = 5.0
-LEAST_P_VALUE = 1e-6
+MIN_P_VALUE = 1e-6
 
 Progress = Callable[[int, int, str], None]
 """Callback with (done, total, description)."""
@@ -100,20 +100,20 @@ class CertifyOptions:
 
 
 @dataclass(frozen=True)
-class Subject:
+class CertifiedSystem:
     """Decoding configuration under test.
 
     Args:
-        team: target, drafter, verifier and controller.
-        plain_logits: returns the target's next-token logits `[vocab]` after a text, computed
+        components: target, drafter, verifier and controller.
+        reference_logits: returns the target's next-token logits `[vocab]` after a text, computed
             without code of this package.
         prompt: token ids that every text continues.
         model: the target's name.
         dtype: dtype of the target's weights.
     """
 
-    team: Team
-    plain_logits: Callable[[Sequence[int]], Tensor]
+    components: Components
+    reference_logits: Callable[[Sequence[int]], Tensor]
     prompt: Text
     model: str
     dtype: str
@@ -158,8 +158,8 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """True if the p-value is at least `LEAST_P_VALUE` and the bound is within the limit."""
-        return self.p_value >= LEAST_P_VALUE and self.bound <= self.limit
+        """True if the p-value is at least `MIN_P_VALUE` and the bound is within the limit."""
+        return self.p_value >= MIN_P_VALUE and self.bound <= self.limit
 
     def as_dict(self) -> dict[str, object]:
         """Return all fields and `passed`, ready for JSON."""
@@ -181,7 +181,7 @@ class Certificate:
                 f"verifier     {self.verifier} ({self.exactness})",
                 f"compared     {self.num_samples:,} sampled texts with the model's own forward, over {cells}",
                 f"drafting     {accepted}, {self.acceptance_length:.2f} tokens per target pass",
-                f"G-test       p = {self.p_value:.3g} (fails below {LEAST_P_VALUE:g})",
+                f"G-test       p = {self.p_value:.3g} (fails below {MIN_P_VALUE:g})",
                 f"certificate  total variation <= {self.bound:.4f} with confidence 1 - {self.delta:g} "
                 f"(observed {self.distance:.4f}, limit {self.limit:g})",
                 f"result       {'PASSED' if self.passed else 'FAILED'} in {self.seconds:.1f} s",
@@ -189,9 +189,9 @@ class Certificate:
         )
 
 
-def tiny_subject(
+def tiny_system(
     drafter: str = "model", verifier: str = "auto", controller: str = "fixed:2", seed: int = 3
-) -> Subject:
+) -> CertifiedSystem:
     """Return a random model with a vocabulary of three tokens and a real KV cache.
 
     Args:
@@ -221,16 +221,18 @@ def tiny_subject(
 
     name = "model:tiny" if drafter == "model" else drafter
     made = make_drafter(name, target_vocab_size=model.config.vocab_size, load_draft_model=load_draft_model)
-    team = Team(runtime(0), made, make_verifier(verifier), make_controller(controller))
-    name = f"random Llama of 3 tokens, {type(team.target).__name__}"
-    return Subject(team, plain_logits_of(model), (0,), name, _name(model.dtype))
+    components = Components(runtime(0), made, make_verifier(verifier), make_controller(controller))
+    name = f"random Llama of 3 tokens, {type(components.target).__name__}"
+    return CertifiedSystem(components, plain_logits_of(model), (0,), name, _name(model.dtype))
 
 
-def subject_of(llm: LLM, prompt: Sequence[int]) -> Subject:
+def system_of(llm: LLM, prompt: Sequence[int]) -> CertifiedSystem:
     """Return a loaded model and its drafter as a subject whose texts continue the prompt."""
-    team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller)
+    components = Components(llm.target.runtime, llm.drafter, llm.verifier, llm.controller)
     model = llm.target.module()
-    return Subject(team, plain_logits_of(model), tuple(prompt), llm.target.name, _name(model.dtype))
+    return CertifiedSystem(
+        components, plain_logits_of(model), tuple(prompt), llm.target.name, _name(model.dtype)
+    )
 
 
 def plain_logits_of(model: Any) -> Callable[[Sequence[int]], Tensor]:
@@ -239,17 +241,17 @@ def plain_logits_of(model: Any) -> Callable[[Sequence[int]], Tensor]:
     It runs the Transformers model over the whole text, with eager attention and without a cache.
     """
 
-    def plain_logits(tokens: Sequence[int]) -> Tensor:
+    def reference_logits(tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor([list(tokens)], device=model.device)
-        with _own_attention(model), torch.inference_mode():
+        with _eager_attention(model), torch.inference_mode():
             logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -1]
         return logits.double().cpu()
 
-    return plain_logits
+    return reference_logits
 
 
 @contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
+def _eager_attention(model: Any) -> Iterator[None]:
     ours = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -259,14 +261,14 @@ def _own_attention(model: Any) -> Iterator[None]:
 
 
 def certify(
-    subject: Subject,
+    subject: CertifiedSystem,
     options: CertifyOptions = CertifyOptions(),
     progress: Progress = _no_progress,
 ) -> Certificate:
     """Sample texts with the decoding loop and compare their distribution with the target's.
 
     Args:
-        subject: configuration to test; see `tiny_subject` and `subject_of`.
+        subject: configuration to test; see `tiny_system` and `system_of`.
         options: sample size and thresholds.
         progress: called with the number of cells whose exact probability is computed, then with
             the number of texts sampled.
@@ -279,13 +281,13 @@ def certify(
     distance = 0.5 * sum(
         abs(counts[cell] / options.num_samples - mass) for cell, mass in cells.masses.items()
     )
-    team = subject.team
+    components = subject.components
     return Certificate(
         model=subject.model,
-        drafter=team.drafter.name,
-        verifier=team.verifier.name,
-        exactness=str(team.verifier.exactness),
-        controller=team.controller.name,
+        drafter=components.drafter.name,
+        verifier=components.verifier.name,
+        exactness=str(components.verifier.exactness),
+        controller=components.controller.name,
         dtype=subject.dtype,
         temperature=options.temperature,
         num_tokens=options.num_tokens,
@@ -306,14 +308,14 @@ def certify(
     )
 
 
-def _next_dist(subject: Subject, temperature: float) -> Callable[[Text], Tensor]:
+def _next_dist(subject: CertifiedSystem, temperature: float) -> Callable[[Text], Tensor]:
     """Return the target's next-token distribution as a function of the output so far.
 
     It does not use the package's sampling code, so that the certificate tests that code too.
     """
 
     def next_dist(output: Text) -> Tensor:
-        logits = subject.plain_logits((*subject.prompt, *output))
+        logits = subject.reference_logits((*subject.prompt, *output))
         if temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).double()
         return (logits / temperature).softmax(-1)
@@ -327,7 +329,7 @@ class Cells:
 
     Args:
         masses: probability of each cell. A cell is a whole text, a prefix, or a prefix that ends
-            in `OTHER`.
+            in `OTHER_TOKEN`.
         branches: for each prefix that was split, the tokens with a branch of their own.
     """
 
@@ -363,7 +365,7 @@ class Cells:
             chances, tokens = probs.topk(min(4, len(probs)))
             branches[prefix] = frozenset(tokens.tolist())
             if len(probs) > len(tokens):
-                masses[(*prefix, OTHER)] = -negative_mass * max(0.0, 1 - float(chances.sum()))
+                masses[(*prefix, OTHER_TOKEN)] = -negative_mass * max(0.0, 1 - float(chances.sum()))
             for token, chance in zip(tokens.tolist(), chances.tolist(), strict=True):
                 longer, mass = (*prefix, token), -negative_mass * chance
                 if len(longer) == num_tokens:
@@ -377,20 +379,20 @@ class Cells:
         prefix: Text = ()
         while prefix in self.branches:
             token = text[len(prefix)]
-            prefix = (*prefix, token if token in self.branches[prefix] else OTHER)
+            prefix = (*prefix, token if token in self.branches[prefix] else OTHER_TOKEN)
         return prefix
 
     def covers_all_texts(self, num_tokens: int) -> bool:
         """Return whether every text of `num_tokens` tokens has a cell of its own."""
-        return all(len(cell) == num_tokens and cell[-1] != OTHER for cell in self.masses)
+        return all(len(cell) == num_tokens and cell[-1] != OTHER_TOKEN for cell in self.masses)
 
 
 def _sample(
-    subject: Subject, options: CertifyOptions, cells: Cells, progress: Progress
+    subject: CertifiedSystem, options: CertifyOptions, cells: Cells, progress: Progress
 ) -> tuple[Counter[Text], tuple[int, int, int]]:
     """Return the count of each cell, and numbers of drafted nodes, accepted nodes and rounds."""
     params = SamplingParams(temperature=options.temperature, max_tokens=options.num_tokens)
-    coupled = subject.team.verifier.uses_coupling(seeded=False)
+    coupled = subject.components.verifier.uses_coupling(seeded=False)
     texts: Counter[Text] = Counter()
     num_drafted = num_accepted = num_rounds = 0
     for first in range(0, options.num_samples, options.batch_size):
@@ -399,12 +401,12 @@ def _sample(
             Row(list(subject.prompt), params, seed=options.seed, stream=stream, coupled=coupled)
             for stream in range(first, last)
         ]
-        team = replace(subject.team, recorder=StatsRecorder())
+        components = replace(subject.components, recorder=StatsRecorder())
         progress(first, options.num_samples, "drawing texts")
-        for _ in decode(team, rows):
+        for _ in decode(components, rows):
             progress(first + sum(row.finished for row in rows), options.num_samples, "drawing texts")
         texts.update(tuple(row.output) for row in rows)
-        for stats in map(team.recorder.of, rows):
+        for stats in map(components.recorder.of, rows):
             num_drafted += stats.num_drafted
             num_accepted += stats.num_accepted
             num_rounds += stats.num_rounds

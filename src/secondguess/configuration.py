@@ -27,33 +27,33 @@ SCHEMA = 1
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
-class Unfit(Exception):
+class InvalidValue(Exception):
     """Invalid value of a key; the message describes valid ones."""
 
 
-# Checks of values: each returns the normalised value, or raises `Unfit` with the valid ones.
+# Checks of values: each returns the normalised value, or raises `InvalidValue` with the valid ones.
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise Unfit('a text in quotes, such as "auto"')
+        raise InvalidValue('a text in quotes, such as "auto"')
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Unfit("a text that can be written in UTF-8") from None
+        raise InvalidValue("a text that can be written in UTF-8") from None
     return value
 
 
 def _sha256(value: object) -> str:
     if not isinstance(value, str) or not SHA256.fullmatch(value):
-        raise Unfit("a SHA-256 of 64 hexadecimal digits")
+        raise InvalidValue("a SHA-256 of 64 hexadecimal digits")
     return value
 
 
-def _whole_number(low: int, high: int) -> Callable[[object], int]:
+def _integer(low: int, high: int) -> Callable[[object], int]:
     def check(value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise Unfit(f"a whole number from {low} to {high}")
+            raise InvalidValue(f"a whole number from {low} to {high}")
         return value
 
     return check
@@ -62,13 +62,13 @@ def _whole_number(low: int, high: int) -> Callable[[object], int]:
 def _number(value: object, high: float = math.inf) -> float:
     expected = f"a number from 0 to {high:g}" if math.isfinite(high) else "a number of at least 0"
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise Unfit(expected)
+        raise InvalidValue(expected)
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not 0 <= number <= high or math.isinf(number):
-        raise Unfit(expected)
+        raise InvalidValue(expected)
     return number
 
 
@@ -80,9 +80,9 @@ def _rates(value: object) -> tuple[float, ...]:
     try:
         if isinstance(value, list | tuple):
             return tuple(map(_rate, value))
-    except Unfit:
+    except InvalidValue:
         pass
-    raise Unfit("a list of numbers from 0 to 1, such as [0.8, 0.6]")
+    raise InvalidValue("a list of numbers from 0 to 1, such as [0.8, 0.6]")
 
 
 def _speedup(value: object) -> dict[int, float]:
@@ -90,15 +90,15 @@ def _speedup(value: object) -> dict[int, float]:
     try:
         if isinstance(value, Mapping):
             return {_batch_size(size): _number(ratio) for size, ratio in value.items()}
-    except Unfit:
+    except InvalidValue:
         pass
-    raise Unfit('a table of batch size = speed-up, such as { "1" = 2.3 }')
+    raise InvalidValue('a table of batch size = speed-up, such as { "1" = 2.3 }')
 
 
 def _batch_size(value: object) -> int:
     if isinstance(value, str) and re.fullmatch("[1-9][0-9]{0,5}", value, re.ASCII):
         return int(value)
-    return _whole_number(1, 999_999)(value)
+    return _integer(1, 999_999)(value)
 
 
 def _key(check: Callable[[object], Any], meaning: str, *, required: bool = False) -> Any:
@@ -107,7 +107,7 @@ def _key(check: Callable[[object], Any], meaning: str, *, required: bool = False
     return field(metadata=metadata) if required else field(default=None, metadata=metadata)
 
 
-class _Table:
+class _TableSchema:
     """Dataclass whose fields are the keys of one table of the file; None is an absent key."""
 
     def __post_init__(self) -> None:
@@ -117,8 +117,10 @@ class _Table:
                 continue
             try:
                 object.__setattr__(self, key.name, key.metadata["check"](value))
-            except Unfit as unfit:
-                raise BadInputError(f"expected {key.name} to be {unfit}, got {_shown(value)}") from None
+            except InvalidValue as unfit:
+                raise BadInputError(
+                    f"expected {key.name} to be {unfit}, got {_shortened_repr(value)}"
+                ) from None
 
     def given(self) -> dict[str, Any]:
         """Return the keys that are present, with their values."""
@@ -127,7 +129,7 @@ class _Table:
 
 
 @dataclass(frozen=True)
-class LoadSettings(_Table):
+class LoadSettings(_TableSchema):
     """Arguments of `load` by name; None leaves a choice to `load`, which also validates names."""
 
     model: str = _key(_text, "the target: a directory, a cached model's name, or builtin", required=True)
@@ -142,19 +144,19 @@ class LoadSettings(_Table):
 
 
 @dataclass(frozen=True)
-class Tuned(_Table):
+class TuningRecord(_TableSchema):
     """Measurements behind the selection. All are optional, and `load` reads none of them."""
 
     date: str | None = _key(_text, "when it was measured")
     processor: str | None = _key(_text, "on what")
-    num_threads: int | None = _key(_whole_number(1, 65_536), "with how many threads")
+    num_threads: int | None = _key(_integer(1, 65_536), "with how many threads")
     workload: str | None = _key(_text, "on which prompts")
     workload_sha256: str | None = _key(_sha256, "SHA-256 of their file")
     model_sha256: str | None = _key(_sha256, "SHA-256 of the target's weights; others are refused")
     acceptance_rate: float | None = _key(_rate, "accepted / drafted")
     acceptance_by_position: tuple[float, ...] | None = _key(_rates, "the same for each place of a draft")
     draft_length: int | None = _key(
-        _whole_number(0, MAX_DRAFT_LENGTH), "the best constant draft length; 0: best without drafts"
+        _integer(0, MAX_DRAFT_LENGTH), "the best constant draft length; 0: best without drafts"
     )
     cost_ratio: float | None = _key(_number, "one draft step over one target pass")
     speedup: Mapping[int, float] | None = _key(_speedup, "over plain decoding, by batch size")
@@ -165,7 +167,7 @@ class Configuration:
     """Content of a configuration file."""
 
     load: LoadSettings
-    tuned: Tuned = field(default_factory=Tuned)
+    tuned: TuningRecord = field(default_factory=TuningRecord)
 
     def to_toml(self) -> str:
         """Return the text of the file, with a comment for every key."""
@@ -216,18 +218,20 @@ def read_configuration(path: str | Path) -> Configuration:
 def _parse(document: Mapping[str, Any]) -> Configuration:
     schema = document.get("schema")
     if isinstance(schema, bool) or schema != SCHEMA:
-        got = "none" if schema is None else _shown(schema)
+        got = "none" if schema is None else _shortened_repr(schema)
         raise BadInputError(f"expected schema = {SCHEMA}, got {got}; tune again with this version")
     _refuse_unknown(document, ["schema", "load", "tuned"], "at the top")
     for table in ("load", "tuned"):
         if not isinstance(document.get(table, {}), dict):
-            raise BadInputError(f"expected {table} to be a table [{table}], got {_shown(document[table])}")
+            raise BadInputError(
+                f"expected {table} to be a table [{table}], got {_shortened_repr(document[table])}"
+            )
     load, tuned = document.get("load", {}), document.get("tuned", {})
     _refuse_unknown(load, [key.name for key in fields(LoadSettings)], "in [load]")
-    _refuse_unknown(tuned, [key.name for key in fields(Tuned)], "in [tuned]")
+    _refuse_unknown(tuned, [key.name for key in fields(TuningRecord)], "in [tuned]")
     if "model" not in load:
         raise BadInputError('expected a model in [load], got none; write model = "..." there')
-    return Configuration(LoadSettings(**load), Tuned(**tuned))
+    return Configuration(LoadSettings(**load), TuningRecord(**tuned))
 
 
 def _refuse_unknown(table: Mapping[str, Any], known: list[str], where: str) -> None:
@@ -235,18 +239,18 @@ def _refuse_unknown(table: Mapping[str, Any], known: list[str], where: str) -> N
         if key not in known:
             meant = get_close_matches(key, known, n=1)
             hint = f"did you mean {meant[0]!r}?" if meant else f"take it out (known: {', '.join(known)})"
-            raise BadInputError(f"expected no key {_shown(key)} {where}; {hint}")
+            raise BadInputError(f"expected no key {_shortened_repr(key)} {where}; {hint}")
 
 
 def same_model(first: str, second: str) -> bool:
     """Return True if two names refer to the same model, as far as names and directories show."""
     if first == second:
         return True
-    places = [_place(name) for name in (first, second)]
+    places = [_model_directory(name) for name in (first, second)]
     return None not in places and places[0] == places[1]
 
 
-def _place(name: str) -> Path | None:
+def _model_directory(name: str) -> Path | None:
     if name in ("builtin", "builtin-draft"):
         return builtin_paths()[name == "builtin-draft"].resolve()
     path = Path(name)
@@ -288,7 +292,7 @@ def require_same_weights(configuration: Configuration, source: Path) -> None:
         )
 
 
-def _lines(table: _Table) -> list[str]:
+def _lines(table: _TableSchema) -> list[str]:
     meanings = {key.name: key.metadata["meaning"] for key in fields(table)}  # type: ignore[arg-type]
     return [f"{name} = {_toml(value)}  # {meanings[name]}" for name, value in table.given().items()]
 
@@ -304,6 +308,6 @@ def _toml(value: object) -> str:
     return repr(value)
 
 
-def _shown(value: object) -> str:
+def _shortened_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -46,7 +46,7 @@ model's context is full.
 """
 
 
-class StopWatcher(Protocol):
+class StopChecker(Protocol):
     """Detector of stop strings in a row's output."""
 
     def push(self, token: int) -> bool:
@@ -67,7 +67,7 @@ class Row:
             text depends on the seed alone.
         end_tokens: tokens that end the row: the model's end tokens and the request's stop tokens.
         context_length: number of positions that the target supports.
-        watcher: detects stop strings, if the request has any.
+        stop_checker: detects stop strings, if the request has any.
         finish_reason: None until the row is finished.
     """
 
@@ -78,7 +78,7 @@ class Row:
     coupled: bool = False
     end_tokens: frozenset[int] = frozenset()
     context_length: int = 2**31
-    watcher: StopWatcher | None = None
+    stop_checker: StopChecker | None = None
     finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)
 
@@ -118,14 +118,14 @@ class Row:
         tokens = [*accepted, next_token]
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
-            self.finish_reason = self._reason_to_end(token)
+            self.finish_reason = self._finish_reason_after(token)
             if self.finished:
                 tokens = tokens[:count]
                 break
         return Commit(self, tokens, num_accepted=min(len(accepted), len(tokens)))
 
-    def _reason_to_end(self, token: int) -> FinishReason | None:
-        met_stop_string = self.watcher is not None and self.watcher.push(token)
+    def _finish_reason_after(self, token: int) -> FinishReason | None:
+        met_stop_string = self.stop_checker is not None and self.stop_checker.push(token)
         if self.num_output >= self.params.min_tokens and (met_stop_string or token in self.end_tokens):
             return "stop"
         if self.num_output >= self.params.max_tokens:
@@ -231,7 +231,7 @@ class Draft:
         width = max(lengths, default=0)
         tokens = [[*chain, *([0] * (width - len(chain)))] for chain in chains]
         as_tensor = token_tensor(tokens, torch.device(device)).reshape(len(chains), width)
-        return cls(as_tensor, *_chain_form(lengths, torch.device(device)), probs)
+        return cls(as_tensor, *_chain_parents_and_lengths(lengths, torch.device(device)), probs)
 
     @property
     def num_rows(self) -> int:
@@ -313,7 +313,7 @@ def _first_nodes(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _chain_form(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _chain_parents_and_lengths(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return parents and lengths of chains; cached, because the same few lengths recur."""
     width = max(lengths, default=0)
     parents = [[*range(-1, length - 1), *([-1] * (width - length))] for length in lengths]
@@ -337,7 +337,7 @@ class Verdict:
     next_tokens: Tensor
 
     @classmethod
-    def of_chain(cls, lengths: Tensor, next_tokens: Tensor) -> Verdict:
+    def from_chain(cls, lengths: Tensor, next_tokens: Tensor) -> Verdict:
         """Return the verdict that accepts the first `lengths` nodes of each chain."""
         return cls(_first_nodes(tuple(lengths.tolist()), lengths.device), lengths, next_tokens)
 

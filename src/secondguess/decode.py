@@ -36,7 +36,7 @@ from secondguess.verifiers.base import Verifier
 
 
 @dataclass(frozen=True)
-class Team:
+class Components:
     """Components of the decoding loop.
 
     With a lossless verifier, the output follows the target's distribution for any drafter and
@@ -60,16 +60,16 @@ class Team:
 
     def noise(self, rows: Sequence[Row]) -> Noise:
         """Return the noise of this round; tests pass a `make_noise` that enumerates outcomes."""
-        return self.make_noise(rows) if self.make_noise else KeyedNoise.of_rows(rows, self.target.device)
+        return self.make_noise(rows) if self.make_noise else KeyedNoise.from_rows(rows, self.target.device)
 
 
-def decode(team: Team, rows: Sequence[Row]) -> Generator[list[Commit], None, None]:
+def decode(components: Components, rows: Sequence[Row]) -> Generator[list[Commit], None, None]:
     """Decode rows until all are finished, yielding the commits of each round.
 
     If the generator is closed early, the state of all unfinished rows is released.
 
     Args:
-        team: components of the loop.
+        components: components of the loop.
         rows: extended in place, with a finish reason at the end. Finished rows are skipped.
 
     Yields:
@@ -80,70 +80,72 @@ def decode(team: Team, rows: Sequence[Row]) -> Generator[list[Commit], None, Non
     """
     held = [row for row in rows if not row.finished]
     try:
-        begin(team, held)
+        begin(components, held)
         while held:
-            yield run_round(team, held)
+            yield run_round(components, held)
             # Slots stay contiguous: releasing the last row first moves the fewest cache entries.
             for row in reversed(held):
                 if row.finished:
-                    release(team, row)
+                    release(components, row)
             held = [row for row in held if not row.finished]
     finally:
         for row in held:
-            release(team, row)
+            release(components, row)
 
 
 @inference_mode()
-def begin(team: Team, rows: Sequence[Row]) -> None:
+def begin(components: Components, rows: Sequence[Row]) -> None:
     """Prefill rows: cache all tokens of each prompt except the last one."""
-    with team.recorder.round(rows), team.recorder.phase("prefill"):
-        team.target.request_hidden(team.drafter.hidden_layers)
-        hidden = team.target.begin(rows)
-        team.drafter.begin(rows, hidden)
+    with components.recorder.round(rows), components.recorder.phase("prefill"):
+        components.target.request_hidden_states(components.drafter.hidden_layers)
+        hidden = components.target.begin(rows)
+        components.drafter.begin(rows, hidden)
 
 
-def release(team: Team, row: Row) -> None:
+def release(components: Components, row: Row) -> None:
     """Release the state that target, drafter and controller hold for a row."""
-    team.target.end(row)
-    team.drafter.end(row)
-    team.controller.end(row)
+    components.target.end(row)
+    components.drafter.end(row)
+    components.controller.end(row)
 
 
 @inference_mode()
-def run_round(team: Team, rows: Sequence[Row]) -> list[Commit]:
+def run_round(components: Components, rows: Sequence[Row]) -> list[Commit]:
     """Run one round: draft, one target forward pass, verification and commit.
 
     Returns:
         One `Commit` per row, with at least one token each.
     """
-    recorder = team.recorder
+    recorder = components.recorder
     with recorder.round(rows):
-        noise = team.noise(rows)
-        budgets = _budgets(team, rows)
-        draft = _draft(team, rows, budgets, noise)
+        noise = components.noise(rows)
+        budgets = _budgets(components, rows)
+        draft = _draft(components, rows, budgets, noise)
         with recorder.phase("score"):
-            scores = team.target.score(rows, draft)
+            scores = components.target.score(rows, draft)
         with recorder.phase("verify"):
-            verdict = team.verifier.verify(draft, compute_target_probs(scores.logits, rows, draft), noise)
+            verdict = components.verifier.verify(
+                draft, compute_target_probs(scores.logits, rows, draft), noise
+            )
             paths = verdict.path_lists()
         # The cache drops rejected nodes before the rows' tokens change.
-        team.target.keep(rows, paths)
+        components.target.keep(rows, paths)
         commits = _commit(rows, draft, scores, verdict, paths)
         with recorder.phase("draft"):
-            team.drafter.observe(rows, verdict, scores.hidden)
-        team.controller.learn(rows, draft, verdict, recorder.round_time())
+            components.drafter.observe(rows, verdict, scores.hidden)
+        components.controller.learn(rows, draft, verdict, recorder.round_time())
     recorder.record(rows, draft, commits)
     return commits
 
 
-def _budgets(team: Team, rows: Sequence[Row]) -> Budgets:
+def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
     """Choose the draft length of every row.
 
     A request's own `draft_length` overrides the controller. The last free position of a row is
     reserved for the token that the verifier samples.
     """
-    controller = team.controller
-    candidates = team.drafter.candidates(rows)
+    controller = components.controller
+    candidates = components.drafter.candidates(rows)
     plans = controller.plan(rows, candidates)
     wishes = [row.params.draft_length for row in rows]
     lengths = [
@@ -173,15 +175,17 @@ def _go_on(
     return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
 
 
-def _draft(team: Team, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
     """Draft for all rows; skip the drafter when every draft length is 0."""
     if not budgets.longest:
-        return team.drafter.empty_draft(len(rows), noise, team.target.vocab_size)
+        return components.drafter.empty_draft(len(rows), noise, components.target.vocab_size)
     members = [index for index, length in enumerate(budgets.lengths) if length > 0]
-    with team.recorder.phase("prefill"):
-        team.drafter.prepare([rows[index] for index in members], [budgets.parts[index] for index in members])
-    with team.recorder.phase("draft"):
-        return team.drafter.propose(rows, budgets, noise)
+    with components.recorder.phase("prefill"):
+        components.drafter.prepare(
+            [rows[index] for index in members], [budgets.parts[index] for index in members]
+        )
+    with components.recorder.phase("draft"):
+        return components.drafter.propose(rows, budgets, noise)
 
 
 def _commit(

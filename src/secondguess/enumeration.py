@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row
-from secondguess.decode import Team, begin, release, run_round
+from secondguess.decode import Components, begin, release, run_round
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.noise import Noise
 from secondguess.stats import StatsRecorder
 
 MAX_BRANCHES = 300_000
 
-Question = tuple[int, str, int]
+Decision = tuple[int, str, int]
 """Key of a random decision: (round, kind, index).
 
 The index is the node for "draft" and "accept", 0 for "draw", and the query for "race".
@@ -47,7 +47,7 @@ class Branch:
 
 
 @dataclass
-class Drawn:
+class DraftedTokens:
     """Tokens drafted for one decision, over all rows.
 
     Attributes:
@@ -61,13 +61,13 @@ class Drawn:
     depths: Tensor
 
     @classmethod
-    def nothing(cls, num_rows: int, vocab_size: int) -> Drawn:
+    def nothing(cls, num_rows: int, vocab_size: int) -> DraftedTokens:
         dists = torch.zeros(num_rows, vocab_size, dtype=torch.float64)
         return cls(dists, torch.zeros(num_rows, dtype=torch.long), torch.full((num_rows,), -1))
 
 
 @dataclass
-class Script:
+class OutcomeScript:
     """Scripted outcomes of the random decisions of every row.
 
     Args:
@@ -82,17 +82,17 @@ class Script:
     """
 
     num_rows: int
-    outcomes: dict[Question, int]
-    digits: dict[Question, Tensor]
+    outcomes: dict[Decision, int]
+    digits: dict[Decision, Tensor]
     probabilities: Tensor = field(init=False)
-    asked: dict[Question, Tensor] = field(init=False, default_factory=dict)
-    drafts: dict[Question, Drawn] = field(init=False, default_factory=dict)
+    asked: dict[Decision, Tensor] = field(init=False, default_factory=dict)
+    drafts: dict[Decision, DraftedTokens] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.probabilities = torch.ones(self.num_rows, dtype=torch.float64)
 
     @classmethod
-    def of(cls, outcomes: dict[Question, int], num_originals: int) -> Script:
+    def of(cls, outcomes: dict[Decision, int], num_input_rows: int) -> OutcomeScript:
         """Return a script with all combinations of outcomes for each original row.
 
         Consecutive rows are different original rows with the same outcomes.
@@ -100,7 +100,7 @@ class Script:
         Raises:
             BadInputError: there are more than `MAX_BRANCHES` rows.
         """
-        num_rows = num_originals
+        num_rows = num_input_rows
         digits = {}
         for question, count in outcomes.items():
             digits[question] = num_rows
@@ -113,7 +113,7 @@ class Script:
         index = torch.arange(num_rows)
         return cls(num_rows, dict(outcomes), {q: index // digits[q] % outcomes[q] for q in digits})
 
-    def answer(self, question: Question, rows: Tensor, num_outcomes: int) -> Tensor:
+    def answer(self, question: Decision, rows: Tensor, num_outcomes: int) -> Tensor:
         """Return the scripted outcomes `[n]` of a decision for some rows.
 
         A decision that is not in the script is recorded, and its outcome is 0.
@@ -156,13 +156,15 @@ class EnumeratingNoise(Noise):
     """Noise of one round whose outcomes come from a script.
 
     In a coupled row, the draft and the race at one depth share their exponential variables, so
-    their outcomes follow the joint distribution of `race_joint`. Several drafts at one depth have
+    their outcomes follow the joint distribution of `joint_race_probability`. Several drafts at one depth have
     no joint distribution in closed form, so trees of coupled rows are refused. Races of several
     queries at one depth are treated as independent, because verification reads one query per
     depth. Rounds are treated as independent, too.
     """
 
-    def __init__(self, script: Script, number: int, rows: Tensor, coupled: Tensor, greedy: Tensor) -> None:
+    def __init__(
+        self, script: OutcomeScript, number: int, rows: Tensor, coupled: Tensor, greedy: Tensor
+    ) -> None:
         self.script = script
         self.number = number
         self.rows = rows
@@ -174,9 +176,9 @@ class EnumeratingNoise(Noise):
             return self._draft_each(dists, depth, torch.tensor(node))
         question = (self.number, "draft", depth if node is None else node)
         self._refuse_coupled_siblings(depth)
-        tokens = self._choose(*question[1:], dists)
+        tokens = self._decide(*question[1:], dists)
         if question not in self.script.drafts:
-            self.script.drafts[question] = Drawn.nothing(self.script.num_rows, dists.shape[-1])
+            self.script.drafts[question] = DraftedTokens.nothing(self.script.num_rows, dists.shape[-1])
         drawn = self.script.drafts[question]
         drawn.dists[self.rows] = dists.double()
         drawn.tokens[self.rows] = tokens
@@ -203,13 +205,13 @@ class EnumeratingNoise(Noise):
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         answers = numpy.zeros(chances.shape, dtype=numpy.bool_)
         for node, chance in enumerate(torch.from_numpy(chances).clamp(0, 1).unbind(1)):
-            chosen = self._choose("accept", node, torch.stack([1 - chance, chance], -1))
+            chosen = self._decide("accept", node, torch.stack([1 - chance, chance], -1))
             answers[:, node] = chosen.numpy() > 0
         return answers
 
     def draw(self, dists: Tensor, depths: Tensor) -> Tensor:
         dists = dists.double()
-        return self._choose("draw", 0, dists / dists.sum(-1, keepdim=True))
+        return self._decide("draw", 0, dists / dists.sum(-1, keepdim=True))
 
     def race(self, dists: Tensor, depths: Tensor) -> Tensor:
         return torch.stack(
@@ -221,7 +223,7 @@ class EnumeratingNoise(Noise):
             self.script, self.number, self.rows[rows], self.coupled[rows], self.greedy[rows]
         )
 
-    def _choose(self, what: str, where: int, dists: Tensor) -> Tensor:
+    def _decide(self, what: str, where: int, dists: Tensor) -> Tensor:
         answers = self.script.answer((self.number, what, where), self.rows, dists.shape[-1])
         self.script.weigh(self.rows, dists.gather(-1, answers[:, None])[:, 0])
         return answers
@@ -236,14 +238,14 @@ class EnumeratingNoise(Noise):
             joined = self.coupled & (depths == drawn.depths[self.rows])
             members = self.rows[joined]
             drafted = drawn.tokens[members]
-            both = race_joint(drawn.dists[members], dists[joined], drafted, tokens[joined])
+            both = joint_race_probability(drawn.dists[members], dists[joined], drafted, tokens[joined])
             alone = drawn.dists[members].gather(-1, drafted[:, None])[:, 0]
             chances[joined] = torch.where(alone > 0, both / alone, 0.0)
         self.script.weigh(self.rows, chances)
         return tokens
 
 
-def race_joint(q: Tensor, p: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def joint_race_probability(q: Tensor, p: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return P(argmin_v e_v / q_v = x, argmin_v e_v / p_v = y) for independent e_v ~ Exp(1).
 
     With (e_x, e_y) = a (1 - t, t), every other e_v must exceed a A_v(t), where A_v(t) is the
@@ -282,7 +284,7 @@ def _at(dists: Tensor, tokens: Tensor) -> Tensor:
 
 
 def enumerate_rounds(
-    team: Team, make_rows: Callable[[], Sequence[Row]], num_rounds: int = 1
+    components: Components, make_rows: Callable[[], Sequence[Row]], num_rounds: int = 1
 ) -> list[list[Branch]]:
     """Enumerate all outcomes of the first rounds of the decoding loop.
 
@@ -291,7 +293,7 @@ def enumerate_rounds(
     controller must decide the same in every repetition.
 
     Args:
-        team: target, drafter, verifier and controller; `make_noise` and ledger are replaced.
+        components: target, drafter, verifier and controller; `make_noise` and ledger are replaced.
         make_rows: returns the same fresh rows on every call.
         num_rounds: rounds to enumerate, fewer for rows that finish earlier. The number of branches
             grows exponentially with it.
@@ -302,51 +304,53 @@ def enumerate_rounds(
     Raises:
         BadInputError: there are more than `MAX_BRANCHES` branches, or coupled rows with trees.
     """
-    outcomes: dict[Question, int] = {}
+    outcomes: dict[Decision, int] = {}
     while True:
-        script = Script.of(outcomes, len(make_rows()))
-        branches = _play(team, make_rows, num_rounds, script)
+        script = OutcomeScript.of(outcomes, len(make_rows()))
+        branches = _run_rounds(components, make_rows, num_rounds, script)
         if script.outcomes == outcomes:
             return branches
         outcomes = script.outcomes
 
 
-def _play(
-    team: Team, make_rows: Callable[[], Sequence[Row]], num_rounds: int, script: Script
+def _run_rounds(
+    components: Components, make_rows: Callable[[], Sequence[Row]], num_rounds: int, script: OutcomeScript
 ) -> list[list[Branch]]:
-    num_originals = len(make_rows())
-    team = replace(team, controller=copy.deepcopy(team.controller))
-    rows = [row for _ in range(script.num_rows // num_originals) for row in make_rows()]
+    num_input_rows = len(make_rows())
+    components = replace(components, controller=copy.deepcopy(components.controller))
+    rows = [row for _ in range(script.num_rows // num_input_rows) for row in make_rows()]
     num_accepted = dict.fromkeys(rows, 0)
     try:
-        begin(replace(team, recorder=StatsRecorder()), rows)
+        begin(replace(components, recorder=StatsRecorder()), rows)
         for number in range(num_rounds):
             live = [index for index, row in enumerate(rows) if not row.finished]
-            for commit in run_round(_scripted(team, script, number, live), [rows[index] for index in live]):
+            for commit in run_round(
+                _scripted(components, script, number, live), [rows[index] for index in live]
+            ):
                 num_accepted[commit.row] += commit.num_accepted
     finally:
         for row in rows:
-            release(team, row)
-    branches: list[list[Branch]] = [[] for _ in range(num_originals)]
+            release(components, row)
+    branches: list[list[Branch]] = [[] for _ in range(num_input_rows)]
     for index in script.real().nonzero()[:, 0].tolist():
         row = rows[index]
         branch = Branch(float(script.probabilities[index]), tuple(row.output), num_accepted[row])
-        branches[index % num_originals].append(branch)
+        branches[index % num_input_rows].append(branch)
     return branches
 
 
-def _scripted(team: Team, script: Script, number: int, live: list[int]) -> Team:
+def _scripted(components: Components, script: OutcomeScript, number: int, live: list[int]) -> Components:
     def make_noise(rows: Sequence[Row]) -> EnumeratingNoise:
         coupled = torch.tensor([row.coupled for row in rows], dtype=torch.bool)
         greedy = torch.tensor([row.params.temperature == 0 for row in rows], dtype=torch.bool)
         return EnumeratingNoise(script, number, torch.tensor(live, dtype=torch.long), coupled, greedy)
 
     return replace(
-        team, make_noise=make_noise, recorder=StatsRecorder(map(float, itertools.count()).__next__)
+        components, make_noise=make_noise, recorder=StatsRecorder(map(float, itertools.count()).__next__)
     )
 
 
-TextLaw = dict[tuple[int, ...], float]
+TextProbs = dict[tuple[int, ...], float]
 """Probability of each text; texts that end with an end token may be shorter."""
 
 
@@ -355,7 +359,7 @@ def text_dist(
     next_dist: Callable[[tuple[int, ...]], Tensor],
     num_tokens: int,
     end_tokens: frozenset[int] = frozenset(),
-) -> TextLaw:
+) -> TextProbs:
     """Return the distribution of the first `num_tokens` tokens, given enumerated rounds.
 
     Branches with fewer tokens are continued by plain decoding.
@@ -366,7 +370,7 @@ def text_dist(
         num_tokens: text length; later tokens of branches are marginalised out.
         end_tokens: tokens that end a text.
     """
-    dist: TextLaw = {}
+    dist: TextProbs = {}
     for branch in branches:
         text = branch.tokens[:num_tokens]
         dist[text] = dist.get(text, 0.0) + branch.probability
@@ -381,11 +385,11 @@ def text_dist(
 
 def exact_dist(
     next_dist: Callable[[tuple[int, ...]], Tensor], num_tokens: int, end_tokens: frozenset[int] = frozenset()
-) -> TextLaw:
+) -> TextProbs:
     """Return the distribution of the first `num_tokens` tokens under plain decoding."""
     return text_dist([Branch(1.0, (), 0)], next_dist, num_tokens, end_tokens)
 
 
-def largest_difference(one: TextLaw, other: TextLaw) -> float:
+def largest_difference(one: TextProbs, other: TextProbs) -> float:
     """Return the largest absolute difference in the probability of any text."""
     return max(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in one.keys() | other.keys())

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from secondguess.core import Commit, FinishReason, Row, TokenLogprob
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode
 from secondguess.runtime.loading import LoadedModel
 from secondguess.runtime.memory import check_cache_memory
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats, StatsRecorder
-from secondguess.text import Piece, TextStream, text_of_token
+from secondguess.text import Piece, StreamingDetokenizer, text_of_token
 from secondguess.verifiers.base import Exactness, Verifier
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Generation:
     def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         self._llm = llm
         self._ledger = StatsRecorder()
-        self._texts: list[TextStream] = []
+        self._texts: list[StreamingDetokenizer] = []
         self._rows: list[Row] = []
         self._commits: list[list[Commit]] = []
         self._pieces: list[list[Piece]] = []
@@ -71,13 +71,13 @@ class Generation:
         for prompt, settings in zip(prompts, params, strict=True):
             ids = encode(llm.target, prompt)
             for sample in range(settings.n):
-                watcher = TextStream(llm.target.tokenizer, ids, stop=settings.stop)
-                self._rows.append(make_row(llm.target, llm.verifier, ids, settings, watcher, sample))
-                self._texts.append(watcher)
+                stop_checker = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
+                self._rows.append(make_row(llm.target, llm.verifier, ids, settings, stop_checker, sample))
+                self._texts.append(stop_checker)
                 self._commits.append([])
                 self._pieces.append([])
         longest = max((len(row.tokens) for row in self._rows), default=0)
-        num_new = llm.target.runtime.cache.num_to_allocate(len(self._rows), longest)
+        num_new = llm.target.runtime.cache.num_tokens_to_allocate(len(self._rows), longest)
         check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
 
     def run(self) -> list[Output]:
@@ -96,9 +96,9 @@ class Generation:
         Rows, caches and texts are consistent between rounds: to stop early, stop iterating.
         """
         llm = self._llm
-        team = Team(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._ledger)
+        components = Components(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._ledger)
         index_of = {row: index for index, row in enumerate(self._rows)}
-        loop = decode(team, self._rows)
+        loop = decode(components, self._rows)
         try:
             while (commits := llm.round_lock.run_round(loop)) is not None:
                 yield [self._take(index_of[commit.row], commit) for commit in commits]
@@ -132,7 +132,7 @@ class Generation:
             token_ids=row.output,
             drafted=[drafted for commit in commits for drafted in commit.drafted],
             finish_reason=row.finish_reason,
-            exactness=self._llm.verifier.promise(row),
+            exactness=self._llm.verifier.guarantee(row),
             stats=self._ledger.of(row),
             logprobs=[self._with_texts(each) for commit in commits for each in commit.logprobs],
             index=row.stream,
@@ -169,7 +169,7 @@ def make_row(
     verifier: Verifier,
     ids: list[int],
     params: SamplingParams,
-    watcher: TextStream | None = None,
+    stop_checker: StreamingDetokenizer | None = None,
     sample: int = 0,
 ) -> Row:
     """Return the row of one sample of a prompt; without a seed, random bits key its noise.
@@ -187,5 +187,5 @@ def make_row(
         coupled=verifier.uses_coupling(seeded),
         end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
         context_length=target.runtime.context_length,
-        watcher=watcher,
+        stop_checker=stop_checker,
     )

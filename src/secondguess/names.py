@@ -110,7 +110,7 @@ def read_options(options_type: type[OptionsT], options: Mapping[str, str], whose
     return options_type(**values)
 
 
-def with_argument(name: Name, option: str) -> Mapping[str, str]:
+def options_with_argument(name: Name, option: str) -> Mapping[str, str]:
     """Return the options of a name, with its argument (if any) as the value of `option`.
 
     Raises:
@@ -123,12 +123,12 @@ def with_argument(name: Name, option: str) -> Mapping[str, str]:
     return {option: name.argument, **name.options}
 
 
-def show_options(options: DataclassInstance) -> str:
+def format_options(options: DataclassInstance) -> str:
     """Return the options as written after a name, each with a leading comma."""
     return "".join(f",{key}={value:g}" for key, value in dataclasses.asdict(options).items())
 
 
-def require_between(what: str, value: float, low: float, high: float) -> None:
+def check_range(what: str, value: float, low: float, high: float) -> None:
     """Refuse a number outside of `[low, high]`, or NaN.
 
     Raises:

@@ -126,13 +126,13 @@ class KeyedNoise(Noise):
         self.device = torch.device(device)
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
+    def from_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
         """Return the noise of the round in which these rows continue from their current length."""
         return cls(
             keys=_on_host([_row_key(row.seed, row.stream) for row in rows], numpy.int64),
             positions=_on_host([len(row.tokens) for row in rows], numpy.int64),
-            coupled=_flags(tuple([row.coupled for row in rows])),
-            greedy=_flags(tuple([row.params.temperature == 0 for row in rows])),
+            coupled=_bool_tensor(tuple([row.coupled for row in rows])),
+            greedy=_bool_tensor(tuple([row.params.temperature == 0 for row in rows])),
             device=device,
         )
 
@@ -142,11 +142,11 @@ class KeyedNoise(Noise):
         nodes = node if isinstance(node, Sequence) else [depth if node is None else node] * len(dists)
         places = [[each] for each in nodes]
         if not self.any_coupled:
-            return self._drawn(dists, places, Purpose.DRAFT)
+            return self._sample(dists, places, Purpose.DRAFT)
         raced = self._race(dists, torch.full((len(dists),), depth))
         if self.all_coupled:
             return raced
-        return torch.where(self.coupled.to(dists.device), raced, self._drawn(dists, places, Purpose.DRAFT))
+        return torch.where(self.coupled.to(dists.device), raced, self._sample(dists, places, Purpose.DRAFT))
 
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         num_rows, num_nodes = chances.shape
@@ -158,7 +158,7 @@ class KeyedNoise(Noise):
     def draw(self, dists: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
             return most_likely(dists)
-        return self._drawn(dists, [[depth] for depth in depths.tolist()], Purpose.DRAW)
+        return self._sample(dists, [[depth] for depth in depths.tolist()], Purpose.DRAW)
 
     def race(self, dists: Tensor, depths: Tensor) -> Tensor:
         if self.all_greedy:
@@ -166,7 +166,7 @@ class KeyedNoise(Noise):
         if self.all_coupled:
             return self._race(dists, depths)
         # Drafts of uncoupled rows are not drawn by a race: one number per query is enough.
-        independent = self._drawn(dists, depths.tolist(), Purpose.RACE)
+        independent = self._sample(dists, depths.tolist(), Purpose.RACE)
         if not self.any_coupled:
             return independent
         return torch.where(self.coupled.to(dists.device)[:, None], self._race(dists, depths), independent)
@@ -177,7 +177,7 @@ class KeyedNoise(Noise):
             self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows], self.device
         )
 
-    def _drawn(self, dists: Tensor, places: Places, purpose: Purpose) -> Tensor:
+    def _sample(self, dists: Tensor, places: Places, purpose: Purpose) -> Tensor:
         """Draw tokens `[row]` or `[row, query]` from `dists` `[..., vocab]`, keyed by place."""
         uniforms = self._uniforms(places, purpose)
         if uniforms.size == 1:
@@ -188,7 +188,7 @@ class KeyedNoise(Noise):
     def _uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
         """Return `[row, i]` uniforms, one per place (a depth or node index) of this round."""
         # For a few numbers, the overhead of an array exceeds the computation.
-        if sum(map(len, places)) > _FEW:
+        if sum(map(len, places)) > _MAX_SCALAR_HASHES:
             keys = _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
             return _to_uniform(_hash(keys[:, None], numpy.array(places), purpose))
         uniforms = [
@@ -209,9 +209,9 @@ class KeyedNoise(Noise):
 
         The first token is v with probability `dists[v]`, normalised.
         """
-        return self.arrivals(dists, depths).argmin(-1)
+        return self.arrival_times(dists, depths).argmin(-1)
 
-    def arrivals(self, dists: Tensor, depths: Tensor) -> Tensor:
+    def arrival_times(self, dists: Tensor, depths: Tensor) -> Tensor:
         """Return the arrival time of each token of `dists` `[..., vocab]` at `depths` `[...]`."""
         on_host = dists.device.type == "cpu"
         uniforms = (self._host_uniforms if on_host else self._device_uniforms)(dists, depths)
@@ -219,13 +219,13 @@ class KeyedNoise(Noise):
 
     def _host_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
         keys, positions, places = self.keys.numpy(), self.positions.numpy(), depths.numpy()
-        hashes = _hash(_beside(keys, places), _beside(positions, places) + places, Purpose.RACE)
+        hashes = _hash(_expand_rows(keys, places), _expand_rows(positions, places) + places, Purpose.RACE)
         return torch.from_numpy(_uniform_per_token(hashes, dists.shape[-1]))
 
     def _device_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
         device = dists.device
         keys, positions, places = self.keys.to(device), self.positions.to(device), depths.to(device)
-        hashes = _hash(_beside(keys, places), _beside(positions, places) + places, Purpose.RACE)
+        hashes = _hash(_expand_rows(keys, places), _expand_rows(positions, places) + places, Purpose.RACE)
         return _uniform_per_token_on_device(hashes, dists.shape[-1])
 
 
@@ -235,7 +235,7 @@ def _on_host(values: Sequence[int], dtype: type) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _flags(values: tuple[bool, ...]) -> Tensor:
+def _bool_tensor(values: tuple[bool, ...]) -> Tensor:
     """Return a batch's flags as a tensor; cached, because they stay the same between rounds."""
     return torch.tensor(values, dtype=torch.bool)
 
@@ -254,25 +254,25 @@ def draw_by_inversion(dists: Tensor, uniforms: Tensor | float) -> Tensor:
     return torch.searchsorted(totals, uniforms * totals[..., -1:], right=True)[..., 0]
 
 
-Numbers = TypeVar("Numbers", Tensor, NDArray[numpy.int64])
+IntArray = TypeVar("IntArray", Tensor, NDArray[numpy.int64])
 """64-bit integers that wrap around: a tensor on a device, or an array on the host."""
 
 Places = Sequence[Sequence[int]]
 """Depths or node indices that need random numbers, per row; equally many for each row."""
 
-_FEW = 64
+_MAX_SCALAR_HASHES = 64
 """Up to this many numbers are hashed one by one; any array operation costs as much as about 50."""
 
 _ALL_BITS = (1 << 64) - 1
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio as a signed integer: the step of SplitMix64
 
 
-def _shift_right(values: Numbers, bits: int) -> Numbers:
+def _shift_right(values: IntArray, bits: int) -> IntArray:
     """Shift right logically; the operator alone would extend the sign."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(values: Numbers) -> Numbers:
+def _mix(values: IntArray) -> IntArray:
     """Apply the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
 
     Each input bit flips half of the output bits.
@@ -296,7 +296,7 @@ def _mix_integer(value: int) -> int:
     return value ^ value >> 31
 
 
-def _hash(keys: Numbers, places: Numbers, purpose: int | Numbers) -> Numbers:
+def _hash(keys: IntArray, places: IntArray, purpose: int | IntArray) -> IntArray:
     return _mix(keys ^ _mix(places * len(Purpose) + purpose))
 
 
@@ -306,7 +306,7 @@ def _place_hash(place: int, purpose: int) -> int:
     return _mix_integer(place * len(Purpose) + purpose)
 
 
-def _beside(per_row: Numbers, places: Numbers) -> Numbers:
+def _expand_rows(per_row: IntArray, places: IntArray) -> IntArray:
     """Reshape `[row]` values to broadcast over `[row, ...]` places."""
     return per_row.reshape(-1, *([1] * (places.ndim - 1)))
 
@@ -331,7 +331,7 @@ def _uniform_per_token(hashes: NDArray[numpy.int64], width: int) -> NDArray[nump
 
     Unsigned arrays that are modified in place take a third of the time.
     """
-    mixed = hashes[..., None].view(numpy.uint64) + _token_steps(width)
+    mixed = hashes[..., None].view(numpy.uint64) + _token_offsets(width)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed ^= mixed >> numpy.uint64(shift)
         mixed *= numpy.uint64(factor & _ALL_BITS)
@@ -344,7 +344,7 @@ def _uniform_per_token(hashes: NDArray[numpy.int64], width: int) -> NDArray[nump
 
 
 @lru_cache(maxsize=8)
-def _token_steps(width: int) -> NDArray[numpy.uint64]:
+def _token_offsets(width: int) -> NDArray[numpy.uint64]:
     """Return `(v + 1) * _GOLDEN` for each token v; this includes the first addition of `_mix`."""
     return numpy.arange(1, width + 1, dtype=numpy.uint64) * numpy.uint64(_GOLDEN & _ALL_BITS)
 

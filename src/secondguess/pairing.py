@@ -21,7 +21,7 @@ from secondguess.drafters.combined import check_parts
 from secondguess.errors import BadInputError
 from secondguess.heads.files import find_head_folder
 from secondguess.names import Name
-from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, Hidden, Runtime
+from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, Runtime
 from secondguess.runtime.fingerprint import weight_files
 from secondguess.runtime.layered import remaining_layers
 
@@ -86,12 +86,12 @@ class UnloadedTarget(Runtime):
     def ends(self) -> EmbeddingAndHead:
         raise _TargetRequested
 
-    def without_layers(self, skipped: Sequence[int]) -> Runtime:
+    def skip_layers(self, skipped: Sequence[int]) -> Runtime:
         self.require_partial_forward()
         remaining_layers(skipped, self.num_layers)
         raise _TargetRequested
 
-    def begin(self, rows: Sequence[Row]) -> Sequence[Hidden]:
+    def begin(self, rows: Sequence[Row]) -> Sequence[HiddenStates]:
         raise _TargetRequested
 
     def catch_up(self, rows: Sequence[Row]) -> None:

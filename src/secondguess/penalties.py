@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LogitEdits:
+class LogitProcessors:
     """Logit edits for the settings of a batch.
 
     Args:
         bias: row indices `[n]`, token ids `[n]` and added values `[n]` float64; None without any
             logit bias.
         penalties: None if no row uses one.
-        may_ban: True if a row has `min_tokens`.
+        has_min_tokens: True if a row has `min_tokens`.
     """
 
     bias: tuple[Tensor, Tensor, Tensor] | None
     penalties: Penalties | None
-    may_ban: bool
+    has_min_tokens: bool
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> LogitEdits:
-        may_ban = any(each.min_tokens for each in params)
-        return cls(_bias(params, vocab_size, device), Penalties.of(params, device), may_ban)
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> LogitProcessors:
+        has_min_tokens = any(each.min_tokens for each in params)
+        return cls(_bias(params, vocab_size, device), Penalties.of(params, device), has_min_tokens)
 
-    def are_due(self, rows: Sequence[Row]) -> bool:
+    def change_logits(self, rows: Sequence[Row]) -> bool:
         """Return whether any logit changes in this round."""
         if self.bias is not None or self.penalties is not None:
             return True
-        return self.may_ban and any(row.num_output < row.params.min_tokens for row in rows)
+        return self.has_min_tokens and any(row.num_output < row.params.min_tokens for row in rows)
 
     def apply(self, logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Tensor) -> Tensor:
         """Return an edited copy of the logits.
@@ -62,7 +62,7 @@ class LogitEdits:
             logits.transpose(1, 2)[batch_rows, tokens] += values.to(logits.dtype)[:, None]
         if self.penalties is not None:
             self.penalties.apply_(logits, rows, nodes, visible)
-        if self.may_ban:
+        if self.has_min_tokens:
             _ban_end_tokens_(logits, rows, visible.sum(-1))
         return logits
 
@@ -100,7 +100,7 @@ class Penalties:
         return cls(rows, torch.tensor(rows, device=device), per_row[:, 0], per_row[:, 1], per_row[:, 2])
 
     def apply_(self, logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Tensor) -> None:
-        """Apply penalties in place; arguments as in `LogitEdits.apply`."""
+        """Apply penalties in place; arguments as in `LogitProcessors.apply`."""
         nodes, visible = nodes[self.index], visible[self.index]
         tokens, in_text, in_output = _padded_tokens([rows[row] for row in self.rows], logits)
         # Tokens whose logits may change. A node outside of this vocabulary becomes token 0 and is

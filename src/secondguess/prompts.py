@@ -34,7 +34,7 @@ def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, *_ARRAYS))
 
 
-def checked_prompt(prompt: object) -> str | list[int]:
+def validate_prompt(prompt: object) -> str | list[int]:
     """Return the prompt as text that can be encoded, or as a list of token ids.
 
     Raises:
@@ -85,7 +85,7 @@ def is_conversation(prompt: object) -> TypeGuard[Sequence[object]]:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def checked_messages(messages: object) -> list[dict[str, str]]:
+def validate_messages(messages: object) -> list[dict[str, str]]:
     """Return the messages of a conversation, each with a role and a content.
 
     Raises:
@@ -150,8 +150,8 @@ def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
             vocabulary, or messages that cannot be formatted.
     """
     if is_conversation(prompt):
-        ids = _encode_messages(target, checked_messages(prompt))
-    elif isinstance(checked := checked_prompt(prompt), str):
+        ids = _encode_messages(target, validate_messages(prompt))
+    elif isinstance(checked := validate_prompt(prompt), str):
         # A tokenizer may add special tokens to an empty text.
         ids = target.encode(checked) if checked else []
     else:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from secondguess.core import MAX_DRAFT_LENGTH, Commit, Draft, Row, TokenLogprob
 from secondguess.errors import BadInputError, SecondGuessError
-from secondguess.penalties import LogitEdits
+from secondguess.penalties import LogitProcessors
 from secondguess.truncation import RowRules
 
 MAX_LOGPROBS = 20
@@ -110,11 +110,11 @@ class SamplingParams:
         self._check_integer("min_tokens", 0, self.max_tokens, "it may not exceed max_tokens")
         self._check_number("temperature", 0, 100, "0 is greedy decoding, 1 the model's own law")
         if 0 < self.temperature < 1e-4:
-            raise _refusal("temperature", "0, or a number from 0.0001 to 100", self.temperature, "use 0")
+            raise _invalid("temperature", "0, or a number from 0.0001 to 100", self.temperature, "use 0")
         self._check_integer("top_k", 0, 2**31 - 1, "use 0 to turn it off")
         self._check_number("top_p", 0, 1, "use 1 to turn it off")
         if self.top_p == 0:
-            raise _refusal("top_p", "above 0 and at most 1", self.top_p, "temperature=0 is greedy decoding")
+            raise _invalid("top_p", "above 0 and at most 1", self.top_p, "temperature=0 is greedy decoding")
         self._check_number("min_p", 0, 1, "use 0 to turn it off")
         self._check_number("repetition_penalty", 0.01, 100, "use 1 to turn it off")
         self._check_number("frequency_penalty", -2, 2, "use 0 to turn it off")
@@ -124,7 +124,7 @@ class SamplingParams:
         self._set("stop_token_ids", _checked_tokens(self.stop_token_ids))
         self._check_integer("n", 1, MAX_SAMPLES)
         if self.n > 1 and self.temperature == 0:
-            raise _refusal(
+            raise _invalid(
                 "n", "1 at temperature 0, where all samples are equal", self.n, "set a temperature above 0"
             )
         if self.seed is not None:
@@ -158,7 +158,7 @@ class SamplingParams:
         for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in tokens:
                 if token >= vocab_size:
-                    raise _refusal(name, f"token ids below {vocab_size}", token, "see the tokenizer")
+                    raise _invalid(name, f"token ids below {vocab_size}", token, "see the tokenizer")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -166,30 +166,30 @@ class SamplingParams:
     def _check_integer(self, name: str, lowest: int, highest: int, advice: str = "") -> None:
         value = getattr(self, name)
         if not _is_integer(value) or not lowest <= value <= highest:
-            raise _refusal(name, f"a whole number from {lowest} to {highest}", value, advice)
+            raise _invalid(name, f"a whole number from {lowest} to {highest}", value, advice)
         self._set(name, int(value))
 
     def _check_number(self, name: str, lowest: float, highest: float, advice: str) -> None:
         value = getattr(self, name)
         # NaN fails every comparison, so it is refused here too.
         if not _is_number(value) or not lowest <= value <= highest:
-            raise _refusal(name, f"a number from {lowest} to {highest}", value, advice)
+            raise _invalid(name, f"a number from {lowest} to {highest}", value, advice)
         self._set(name, float(value))
 
 
-def _refusal(name: str, expected: str, got: object, advice: str) -> BadInputError:
+def _invalid(name: str, expected: str, got: object, advice: str) -> BadInputError:
     return BadInputError(f"expected {name} to be {expected}, got {got!r}" + (f"; {advice}" if advice else ""))
 
 
 def _checked_bias(bias: object) -> TokenBias:
     advice = "give a map such as {198: -5.0}; -inf bans a token"
     if not isinstance(bias, Mapping):
-        raise _refusal("logit_bias", "a map from token id to a number", bias, advice)
+        raise _invalid("logit_bias", "a map from token id to a number", bias, advice)
     for token, value in bias.items():
         if not _is_token(token):
-            raise _refusal("logit_bias", "a map from token ids (whole numbers from 0)", token, advice)
+            raise _invalid("logit_bias", "a map from token ids (whole numbers from 0)", token, advice)
         if not _is_number(value) or not (-100 <= value <= 100 or value == -math.inf):
-            raise _refusal(f"logit_bias[{token}]", "a number from -100 to 100, or -inf", value, advice)
+            raise _invalid(f"logit_bias[{token}]", "a number from -100 to 100, or -inf", value, advice)
     return TokenBias({int(token): float(value) for token, value in bias.items()})
 
 
@@ -197,22 +197,22 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     advice = 'give a string or a list of strings, such as ["\\n\\n"]'
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Iterable):
-        raise _refusal("stop", "a string or a list of strings", stop, advice)
+        raise _invalid("stop", "a string or a list of strings", stop, advice)
     strings = tuple(strings)
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise _refusal("stop", "strings of at least one character", string, advice)
+            raise _invalid("stop", "strings of at least one character", string, advice)
     return strings
 
 
 def _checked_tokens(tokens: object) -> tuple[int, ...]:
     advice = "give a list such as [2, 50256]"
     if isinstance(tokens, str) or not isinstance(tokens, Iterable):
-        raise _refusal("stop_token_ids", "a list of token ids", tokens, advice)
+        raise _invalid("stop_token_ids", "a list of token ids", tokens, advice)
     tokens = tuple(tokens)
     for token in tokens:
         if not _is_token(token):
-            raise _refusal("stop_token_ids", "token ids (whole numbers from 0)", token, advice)
+            raise _invalid("stop_token_ids", "token ids (whole numbers from 0)", token, advice)
     return tuple(int(token) for token in tokens)
 
 
@@ -246,11 +246,11 @@ def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> T
     """
     edits, rules = _settings(rows, logits)
     scores = _at_least_float32(logits)
-    if edits.are_due(rows):
+    if edits.change_logits(rows):
         # Query 0 follows `pending`: no drafted node precedes it.
         visible = torch.nn.functional.pad(draft.ancestors(), (0, 0, 1, 0))
         scores = edits.apply(scores, rows, draft.tokens, visible)
-    return _checked(rules.dists(scores), logits)
+    return _check_finite(rules.dists(scores), logits)
 
 
 def compute_draft_probs(logits: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor:
@@ -271,10 +271,10 @@ def compute_draft_probs(logits: Tensor, rows: Sequence[Row], drafted: Tensor) ->
     """
     edits, rules = _settings(rows, logits)
     scores = _at_least_float32(logits)[:, None]
-    if edits.are_due(rows):
+    if edits.change_logits(rows):
         visible = torch.ones(len(rows), 1, drafted.shape[1], dtype=torch.bool, device=logits.device)
         scores = edits.apply(scores, rows, drafted, visible)
-    return _checked(rules.dists(scores), logits)[:, 0]
+    return _check_finite(rules.dists(scores), logits)[:, 0]
 
 
 def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Commit:
@@ -306,24 +306,24 @@ def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Comm
     return replace(commit, logprobs=[TokenLogprob(*report) for report in reports])
 
 
-def _settings(rows: Sequence[Row], logits: Tensor) -> tuple[LogitEdits, RowRules]:
+def _settings(rows: Sequence[Row], logits: Tensor) -> tuple[LogitProcessors, RowRules]:
     """Return the batch's settings as tensors."""
-    return _as_tensors(tuple([row.params for row in rows]), logits.shape[-1], logits.device)
+    return _setting_tensors(tuple([row.params for row in rows]), logits.shape[-1], logits.device)
 
 
 @lru_cache(maxsize=256)
-def _as_tensors(
+def _setting_tensors(
     params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device
-) -> tuple[LogitEdits, RowRules]:
+) -> tuple[LogitProcessors, RowRules]:
     """Convert settings to tensors; cached while the same requests decode together."""
-    return LogitEdits.of(params, vocab_size, device), RowRules.of(params, device)
+    return LogitProcessors.of(params, vocab_size, device), RowRules.of(params, device)
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
-def _checked(dists: Tensor, logits: Tensor) -> Tensor:
+def _check_finite(dists: Tensor, logits: Tensor) -> Tensor:
     # An undefined distribution is NaN in every entry, and one NaN makes the sum below NaN.
     first = dists[..., 0]
     if math.isnan(first.item() if first.numel() == 1 else first.sum().item()):

@@ -110,7 +110,7 @@ def _count_positions(counters: list[int], width: int, up_to: int | None = None) 
         counters[position] += 1
 
 
-class _Stopwatch:
+class _PhaseTimer:
     """Context manager that adds elapsed time to one phase.
 
     Several times cheaper than a generator with `contextmanager`.
@@ -144,9 +144,9 @@ class StatsRecorder:
             stats = self._stats[row] = Stats()
         return stats
 
-    def phase(self, name: str) -> _Stopwatch:
+    def phase(self, name: str) -> _PhaseTimer:
         """Return a context manager that times a phase of the current round."""
-        return _Stopwatch(self._phase_seconds, name, self._clock)
+        return _PhaseTimer(self._phase_seconds, name, self._clock)
 
     def round_time(self) -> RoundTime:
         """Return the duration of the current round so far."""

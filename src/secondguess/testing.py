@@ -19,7 +19,7 @@ from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
-from secondguess.runtime.base import ForwardOutput, Hidden, Runtime
+from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime
 
 NextTokenDist = Callable[[tuple[int, ...]], Tensor]
 
@@ -45,7 +45,7 @@ class TableModel(Runtime):
         self._cached: dict[Row, list[int]] = {}
         self._held: dict[Row, list[list[int]]] = {}
 
-    def begin(self, rows: Sequence[Row]) -> list[Hidden]:
+    def begin(self, rows: Sequence[Row]) -> list[HiddenStates]:
         for row in rows:
             if row in self._cached:
                 raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
@@ -140,7 +140,7 @@ class ScriptedDrafter(Drafter):
 
 
 @dataclass
-class _Sapling:
+class _TreeBuilder:
     """Draft tree of one row under construction.
 
     Attributes:
@@ -208,9 +208,11 @@ class DistTreeDrafter(Drafter):
         self.grows = grows
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        trees = [_Sapling(tuple(row.tokens), limit) for row, limit in zip(rows, budgets.lengths, strict=True)]
+        trees = [
+            _TreeBuilder(tuple(row.tokens), limit) for row, limit in zip(rows, budgets.lengths, strict=True)
+        ]
         for tree in trees:
-            self._make_room(tree, -1)
+            self._queue_children(tree, -1)
         node = 0
         while any(tree.places for tree in trees):
             by_depth: dict[int, list[int]] = {}
@@ -223,7 +225,7 @@ class DistTreeDrafter(Drafter):
             node += 1
         return self._draft(trees)
 
-    def _make_room(self, tree: _Sapling, node: int) -> None:
+    def _queue_children(self, tree: _TreeBuilder, node: int) -> None:
         """Queue a node's children to be drawn, if it gets any."""
         depth = len(tree.path(node))
         if depth < min(len(self.widths), tree.num_levels) and (
@@ -231,11 +233,11 @@ class DistTreeDrafter(Drafter):
         ):
             tree.places.extend([node] * self.widths[depth])
 
-    def _draw(self, trees: Sequence[_Sapling], noise: Noise, depth: int, node: int) -> None:
+    def _draw(self, trees: Sequence[_TreeBuilder], noise: Noise, depth: int, node: int) -> None:
         parents = [tree.places.popleft() for tree in trees]
         dists = [tree.dist_below(parent, self.dist) for tree, parent in zip(trees, parents, strict=True)]
         offers = [
-            self._offer(dist, tree.siblings(parent))
+            self._sibling_probs(dist, tree.siblings(parent))
             for tree, parent, dist in zip(trees, parents, dists, strict=True)
         ]
         tokens = noise.draft(torch.stack(offers), depth, node).tolist()
@@ -243,9 +245,9 @@ class DistTreeDrafter(Drafter):
             tree.tokens.append(token)
             tree.parents.append(parent)
             tree.dists.append(dist)
-            self._make_room(tree, node)
+            self._queue_children(tree, node)
 
-    def _offer(self, dist: Tensor, siblings: Sequence[int]) -> Tensor:
+    def _sibling_probs(self, dist: Tensor, siblings: Sequence[int]) -> Tensor:
         """Return the distribution of the next child, given the tokens of earlier siblings."""
         if not self.distinct or not siblings:
             return dist
@@ -255,7 +257,7 @@ class DistTreeDrafter(Drafter):
             rest[0] = 1.0
         return rest / rest.sum()
 
-    def _draft(self, trees: Sequence[_Sapling]) -> Draft:
+    def _draft(self, trees: Sequence[_TreeBuilder]) -> Draft:
         width = max(len(tree.tokens) for tree in trees)
 
         def padded(rows: list[list[int]], filler: int) -> Tensor:

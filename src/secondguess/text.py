@@ -16,16 +16,16 @@ from secondguess.core import Commit
 REPLACEMENT = "\ufffd"
 """Character that tokenizers write for bytes that do not (yet) form a character."""
 
-SPACE_MARK = "▁"
+SENTENCEPIECE_SPACE = "▁"
 """Character that stands for a space in SentencePiece tokens."""
 
-LONGEST_CHARACTER = 4
+MAX_BYTES_PER_CHARACTER = 4
 """Largest number of bytes, and therefore of tokens, in one UTF-8 character."""
 
-CONTEXT = 8
+CONTEXT_TOKENS = 8
 """Tokens kept before new ones; the preceding token decides whether a leading space is written."""
 
-LONGEST_WINDOW = 64
+MAX_WINDOW_TOKENS = 64
 """Largest number of tokens decoded together, even if none of them completes a character."""
 
 
@@ -69,7 +69,7 @@ class IncrementalDecoder:
         self._window = _context(tokenizer, prompt_ids)
         text = self._decode(self._window)
         # A prompt may end inside a character, which the output completes.
-        self._num_given = len(text) - _num_open(text)
+        self._num_given = len(text) - _num_incomplete(text)
         self._num_settled = len(self._window)
         self._boundary = len(self._window)
 
@@ -80,8 +80,8 @@ class IncrementalDecoder:
         """
         self._window.append(token)
         text = self._decode(self._window)
-        num_open = _num_open(text)
-        if num_open and len(self._window) - self._num_settled < LONGEST_CHARACTER:
+        num_open = _num_incomplete(text)
+        if num_open and len(self._window) - self._num_settled < MAX_BYTES_PER_CHARACTER:
             return ""
         # More tokens than one character can have: only the end may still become a character.
         end = len(text) - num_open
@@ -89,10 +89,10 @@ class IncrementalDecoder:
         self._num_given = end
         if not num_open:
             self._num_settled = len(self._window)
-            if self._num_settled - self._boundary >= CONTEXT:
-                self._forget(self._boundary)
-        elif len(self._window) > LONGEST_WINDOW:
-            self._forget(len(self._window) - LONGEST_CHARACTER)
+            if self._num_settled - self._boundary >= CONTEXT_TOKENS:
+                self._trim_window(self._boundary)
+        elif len(self._window) > MAX_WINDOW_TOKENS:
+            self._trim_window(len(self._window) - MAX_BYTES_PER_CHARACTER)
         return piece
 
     def flush(self) -> str:
@@ -102,13 +102,13 @@ class IncrementalDecoder:
         self._num_given = len(text)
         return piece
 
-    def _forget(self, start: int) -> None:
+    def _trim_window(self, start: int) -> None:
         """Drop the window's tokens before `start`, unless the remaining ones decode to nothing."""
         rest = self._window[start:]
         text = self._decode(rest)
         if text:
             self._window = rest
-            self._num_given = len(text) - _num_open(text)
+            self._num_given = len(text) - _num_incomplete(text)
             self._num_settled = self._boundary = len(rest)
 
     def _decode(self, tokens: list[int]) -> str:
@@ -121,13 +121,13 @@ def text_of_token(tokenizer: Any, token: int) -> str:
     # SentencePiece marks a space with ▁, and its decoders drop a leading one. Ids that only pad
     # the vocabulary have no token string.
     name = tokenizer.convert_ids_to_tokens(token) or ""
-    num_spaces = len(name) - len(name.lstrip(SPACE_MARK))
+    num_spaces = len(name) - len(name.lstrip(SENTENCEPIECE_SPACE))
     return " " * num_spaces + text.lstrip(" ") if num_spaces else text
 
 
 def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
     """Return the end of the prompt, long enough for text that begins with a whole character."""
-    width = CONTEXT
+    width = CONTEXT_TOKENS
     while True:
         window = list(prompt_ids[-width:])
         text = tokenizer.decode(window, skip_special_tokens=True)
@@ -136,16 +136,16 @@ def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
         width *= 2
 
 
-def _num_open(text: str) -> int:
+def _num_incomplete(text: str) -> int:
     """Return the number of replacement characters at the end that may be an incomplete character.
 
     Tokenizers write one to three of them.
     """
-    end = text[1 - LONGEST_CHARACTER :]
+    end = text[1 - MAX_BYTES_PER_CHARACTER :]
     return len(end) - len(end.rstrip(REPLACEMENT))
 
 
-class TextStream:
+class StreamingDetokenizer:
     """Text of a row: detects stop strings and returns the text in pieces.
 
     The row decides whether a stop string ends it (not before `min_tokens`). If it continues, the
@@ -168,7 +168,7 @@ class TextStream:
 
     def push(self, token: int) -> bool:
         """Add the row's next token; return True if it completes a stop string."""
-        self._pass_over_match()
+        self._skip_match()
         text = self._decoder.push(token)
         self._new.append(text)
         num_known = len(self._held)
@@ -191,8 +191,8 @@ class TextStream:
             self._segments.append((rest, commit.drafted[-1]))
             size = len(self._held)
         else:
-            self._pass_over_match()
-            size = len(self._held) - self._num_undecided()
+            self._skip_match()
+            size = len(self._held) - self._num_held_back()
         segments = self._release(size)
         return Piece("".join(text for text, _ in segments), commit.tokens, commit.drafted, segments)
 
@@ -203,7 +203,7 @@ class TextStream:
         segments = self._release(len(self._held))
         return Piece("".join(text for text, _ in segments), [], [], segments)
 
-    def _pass_over_match(self) -> None:
+    def _skip_match(self) -> None:
         if self._match is not None:
             self._search_from = self._match[1]
             self._match = None
@@ -217,16 +217,16 @@ class TextStream:
                 matches.append((start, start + len(stop)))
         return min(matches, default=None)
 
-    def _num_undecided(self) -> int:
+    def _num_held_back(self) -> int:
         """Return the length of the longest end of the held text that can begin a stop string."""
         sizes = range(max(map(len, self._stop), default=1) - 1, 0, -1)
         for size in sizes:
             start = len(self._held) - size
-            if start >= self._search_from and self._held.startswith(self._beginnings(size), start):
+            if start >= self._search_from and self._held.startswith(self._prefixes(size), start):
                 return size
         return 0
 
-    def _beginnings(self, size: int) -> tuple[str, ...]:
+    def _prefixes(self, size: int) -> tuple[str, ...]:
         return tuple(stop[:size] for stop in self._stop if len(stop) > size)
 
     def _release(self, size: int) -> list[tuple[str, bool]]:

@@ -44,7 +44,7 @@ class Greedy(Rule):
     def dists(self, logits: Tensor) -> Tensor:
         tokens = most_likely(logits)[..., None]
         dists = torch.zeros_like(logits).scatter_(-1, tokens, 1.0)
-        return _undefined_where_not_finite(dists, logits.gather(-1, tokens))
+        return _nan_where_not_finite(dists, logits.gather(-1, tokens))
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Softmax(Rule):
         return cls(_temperatures(params, device))
 
     def dists(self, logits: Tensor) -> Tensor:
-        return _tempered(logits, self.temperature).softmax(-1)
+        return _apply_temperature(logits, self.temperature).softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class MinP(Rule):
         return cls(_temperatures(params, device), _log_min_p(params, device))
 
     def dists(self, logits: Tensor) -> Tensor:
-        logits = _tempered(logits, self.temperature)
+        logits = _apply_temperature(logits, self.temperature)
         threshold = logits.amax(-1, keepdim=True) + self.log_min_p.to(logits.dtype)
         return logits.masked_fill(logits < threshold, -math.inf).softmax(-1)
 
 
 @dataclass(frozen=True)
-class Truncated(Rule):
+class TopKTopP(Rule):
     """Top-k, top-p and min-p in this order, computed on little more than the tokens they keep.
 
     The largest logits are selected and sorted. If tokens beyond them may have to be kept (a flat
@@ -102,7 +102,7 @@ class Truncated(Rule):
             token.
         log_min_p: `[row, 1, 1]` float64, -inf where it is disabled.
         width: number of largest logits to select first.
-        needs_whole_mass: True if a row has no top-k, so that its top-p is relative to the whole
+        needs_full_softmax: True if a row has no top-k, so that its top-p is relative to the whole
             vocabulary.
     """
 
@@ -111,7 +111,7 @@ class Truncated(Rule):
     top_p: Tensor
     log_min_p: Tensor
     width: int
-    needs_whole_mass: bool
+    needs_full_softmax: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
@@ -121,7 +121,7 @@ class Truncated(Rule):
             _per_row([each.top_p if each.top_p < 1 else math.inf for each in params], torch.float64, device),
             _log_min_p(params, device),
             width=max(each.top_k + 16 if each.top_k else 128 for each in params),
-            needs_whole_mass=any(each.top_k == 0 for each in params),
+            needs_full_softmax=any(each.top_k == 0 for each in params),
         )
 
     def dists(self, logits: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class Truncated(Rule):
                 break
             width *= 8
         dists = torch.zeros_like(logits).scatter_(-1, tokens, probs.to(logits.dtype))
-        return _undefined_where_not_finite(dists, values[..., :1])
+        return _nan_where_not_finite(dists, values[..., :1])
 
     def _probs_of_largest(self, values: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
         """Return the probabilities of sorted `values`, and True if no token beyond them is kept.
@@ -142,13 +142,13 @@ class Truncated(Rule):
             values: `[row, query, width]`, the largest logits, descending.
             logits: `[row, query, vocab]`.
         """
-        values = _tempered(values, self.temperature)
+        values = _apply_temperature(values, self.temperature)
         possible = values > -math.inf
         last = (self.top_k - 1).clamp(min=0, max=values.shape[-1] - 1).expand(*values.shape[:-1], 1)
         among_top_k = possible & ((self.top_k == 0) | (values >= values.gather(-1, last)))
         mass = values.masked_fill(~among_top_k, -math.inf).logsumexp(-1, keepdim=True)
-        if self.needs_whole_mass:
-            whole = _tempered(logits, self.temperature).logsumexp(-1, keepdim=True).double()
+        if self.needs_full_softmax:
+            whole = _apply_temperature(logits, self.temperature).logsumexp(-1, keepdim=True).double()
             mass = torch.where(self.top_k == 0, whole, mass)
         probs = (values - mass).exp()
         before = probs.cumsum(-1) - probs
@@ -243,7 +243,7 @@ def _kind_of_rule(params: SamplingParams) -> type[Rule]:
     if params.temperature == 0:
         return Greedy
     if params.top_k or params.top_p < 1:
-        return Truncated
+        return TopKTopP
     return MinP if params.min_p else Softmax
 
 
@@ -261,11 +261,11 @@ def _log_min_p(params: Sequence[SamplingParams], device: torch.device) -> Tensor
     return _per_row(values, torch.float64, device)
 
 
-def _tempered(logits: Tensor, temperature: Tensor | None) -> Tensor:
+def _apply_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
     return logits if temperature is None else logits / temperature.to(logits.dtype)
 
 
-def _undefined_where_not_finite(dists: Tensor, top: Tensor) -> Tensor:
+def _nan_where_not_finite(dists: Tensor, top: Tensor) -> Tensor:
     """Set distributions to NaN whose largest logit (`top` `[row, query, 1]`) is not finite."""
     # One sum checks all of them, and `math.isfinite` takes a fraction of the time of a tensor's.
     if math.isfinite(top.item() if top.numel() == 1 else top.sum().item()):

@@ -238,7 +238,7 @@ def test_a_row_of_a_batch_that_is_too_short_is_not_compared():
 
 def test_a_system_that_counts_for_itself_may_stop_early_and_the_report_says_so():
     class Server(FakeSystem):
-        keeps_length = False
+        exact_length = False
 
         def generate(self, *arguments):
             run = super().generate(*arguments)

@@ -8,7 +8,7 @@ import pytest
 
 from secondguess.bench import systems as systems_module
 from secondguess.bench.in_turns import in_turns
-from secondguess.bench.systems import ModelsWithOwnCaches, Speculator, with_own_cache
+from secondguess.bench.systems import ModelsWithOwnCaches, SecondguessSystem, with_own_cache
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.loading import load_runtime
 
@@ -23,12 +23,14 @@ def drafter_names(draft_checkpoint):
 def test_everybody_says_in_turns_what_they_say_alone(models, tiny_draft_checkpoint, temperature):
     names = drafter_names(tiny_draft_checkpoint)
     together = {
-        name: Speculator(ModelsWithOwnCaches(models), drafter, "fixed:2" if drafter != "none" else None)
+        name: SecondguessSystem(
+            ModelsWithOwnCaches(models), drafter, "fixed:2" if drafter != "none" else None
+        )
         for name, drafter in names.items()
     }
     runs = in_turns(together, PROMPTS, 9, temperature, seed=3)
     for name, drafter in names.items():
-        alone = Speculator(models, drafter, "fixed:2" if drafter != "none" else None)
+        alone = SecondguessSystem(models, drafter, "fixed:2" if drafter != "none" else None)
         expected = alone.generate_batch(PROMPTS, 9, temperature, seed=3)
         assert runs[name].texts == expected.texts
         assert runs[name].stats.num_rounds == expected.stats.num_rounds
@@ -36,7 +38,7 @@ def test_everybody_says_in_turns_what_they_say_alone(models, tiny_draft_checkpoi
 
 def test_rounds_alternate_and_others_rounds_cost_nothing(models, monkeypatch):
     """A system whose rounds are slow is charged for them, its neighbour is not."""
-    systems = {name: Speculator(ModelsWithOwnCaches(models), "none") for name in ("quick", "slow")}
+    systems = {name: SecondguessSystem(ModelsWithOwnCaches(models), "none") for name in ("quick", "slow")}
     order, clock = [], [0.0]
     monkeypatch.setattr(systems_module, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
     for name, system in systems.items():
@@ -70,7 +72,7 @@ def test_weights_that_cannot_be_lent_are_refused(tiny_checkpoint):
 
 
 def test_a_cache_that_was_given_back_is_made_anew(models):
-    system = Speculator(ModelsWithOwnCaches(models), "none")
+    system = SecondguessSystem(ModelsWithOwnCaches(models), "none")
     first = system.generate_batch(PROMPTS, 5, 0.0, seed=0)
     cache = system._target.runtime.cache
     system.release()

@@ -10,7 +10,7 @@ from secondguess.bench.measurement import Setting
 from secondguess.bench.predict import Costs
 from secondguess.bench.provenance import Provenance
 from secondguess.bench.report import Conditions, Report, make_cost_table
-from secondguess.bench.results import count_flips, fastest_speculators, make_results, summarise_rounds
+from secondguess.bench.results import compare_texts, fastest_speculators, make_results, summarise_rounds
 from secondguess.bench.systems import Run, public_name
 
 TASKS = ["code", "talk", "talk"]
@@ -132,7 +132,7 @@ def test_a_runtime_that_writes_another_text_shows_in_its_plain_decoding():
 
 def test_rows_of_a_batch_are_compared_one_by_one():
     texts, reference = [[1, 2], [3, 4]], [[1, 2], [3, 9]]
-    equality = count_flips([Run.of_batch(texts, 1.0)], [Run.of_batch(reference, 1.0)], "plain")
+    equality = compare_texts([Run.of_batch(texts, 1.0)], [Run.of_batch(reference, 1.0)], "plain")
     assert equality.first_differences == [None, 1]
     assert (equality.num_prompts_differing, equality.num_tokens_differing, equality.num_tokens) == (1, 1, 4)
 
@@ -249,7 +249,7 @@ def test_flips_are_a_matter_of_temperature_zero():
 
 
 def test_an_equal_text_is_no_flip():
-    equality = count_flips(runs([1.0, 1.0]), runs([2.0, 2.0]), "plain")
+    equality = compare_texts(runs([1.0, 1.0]), runs([2.0, 2.0]), "plain")
     assert equality.first_differences == [None, None]
     assert equality.num_tokens_differing == 0
 

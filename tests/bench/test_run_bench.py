@@ -9,9 +9,14 @@ import torch
 from secondguess.api import load
 from secondguess.bench import BenchConfig, run_bench
 from secondguess.bench.harness import make_systems
-from secondguess.bench.peers import StockModel, TransformersAssisted, TransformersPlain, transformers_systems
-from secondguess.bench.roster import notes_on
-from secondguess.bench.systems import Models, Run, Speculator
+from secondguess.bench.peers import (
+    TransformersAssisted,
+    TransformersModel,
+    TransformersPlain,
+    transformers_systems,
+)
+from secondguess.bench.roster import coverage_notes
+from secondguess.bench.systems import Models, Run, SecondguessSystem
 from secondguess.errors import BadInputError, CheckpointError
 
 PROMPT = [5, 17, 42, 99, 7, 7, 140]
@@ -20,12 +25,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def stock(tiny_checkpoint):
-    return StockModel(tiny_checkpoint, torch.float32, CPU)
+    return TransformersModel(tiny_checkpoint, torch.float32, CPU)
 
 
 @pytest.fixture(scope="module")
 def assistant(tiny_draft_checkpoint):
-    return StockModel(tiny_draft_checkpoint, torch.float32, CPU)
+    return TransformersModel(tiny_draft_checkpoint, torch.float32, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +125,7 @@ def test_prompts_that_do_not_fit_are_refused(tiny_checkpoint):
 
 
 def test_plain_systems_of_both_families_write_the_same(models, stock):
-    ours = Speculator(models, "none").generate(PROMPT, 12, 0.0, seed=0)
+    ours = SecondguessSystem(models, "none").generate(PROMPT, 12, 0.0, seed=0)
     theirs = TransformersPlain(stock).generate(PROMPT, 12, 0.0, seed=0)
     assert ours.tokens == theirs.tokens
     assert len(ours.tokens) == 12
@@ -136,8 +141,8 @@ def test_end_tokens_end_nobodys_text(models, stock, tiny_checkpoint, tmp_path):
         (ending / name).write_text(json.dumps(settings))
     ended = Models(str(ending), "float32", "cpu")
     assert usual[1] in ended.target.end_tokens
-    assert Speculator(ended, "none").generate(PROMPT, 8, 0.0, seed=0).tokens == usual
-    for system in transformers_systems(StockModel(ending, torch.float32, CPU), {}, ()):
+    assert SecondguessSystem(ended, "none").generate(PROMPT, 8, 0.0, seed=0).tokens == usual
+    for system in transformers_systems(TransformersModel(ending, torch.float32, CPU), {}, ()):
         assert system.generate(PROMPT, 8, 0.0, seed=0).tokens == usual
 
 
@@ -205,7 +210,7 @@ def test_prompts_that_stand_in_for_humaneval_are_told_first_and_in_the_report(
 
 
 def test_seeds_make_sampled_runs_repeatable(models, stock):
-    for system in (Speculator(models, "ngram"), TransformersPlain(stock)):
+    for system in (SecondguessSystem(models, "ngram"), TransformersPlain(stock)):
         first, again, other = (system.generate(PROMPT, 12, 1.0, seed).tokens for seed in (1, 1, 2))
         assert first == again
         assert first != other
@@ -221,11 +226,11 @@ def test_the_global_generator_is_left_alone(stock):
 
 def test_a_sampled_speculative_run_is_verified_as_a_request_without_a_seed(models, tiny_draft_checkpoint):
     """Coupled verification would make the text that of plain decoding with the same seed."""
-    drafted = Speculator(models, f"model:{tiny_draft_checkpoint}", "fixed:4")
+    drafted = SecondguessSystem(models, f"model:{tiny_draft_checkpoint}", "fixed:4")
     texts = [
         (
             drafted.generate(PROMPT, 12, 1.0, seed).tokens,
-            Speculator(models, "none").generate(PROMPT, 12, 1.0, seed).tokens,
+            SecondguessSystem(models, "none").generate(PROMPT, 12, 1.0, seed).tokens,
         )
         for seed in range(3)
     ]
@@ -235,7 +240,7 @@ def test_a_sampled_speculative_run_is_verified_as_a_request_without_a_seed(model
 def test_rows_of_a_batch_write_what_they_write_alone(models, tiny_draft_checkpoint):
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:3]]
     for drafter in ("none", "ngram", f"model:{tiny_draft_checkpoint}"):
-        system = Speculator(models, drafter)
+        system = SecondguessSystem(models, drafter)
         batch = system.generate_batch(prompts, 9, 0.0, seed=0)
         alone = [system.generate(prompt, 9, 0.0, seed=0).tokens for prompt in prompts]
         assert batch.texts == alone
@@ -246,13 +251,13 @@ def test_rows_of_a_batch_write_what_they_write_alone(models, tiny_draft_checkpoi
 
 
 def test_rows_that_draft_together_share_the_time_of_drafting(models, tiny_draft_checkpoint):
-    system = Speculator(models, f"model:{tiny_draft_checkpoint}", "fixed:2")
+    system = SecondguessSystem(models, f"model:{tiny_draft_checkpoint}", "fixed:2")
     stats = system.generate_batch([PROMPT, PROMPT[::-1], PROMPT[:3]], 9, 0.0, seed=0).stats
     assert 0 < stats.drafting_seconds <= stats.seconds["draft"]
 
 
 def test_rows_of_one_prompt_are_sampled_apart(models):
-    first, second = Speculator(models, "none").generate_batch([PROMPT, PROMPT], 12, 1.0, seed=0).texts
+    first, second = SecondguessSystem(models, "none").generate_batch([PROMPT, PROMPT], 12, 1.0, seed=0).texts
     assert first != second
 
 
@@ -263,7 +268,7 @@ def test_the_speed_of_a_batch_is_of_all_its_tokens():
 
 
 def test_a_controller_lives_over_the_prompts_of_its_condition(models):
-    system = Speculator(models, "ngram", "fixed:2")
+    system = SecondguessSystem(models, "ngram", "fixed:2")
     warm = system.controller(0.0, 1)
     system.reset()
     first = system.controller(0.0, 1)
@@ -274,7 +279,7 @@ def test_a_controller_lives_over_the_prompts_of_its_condition(models):
 
 
 def test_a_run_asks_the_controller_of_its_condition(models):
-    system = Speculator(models, "ngram", "fixed:2")
+    system = SecondguessSystem(models, "ngram", "fixed:2")
     seen = []
     for key in ((0.0, 1), (0.0, 2), (1.0, 1)):
         controller = system.controller(*key)
@@ -299,7 +304,7 @@ def test_named_controllers_run_with_every_drafter_that_would_ask_them(models, ti
         "secondguess plain", ours, f"{ours} fixed:3", f"{ours} confidence:4", "secondguess ngram",
         "secondguess ngram fixed:3",
     ]  # fmt: skip
-    assert notes_on(systems, config) == ["ngram is not run with confidence:4, which it would not ask"]
+    assert coverage_notes(systems, config) == ["ngram is not run with confidence:4, which it would not ask"]
 
 
 @pytest.mark.parametrize(

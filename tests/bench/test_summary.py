@@ -4,12 +4,12 @@ import pytest
 from bench_fakes import stats_of
 
 from secondguess.bench.summary import (
-    add_up,
     compare,
     compare_apart,
     first_difference,
     median,
     median_interval,
+    sum_stats,
 )
 
 
@@ -87,7 +87,7 @@ def test_the_median_of_an_even_number_lies_between():
 
 def test_adding_up_statistics_keeps_every_counter():
     one, other = stats_of([(3, 2), (1, 0)], prefill=0.5), stats_of([(5, 5)], prefill=0.25)
-    total = add_up([one, other])
+    total = sum_stats([one, other])
     assert total == stats_like(stats_of([(3, 2), (1, 0), (5, 5)]), prefill=0.75, score=2.0)
     assert one.drafted_per_position == [2, 1, 1], "the parts stay as they were"
 

@@ -82,7 +82,7 @@ class Simulation:
             scoring = 1 + self.node * max(lengths) + (self.prefill if max(lengths) else 0)
             total = drafting + self.delay(rng, now, scoring)
             draft = Draft.chains([[0] * length for length in lengths])
-            verdict = Verdict.of_chain(torch.tensor(accepted), torch.zeros(num_rows, dtype=torch.long))
+            verdict = Verdict.from_chain(torch.tensor(accepted), torch.zeros(num_rows, dtype=torch.long))
             for row, gained in zip(rows, accepted, strict=True):
                 row.tokens.extend([0] * (gained + 1))
             controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, total))

@@ -42,7 +42,7 @@ def play(
     for row, gained in zip(rows, kept, strict=True):
         row.tokens.extend([0] * (gained + 1))
     draft = Draft.chains([[0] * length for length in lengths])
-    verdict = Verdict.of_chain(torch.tensor(kept), torch.zeros(len(rows), dtype=torch.long))
+    verdict = Verdict.from_chain(torch.tensor(kept), torch.zeros(len(rows), dtype=torch.long))
     drafting = price * max(lengths)
     controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, 1 + drafting))
     return lengths
@@ -251,7 +251,7 @@ def test_rounds_are_placed_where_they_were_though_others_draft_between_them(
         play(controller, rows, [NOTHING, NOTHING])
     controller.plan(rows, [NOTHING, NOTHING])
     own.tokens.extend([0] * 1000)
-    verdict = Verdict.of_chain(torch.tensor([9, 0]), torch.zeros(2, dtype=torch.long))
+    verdict = Verdict.from_chain(torch.tensor([9, 0]), torch.zeros(2, dtype=torch.long))
     controller.learn(rows, Draft.chains([[0] * 9, []]), verdict, RoundTime(0.0, 0.0, 1.0))
     for _ in range(5):
         play(controller, rows, [NOTHING, NOTHING])

@@ -15,7 +15,7 @@ from secondguess.controllers.confidence import ConfidenceController, ConfidenceO
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.fixed import FixedController
 from secondguess.core import Candidate, Plan, Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
@@ -44,11 +44,13 @@ def alike(confidence: float) -> TableModel:
 
 def run(controller: Controller, target: TableModel, drafter: TableModel) -> list[int]:
     """Drafted nodes of each round of one row."""
-    team = Team(target, ModelDrafter(drafter, "model:table", 10), make_verifier("greedy"), controller)
+    components = Components(
+        target, ModelDrafter(drafter, "model:table", 10), make_verifier("greedy"), controller
+    )
     row = rows_of(1)[0]
     drafted = [0]
-    for _ in decode(team, [row]):
-        drafted.append(team.recorder.of(row).num_drafted)
+    for _ in decode(components, [row]):
+        drafted.append(components.recorder.of(row).num_drafted)
     return [after - before for before, after in pairwise(drafted)]
 
 

@@ -12,7 +12,7 @@ from secondguess.controllers.cost.controller import CostController
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.entropy import EntropyController
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import StaticTree
 from secondguess.runtime.base import ForwardOutput
@@ -52,12 +52,14 @@ def play(controller: str, per_node: float, same_dists: bool = True) -> tuple[Sta
         TimedModel(1 if same_dists else 2, clock, 0.05, 0.0),
         "model:table,tree=2x2x1",
         VOCAB_SIZE,
-        StaticTree.of_widths([2, 2, 1]),
+        StaticTree.from_widths([2, 2, 1]),
     )
     decider, recorder = make_controller(controller), StatsRecorder(clock)
-    team = Team(TimedModel(1, clock, 1.0, per_node), drafter, make_verifier("auto"), decider, recorder)
+    components = Components(
+        TimedModel(1, clock, 1.0, per_node), drafter, make_verifier("auto"), decider, recorder
+    )
     row = Row([0, 1], SamplingParams(temperature=1.0, max_tokens=400), seed=3)
-    for _ in decode(team, [row]):
+    for _ in decode(components, [row]):
         pass
     return recorder.of(row), decider
 
@@ -87,7 +89,7 @@ def play_draft(controller: EntropyController | CostController, parents: list[int
     )
     for depth in range(int(draft.depths) + 1):
         controller.go_on(rows, DraftProbs(torch.zeros(1, 4)), depth)
-    verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
+    verdict = Verdict.from_chain(torch.tensor([accepted]), torch.tensor([0]))
     seconds = 0.1 if parents else 0.0
     controller.learn(rows, draft, verdict, RoundTime(0.0, seconds, 1 + seconds))
 

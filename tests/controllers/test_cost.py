@@ -323,7 +323,7 @@ def test_a_long_prompt_that_pays_off_does_not_stop_drafting() -> None:
                 length += 1
             accepted = next((depth for depth in range(length) if rng.random() >= 0.8), length)
             row.commit([0] * accepted, 0)
-            verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
+            verdict = Verdict.from_chain(torch.tensor([accepted]), torch.tensor([0]))
             time = RoundTime(reading, 0.05 * length, 1 + reading + 0.08 * length)
             controller.learn([row], Draft.chains([[0] * length]), verdict, time)
             drafted, plain = drafted + (length > 0), plain + (length == 0)
@@ -375,7 +375,7 @@ def test_a_hazard_is_not_biased_by_drafts_that_stopped_early() -> None:
         length = 1 if rng.random() < 0.8 else 6
         accepted = next((depth for depth in range(length) if rng.random() >= 0.8), length)
         controller.plan([row], [(Candidate(longest=0),)])
-        nothing = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
+        nothing = Verdict.from_chain(torch.tensor([0]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[]]), nothing, RoundTime(0, 0, 1))
         kind = controller.expectations.kind(row, Candidate(deterministic=True))
         controller.expectations.learn(row, kind, [], True, length, accepted)
@@ -406,7 +406,7 @@ def test_rows_with_good_guesses_are_drafted_for_and_others_wait() -> None:
         time = RoundTime(0.0, 0.0, 1 + 0.2 * widest)
         draft = Draft.chains([[0] * length for length in lengths])
         controller.learn(
-            rows, draft, Verdict.of_chain(torch.tensor(accepted), torch.zeros(4, dtype=torch.long)), time
+            rows, draft, Verdict.from_chain(torch.tensor(accepted), torch.zeros(4, dtype=torch.long)), time
         )
         if number >= 600:
             drafted = [total + length for total, length in zip(drafted, lengths, strict=True)]
@@ -424,7 +424,7 @@ def first_plans(
         plans = controller.plan(rows, [(Candidate(num_uncached=len(row.tokens)),) for row in rows])
         lengths = [min(plan.length, 1) for plan in plans]
         kept = [length * accepted for length in lengths]
-        verdict = Verdict.of_chain(torch.tensor(kept), torch.zeros(len(rows), dtype=torch.long))
+        verdict = Verdict.from_chain(torch.tensor(kept), torch.zeros(len(rows), dtype=torch.long))
         drafting = 0.01 * max(lengths)
         time = RoundTime(0.0, drafting, 1 + drafting)
         controller.learn(rows, Draft.chains([[0] * length for length in lengths]), verdict, time)
@@ -466,7 +466,7 @@ def test_the_better_of_two_drafters_is_chosen_for_each_kind_of_place() -> None:
                 length += 1
         accepted = next((d for d in range(length) if rng.random() >= chance), length)
         drafting = 0.0 if plan.part == 0 else 0.1 * length
-        verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
+        verdict = Verdict.from_chain(torch.tensor([accepted]), torch.tensor([0]))
         controller.learn(
             [row],
             Draft.chains([[0] * length]),
@@ -484,7 +484,7 @@ def test_nothing_is_held_for_rows_that_ended() -> None:
     row = Row([0] * 20, SamplingParams(max_tokens=10**6))
     for _ in range(8):
         plan = controller.plan([row], [(Candidate(deterministic=True),)])[0]
-        verdict = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
+        verdict = Verdict.from_chain(torch.tensor([0]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[0] * plan.length]), verdict, RoundTime(0.0, 0.0, 1.0))
     assert controller.expectations.row_histories
     controller.end(row)
@@ -803,7 +803,7 @@ def test_a_guess_that_does_not_come_gives_way_to_one_that_does() -> None:
         parts.append(plan.part if plan.length else None)
         length = plan.length and plan.part  # the model guesses one node, the look-up none
         accepted = int(length and rng.random() < 0.8)
-        verdict = Verdict.of_chain(torch.tensor([accepted]), torch.tensor([0]))
+        verdict = Verdict.from_chain(torch.tensor([accepted]), torch.tensor([0]))
         time = RoundTime(0.0, 0.1 * length, 1 + 0.15 * length)
         controller.learn([row], Draft.chains([[0] * length]), verdict, time)
     assert parts[200:].count(1) > 300
@@ -831,7 +831,7 @@ def test_drafts_that_it_did_not_plan_do_not_disturb_it() -> None:
     for _ in range(5):
         controller.plan([row], [(Candidate(),)])
         assert controller.go_on([row], FixedConfidences([0.9]), 0) == [False]
-        verdict = Verdict.of_chain(torch.tensor([2]), torch.tensor([0]))
+        verdict = Verdict.from_chain(torch.tensor([2]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[0, 0, 0]]), verdict, RoundTime(0.0, 0.3, 1.3))
     assert Simulation(lambda number, depth: 0.9).play(controller, 500).speed > 1.5
 
@@ -851,7 +851,7 @@ def test_it_learns_by_what_a_drafter_foretells(monkeypatch: pytest.MonkeyPatch) 
     acceptance_probs.acceptance_probs = [0.3]
     for draft_probs in (FixedConfidences([0.9]), acceptance_probs):
         while not controller.plan([row], [(Candidate(),)])[0].length:
-            verdict = Verdict.of_chain(torch.tensor([0]), torch.tensor([0]))
+            verdict = Verdict.from_chain(torch.tensor([0]), torch.tensor([0]))
             controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
         controller.go_on([row], draft_probs, 0)
     assert heard == [0.9, 0.3]

@@ -34,7 +34,7 @@ def rows(count: int) -> list[Row]:
 
 
 def verdict(*accepted: int) -> Verdict:
-    return Verdict.of_chain(torch.tensor(accepted), torch.zeros(len(accepted), dtype=torch.long))
+    return Verdict.from_chain(torch.tensor(accepted), torch.zeros(len(accepted), dtype=torch.long))
 
 
 def test_it_goes_on_while_the_product_of_the_bounds_is_large_enough() -> None:

@@ -17,7 +17,7 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.acceptance_features import FEATURES, features_of_path, node_features
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.learned import LearnedController, LearnedOptions
-from secondguess.controllers.predictor import MOST_BYTES, Calibration, Layer, Network, Predictor
+from secondguess.controllers.predictor import MAX_FILE_BYTES, Calibration, Layer, Predictor, PredictorNetwork
 from secondguess.core import Candidate, Plan, Row
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
@@ -111,7 +111,7 @@ def test_the_calibration_is_that_of_the_depth(write: Callable[[str], Path]) -> N
     doubting = trusting(Calibration((1.0, 1.0), (0.0, -50.0)))
     controller = LearnedController(LearnedOptions(threshold=0.9), str(write(doubting.to_json())))
     assert nodes_until_stop(controller, [0.9] * 8) == 2
-    network = Network(doubting)
+    network = PredictorNetwork(doubting)
     line = node_features(0.9, 0.05, 0.5, 5, -0.1, 0.0, False)
     assert network.chances([line], 0) == pytest.approx([0.9])
     assert network.chances([line], 1)[0] < 1e-12
@@ -250,7 +250,7 @@ def changed(**entries: object) -> str:
         (changed(calibration={"scales": [0], "shifts": [0]}), "positive scales"),
         (changed(calibration={"scales": [True], "shifts": [0]}), "a list of numbers"),
         (changed(provenance=None), "the provenance to be an object"),
-        (" " * (MOST_BYTES + 1), "at most"),
+        (" " * (MAX_FILE_BYTES + 1), "at most"),
     ],
 )
 def test_broken_and_foreign_files_are_refused(write: Callable[[str], Path], content: str, words: str) -> None:

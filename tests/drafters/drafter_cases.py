@@ -9,7 +9,7 @@ import torch
 
 from secondguess.controllers import make_controller
 from secondguess.core import Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
@@ -103,15 +103,15 @@ def run(
 ) -> Run:
     """Decode prompts to their ends through the loop."""
     target = TableModel(vocab_size, dist)
-    team = Team(target, drafter, make_verifier(verifier), make_controller(controller))
+    components = Components(target, drafter, make_verifier(verifier), make_controller(controller))
     settings = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     rows = [
         Row(list(prompt), each, seed=100 + len(prompt), **row_settings)  # type: ignore[arg-type]
         for prompt, each in zip(prompts, settings, strict=True)
     ]
-    for _ in decode(team, rows):
+    for _ in decode(components, rows):
         pass
-    return Run([row.output for row in rows], [team.recorder.of(row) for row in rows], target)
+    return Run([row.output for row in rows], [components.recorder.of(row) for row in rows], target)
 
 
 def greedy_text(prompt: list[int], num_tokens: int, dist: NextTokenDist = TARGET_DIST) -> list[int]:

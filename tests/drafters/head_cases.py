@@ -18,12 +18,12 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
-from secondguess.heads.layer import Attend, CosSin, DecoderLayer, LayerShape
+from secondguess.heads.layer import AttentionFunction, CosSin, DecoderLayer, LayerConfig
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.mtp import MtpHead
 from secondguess.heads.runtime import FeatureHead
-from secondguess.heads.unrolled import initialise, shape_of_width
-from secondguess.runtime.base import EmbeddingAndHead, Hidden, Runtime
+from secondguess.heads.unrolled import default_layer_config, initialise
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, Runtime
 
 
 def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
@@ -49,16 +49,16 @@ class PlainFeatureHead(FeatureHead):
     def __init__(self, ends: EmbeddingAndHead) -> None:
         super().__init__()
         self.hidden_layers = (-1,)
-        self.shape = LayerShape(ends.width, num_heads=2, num_kv_heads=1, head_size=16, mlp_size=32)
+        self.shape = LayerConfig(ends.width, num_heads=2, num_kv_heads=1, head_size=16, mlp_size=32)
         self.num_layers = 1
         self.joined = nn.Linear(2 * ends.width, ends.width)
         self.layer = DecoderLayer(self.shape)
         self._ends = ends
 
-    def features(self, hidden: Hidden) -> Tensor:
+    def features(self, hidden: HiddenStates) -> Tensor:
         return hidden[-1]
 
-    def forward(self, embedded: Tensor, features: Tensor, turns: CosSin, attend: Attend) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, turns: CosSin, attend: AttentionFunction) -> Tensor:
         return self.layer(self.joined(torch.cat((embedded, features), -1)), turns, attend)
 
     def logits(self, thought: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def early_exit_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 
 def layer_skip_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    return LayerSkipDrafter(target.without_layers([1]), "layer-skip:1", target.vocab_size, shape)
+    return LayerSkipDrafter(target.skip_layers([1]), "layer-skip:1", target.vocab_size, shape)
 
 
 def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
@@ -102,7 +102,7 @@ def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     ends = target.ends()
-    head = Eagle1Head(shape_of_width(ends.width), ends, target.vocab_size)
+    head = Eagle1Head(default_layer_config(ends.width), ends, target.vocab_size)
     initialise(head, 3)
     return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
 

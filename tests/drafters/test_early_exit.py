@@ -16,7 +16,7 @@ from torch import Tensor
 from secondguess import custom_generate, load
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
 from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.none import NoDrafter
@@ -24,7 +24,7 @@ from secondguess.drafters.trees import StaticTree, TreeShape
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.files import Provenance
-from secondguess.heads.learning import Lesson
+from secondguess.heads.learning import TrainingBatch
 from secondguess.names import parse_name
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.fused import FusedRuntime, Layer, fuse
@@ -47,15 +47,15 @@ def play(
 ) -> int:
     """Decode, and say how many nodes were drafted."""
     drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2", shape)
-    team = Team(target, drafter, make_verifier("auto"), make_controller(controller))
+    components = Components(target, drafter, make_verifier("auto"), make_controller(controller))
     params = SamplingParams(max_tokens=12, temperature=temperature)
     rows = [Row(list(prompt), params, seed=3) for prompt in PROMPTS]
-    for _ in decode(team, rows):
+    for _ in decode(components, rows):
         pass
-    return sum(team.recorder.of(row).num_drafted for row in rows)
+    return sum(components.recorder.of(row).num_drafted for row in rows)
 
 
-@pytest.mark.parametrize("shape", [None, StaticTree.of_widths([2, 1])], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [None, StaticTree.from_widths([2, 1])], ids=["chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_shared_layers_run_once_per_token(
     shape: TreeShape | None, temperature: float, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +103,7 @@ def test_it_takes_no_more_memory_than_target_and_adapter() -> None:
         drafter = exits if kind == "early-exit" else NoDrafter()
         controller = make_controller("fixed:3" if kind == "early-exit" else "fixed:0")
         rounds = decode(
-            Team(target, drafter, make_verifier("auto"), controller),
+            Components(target, drafter, make_verifier("auto"), controller),
             [Row([3, 5, 7], params) for _ in range(4)],
         )
         for _ in range(5):
@@ -141,13 +141,13 @@ def test_an_interrupted_round_leaves_nothing_behind(monkeypatch: pytest.MonkeyPa
         target = fused_target()
         rows = [Row(list(prompt), params) for prompt in ([9, 2], [3, 5, 7, 5, 7, 2, 8, 8, 4])]
         drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2")
-        team = Team(target, drafter, make_verifier("auto"), make_controller("fixed:3"))
+        components = Components(target, drafter, make_verifier("auto"), make_controller("fixed:3"))
         if interrupted:
             with monkeypatch.context() as patched:
                 patched.setattr(drafter, "_finish", interrupt)
                 with pytest.raises(KeyboardInterrupt):
-                    next(decode(team, rows))
-        for _ in decode(team, rows):
+                    next(decode(components, rows))
+        for _ in decode(components, rows):
             pass
         texts.append([row.output for row in rows])
     assert texts[0] == texts[1]
@@ -170,7 +170,7 @@ def test_modules_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="runtime native or fused"):
         target.run_first_layers([row], Draft.empty(1), 2)
     with pytest.raises(UnsupportedModelError, match="runtime native or fused"):
-        target.without_layers([1])
+        target.skip_layers([1])
 
 
 def test_modules_are_refused_before_the_first_draft(tiny_checkpoint: Path) -> None:
@@ -241,10 +241,12 @@ def test_a_lesson_in_which_nothing_counts_teaches_nothing() -> None:
     """Short answers, of which chance leaves out every place."""
     target = fused_target()
     tokens = torch.zeros(2, 5, dtype=torch.long)
-    target.request_hidden([2, -1])
-    lesson = Lesson(tokens, torch.zeros_like(tokens, dtype=torch.bool), target.read(tokens).hidden)
+    target.request_hidden_states([2, -1])
+    training_batch = TrainingBatch(
+        tokens, torch.zeros_like(tokens, dtype=torch.bool), target.read(tokens).hidden
+    )
     head = EarlyExitHead.fresh(target.ends(), exit_layer=2, mlp_size=8, seed=0).double()
-    head.learn(lesson, target.ends(), forward_divergence).losses[0].backward()
+    head.learn(training_batch, target.ends(), forward_divergence).losses[0].backward()
     assert all(weight.grad is not None and not weight.grad.any() for weight in head.parameters())
 
 
@@ -254,20 +256,22 @@ def test_any_controller_hears_it_in_bfloat16(temperature: float) -> None:
     assert decoder is not None
     for controller in ("cost", "confidence", "entropy"):
         target = FusedRuntime(decoder)
-        assert play(target, StaticTree.of_widths([2, 1]), temperature, controller) >= 0
+        assert play(target, StaticTree.from_widths([2, 1]), temperature, controller) >= 0
 
 
 def test_an_adapter_learns() -> None:
     target = fused_target()
     ends = target.ends()
     tokens = torch.randint(0, 31, (4, 24), generator=torch.Generator().manual_seed(0))
-    target.request_hidden([2, -1])
-    lesson = Lesson(tokens, torch.ones_like(tokens, dtype=torch.bool), target.read(tokens).hidden)
+    target.request_hidden_states([2, -1])
+    training_batch = TrainingBatch(
+        tokens, torch.ones_like(tokens, dtype=torch.bool), target.read(tokens).hidden
+    )
     head = EarlyExitHead.fresh(ends, exit_layer=2, mlp_size=64, seed=0).double()
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
     marks = []
     for _ in range(40):
-        mark = head.learn(lesson, ends, forward_divergence)
+        mark = head.learn(training_batch, ends, forward_divergence)
         optimizer.zero_grad()
         mark.losses[0].backward()
         optimizer.step()

@@ -100,13 +100,13 @@ def test_a_look_up_reads_each_committed_token_once(drafter: str, seed: int) -> N
     """What it has read round by round is what it would read at once."""
     source = random.Random(seed)
     made, row = DRAFTERS[drafter](), Row([0, 1], GREEDY)
-    budgets, noise = Budgets([8], never_asked), KeyedNoise.of_rows([row])
+    budgets, noise = Budgets([8], never_asked), KeyedNoise.from_rows([row])
     made.begin([row])
     for _ in range(30):
         gained = source.choices([0, 1, 2], k=source.randint(1, 4))
         row.tokens += gained
         length, next_token = torch.tensor([len(gained) - 1]), torch.tensor([gained[-1]])
-        made.observe([row], Verdict.of_chain(length, next_token), {})
+        made.observe([row], Verdict.from_chain(length, next_token), {})
         fresh = DRAFTERS[drafter]()
         fresh.begin([row])
         expected = fresh.propose([row], budgets, noise)

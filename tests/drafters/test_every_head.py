@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Budgets, Candidate, Draft, Plan, RoundTime, Row, Verdict
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.none import NoDrafter
@@ -34,7 +34,7 @@ VOCAB_SIZE = 31
 PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 23]]
 SHAPES: dict[str, TreeShape | None] = {
     "chain": None,
-    "tree": StaticTree.of_widths([3, 2, 1]),
+    "tree": StaticTree.from_widths([3, 2, 1]),
     "dynamic": DynamicTree(nodes=6, width=2, depth=3),
 }
 TARGET = tiny_target(VOCAB_SIZE)
@@ -112,7 +112,7 @@ def run(
         for prompt in prompts
     ]
     decider = make_controller(controller) if isinstance(controller, str) else controller
-    for _ in decode(Team(target, drafter, verify, decider), rows):
+    for _ in decode(Components(target, drafter, verify, decider), rows):
         pass
     return [row.output for row in rows]
 
@@ -210,21 +210,21 @@ def test_what_it_remembers_is_the_truth(head: str, shape: str, num_rows: int, nu
     target = target_for(head)()
     drafter = HEADS[head](target, SHAPES[shape])
     rows = [Row(list(prompt), params, seed=5) for prompt in (PROMPTS[0], PROMPTS[3])[:num_rows]]
-    team = Team(target, drafter, make_verifier("auto"), Whimsical())
-    rounds = decode(team, rows)
+    components = Components(target, drafter, make_verifier("auto"), Whimsical())
+    rounds = decode(components, rows)
     for _ in range(num_rounds):
         next(rounds)
     fresh_target = target_for(head)()
     fresh = HEADS[head](fresh_target, SHAPES[shape])
     fresh_rows = [Row(list(row.tokens), params, seed=5) for row in rows]
-    fresh_target.request_hidden(fresh.hidden_layers)
+    fresh_target.request_hidden_states(fresh.hidden_layers)
     fresh.begin(fresh_rows, fresh_target.begin(fresh_rows))
     drafts = []
     for who, whose in ((drafter, rows), (fresh, fresh_rows)):
         with torch.inference_mode():
             who.prepare(whose, [0] * num_rows)
             budgets = Budgets([3] * num_rows, lambda dists, depth: [True] * num_rows, uses_probs=False)
-            drafts.append(who.propose(whose, budgets, KeyedNoise.of_rows(whose)))
+            drafts.append(who.propose(whose, budgets, KeyedNoise.from_rows(whose)))
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
     assert drafts[0].probs is not None
     assert drafts[1].probs is not None
@@ -242,7 +242,7 @@ def test_the_distribution_of_the_text_is_the_targets(
     head: str, widths: tuple[int, ...], num_rounds: int, verifier: str
 ) -> None:
     """One or two rounds on a real cache, enumerated."""
-    shape = StaticTree.of_widths(widths) if widths else None
+    shape = StaticTree.from_widths(widths) if widths else None
     model = tiny_target(vocab_size=2)
     dists = {}
     outputs: list[tuple[int, ...]] = [()]
@@ -253,9 +253,11 @@ def test_the_distribution_of_the_text_is_the_targets(
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
     target = fused(model) if head in NEEDS_FUSED else TransformersRuntime(model)
-    team = Team(target, HEADS[head](target, shape), make_verifier(verifier), make_controller("fixed:2"))
+    components = Components(
+        target, HEADS[head](target, shape), make_verifier(verifier), make_controller("fixed:2")
+    )
     params = SamplingParams(temperature=1.0, max_tokens=20)
-    (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], params)], num_rounds=num_rounds)
+    (branches,) = enumerate_rounds(components, lambda: [Row([0, 1], params)], num_rounds=num_rounds)
     found = text_dist(branches, dists.__getitem__, 4)
     assert largest_difference(found, exact_dist(dists.__getitem__, 4)) < (
         1e-6 if head in NEEDS_FUSED else 1e-9

@@ -23,7 +23,7 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
 from secondguess.names import parse_name
 from secondguess.noise import KeyedNoise
-from secondguess.runtime.base import ForwardOutput, Hidden
+from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.sampling import SamplingParams, compute_draft_probs
 from secondguess.testing import NextTokenDist, TableModel, random_probs
 
@@ -36,7 +36,7 @@ def always(dists: Tensor, depth: int, *_: object) -> list[bool]:
 
 def propose(drafter: ModelDrafter, rows: list[Row], budgets: Budgets) -> Draft:
     drafter.prepare(rows, [0] * len(rows))
-    return drafter.propose(rows, budgets, KeyedNoise.of_rows(rows))
+    return drafter.propose(rows, budgets, KeyedNoise.from_rows(rows))
 
 
 @pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, False), (1.0, True)])
@@ -175,7 +175,7 @@ def test_block_verification_may_correct_a_token_by_itself() -> None:
     drafter.begin([row])
     draft = propose(drafter, [row], Budgets([3], always))
     row.tokens += draft.tokens[0, :2].tolist()
-    drafter.observe([row], Verdict.of_chain(torch.tensor([1]), draft.tokens[:, 1]), {})
+    drafter.observe([row], Verdict.from_chain(torch.tensor([1]), draft.tokens[:, 1]), {})
     num_scored = drafter.runtime.num_scored_tokens
     again = propose(drafter, [row], Budgets([1], always))
     assert drafter.runtime.num_scored_tokens == num_scored + 1
@@ -193,7 +193,7 @@ def test_it_rejoins_the_truth_after_any_verdict(num_accepted: int) -> None:
         accepted = draft.tokens[0, :num_accepted].tolist()
         next_token = (int(draft.tokens[0, min(num_accepted, 2)]) + 1) % VOCAB_SIZE
         row.tokens += [*accepted, next_token]
-        verdict = Verdict.of_chain(torch.tensor([num_accepted]), torch.tensor([next_token]))
+        verdict = Verdict.from_chain(torch.tensor([num_accepted]), torch.tensor([next_token]))
         drafter.observe([row], verdict, {})
     draft = propose(drafter, [row], Budgets([1], always))
     assert draft.probs is not None
@@ -207,7 +207,7 @@ def test_rounds_without_drafts_are_caught_up_in_one_forward() -> None:
     for token in (3, 4, 5):
         assert propose(drafter, [row], Budgets([0], never_asked)).num_nodes == 0
         row.tokens.append(token)
-        drafter.observe([row], Verdict.of_chain(torch.tensor([0]), torch.tensor([token])), {})
+        drafter.observe([row], Verdict.from_chain(torch.tensor([0]), torch.tensor([token])), {})
     draft = propose(drafter, [row], Budgets([1], always))
     assert drafter.runtime.num_forwards == 1
     assert draft.probs is not None
@@ -254,7 +254,7 @@ def test_reported_distributions_have_the_targets_width(vocab_size: int) -> None:
 class StrictContext(TableModel):
     """Refuses to hold more than its context, as a real model must."""
 
-    def begin(self, rows: list[Row]) -> list[Hidden]:  # type: ignore[override]
+    def begin(self, rows: list[Row]) -> list[HiddenStates]:  # type: ignore[override]
         assert all(len(row.tokens) - 1 <= self.context_length for row in rows)
         return super().begin(rows)
 

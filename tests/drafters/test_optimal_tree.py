@@ -15,12 +15,12 @@ from secondguess.drafters import make_drafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.optimal_tree import (
     FIRST_RENEWAL,
-    FIRST_SHARES,
+    PRIOR_ACCEPTANCE,
     Costs,
     OptimalTree,
     PassTimes,
+    PlanTables,
     RankAcceptance,
-    Tables,
     measure_costs,
     plan_tree,
 )
@@ -43,7 +43,7 @@ FLAT = costs_of(1.0)
 )
 def test_the_best_tree_is_that_of_all_trees(num_nodes: int, num_levels: int) -> None:
     assert most_planned(num_nodes, num_levels) == pytest.approx(most_by_hand(num_nodes, num_levels))
-    planned = frozenset(Tables(SHARES, num_nodes, num_levels).paths(num_nodes, num_levels))
+    planned = frozenset(PlanTables(SHARES, num_nodes, num_levels).paths(num_nodes, num_levels))
     assert planned in all_trees(num_nodes, num_levels)
     assert worth(planned) == pytest.approx(most_by_hand(num_nodes, num_levels))
 
@@ -88,7 +88,7 @@ def test_chances_by_rank_are_those_of_the_rounds() -> None:
         acceptance.learn(parents, [0] if fate < 0.3 else [1, 4] if fate < 0.8 else [])
     # The first rank was tried 1.5 times a round, 0.3 times with success; the second 1.5 and 1 times; the third once in vain.
     assert acceptance.shares[:3] == pytest.approx([0.2, 2 / 3, 0.0], abs=0.05)
-    assert acceptance.shares[3:] == list(FIRST_SHARES[3:])
+    assert acceptance.shares[3:] == list(PRIOR_ACCEPTANCE[3:])
 
 
 def test_the_plan_changes_only_after_rounds_that_are_over() -> None:
@@ -99,7 +99,7 @@ def test_the_plan_changes_only_after_rounds_that_are_over() -> None:
         assert shape.tree is first
     shape.learn([[-1, -1, -1], []], [[], [0]])  # a row that somebody else drafted for is no news
     assert shape.tree is not first
-    assert shape.acceptance.shares[0] < FIRST_SHARES[0]
+    assert shape.acceptance.shares[0] < PRIOR_ACCEPTANCE[0]
 
 
 class Clock:
@@ -144,4 +144,4 @@ def test_planned_trees_are_lossless_and_their_rounds_are_learnt_from() -> None:
     drafter = ModelDrafter(TableModel(3, pair.drafter), "model:table,tree=optimal", 3, shape)
     branches = play(pair, drafter, "auto", "fixed:2")
     assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
-    assert shape.acceptance.shares != list(FIRST_SHARES)
+    assert shape.acceptance.shares != list(PRIOR_ACCEPTANCE)

@@ -11,7 +11,7 @@ import torch
 from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_asked, run
 
 from secondguess.core import Budgets, Draft, Row
-from secondguess.drafters.suffix import MAX_COUNTED, SuffixAutomaton, SuffixDrafter, SuffixOptions
+from secondguess.drafters.suffix import MAX_COUNTED_CONTEXTS, SuffixAutomaton, SuffixDrafter, SuffixOptions
 from secondguess.errors import BadInputError
 from secondguess.noise import KeyedNoise
 from secondguess.sampling import SamplingParams
@@ -108,8 +108,8 @@ def test_ties_go_to_the_latest() -> None:
 
 def test_deep_repetition_is_still_continued() -> None:
     """A text of one token has as many contexts as tokens: far more than are counted."""
-    automaton = automaton_of([7] * (4 * MAX_COUNTED))
-    assert automaton.num_matched == 4 * MAX_COUNTED - 1
+    automaton = automaton_of([7] * (4 * MAX_COUNTED_CONTEXTS))
+    assert automaton.num_matched == 4 * MAX_COUNTED_CONTEXTS - 1
     assert list(islice(automaton.continuation(2), 20)) == [(7, 1.0)] * 20
 
 
@@ -128,13 +128,13 @@ def test_work_and_memory_grow_linearly(text: str) -> None:
         automaton = automaton_of(TEXTS[text](length))
         assert len(automaton.contexts) <= 2 * length
         assert sum(len(context.next) for context in automaton.contexts) <= 3 * length
-        assert automaton.num_steps <= (MAX_COUNTED + 6) * length
+        assert automaton.num_steps <= (MAX_COUNTED_CONTEXTS + 6) * length
 
 
 def propose(drafter: SuffixDrafter, prompt: list[int], budget: int) -> list[int]:
     row = Row(list(prompt), SamplingParams())
     drafter.begin([row])
-    draft: Draft = drafter.propose([row], Budgets([budget], never_asked), KeyedNoise.of_rows([row]))
+    draft: Draft = drafter.propose([row], Budgets([budget], never_asked), KeyedNoise.from_rows([row]))
     assert draft.probs is None
     return draft.tokens[0].tolist()
 

@@ -24,7 +24,7 @@ def rows_of(*temperatures: float, coupled: bool = False) -> list[Row]:
 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_many_nodes_are_drawn_as_one_by_one(coupled: bool) -> None:
-    noise = KeyedNoise.of_rows(rows_of(1.0, 1.0, coupled=coupled))
+    noise = KeyedNoise.from_rows(rows_of(1.0, 1.0, coupled=coupled))
     dists = torch.rand(7, VOCAB_SIZE, dtype=torch.float64)
     rows, nodes = [0, 1, 0, 1, 1, 0, 0], [3, 3, 4, 9, 5, 12, 5]
     together = noise.select(torch.tensor(rows)).draft(dists, 2, nodes)
@@ -39,7 +39,7 @@ def test_many_nodes_are_drawn_as_one_by_one(coupled: bool) -> None:
 def test_a_tree_holds_what_its_nodes_draw_in_turn() -> None:
     """Siblings one after another, without the elder ones, each with the number of its own index."""
     rows = rows_of(1.0, 1.0)
-    noise = KeyedNoise.of_rows(rows)
+    noise = KeyedNoise.from_rows(rows)
     logits = torch.randn(2, 20, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     shape = StaticTree(frozenset({(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)}))
     draft = draft_trees(rows, shape, [2, 1], noise, lambda _, tree: logits[:, : tree.num_nodes + 1], None)
@@ -59,8 +59,8 @@ def test_a_tree_holds_what_its_nodes_draw_in_turn() -> None:
 def test_no_more_children_than_a_distribution_has_tokens() -> None:
     rows, logits = rows_of(1.0), torch.full((1, 1, VOCAB_SIZE), -torch.inf)
     logits[..., [4, 7]] = 0.0
-    noise = KeyedNoise.of_rows(rows)
-    draft = draft_trees(rows, StaticTree.of_widths([5]), [1], noise, lambda *_: logits, None)
+    noise = KeyedNoise.from_rows(rows)
+    draft = draft_trees(rows, StaticTree.from_widths([5]), [1], noise, lambda *_: logits, None)
     assert sorted(draft.tokens[0].tolist()) == [4, 7]
 
 
@@ -75,11 +75,11 @@ def test_controllers_are_told_distributions_before_sampling_settings(temperature
 
     dist = random_probs(VOCAB_SIZE, 1)
     drafter = ModelDrafter(
-        TableModel(VOCAB_SIZE, dist), "model:table", VOCAB_SIZE, StaticTree.of_widths([2, 2])
+        TableModel(VOCAB_SIZE, dist), "model:table", VOCAB_SIZE, StaticTree.from_widths([2, 2])
     )
     rows = rows_of(temperature)
     drafter.begin(rows)
     drafter.prepare(rows, [0])
-    draft: Draft = drafter.propose(rows, Budgets([2], go_on), KeyedNoise.of_rows(rows))
+    draft: Draft = drafter.propose(rows, Budgets([2], go_on), KeyedNoise.from_rows(rows))
     assert draft.depths.tolist() == [2]
     assert told == [pytest.approx(float(dist(tuple(rows[0].tokens)).max()))]

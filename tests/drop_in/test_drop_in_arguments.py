@@ -34,7 +34,7 @@ SAME_GREEDY_TEXT = {
 TESTED_APART = {"bos_token_id", "pad_token_id", "return_dict_in_generate", "stop_strings"}
 """Fields with a test of their own in the other files."""
 
-WITHOUT_EFFECT = {
+NO_EFFECT = {
     "decoder_start_token_id": 5,
     "disable_compile": True,
     "early_stopping": True,
@@ -105,7 +105,7 @@ def model():
 
 def test_every_field_of_the_generation_config_is_in_the_matrix():
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    classes = [SAME_GREEDY_TEXT, SAME_DISTRIBUTION, TESTED_APART, WITHOUT_EFFECT, REFUSED]
+    classes = [SAME_GREEDY_TEXT, SAME_DISTRIBUTION, TESTED_APART, NO_EFFECT, REFUSED]
     assert sorted(fields) == sorted(name for names in classes for name in names)
 
 
@@ -118,9 +118,9 @@ def test_a_setting_gives_the_greedy_text_of_transformers(model, name):
     assert torch.equal(ours(model, PROMPT, do_sample=False, **settings), plain)
 
 
-@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+@pytest.mark.parametrize("name", NO_EFFECT)
 def test_a_setting_that_transformers_does_not_read_here_changes_nothing(model, name):
-    settings = {name: WITHOUT_EFFECT[name], **LENGTH}
+    settings = {name: NO_EFFECT[name], **LENGTH}
     assert torch.equal(ours(model, PROMPT, **settings), theirs(model, PROMPT, **LENGTH))
     assert torch.equal(theirs(model, PROMPT, **settings), theirs(model, PROMPT, **LENGTH))
 

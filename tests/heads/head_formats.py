@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.base import Drafter
-from secondguess.heads.learning import Lesson, Objective
+from secondguess.heads.learning import Objective, TrainingBatch
 from secondguess.noise import KeyedNoise
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
@@ -48,10 +48,10 @@ def states_of(target: TransformersRuntime, texts: list[list[int]]) -> dict[int, 
     return dict(enumerate(found)) | {layer - len(found): states for layer, states in enumerate(found)}
 
 
-def lesson_of(target: TransformersRuntime, texts: list[list[int]], num_prompt: int = 1) -> Lesson:
+def lesson_of(target: TransformersRuntime, texts: list[list[int]], num_prompt: int = 1) -> TrainingBatch:
     tokens = torch.tensor(texts)
     counts = torch.arange(tokens.shape[1]).expand_as(tokens) >= num_prompt
-    return Lesson(tokens, counts, states_of(target, texts))
+    return TrainingBatch(tokens, counts, states_of(target, texts))
 
 
 def many_texts(num_rows: int = 8, length: int = 20) -> list[list[int]]:
@@ -92,7 +92,7 @@ def ready(drafter: Drafter, target: TransformersRuntime, text: list[int]) -> Row
     """A row that the drafter may draft for."""
     row = Row(list(text), SamplingParams(max_tokens=40, temperature=1.0), seed=3)
     with torch.inference_mode():
-        target.request_hidden(drafter.hidden_layers)
+        target.request_hidden_states(drafter.hidden_layers)
         drafter.begin([row], target.begin([row]))
         drafter.prepare([row], [0])
     return row
@@ -102,7 +102,7 @@ def draft_for(drafter: Drafter, row: Row, length: int) -> Draft:
     budgets = Budgets([length], lambda *told: [True], uses_probs=False)
     with torch.inference_mode():
         drafter.prepare([row], [0])
-        return drafter.propose([row], budgets, KeyedNoise.of_rows([row]))
+        return drafter.propose([row], budgets, KeyedNoise.from_rows([row]))
 
 
 def drafted(drafter: Drafter, target: TransformersRuntime, length: int = 4) -> Draft:
@@ -119,11 +119,11 @@ def falls(
     head: Any, target: TransformersRuntime, objective: Objective = cross_entropy
 ) -> tuple[float, float]:
     """The loss of a head before and after 30 steps, everything that it counts summed."""
-    lesson, ends = lesson_of(target, many_texts()), target.ends()
+    training_batch, ends = lesson_of(target, many_texts()), target.ends()
     optimiser = torch.optim.Adam(head.parameters(), lr=3e-3)
     losses = []
     for _ in range(31):
-        marks = head.learn(lesson, ends, objective)
+        marks = head.learn(training_batch, ends, objective)
         loss = torch.stack(marks.losses).sum() + (0 if marks.extra is None else marks.extra)
         losses.append(float(loss.detach()))
         optimiser.zero_grad()

@@ -33,7 +33,7 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.confidence import ConfidenceController, ConfidenceOptions
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Draft, Row, Verdict
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
 from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
@@ -370,7 +370,7 @@ def test_prospects_tell_how_much_is_unread(tmp_path: Path) -> None:
     assert drafter.name == f"dspark:{folder},tree=2x2"
     row = Row(many_texts(1, 40)[0], SamplingParams(max_tokens=9))
     with torch.inference_mode():
-        TARGET.request_hidden(drafter.hidden_layers)
+        TARGET.request_hidden_states(drafter.hidden_layers)
         drafter.begin([row], TARGET.begin([row]))
         (before,) = drafter.candidates([row])[0]
         drafter.prepare([row], [0])
@@ -386,9 +386,9 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
     head = named(f"dspark:{folder}").head
     text = [*TEXT, 9, 1, 12, 3, 7]
     recorder = Recorder()
-    lesson = lesson_of(TARGET, [text], num_prompt=len(TEXT))
-    anchors, chosen = head._anchors(lesson.counts)
-    head.learn(lesson, TARGET.ends(), recorder)
+    training_batch = lesson_of(TARGET, [text], num_prompt=len(TEXT))
+    anchors, chosen = head._anchors(training_batch.counts)
+    head.learn(training_batch, TARGET.ends(), recorder)
     known = WORDS if format == "truncated" else torch.arange(VOCAB_SIZE)
     with torch.no_grad():
         dists = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
@@ -406,10 +406,10 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
 
 def test_marks_count_what_the_target_wrote_by_depth() -> None:
     head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK).eval()
-    lesson = lesson_of(TARGET, [TEXT, TEXT[::-1]], num_prompt=len(TEXT) - 2)
+    training_batch = lesson_of(TARGET, [TEXT, TEXT[::-1]], num_prompt=len(TEXT) - 2)
     recorder = Recorder()
-    marks = head.learn(lesson, TARGET.ends(), recorder)
-    anchors, _ = head._anchors(lesson.counts)
+    marks = head.learn(training_batch, TARGET.ends(), recorder)
+    anchors, _ = head._anchors(training_batch.counts)
     assert anchors.sort().values.tolist() == [[len(TEXT) - 3, len(TEXT) - 2]] * 2
     for depth in range(BLOCK):
         counted = anchors + depth + 1 < len(TEXT)
@@ -433,11 +433,11 @@ def test_confidence_learns_the_chance_to_be_accepted(tmp_path: Path) -> None:
     head = named(f"dspark:{folder}").head
     for weight in head.confidence_head.parameters():
         torch.nn.init.zeros_(weight).requires_grad_(True)
-    lesson, ends = lesson_of(TARGET, many_texts()), TARGET.ends()
+    training_batch, ends = lesson_of(TARGET, many_texts()), TARGET.ends()
     optimiser = torch.optim.Adam(head.confidence_head.parameters(), lr=3e-2)
     losses = []
     for _ in range(60):
-        marks = head.learn(lesson, ends, Recorder())
+        marks = head.learn(training_batch, ends, Recorder())
         losses.append(marks.extra.detach())
         optimiser.zero_grad()
         marks.extra.backward()
@@ -576,11 +576,11 @@ def test_unknown_kinds_are_told_as_unsupported(tmp_path: Path) -> None:
 def lengths_under(drafter: DsparkDrafter, controller: str) -> list[int]:
     """How many nodes are drafted for some rows in their first round."""
     rows = [Row(text, SamplingParams(max_tokens=20, temperature=1.0), seed=2) for text in many_texts(3, 9)]
-    team = Team(TARGET, drafter, make_verifier("auto"), make_controller(controller))
-    rounds = decode(team, rows)
+    components = Components(TARGET, drafter, make_verifier("auto"), make_controller(controller))
+    rounds = decode(components, rows)
     next(rounds)
     rounds.close()
-    return [counts.num_drafted for counts in (team.recorder.of(row) for row in rows)]
+    return [counts.num_drafted for counts in (components.recorder.of(row) for row in rows)]
 
 
 @pytest.mark.parametrize(("bias", "length"), [(-9.0, 1), (9.0, BLOCK)])
@@ -606,7 +606,7 @@ def test_what_is_foretold_is_the_papers_and_of_the_tokens_before(make, tmp_path:
 
     row = ready(drafter, TARGET, TEXT)
     with torch.inference_mode():
-        draft = drafter.propose([row], Budgets([BLOCK], go_on), KeyedNoise.of_rows([row]))
+        draft = drafter.propose([row], Budgets([BLOCK], go_on), KeyedNoise.from_rows([row]))
     thoughts = block_thoughts(parts, TEXT)
     before = [TEXT[-1], *draft.tokens[0].tolist()]
     assert len(told) == BLOCK - 1
@@ -629,7 +629,7 @@ def test_without_a_confidence_head_the_distribution_is_all_there_is(tmp_path: Pa
 
     row = ready(drafter, TARGET, TEXT)
     with torch.inference_mode():
-        drafter.propose([row], Budgets([2], go_on), KeyedNoise.of_rows([row]))
+        drafter.propose([row], Budgets([2], go_on), KeyedNoise.from_rows([row]))
     assert asked == [(0, None)]
 
 
@@ -658,9 +658,9 @@ def test_stopping_by_confidence_keeps_the_distribution_of_the_text() -> None:
             return decided
 
     controller = Noted(ConfidenceOptions(length=2, threshold=0.9))
-    team = Team(target, drafter, make_verifier("block"), controller)
+    components = Components(target, drafter, make_verifier("block"), controller)
     params = SamplingParams(temperature=1.0, max_tokens=20)
-    (branches,) = enumerate_rounds(team, lambda: [Row([0, 1], params)], num_rounds=2)
+    (branches,) = enumerate_rounds(components, lambda: [Row([0, 1], params)], num_rounds=2)
     found = text_dist(branches, dists.__getitem__, 4)
     assert largest_difference(found, exact_dist(dists.__getitem__, 4)) < 1e-9
     assert answers == {True, False}

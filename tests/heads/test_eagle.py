@@ -19,7 +19,7 @@ from secondguess.drafters.eagle import EagleDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
 from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead, default_layers, most_frequent_tokens
 from secondguess.heads.eagle_files import load_eagle, save_eagle
-from secondguess.heads.layer import LayerShape
+from secondguess.heads.layer import LayerConfig
 from secondguess.runtime.transformers import TransformersRuntime
 from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, fresh_head, target_model
 
@@ -317,7 +317,7 @@ def test_a_fresh_head_knows_the_targets_words() -> None:
 
 @pytest.mark.parametrize("words", [None, [1, 2], [3, 2, 1], [1, 2, 31], [-1, 2, 3]])
 def test_words_must_be_a_vocabulary(words: list[int] | None) -> None:
-    layer = LayerShape(WIDTH, 2, 1, 16, 32)
+    layer = LayerConfig(WIDTH, 2, 1, 16, 32)
     shape = EagleConfig(layer, VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
     with pytest.raises(BadInputError, match="words"):
         EagleHead(shape, ENDS, None if words is None else torch.tensor(words))
@@ -334,7 +334,7 @@ def test_words_must_be_a_vocabulary(words: list[int] | None) -> None:
     ],
 )
 def test_a_shape_checks_itself(change: dict[str, Any]) -> None:
-    shape = EagleConfig(LayerShape(WIDTH, 2, 1, 16, 32), VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
+    shape = EagleConfig(LayerConfig(WIDTH, 2, 1, 16, 32), VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
     with pytest.raises(BadInputError, match="expected"):
         replace(shape, **change)
 

@@ -307,9 +307,9 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
 
 def test_only_what_the_target_wrote_is_learnt() -> None:
     head = MedusaHead.fresh(TARGET.ends(), num_heads=2, seed=1)
-    lesson = lesson_of(TARGET, [TEXT], num_prompt=len(TEXT) - 1)  # the last token alone
+    training_batch = lesson_of(TARGET, [TEXT], num_prompt=len(TEXT) - 1)  # the last token alone
     recorder = Recorder()
-    marks = head.learn(lesson, TARGET.ends(), recorder)
+    marks = head.learn(training_batch, TARGET.ends(), recorder)
     for depth, loss in enumerate(marks.losses):
         expected = Recorder()(recorder.meant[depth], recorder.said[depth])[-1]
         torch.testing.assert_close(loss.detach(), expected)

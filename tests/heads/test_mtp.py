@@ -17,7 +17,7 @@ from secondguess.drafters import make_drafter
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
 from secondguess.heads.mtp import MtpHead
-from secondguess.heads.mtp_files import is_inside, load_mtp, save_mtp
+from secondguess.heads.mtp_files import contains_mtp, load_mtp, save_mtp
 from secondguess.runtime.transformers import TransformersRuntime
 from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, target_model
 
@@ -189,7 +189,7 @@ def drafter_of(name: str, target: Loaded) -> MtpDrafter:
 def test_without_a_path_it_is_the_targets_own(
     make: Callable[[Path], Path], names: Names, tmp_path: Path
 ) -> None:
-    assert is_inside(make(tmp_path))
+    assert contains_mtp(make(tmp_path))
     drafter = drafter_of("mtp,tree=2x1", Loaded(tmp_path))
     assert drafter.name == "mtp,tree=2x1"
     expected = load(tmp_path).state_dict()
@@ -208,8 +208,8 @@ def test_with_a_path_it_is_what_lies_there(tmp_path: Path) -> None:
 
 def test_a_target_without_a_module_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(layer_config(WIDTH, VOCAB_SIZE)))
-    assert not is_inside(tmp_path)
-    assert not is_inside(tmp_path / "nowhere")
+    assert not contains_mtp(tmp_path)
+    assert not contains_mtp(tmp_path / "nowhere")
     with pytest.raises(BadInputError, match="expected mtp:PATH for the target tiny"):
         drafter_of("mtp", Loaded(tmp_path))
 

@@ -46,9 +46,9 @@ def saved_target(tmp_path: Path) -> Path:
 
 
 def unrolled(head: EagleHead) -> list[Tensor]:
-    lesson = lesson_of(torch.tensor([TEXT]), target_model(torch.float32))
+    training_batch = lesson_of(torch.tensor([TEXT]), target_model(torch.float32))
     with torch.no_grad():
-        return [head.own_logits(thought)[0] for thought in head.unroll(lesson)]
+        return [head.draft_logits(thought)[0] for thought in head.unroll(training_batch)]
 
 
 @every_setting
@@ -67,12 +67,12 @@ def test_speculators_reads_what_we_write(
     theirs = speculators.SpeculatorModel.from_pretrained(str(tmp_path / "head"), config=config)
     said: list[Tensor] = []
     theirs.lm_head.register_forward_hook(lambda module, given, logits: said.append(logits[0]))
-    lesson = lesson_of(torch.tensor([TEXT]), target_model(torch.float32))
-    states = torch.cat([lesson.hidden[layer][:, :-1] for layer in head.hidden_layers], -1)
+    training_batch = lesson_of(torch.tensor([TEXT]), target_model(torch.float32))
+    states = torch.cat([training_batch.hidden[layer][:, :-1] for layer in head.hidden_layers], -1)
     with torch.no_grad():
         theirs(
             states,
-            lesson.tokens[:, 1:],
+            training_batch.tokens[:, 1:],
             torch.zeros(1, len(TEXT) - 1, dtype=torch.long),
             ttt_steps=head.num_steps,
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from secondguess.heads.unrolled import shape_of_width
+from secondguess.heads.unrolled import default_layer_config
 from secondguess.runtime.transformers import TransformersRuntime
 from unrolled_cases import (
     TEXT,
@@ -57,10 +57,10 @@ def test_what_comes_later_does_not_matter(kind: str) -> None:
 def test_marks_are_by_depth_and_of_the_places_that_count(kind: str) -> None:
     head = fresh_head(kind)
     model = target_model()
-    lesson = lesson_of(torch.tensor([TEXT]), model)
-    lesson.counts[:] = False
-    lesson.counts[0, 6] = True
-    marks = head.learn(lesson, TransformersRuntime(model).ends(), cross_entropy)
+    training_batch = lesson_of(torch.tensor([TEXT]), model)
+    training_batch.counts[:] = False
+    training_batch.counts[0, 6] = True
+    marks = head.learn(training_batch, TransformersRuntime(model).ends(), cross_entropy)
     target_logits = model(torch.tensor([TEXT])).logits[0, 5]
     known = torch.arange(31) if head.words is None else head.words
     for depth, (loss, accepted) in enumerate(zip(marks.losses, marks.accepted, strict=True)):
@@ -79,11 +79,11 @@ def test_it_learns(kind: str) -> None:
     ends = TransformersRuntime(model).ends()
     head = fresh_head(kind, torch.float32).train()
     generator = torch.Generator().manual_seed(0)
-    lesson = lesson_of(torch.randint(31, (8, 24), generator=generator), model)
+    training_batch = lesson_of(torch.randint(31, (8, 24), generator=generator), model)
     optimiser = torch.optim.Adam(head.parameters(), lr=1e-3)
     history = []
     for _ in range(30):
-        marks = head.learn(lesson, ends, cross_entropy)
+        marks = head.learn(training_batch, ends, cross_entropy)
         loss = torch.stack(marks.losses).sum()
         history.append([float(each.detach()) for each in marks.losses])
         optimiser.zero_grad()
@@ -95,12 +95,12 @@ def test_it_learns(kind: str) -> None:
 
 @every_head
 def test_texts_too_short_to_guess_deep_teach_what_they_can(kind: str) -> None:
-    lesson = lesson_of(torch.tensor([TEXT[:4]]), target_model())
-    marks = fresh_head(kind).learn(lesson, TransformersRuntime(target_model()).ends(), cross_entropy)
+    training_batch = lesson_of(torch.tensor([TEXT[:4]]), target_model())
+    marks = fresh_head(kind).learn(training_batch, TransformersRuntime(target_model()).ends(), cross_entropy)
     assert [float(loss.detach()) > 0 for loss in marks.losses] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("width", [256, 96, 24, 6])
 def test_a_layer_fits_any_width(width: int) -> None:
-    shape = shape_of_width(width)
+    shape = default_layer_config(width)
     assert shape.num_heads * shape.head_size == width

@@ -23,7 +23,7 @@ from secondguess.jobs.acceptance import (
     split,
     train_acceptance,
 )
-from secondguess.jobs.acceptance_prompts import MOST_CHARACTERS, standard_library_prompts
+from secondguess.jobs.acceptance_prompts import MAX_PROMPT_CHARACTERS, standard_library_prompts
 from secondguess.noise import KeyedNoise
 from secondguess.sampling import SamplingParams, compute_target_probs
 from secondguess.testing import TableModel, random_probs
@@ -49,7 +49,7 @@ def chances_of(row: Row, tokens: list[int]) -> tuple[list[float], torch.Tensor, 
     logits = torch.stack([TARGET((1, 2, *tokens[:place])) for place in range(len(tokens) + 1)])[None].log()
     draft = Draft.chains([tokens], None if row.params.temperature == 0 else dists)
     target_probs = compute_target_probs(logits, [row], draft)
-    noise = KeyedNoise.of_rows([row])
+    noise = KeyedNoise.from_rows([row])
     return node_chances(draft, target_probs, noise)[0], target_probs[0], noise
 
 
@@ -77,7 +77,7 @@ def test_at_temperature_0_a_node_is_the_most_likely_token_or_is_not() -> None:
 
 def test_a_coupled_node_wins_the_race_or_does_not() -> None:
     row = row_of(1.0, coupled=True, seed=5)
-    noise = KeyedNoise.of_rows([row])
+    noise = KeyedNoise.from_rows([row])
     winners: list[int] = []
     for place in range(3):
         dist = TARGET((1, 2, *winners))[None, None]
@@ -88,7 +88,7 @@ def test_a_coupled_node_wins_the_race_or_does_not() -> None:
 
 
 def test_nothing_drafted_has_no_chances() -> None:
-    noise = KeyedNoise.of_rows([row_of(1.0)])
+    noise = KeyedNoise.from_rows([row_of(1.0)])
     assert node_chances(Draft.empty(1), torch.ones(1, 1, VOCAB_SIZE), noise) == [[]]
 
 
@@ -146,7 +146,7 @@ def test_every_fifth_prompt_is_held_out_in_every_manner() -> None:
 def test_the_prompts_come_from_the_standard_library() -> None:
     workload = standard_library_prompts(40)
     assert len(set(workload.prompts)) == 40
-    assert all(0 < len(prompt) <= MOST_CHARACTERS for prompt in workload.prompts)
+    assert all(0 < len(prompt) <= MAX_PROMPT_CHARACTERS for prompt in workload.prompts)
     code = [prompt for prompt in workload.prompts if prompt.startswith("def ")]
     assert len(code) >= 20
     assert all('"""' in prompt or "'''" in prompt or '"' in prompt for prompt in code)

@@ -127,7 +127,7 @@ class Uncached:
     def __init__(self, directory: Path) -> None:
         layers = range(json.loads((directory / "config.json").read_text())["num_hidden_layers"] + 1)
         self._runtime = runtime_of(directory, "native")
-        self._runtime.request_hidden(layers)
+        self._runtime.request_hidden_states(layers)
 
     def __call__(self, tokens: Tensor, **_: object) -> Any:
         found = self._runtime.read(tokens)

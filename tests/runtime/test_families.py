@@ -167,7 +167,7 @@ def test_the_last_places_of_the_context(family, runtime):
 
 def test_hidden_states_are_those_of_the_model(family, tmp_path):
     runtime = runtime_of(family.path, runtime=family.kind)
-    runtime.request_hidden((0, 1, -1))
+    runtime.request_hidden_states((0, 1, -1))
     rows = [row_of(PROMPT), row_of(PROMPT[:4])]
     runtime.begin(rows)
     rows[1].tokens.append(3)

@@ -23,7 +23,7 @@ from families import (
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import fused, loading
-from secondguess.runtime.attention import attend_as_several
+from secondguess.runtime.attention import masked_attention
 from secondguess.runtime.families import can_fuse
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.loading import load_runtime
@@ -273,6 +273,6 @@ def test_a_lone_query_rounds_as_it_would_among_others():
         keys, values, queries = numbers(num_keys, 64), numbers(num_keys, 64), numbers(5, 64)
         mask = torch.zeros(1, 1, 5, num_keys, dtype=torch.bfloat16)
         mask[..., num_keys - 7 :] = -torch.inf
-        together = attend_as_several(queries, keys, values, mask)
-        alone = attend_as_several(queries[:, :, :1], keys, values, mask[:, :, :1])
+        together = masked_attention(queries, keys, values, mask)
+        alone = masked_attention(queries[:, :, :1], keys, values, mask[:, :, :1])
         assert torch.equal(alone, together[:, :, :1])

@@ -210,7 +210,7 @@ def test_too_little_memory_is_told_before_loading(checkpoint, monkeypatch):
 
 
 def test_the_estimate_is_what_a_model_and_its_cache_take(checkpoint):
-    need = loading.memory_need(checkpoint, dtype="float32", num_cached_tokens=256)
+    need = loading.estimate_load_memory(checkpoint, dtype="float32", num_cached_tokens=256)
     loaded = load_runtime(checkpoint, dtype="float32", device="cpu", runtime="transformers")
     assert need.weights == sum(weight.nbytes for weight in loaded.runtime.model.parameters())
     score(loaded)

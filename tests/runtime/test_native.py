@@ -25,7 +25,7 @@ from secondguess.core import Draft
 from secondguess.errors import BadInputError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime import loading
 from secondguess.runtime.fused import fuse
-from secondguess.runtime.loading import load_runtime, memory_need
+from secondguess.runtime.loading import estimate_load_memory, load_runtime
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder, why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime
@@ -215,7 +215,9 @@ def test_eight_bits_have_no_module(checkpoint):
 
 
 def test_loading_takes_more_for_a_while_than_eight_bits_do(checkpoint):
-    need = memory_need(checkpoint, dtype="bfloat16", device="cpu", quantize="int8", num_cached_tokens=0)
+    need = estimate_load_memory(
+        checkpoint, dtype="bfloat16", device="cpu", quantize="int8", num_cached_tokens=0
+    )
     assert need.loading > need.weights
     assert need.excess == need.loading - need.total
 
@@ -271,17 +273,18 @@ def test_an_arena_takes_what_is_larger_than_its_pieces(monkeypatch):
 
 def test_what_loads_in_bfloat16_is_native_and_says_so(checkpoint):
     loaded = load_runtime(checkpoint, dtype="bfloat16", device="cpu")
-    assert (loaded.kind, loaded.runtime_in_words) == ("native", "native")
+    assert (loaded.kind, loaded.runtime_description) == ("native", "native")
     drafting = load_runtime(checkpoint, dtype="bfloat16", device="cpu", drafts=True)
-    assert drafting.runtime_in_words == "native, weights in 8 bits"
+    assert drafting.runtime_description == "native, weights in 8 bits"
     small = load_runtime(checkpoint, dtype="bfloat16", device="cpu", quantize="int8")
-    assert small.runtime_in_words == "native, weights in 8 bits"
+    assert small.runtime_description == "native, weights in 8 bits"
     assert load_runtime(checkpoint, dtype="float32", device="cpu").kind == "fused"
 
 
 def test_a_draft_model_takes_half_the_memory(checkpoint):
     plain, drafting = (
-        memory_need(checkpoint, dtype="bfloat16", device="cpu", drafts=drafts) for drafts in (False, True)
+        estimate_load_memory(checkpoint, dtype="bfloat16", device="cpu", drafts=drafts)
+        for drafts in (False, True)
     )
     linear = sum(
         module.weight.numel()
@@ -393,7 +396,7 @@ def test_its_head_teaches_where_it_is_the_embeddings(tmp_path):
 
 def test_layers_can_be_left_out(checkpoint):
     runtime = native_runtime(checkpoint)
-    fewer = runtime.without_layers([0])
+    fewer = runtime.skip_layers([0])
     decoder = fuse(loading._read_model(str(checkpoint), torch.bfloat16).eval(), packed=False)
     expected = NativeRuntime(NativeDecoder(decoder.without([0])))
     assert fewer.num_layers == runtime.num_layers - 1
@@ -401,7 +404,7 @@ def test_layers_can_be_left_out(checkpoint):
     assert not torch.equal(fewer.read(TOKENS).logits, runtime.read(TOKENS).logits)
     for wrong in ([runtime.num_layers], list(range(runtime.num_layers))):
         with pytest.raises(BadInputError, match="to be left out"):
-            runtime.without_layers(wrong)
+            runtime.skip_layers(wrong)
 
 
 def test_without_kernels_torch_computes(checkpoint, monkeypatch):
@@ -461,7 +464,7 @@ def test_prompts_are_checked_against_the_cache_in_use(checkpoint, monkeypatch):
 
 def test_memory_is_that_of_the_runtime_asked_for(checkpoint, monkeypatch):
     monkeypatch.setattr(loading, "has_bfloat16", lambda _: False)
-    needs = {kind: memory_need(checkpoint, device="cpu", runtime=kind) for kind in ("auto", "fused")}
+    needs = {kind: estimate_load_memory(checkpoint, device="cpu", runtime=kind) for kind in ("auto", "fused")}
     assert needs["fused"].cache == 2 * needs["auto"].cache
     assert needs["fused"].weights > needs["auto"].weights
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from secondguess.runtime.packing import PackedLinear, Product, can_pack, pack_linears
+from secondguess.runtime.packing import PackableLinear, PackedLinear, can_pack, pack_linears
 
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")),
@@ -62,7 +62,7 @@ def test_a_row_among_many_is_the_row_alone(shape, num_outputs):
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(num_outputs, 768, generator=generator).to(torch.bfloat16)
     values = torch.randn(*shape, 768, generator=generator).to(torch.bfloat16)
-    product = Product(weight, None, packed=True)
+    product = PackableLinear(weight, None, packed=True)
     together = product(values)
     alone = torch.stack([product(row[None, None])[0, 0] for row in values.flatten(0, 1)])
     assert torch.equal(together.flatten(0, 1), alone)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from secondguess.controllers.acceptance_features import FEATURES
-from secondguess.controllers.predictor import Calibration, Network, Predictor
+from secondguess.controllers.predictor import Calibration, Predictor, PredictorNetwork
 from secondguess.errors import BadInputError
 from secondguess.train.acceptance import AcceptanceNet, Examples, FitOptions, Nodes, fit, weighted_loss
 from secondguess.train.calibration import (
@@ -18,7 +18,7 @@ from secondguess.train.calibration import (
     calibrate,
     calibrated,
     calibration_error,
-    path_error,
+    path_calibration_error,
     sigmoid,
 )
 
@@ -32,18 +32,19 @@ def test_the_network_in_numpy_is_the_network_in_torch() -> None:
         torch.manual_seed(0)
         net = AcceptanceNet(features.mean(0), features.std(0)).double()
     # What rounding to six digits leaves is small beside logits of order one.
-    logits = Network(Predictor(net.layers(), UNCALIBRATED)).logits(features.numpy())
+    logits = PredictorNetwork(Predictor(net.layers(), UNCALIBRATED)).logits(features.numpy())
     with torch.no_grad():
         assert logits == pytest.approx(net(features).numpy(), abs=1e-4)
     single = [
-        Network(Predictor(net.layers(), UNCALIBRATED)).logits([line])[0] for line in features.tolist()[:5]
+        PredictorNetwork(Predictor(net.layers(), UNCALIBRATED)).logits([line])[0]
+        for line in features.tolist()[:5]
     ]
     assert single == pytest.approx(logits[:5], abs=1e-12)
 
 
 def test_extreme_features_do_not_overflow() -> None:
     net = AcceptanceNet(torch.zeros(len(FEATURES)), torch.ones(len(FEATURES)))
-    network = Network(Predictor(net.layers(), UNCALIBRATED))
+    network = PredictorNetwork(Predictor(net.layers(), UNCALIBRATED))
     chances = network.chances([[1e6] * len(FEATURES), [-1e6] * len(FEATURES)], 0)
     assert all(0 <= chance <= 1 for chance in chances)
 
@@ -92,8 +93,10 @@ def test_calibration_undoes_a_temperature_and_a_bias_at_every_depth() -> None:
     warped = logits * temperatures + biases
     calibration = calibrate(warped, outcomes, real)
     fresh, fresh_outcomes, fresh_real = synthetic(20_000, 4, seed=1)
-    before = path_error(sigmoid(fresh * temperatures + biases), fresh_outcomes, fresh_real)
-    after = path_error(calibrated(fresh * temperatures + biases, calibration), fresh_outcomes, fresh_real)
+    before = path_calibration_error(sigmoid(fresh * temperatures + biases), fresh_outcomes, fresh_real)
+    after = path_calibration_error(
+        calibrated(fresh * temperatures + biases, calibration), fresh_outcomes, fresh_real
+    )
     assert before > 0.1
     assert after < 0.015
     assert calibration.scales == pytest.approx(1 / temperatures, rel=0.25)
@@ -125,7 +128,7 @@ def test_the_calibration_error_by_hand() -> None:
     # Errors of running products: 0.4 at the first depth; 0.81 said and 0.5 true at the second.
     paths, fates = numpy.array([[0.9, 0.9]] * 2), numpy.array([[1.0, 1.0], [0.0, 1.0]])
     there = numpy.ones((2, 2), bool)
-    assert path_error(paths, fates, there) == pytest.approx((0.4 + 0.31) / 2)
+    assert path_calibration_error(paths, fates, there) == pytest.approx((0.4 + 0.31) / 2)
 
 
 def toy(num_guesses: int, seed: int) -> Examples:
@@ -143,7 +146,7 @@ def test_training_learns_how_acceptance_depends_on_confidence() -> None:
     lines: list[str] = []
     fitted = fit(toy(8000, 0), toy(1000, 1), FitOptions(num_epochs=16, batch_size=512), 0, lines.append)
     assert len(lines) == 8
-    network = Network(Predictor(fitted.layers, fitted.calibration))
+    network = PredictorNetwork(Predictor(fitted.layers, fitted.calibration))
     for confidence in (0.3, 0.6, 0.9):
         line = [0.0] * len(FEATURES)
         line[0], line[1] = math.log(confidence), math.log(confidence / (1 - confidence))

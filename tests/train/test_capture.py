@@ -9,7 +9,7 @@ import torch
 
 from secondguess.errors import BadInputError
 from secondguess.runtime.loading import load_runtime
-from secondguess.train.capture import GIGABYTE, LiveCapture, StoredCapture, ends_for_learning
+from secondguess.train.capture import GIGABYTE, LiveCapture, StoredCapture, frozen_float32_ends
 from secondguess.train.lessons import Batch, TrainingText
 
 TEXTS = [
@@ -27,7 +27,7 @@ def target(tiny_checkpoint: Path):
 @pytest.mark.parametrize("runtime", ["fused", "transformers"])
 def test_states_are_those_that_the_module_shows(tiny_checkpoint: Path, runtime: str) -> None:
     loaded = load_runtime(tiny_checkpoint, dtype="float32", runtime=runtime)
-    lesson = LiveCapture(loaded.runtime, (0, 1)).lesson(BATCH)
+    training_batch = LiveCapture(loaded.runtime, (0, 1)).training_batch(BATCH)
     module = load_runtime(tiny_checkpoint, dtype="float32", runtime="transformers")
     assert loaded.runtime.num_live_rows == 0
     for row, index in enumerate(BATCH.indices):
@@ -36,21 +36,21 @@ def test_states_are_those_that_the_module_shows(tiny_checkpoint: Path, runtime: 
         read = module.runtime.read(tokens).hidden
         for layer in (0, 1, -1):
             expected = read[layer][0]
-            torch.testing.assert_close(lesson.hidden[layer][row, : len(expected)], expected)
+            torch.testing.assert_close(training_batch.hidden[layer][row, : len(expected)], expected)
             torch.testing.assert_close(shown[layer], expected)
-            assert not lesson.hidden[layer][row, len(expected) :].any()
+            assert not training_batch.hidden[layer][row, len(expected) :].any()
 
 
 def test_the_last_states_say_the_targets_distribution(target) -> None:
-    lesson = LiveCapture(target.runtime, ()).lesson(BATCH)
-    logits = ends_for_learning(target.runtime).unembed(lesson.hidden[-1])
+    training_batch = LiveCapture(target.runtime, ()).training_batch(BATCH)
+    logits = frozen_float32_ends(target.runtime).unembed(training_batch.hidden[-1])
     expected = target.runtime.read(BATCH.tokens[:1]).logits
     torch.testing.assert_close(logits[:1], expected)
 
 
 def test_gradients_reach_the_head_and_not_the_target(tiny_checkpoint: Path) -> None:
     loaded = load_runtime(tiny_checkpoint, dtype="float32", runtime="transformers")
-    ends = ends_for_learning(loaded.runtime)
+    ends = frozen_float32_ends(loaded.runtime)
     states = torch.ones(2, ends.width, requires_grad=True)
     ends.unembed(ends.normalise(states)).sum().backward()
     assert states.grad is not None
@@ -62,8 +62,8 @@ def test_states_on_disk_are_the_live_ones_rounded(target, tmp_path: Path, dtype:
     lines: list[str] = []
     stored = StoredCapture(tmp_path, TEXTS, (1,), target.runtime, dtype)
     stored.fill(1.0, lines.append)
-    live = LiveCapture(target.runtime, (1,)).lesson(BATCH)
-    read = stored.lesson(BATCH)
+    live = LiveCapture(target.runtime, (1,)).training_batch(BATCH)
+    read = stored.training_batch(BATCH)
     for layer in (1, -1):
         assert torch.equal(read.hidden[layer], live.hidden[layer].to(dtype).float())
     on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.npy"))
@@ -90,17 +90,19 @@ def test_a_capture_that_was_cut_off_goes_on(target, tmp_path: Path, monkeypatch:
     again = StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16)
     again.fill(1.0, str)
     assert read == [32, 8]
-    live = LiveCapture(target.runtime, ()).lesson(BATCH)
-    assert torch.equal(again.lesson(BATCH).hidden[-1], live.hidden[-1].half().float())
+    live = LiveCapture(target.runtime, ()).training_batch(BATCH)
+    assert torch.equal(again.training_batch(BATCH).hidden[-1], live.hidden[-1].half().float())
 
 
 def test_states_of_other_layers_or_in_other_numbers_are_read_anew(target, tmp_path: Path) -> None:
     for layers, dtype in (((), torch.float16), ((1,), torch.float16), ((1,), torch.bfloat16)):
         stored = StoredCapture(tmp_path, TEXTS, layers, target.runtime, dtype)
         stored.fill(1.0, str)
-        live = LiveCapture(target.runtime, layers).lesson(BATCH)
+        live = LiveCapture(target.runtime, layers).training_batch(BATCH)
         for layer in (*layers, -1):
-            assert torch.equal(stored.lesson(BATCH).hidden[layer], live.hidden[layer].to(dtype).float())
+            assert torch.equal(
+                stored.training_batch(BATCH).hidden[layer], live.hidden[layer].to(dtype).float()
+            )
 
 
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(target, tmp_path: Path) -> None:

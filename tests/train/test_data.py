@@ -13,8 +13,8 @@ from secondguess.train.data import (
     build_corpus,
     documented_functions,
     is_held_out,
-    is_ordinary,
     is_permissive,
+    looks_handwritten,
 )
 
 FUNCTION = '''def area_{0}(width: float, height: float) -> float:
@@ -103,8 +103,8 @@ def test_functions_come_out_whole_documented_and_runnable() -> None:
     ids=["tiny", "generated", "long line", "numbers"],
 )
 def test_what_nobody_wrote_by_hand_is_left_out(text: str) -> None:
-    assert is_ordinary(FILLER)
-    assert not is_ordinary(text)
+    assert looks_handwritten(FILLER)
+    assert not looks_handwritten(text)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 
 from secondguess.errors import BadInputError
 from secondguess.runtime.loading import load_runtime
-from secondguess.train.capture import LiveCapture, ends_for_learning
-from secondguess.train.draft_model import DraftModel, embeddings_of_width
+from secondguess.train.capture import LiveCapture, frozen_float32_ends
+from secondguess.train.draft_model import DraftModel, project_embeddings
 from secondguess.train.lessons import Batch, TrainingText
 from secondguess.train.losses import objective
 
@@ -34,7 +34,7 @@ def test_inner_products_survive_another_width() -> None:
     table = torch.randn(20, 4) @ torch.randn(4, 10)
     wanted = table @ table.T
     for width in (4, 6, 12):
-        found = embeddings_of_width(table, width)
+        found = project_embeddings(table, width)
         assert found.shape == (20, width)
         assert found.norm(dim=1).mean() == pytest.approx(1.0)
         products = found @ found.T
@@ -43,12 +43,12 @@ def test_inner_products_survive_another_width() -> None:
 
 def test_it_learns_the_targets_distribution_where_the_text_counts(target) -> None:
     torch.manual_seed(0)
-    ends = ends_for_learning(target)
+    ends = frozen_float32_ends(target)
     model = DraftModel.fresh(CONFIG, 300, ends, num_layers=1, width=64)
-    lesson = LiveCapture(target, ()).lesson(BATCH)
-    marks = model.learn(lesson, ends, objective("kl"))
-    target_logits = ends.unembed(lesson.hidden[-1])
-    draft_logits = model.model(lesson.tokens).logits
+    training_batch = LiveCapture(target, ()).training_batch(BATCH)
+    marks = model.learn(training_batch, ends, objective("kl"))
+    target_logits = ends.unembed(training_batch.hidden[-1])
+    draft_logits = model.model(training_batch.tokens).logits
     # The places before the tokens that count: 1 and 2 of the first text, 0 of the second.
     each = objective("kl")(target_logits, draft_logits)
     torch.testing.assert_close(marks.losses[0], (each[0, 1] + each[0, 2] + each[1, 0]) / 3)
@@ -57,14 +57,14 @@ def test_it_learns_the_targets_distribution_where_the_text_counts(target) -> Non
 
 
 def test_what_comes_behind_a_place_does_not_tell_it_anything(target) -> None:
-    ends = ends_for_learning(target)
+    ends = frozen_float32_ends(target)
     model = DraftModel.fresh(CONFIG, 300, ends, num_layers=2, width=64)
     first, second = (model.model(torch.tensor([[5, 6, last]])).logits for last in (7, 8))
     torch.testing.assert_close(first[:, :2], second[:, :2])
 
 
 def test_the_same_seed_makes_the_same_model(target) -> None:
-    ends = ends_for_learning(target)
+    ends = frozen_float32_ends(target)
     made = []
     for _ in range(2):
         torch.manual_seed(4)
@@ -74,4 +74,4 @@ def test_the_same_seed_makes_the_same_model(target) -> None:
 
 def test_a_width_that_heads_do_not_divide_is_refused(target) -> None:
     with pytest.raises(BadInputError, match="multiple of 64"):
-        DraftModel.fresh(CONFIG, 300, ends_for_learning(target), num_layers=1, width=100)
+        DraftModel.fresh(CONFIG, 300, frozen_float32_ends(target), num_layers=1, width=100)

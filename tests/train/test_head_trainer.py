@@ -18,10 +18,17 @@ import torch
 from torch import nn
 
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.learning import DepthLosses, Lesson, Objective, TrainableHead, mean_where, overlap
+from secondguess.heads.learning import (
+    DepthLosses,
+    Objective,
+    TrainableHead,
+    TrainingBatch,
+    masked_mean,
+    overlap,
+)
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.loading import load_runtime
-from secondguess.train.capture import LiveCapture, ends_for_learning
+from secondguess.train.capture import LiveCapture, frozen_float32_ends
 from secondguess.train.head_trainer import (
     HeadTrainer,
     Progress,
@@ -30,7 +37,7 @@ from secondguess.train.head_trainer import (
     acceptance_length,
     nothing,
 )
-from secondguess.train.lessons import Texts, TrainingText
+from secondguess.train.lessons import TextSplit, TrainingText
 from secondguess.train.losses import objective
 from secondguess.train.schedule import Budget
 
@@ -42,7 +49,7 @@ SETTINGS = TrainSettings(
     evaluate_steps=4,
     checkpoint_seconds=1e9,
 )
-TEXTS = Texts.split(
+TEXTS = TextSplit.split(
     [
         TrainingText([(5 * number + 11 * place) % 300 for place in range(9)], [True] * 9)
         for number in range(20)
@@ -60,16 +67,18 @@ class TwoAhead(TrainableHead):
         self.maps = nn.ModuleList(nn.Linear(ends.width, ends.width) for _ in range(2))
         self.dropout = nn.Dropout(0.2)
 
-    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
+    def learn(
+        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+    ) -> DepthLosses:
         losses, accepted = [], []
         for depth, mapped in enumerate(self.maps):
-            end = lesson.tokens.shape[1] - 1 - depth
-            states = self.dropout(lesson.hidden[1][:, :end])
+            end = training_batch.tokens.shape[1] - 1 - depth
+            states = self.dropout(training_batch.hidden[1][:, :end])
             draft = ends.unembed(ends.normalise(mapped(states)))
-            target = ends.unembed(lesson.hidden[-1][:, depth : depth + end])
-            counts = lesson.counts[:, depth + 1 :]
-            losses.append(mean_where(objective(target, draft), counts))
-            accepted.append(mean_where(overlap(target, draft), counts))
+            target = ends.unembed(training_batch.hidden[-1][:, depth : depth + end])
+            counts = training_batch.counts[:, depth + 1 :]
+            losses.append(masked_mean(objective(target, draft), counts))
+            accepted.append(masked_mean(overlap(target, draft), counts))
         return DepthLosses(losses, accepted)
 
 
@@ -88,7 +97,7 @@ def make(target) -> Callable[..., HeadTrainer]:
         pause: Callable[[], None] = nothing,
         weights: Callable[[int], Sequence[float]] = lambda num_depths: [1.0] * num_depths,
     ) -> HeadTrainer:
-        ends = ends_for_learning(target)
+        ends = frozen_float32_ends(target)
         with torch.random.fork_rng():
             torch.manual_seed(1)
             trainable = TwoAhead(ends)

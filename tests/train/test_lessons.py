@@ -11,7 +11,7 @@ from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.lessons import (
     Batch,
     SeededBatches,
-    Texts,
+    TextSplit,
     TrainingText,
     read_texts,
     training_batches,
@@ -63,7 +63,7 @@ def test_batches_from_a_later_step_are_those_of_the_whole_run() -> None:
 
 @pytest.mark.parametrize(("num_texts", "num_held_out"), [(2, 1), (10, 1), (100, 10), (10_000, 64)])
 def test_some_texts_are_held_out(num_texts: int, num_held_out: int) -> None:
-    texts = Texts.split([TrainingText([number, 1], [False, True]) for number in range(num_texts)])
+    texts = TextSplit.split([TrainingText([number, 1], [False, True]) for number in range(num_texts)])
     assert abs(len(texts.held_out) - num_held_out) <= 1
     assert len(texts.training) + len(texts.held_out) == num_texts
     assert not {text.tokens[0] for text in texts.training} & {text.tokens[0] for text in texts.held_out}
@@ -71,8 +71,8 @@ def test_some_texts_are_held_out(num_texts: int, num_held_out: int) -> None:
 
 def test_one_text_is_not_enough() -> None:
     with pytest.raises(BadInputError, match="at least 2 texts"):
-        Texts.split(TEXTS[:1])
+        TextSplit.split(TEXTS[:1])
 
 
 def test_tokens_to_guess_are_counted() -> None:
-    assert Texts(TEXTS, TEXTS).token_counts(10).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 0, 1]
+    assert TextSplit(TEXTS, TEXTS).token_counts(10).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 0, 1]

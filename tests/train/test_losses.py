@@ -11,7 +11,7 @@ from secondguess.errors import BadInputError
 from secondguess.train.losses import (
     OBJECTIVES,
     forward_divergence,
-    hybrid_overlap_loss,
+    mean_hybrid_lk_loss,
     objective,
     overlap,
 )
@@ -37,14 +37,14 @@ def test_divergence_is_the_written_out_sum() -> None:
 def test_hybrid_loss_weighs_divergence_and_overlap_by_the_overlap() -> None:
     weight = math.exp(-3 * OVERLAP)
     expected = weight * DIVERGENCE + (1 - weight) * (1 - OVERLAP)
-    assert hybrid_overlap_loss(_logits(TARGET), _logits(DRAFT)).item() == pytest.approx(expected)
+    assert mean_hybrid_lk_loss(_logits(TARGET), _logits(DRAFT)).item() == pytest.approx(expected)
     per_position = OBJECTIVES["lk"](_logits(TARGET), _logits(DRAFT))
     assert per_position.tolist() == [[pytest.approx(expected)]]
 
 
 def test_the_weight_of_the_hybrid_loss_is_held_constant() -> None:
     draft = _logits(DRAFT).requires_grad_()
-    hybrid_overlap_loss(_logits(TARGET), draft).backward()
+    mean_hybrid_lk_loss(_logits(TARGET), draft).backward()
     weight = math.exp(-3 * OVERLAP)
     by_hand = _logits(DRAFT).requires_grad_()
     divergence, alpha = forward_divergence(_logits(TARGET), by_hand), overlap(_logits(TARGET), by_hand)
@@ -53,7 +53,7 @@ def test_the_weight_of_the_hybrid_loss_is_held_constant() -> None:
 
 
 def test_equal_distributions_lose_nothing() -> None:
-    assert hybrid_overlap_loss(_logits(TARGET), _logits(TARGET)).item() == pytest.approx(0.0, abs=1e-6)
+    assert mean_hybrid_lk_loss(_logits(TARGET), _logits(TARGET)).item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_two_vocabularies_are_refused() -> None:

@@ -12,7 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.runtime.fused import FusedRuntime, fuse
-from secondguess.train.skip_search import Candidate, SkipSearch, best_draft_length, one_length, save_layers
+from secondguess.train.skip_search import (
+    Candidate,
+    SkipSearch,
+    best_draft_length,
+    save_layers,
+    stack_prefixes,
+)
 
 
 def target(idle: tuple[int, ...] = (), num_layers: int = 5) -> FusedRuntime:
@@ -91,10 +97,10 @@ def test_what_is_saved_drafts(tmp_path: Path) -> None:
 def test_layers_that_do_not_exist_are_refused() -> None:
     for skipped in ([5], [0, 1, 2, 3, 4]):
         with pytest.raises(BadInputError, match="layers 0 to 4"):
-            target().without_layers(skipped)
+            target().skip_layers(skipped)
 
 
 def test_short_texts_are_refused() -> None:
-    assert one_length([[1, 2, 3], [1]], 2).tolist() == [[1, 2]]
+    assert stack_prefixes([[1, 2, 3], [1]], 2).tolist() == [[1, 2]]
     with pytest.raises(BadInputError, match="at least 5 tokens"):
-        one_length([[1, 2, 3]], 5)
+        stack_prefixes([[1, 2, 3]], 5)

@@ -15,7 +15,7 @@ from secondguess.train.growth import deepened, layer_sources
 from secondguess.train.model import Decoder, ModelShape
 from secondguess.train.schedule import Budget, Phase, RunSettings
 from secondguess.train.threads import threads_to_use
-from secondguess.train.tokens import TokenStore, epoch_draw
+from secondguess.train.tokens import TokenStore, shuffled_index
 from secondguess.train.trainer import Trainer
 
 SHAPE = ModelShape(4, 32, 2, 1, 64, 512)
@@ -223,8 +223,8 @@ def test_rows_depend_on_the_step_alone_and_an_epoch_visits_everything(store: Tok
     assert torch.equal(store.batch(1, 5, 4, 32), store.batch(1, 5, 4, 32))
     assert not torch.equal(store.batch(1, 5, 4, 32), store.batch(1, 6, 4, 32))
     for size in (1, 2, 12, 97):
-        assert sorted(epoch_draw(3, 1, index, size) for index in range(size)) == list(range(size))
-        assert sorted(epoch_draw(3, 1, index + size, size) for index in range(size)) == list(range(size))
+        assert sorted(shuffled_index(3, 1, index, size) for index in range(size)) == list(range(size))
+        assert sorted(shuffled_index(3, 1, index + size, size) for index in range(size)) == list(range(size))
 
 
 def test_threads_give_way_to_other_work() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.loading import load_runtime
-from secondguess.train.capture import LiveCapture, ends_for_learning
+from secondguess.train.capture import LiveCapture, frozen_float32_ends
 from secondguess.train.lessons import Batch, TrainingText
 from secondguess.train.losses import objective
 from secondguess.train.whole_model import WholeModel, decoder_layers, exit_weights, read_trainable, skip_rates
@@ -24,15 +24,19 @@ def whole(tiny_checkpoint: Path) -> WholeModel:
 
 def learn(whole: WholeModel, tiny_checkpoint: Path):
     target = load_runtime(tiny_checkpoint, dtype="float32").runtime
-    lesson = LiveCapture(target, (1,)).lesson(BATCH)
-    return lesson, ends_for_learning(target), whole.learn(lesson, ends_for_learning(target), objective("kl"))
+    training_batch = LiveCapture(target, (1,)).training_batch(BATCH)
+    return (
+        training_batch,
+        frozen_float32_ends(target),
+        whole.learn(training_batch, frozen_float32_ends(target), objective("kl")),
+    )
 
 
 def test_an_exit_speaks_with_the_models_own_norm_and_head(whole: WholeModel, tiny_checkpoint: Path) -> None:
-    lesson, ends, marks = learn(whole.eval(), tiny_checkpoint)
-    before = ends.unembed(lesson.hidden[-1])
-    early = ends.unembed(ends.normalise(lesson.hidden[1]))
-    counted = lesson.counts[:, 1:]
+    training_batch, ends, marks = learn(whole.eval(), tiny_checkpoint)
+    before = ends.unembed(training_batch.hidden[-1])
+    early = ends.unembed(ends.normalise(training_batch.hidden[1]))
+    counted = training_batch.counts[:, 1:]
     expected = objective("kl")(before, early)[:, :-1][counted].mean()
     torch.testing.assert_close(marks.losses[0], expected)
     # Untouched, the whole model is what it was.

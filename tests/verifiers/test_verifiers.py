@@ -24,7 +24,7 @@ TREE = Draft(
 
 def noise_of(num_rows, temperature=1.0, coupled=False):
     params = SamplingParams(temperature=temperature)
-    return KeyedNoise.of_rows([Row([0], params, seed=seed, coupled=coupled) for seed in range(num_rows)])
+    return KeyedNoise.from_rows([Row([0], params, seed=seed, coupled=coupled) for seed in range(num_rows)])
 
 
 def certain_dists(chosen, vocab_size=8):

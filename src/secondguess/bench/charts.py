@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from secondguess.bench.report import Report
     from secondguess.bench.results import Result
 
-HOW_TO_DRAW = "no charts without matplotlib: pip install 'secondguess[bench]' draws them"
+MATPLOTLIB_HINT = "no charts without matplotlib: pip install 'secondguess[bench]' draws them"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 """Colour-blind safe palette of Okabe and Ito, without yellow, which is hard to see on white."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from secondguess.bench.summary import add_up
+from secondguess.bench.summary import sum_stats
 from secondguess.bench.systems import Run
 from secondguess.controllers import CONTROLLERS, make_controller
 from secondguess.errors import BadInputError
@@ -62,7 +62,7 @@ class Speed:
     def of_runs(cls, runs_of_batches: Sequence[Sequence[Run]]) -> Speed:
         """Speed with the median seconds of each batch over its runs."""
         middle = [sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] for runs in runs_of_batches]
-        stats = add_up([run.stats for runs in runs_of_batches for run in runs if run.stats is not None])
+        stats = sum_stats([run.stats for runs in runs_of_batches for run in runs if run.stats is not None])
         return cls(tuple(run.num_tokens for run in middle), tuple(run.seconds for run in middle), stats)
 
     @property

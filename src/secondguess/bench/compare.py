@@ -9,19 +9,19 @@ from pathlib import Path
 
 from secondguess.bench.markdown import show_interval, table
 from secondguess.bench.stored import StoredReport, StoredResult, read_report
-from secondguess.bench.summary import FEWEST_PROMPTS, Ratio, compare, compare_apart, median
+from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL, Ratio, compare, compare_apart, median
 
 FASTER = "faster"
 SLOWER = "slower"
 SAME = "no difference beyond noise"
-UNKNOWN = f"fewer than {FEWEST_PROMPTS} prompts: cannot say"
+UNKNOWN = f"fewer than {MIN_PROMPTS_FOR_INTERVAL} prompts: cannot say"
 
 NOTES = """\
 Ratio: median tokens/s after over before, [95 % bootstrap interval]; beyond noise where that does not hold 1. Noise
 is what differs between prompts: a machine that was busier on one of the days shows as a change, and then in systems
 that nobody touched, too. Of twenty lines without a change, one will say otherwise by chance."""
 
-PAIRED_ON = ("workload", "new tokens", "prompts cut")
+PAIRING_CONDITIONS = ("workload", "new tokens", "prompts cut")
 """Conditions that have to be equal for prompts to be compared in pairs."""
 
 
@@ -111,7 +111,7 @@ def compare_files(before: str | Path, after: str | Path, seed: int = 0) -> Compa
 
 def compare_reports(before: StoredReport, after: StoredReport, seed: int = 0) -> Comparison:
     """Compare every system, temperature, batch size and task present in both reports."""
-    paired = all(before.conditions[word] == after.conditions[word] for word in PAIRED_ON)
+    paired = all(before.conditions[word] == after.conditions[word] for word in PAIRING_CONDITIONS)
     changes = [
         change
         for key in before.results
@@ -130,7 +130,7 @@ def compare_reports(before: StoredReport, after: StoredReport, seed: int = 0) ->
     )
 
 
-def verdict_on(ratio: Ratio) -> str:
+def classify_change(ratio: Ratio) -> str:
     """Return the verdict that the interval of a ratio supports."""
     if ratio.low is None or ratio.high is None:
         return UNKNOWN
@@ -182,7 +182,7 @@ def _change(
         paired=paired,
         num_before=len(before),
         num_after=len(after),
-        verdict=verdict_on(ratio),
+        verdict=classify_change(ratio),
     )
 
 

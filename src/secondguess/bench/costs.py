@@ -21,7 +21,7 @@ from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 
 
-class CostProbe:
+class ForwardTimer:
     """Timings of target passes and draft steps at one context length.
 
     Args:

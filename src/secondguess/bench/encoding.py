@@ -12,7 +12,7 @@ from secondguess.bench.workloads import Workload
 from secondguess.errors import BadInputError
 from secondguess.runtime.loading import LoadedModel
 
-SHORTEST_CUT = 16
+MIN_TRUNCATED_TOKENS = 16
 """Fewest tokens of a truncated prompt; a shorter one would not represent its task."""
 
 
@@ -47,12 +47,12 @@ def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) ->
     """Encode all prompts, truncating on the left those that leave no room for the new tokens.
 
     Raises:
-        BadInputError: fewer than `SHORTEST_CUT` tokens of a prompt would be left.
+        BadInputError: fewer than `MIN_TRUNCATED_TOKENS` tokens of a prompt would be left.
     """
     whole = [encode(target, prompt) for prompt in workload.prompts]
     room = target.runtime.context_length - num_tokens
     longest = max(map(len, whole))
-    if longest > room and room < SHORTEST_CUT:
+    if longest > room and room < MIN_TRUNCATED_TOKENS:
         raise BadInputError(
             f"expected prompts of at most {room} tokens (the context less {num_tokens} new ones), got one of "
             f"{longest} in {workload.name}; take other prompts or fewer tokens"

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from secondguess.bench.config import BenchConfig
-from secondguess.bench.costs import CostProbe
+from secondguess.bench.costs import ForwardTimer
 from secondguess.bench.encoding import EncodedWorkload, encode_workload, typical_context
 from secondguess.bench.inventory import drafter_footprint
 from secondguess.bench.measurement import Measurement, Progress
@@ -15,13 +15,13 @@ from secondguess.bench.predict import Costs
 from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.report import Conditions, Report, make_cost_table
 from secondguess.bench.results import make_results
-from secondguess.bench.roster import make_systems, notes_on
-from secondguess.bench.summary import add_up
-from secondguess.bench.systems import Models, Speculator, draft_models, public_name
+from secondguess.bench.roster import coverage_notes, make_systems
+from secondguess.bench.summary import sum_stats
+from secondguess.bench.systems import Models, SecondguessSystem, draft_models, public_name
 from secondguess.bench.threads import threads
 from secondguess.bench.workloads import Workload, load_workload
 
-WIDEST_PASS = 9
+MAX_PASS_TOKENS = 9
 """Largest number of tokens for which the cost of a target pass is measured."""
 
 
@@ -45,11 +45,11 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
         systems = make_systems(config, models)
         drafting = {name: models.draft_model(name).runtime for name in draft_models(systems)}
         shortest = min(each.context_length for each in (models.target.runtime, *drafting.values()))
-        probe = CostProbe(
+        probe = ForwardTimer(
             models.target.runtime,
             drafting,
-            context=typical_context(encoded.prompts, config.num_tokens, most=shortest - WIDEST_PASS),
-            widths=tuple(range(1, WIDEST_PASS + 1)),
+            context=typical_context(encoded.prompts, config.num_tokens, most=shortest - MAX_PASS_TOKENS),
+            widths=tuple(range(1, MAX_PASS_TOKENS + 1)),
         )
         measured = Measurement(systems, encoded.prompts, config, probe, encoded.tasks)
         complete = measured.run(progress)
@@ -70,7 +70,7 @@ def make_report(
     ours = {
         system.name: _costs_of(system, probe, measured)
         for system in systems
-        if isinstance(system, Speculator)
+        if isinstance(system, SecondguessSystem)
     }
     loaded = {config.model: models.target, **models.draft_models}
     tasks = measured.finished_tasks()
@@ -87,7 +87,9 @@ def make_report(
             median_prompt_tokens=median(len(measured.prompts[place]) for place in measured.finished_places),
             num_prompts_cut=encoded.num_truncated,
             tasks=tasks,
-            notes=[note for note in (encoded.note, *notes_on(systems, config), *measured.notes()) if note],
+            notes=[
+                note for note in (encoded.note, *coverage_notes(systems, config), *measured.notes()) if note
+            ],
         ),
         costs=make_cost_table(
             probe.context_length,
@@ -100,7 +102,7 @@ def make_report(
         possessions={
             system.name: drafter_footprint(system.drafter)
             for system in systems
-            if isinstance(system, Speculator) and system.speculates
+            if isinstance(system, SecondguessSystem) and system.speculates
         },
         provenance=collect_provenance(
             num_threads=num_threads,
@@ -108,12 +110,12 @@ def make_report(
             dtype=models.target.dtype,
             seed=config.seed,
             models={public_name(name): Path(each.path) for name, each in loaded.items()},
-            runtimes={public_name(name): each.runtime_in_words for name, each in loaded.items()},
+            runtimes={public_name(name): each.runtime_description for name, each in loaded.items()},
         ),
     )
 
 
-def _costs_of(system: Speculator, probe: CostProbe, measured: Measurement) -> Costs:
+def _costs_of(system: SecondguessSystem, probe: ForwardTimer, measured: Measurement) -> Costs:
     """Return the forward costs for one of our systems.
 
     A draft model's step is timed in isolation. A head's step is its drafting time per level, which
@@ -126,6 +128,6 @@ def _costs_of(system: Speculator, probe: CostProbe, measured: Measurement) -> Co
     by_setting = measured.finished_runs()[system.name]
     size = min(setting.batch_size for setting in by_setting)
     told = [run.stats for setting, runs in by_setting.items() if setting.batch_size == size for run in runs]
-    total = add_up(stats for stats in told if stats is not None)
+    total = sum_stats(stats for stats in told if stats is not None)
     num_levels = sum(total.drafted_per_position) / size
     return replace(costs, draft_step=total.drafting_seconds / num_levels) if num_levels else costs

@@ -11,11 +11,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from secondguess.bench.systems import Run, Speculator
+from secondguess.bench.systems import Run, SecondguessSystem
 
 
 def in_turns(
-    systems: Mapping[str, Speculator],
+    systems: Mapping[str, SecondguessSystem],
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
     temperature: float,

@@ -36,7 +36,7 @@ def drafter_footprint(drafter: str) -> DrafterFootprint:
         folder = Path(name.argument) if name.argument else head_path(name.kind)
         if name.kind != "model" and folder is not None and (folder / "config.json").is_file():
             folders.append(folder)
-    minutes = [found for folder in folders if (found := _minutes(folder)) is not None]
+    minutes = [found for folder in folders if (found := _training_minutes(folder)) is not None]
     return DrafterFootprint(sum(map(_num_bytes, folders)), sum(minutes) if minutes else None)
 
 
@@ -44,7 +44,7 @@ def _num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _minutes(folder: Path) -> float | None:
+def _training_minutes(folder: Path) -> float | None:
     try:
         provenance = read_provenance(folder)
     except CheckpointError:
@@ -66,12 +66,12 @@ def all_drafters(model: str) -> tuple[str, ...]:
         dists += [kind for kind in DRAFTERS if kind != "model" and head_path(kind) is not None]
         names += [variant for name in dists for variant in (name, f"{name},{TREE}")]
         names.append("suffix+model:builtin-draft")
-    elif _has_modules(model):
+    elif _has_mtp_modules(model):
         names += ["mtp", f"mtp,{TREE}"]
     return tuple(names)
 
 
-def _has_modules(model: str) -> bool:
+def _has_mtp_modules(model: str) -> bool:
     """Return whether a checkpoint's config declares multi-token-prediction modules."""
     try:
         config = json.loads((Path(find_checkpoint(model)) / "config.json").read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from secondguess.bench.summary import FEWEST_PROMPTS, Ratio
+from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL, Ratio
 
 if TYPE_CHECKING:
     from secondguess.bench.report import Conditions, CostTable, Report
@@ -79,7 +79,10 @@ def _note_on_intervals(results: Sequence[Result]) -> str:
     if all(result.interval for result in results):
         return ""
     units = "prompts" if results[0].batch_size == 1 else "batches"
-    return f"Too few {units} for an interval: {len(results[0].per_batch)}; it takes at least {FEWEST_PROMPTS} (--num-prompts)."
+    return (
+        f"Too few {units} for an interval: {len(results[0].per_batch)}; "
+        f"it takes at least {MIN_PROMPTS_FOR_INTERVAL} (--num-prompts)."
+    )
 
 
 def _task_table(results: Sequence[Result]) -> str:
@@ -94,7 +97,7 @@ def _task_table(results: Sequence[Result]) -> str:
     header = ["system", *(f"{task} ({each.num_batches})" for task, each in tasks.items())]
     words = (
         "By task (how many): tokens/s, against the same family's plain decoding "
-        f"(with an interval from {FEWEST_PROMPTS} on), tau."
+        f"(with an interval from {MIN_PROMPTS_FOR_INTERVAL} on), tau."
     )
     return f"{words}\n\n{table(header, rows)}"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from secondguess.bench.config import BenchConfig
-from secondguess.bench.costs import CostProbe
+from secondguess.bench.costs import ForwardTimer
 from secondguess.bench.systems import Run, System
 from secondguess.bench.workloads import interleave
 from secondguess.errors import BadInputError
@@ -79,7 +79,7 @@ class Measurement:
     systems: Sequence[System]
     prompts: Sequence[Sequence[int]]
     config: BenchConfig
-    probe: CostProbe
+    probe: ForwardTimer
     tasks: Sequence[str] = ()
     runs: dict[str, dict[Setting, list[Run]]] = field(default_factory=dict)
     batches: Mapping[int, Sequence[Batch]] = field(init=False)
@@ -171,7 +171,7 @@ class Measurement:
         for system in self.systems:
             lengths = [run.num_tokens for runs in self.runs[system.name].values() for run in runs]
             others = [length for length in lengths if length != wanted]
-            if not system.keeps_length and others:
+            if not system.exact_length and others:
                 notes.append(
                     f"{system.name} wrote {min(others)} to {max(others)} tokens instead of {wanted} in {len(others)} of "
                     f"{len(lengths)} runs: its tokens/s stand for shorter or longer texts"
@@ -212,7 +212,7 @@ class Measurement:
         num_tokens = self.config.num_tokens
         prompts = [self.prompts[place] for place in self.batches[size][index].places]
         run = system.generate_batch(prompts, num_tokens, temperature, self.config.seed + index)
-        if system.keeps_length and set(run.row_lengths) != {num_tokens}:
+        if system.exact_length and set(run.row_lengths) != {num_tokens}:
             got = ", ".join(map(str, sorted(set(run.row_lengths))))
             raise BadInputError(
                 f"expected {num_tokens} tokens from {system.name} to be comparable, got {got}"

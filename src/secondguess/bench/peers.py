@@ -28,7 +28,7 @@ LOOKUP_LENGTH = 10
 """Draft length of prompt lookup; the value of Transformers' own documentation."""
 
 
-class StockModel:
+class TransformersModel:
     """Unmodified Transformers model."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class TransformersPlain(System):
     name = "transformers plain"
     speculates = False
 
-    def __init__(self, target: StockModel) -> None:
+    def __init__(self, target: TransformersModel) -> None:
         self._target = target
 
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
@@ -102,7 +102,7 @@ class TransformersAssisted(TransformersPlain):
         draft_model: name of the assistant.
         draft_length: tokens to draft per round, without early stopping; None for the defaults (up
             to 20 tokens, stopping below a confidence of 0.4).
-        shows_draft_model: whether the system's name contains the assistant's, which distinguishes
+        include_draft_model_name: whether the system's name contains the assistant's, which distinguishes
             systems if there are several assistants.
     """
 
@@ -110,11 +110,11 @@ class TransformersAssisted(TransformersPlain):
 
     def __init__(
         self,
-        target: StockModel,
-        assistant: StockModel,
+        target: TransformersModel,
+        assistant: TransformersModel,
         draft_model: str,
         draft_length: int | None = None,
-        shows_draft_model: bool = False,
+        include_draft_model_name: bool = False,
     ) -> None:
         super().__init__(target)
         self._assistant = assistant
@@ -123,7 +123,7 @@ class TransformersAssisted(TransformersPlain):
         self.name = " ".join(
             [
                 "transformers assisted",
-                *([public_name(draft_model)] if shows_draft_model else []),
+                *([public_name(draft_model)] if include_draft_model_name else []),
                 *([] if draft_length is None else [str(draft_length)]),
             ]
         )
@@ -150,7 +150,7 @@ class TransformersLookup(TransformersPlain):
 
 
 def transformers_systems(
-    target: StockModel, assistants: Mapping[str, StockModel], draft_lengths: Sequence[int]
+    target: TransformersModel, assistants: Mapping[str, TransformersModel], draft_lengths: Sequence[int]
 ) -> list[System]:
     """Return plain decoding, assisted generation and prompt lookup.
 
@@ -160,7 +160,7 @@ def transformers_systems(
     """
     lengths: list[int | None] = [*draft_lengths, None]
     assisted = [
-        TransformersAssisted(target, assistant, name, length, shows_draft_model=len(assistants) > 1)
+        TransformersAssisted(target, assistant, name, length, include_draft_model_name=len(assistants) > 1)
         for name, assistant in assistants.items()
         for length in lengths
     ]

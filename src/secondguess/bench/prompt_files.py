@@ -28,7 +28,7 @@ SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TASK_KEYS = ("category", "task")
 CHAT_KEYS = ("messages", "conversation", "conversations")
-USERS = ("user", "human")
+USER_ROLES = ("user", "human")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ PromptT = TypeVar("PromptT", bound=Prompt)
 
 def read_any(path: Path) -> list[Prompt]:
     """Read the prompts of a JSONL or plain text file; the format is detected."""
-    return read_records(path, any_record) if holds_records(path) else read_paragraphs(path)
+    return read_records(path, convert_any_record) if is_jsonl(path) else read_paragraphs(path)
 
 
 def read_paragraphs(path: Path) -> list[Prompt]:
@@ -100,7 +100,7 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def any_record(record: Record, path: Path) -> Prompt:
+def convert_any_record(record: Record, path: Path) -> Prompt:
     """Convert a record: `prompt`, `question`, the first of `turns`, or a chat's user messages."""
     found = None
     for read in (_text_at("prompt"), _text_at("question"), _first_turn, _user_texts):
@@ -141,7 +141,7 @@ def record_with(key: str, task: str) -> Callable[[Record, Path], Prompt]:
     return convert
 
 
-def holds_records(path: Path) -> bool:
+def is_jsonl(path: Path) -> bool:
     """Return whether a file contains JSON lines rather than plain text."""
     if path.suffix.lower() in JSON_SUFFIXES:
         return True
@@ -198,7 +198,7 @@ def _user_texts(record: Record) -> str | None:
 
 
 def _message_text(message: Record) -> str:
-    if message.get("role", message.get("from")) not in USERS:
+    if message.get("role", message.get("from")) not in USER_ROLES:
         return ""
     content = message.get("content", message.get("value"))
     parts = content if isinstance(content, list) else [content]

@@ -19,7 +19,7 @@ SCHEMA = 4
 
 2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`.
 3: possessions.
-4: intervals are null for fewer than `FEWEST_PROMPTS` prompts.
+4: intervals are null for fewer than `MIN_PROMPTS_FOR_INTERVAL` prompts.
 """
 
 

@@ -9,11 +9,11 @@ from secondguess.bench.measurement import Setting
 from secondguess.bench.predict import Costs, predicted_seconds
 from secondguess.bench.summary import (
     Ratio,
-    add_up,
     compare,
     first_difference,
     median,
     median_interval,
+    sum_stats,
 )
 from secondguess.bench.systems import Run, System
 
@@ -51,7 +51,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Equality:
+class TextComparison:
     """Comparison of a system's texts at temperature 0 with those of its reference.
 
     Args:
@@ -97,7 +97,7 @@ class Result:
         batch_size: prompts decoded together.
         tokens_per_second: median over batches of all new tokens over seconds, prefill included.
         interval: 95 % percentile-bootstrap interval of `tokens_per_second`; None with too few
-            batches (see `summary.FEWEST_PROMPTS`).
+            batches (see `summary.MIN_PROMPTS_FOR_INTERVAL`).
         per_batch: tokens/s of each batch (at batch size 1: each prompt), in the workload's order.
         against: ratios to each plain system and to each family's fastest speculating one, by name.
         by_task: results per task.
@@ -117,7 +117,7 @@ class Result:
     against: dict[str, Ratio]
     by_task: dict[str, TaskResult]
     rounds: Rounds | None
-    equality: Equality | None
+    equality: TextComparison | None
 
 
 Runs = Mapping[Setting, Sequence[Run]]
@@ -183,7 +183,7 @@ def _results_of(
                 rounds=summarise_rounds(own, costs[system.name], setting.batch_size)
                 if system.name in costs
                 else None,
-                equality=count_flips(own, runs[reference], reference)
+                equality=compare_texts(own, runs[reference], reference)
                 if setting.temperature == 0 and reference != system.name and comparable
                 else None,
             )
@@ -211,7 +211,7 @@ def summarise_tasks(
             num_batches=len(places),
             tokens_per_second=median(speeds),
             against_plain=None if plain is runs else compare(speeds, baseline, seed),
-            acceptance_length=add_up(told).acceptance_length if told else None,
+            acceptance_length=sum_stats(told).acceptance_length if told else None,
         )
     return summaries
 
@@ -244,7 +244,7 @@ def summarise_rounds(runs: Sequence[Run], costs: Costs, batch_size: int = 1) -> 
     told = [(run, run.stats) for run in runs if run.stats is not None]
     if not told:
         return None
-    total = add_up(stats for _, stats in told)
+    total = sum_stats(stats for _, stats in told)
     predicted = [predicted_seconds(stats, costs) for _, stats in told]
     seconds = sum(total.seconds.values())
     single = batch_size == 1 and total.num_drafted == sum(total.drafted_per_position)
@@ -274,7 +274,7 @@ def summarise_rounds(runs: Sequence[Run], costs: Costs, batch_size: int = 1) -> 
     )
 
 
-def count_flips(runs: Sequence[Run], reference_runs: Sequence[Run], reference: str) -> Equality:
+def compare_texts(runs: Sequence[Run], reference_runs: Sequence[Run], reference: str) -> TextComparison:
     """Count texts and tokens that differ from those of the system named `reference`."""
     pairs = [
         pair
@@ -282,7 +282,7 @@ def count_flips(runs: Sequence[Run], reference_runs: Sequence[Run], reference: s
         for pair in zip(run.texts, expected.texts, strict=True)
     ]
     parted = [first_difference(text, reference) for text, reference in pairs]
-    return Equality(
+    return TextComparison(
         reference=reference,
         num_prompts_differing=sum(place is not None for place in parted),
         num_tokens_differing=sum(

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from secondguess.bench.config import BenchConfig
-from secondguess.bench.systems import Models, Speculator, System, draft_models, public_name, speculator_name
+from secondguess.bench.systems import (
+    Models,
+    SecondguessSystem,
+    System,
+    draft_models,
+    public_name,
+    speculator_name,
+)
 from secondguess.controllers import make_controller
 from secondguess.errors import BadInputError
 from secondguess.runtime.loading import LoadedModel
@@ -25,9 +32,9 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
     """
     for name in (*config.controllers, *(f"fixed:{length}" for length in config.draft_lengths)):
         make_controller(name)
-    systems: list[System] = [Speculator(models, "none")]
+    systems: list[System] = [SecondguessSystem(models, "none")]
     for drafter in config.drafters_to_run:
-        default = Speculator(models, drafter)
+        default = SecondguessSystem(models, drafter)
         # With `--drafters all`, named controllers replace the default one.
         if not (config.runs_all and config.controllers):
             systems.append(default)
@@ -44,7 +51,7 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
     return systems
 
 
-def notes_on(systems: Sequence[System], config: BenchConfig) -> list[str]:
+def coverage_notes(systems: Sequence[System], config: BenchConfig) -> list[str]:
     """Return notes on systems that are missing in some settings."""
     notes = []
     names = {system.name for system in systems}
@@ -63,10 +70,10 @@ def _under_controllers(models: Models, drafter: str, names: Sequence[str]) -> li
     systems: list[System] = []
     for name in names:
         try:
-            systems.append(Speculator(models, drafter, name))
+            systems.append(SecondguessSystem(models, drafter, name))
         except BadInputError:
             # The name is valid: the controller needs draft probabilities, which this drafter
-            # lacks. `notes_on` reports it.
+            # lacks. `coverage_notes` reports it.
             continue
     return systems
 
@@ -83,10 +90,10 @@ def _check_controllers(config: BenchConfig, systems: Sequence[System]) -> None:
 
 
 def _transformers_systems(config: BenchConfig, models: Models, draft_names: Sequence[str]) -> list[System]:
-    from secondguess.bench.peers import StockModel, transformers_systems
+    from secondguess.bench.peers import TransformersModel, transformers_systems
 
-    def stock(loaded: LoadedModel) -> StockModel:
-        return StockModel(loaded.path, getattr(torch, loaded.dtype), loaded.runtime.device)
+    def stock(loaded: LoadedModel) -> TransformersModel:
+        return TransformersModel(loaded.path, getattr(torch, loaded.dtype), loaded.runtime.device)
 
     assistants = {name: stock(models.draft_model(name)) for name in draft_names}
     return transformers_systems(stock(models.target), assistants, config.draft_lengths)

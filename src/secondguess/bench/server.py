@@ -107,7 +107,7 @@ class Server(System):
     """
 
     speculates = False
-    keeps_length = False
+    exact_length = False
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Server(System):
         self._decode = decode
         self._timeout = timeout
         self._key = os.environ.get(KEY_VARIABLE) if key is None else key
-        self._takes_ignore_eos = True
+        self._supports_ignore_eos = True
         self._model = address.model or self._only_model()
 
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
@@ -133,12 +133,12 @@ class Server(System):
             "temperature": temperature,
             "seed": seed,
         }
-        if self._takes_ignore_eos:
+        if self._supports_ignore_eos:
             status, answer, seconds = self._ask("POST", "completions", {**request, "ignore_eos": True})
             if status not in (400, 422):
                 return self._read(status, answer, seconds)
             # OpenAI's own protocol has no such field, and some servers refuse unknown fields.
-            self._takes_ignore_eos = False
+            self._supports_ignore_eos = False
         return self._read(*self._ask("POST", "completions", request))
 
     def _read(self, status: int, answer: bytes, seconds: float) -> Run:

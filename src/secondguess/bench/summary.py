@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from secondguess.stats import Stats
 
 NUM_RESAMPLES = 10_000
-FEWEST_PROMPTS = 6
+MIN_PROMPTS_FOR_INTERVAL = 6
 """Fewest prompts for a 95 % interval of a median.
 
 With n prompts, even the interval from the smallest to the largest value misses the median with
@@ -27,7 +27,7 @@ class Ratio:
     Args:
         of_medians: ratio of the medians over prompts.
         low, high: 95 % percentile-bootstrap interval of `of_medians`; None with fewer than
-            `FEWEST_PROMPTS` prompts.
+            `MIN_PROMPTS_FOR_INTERVAL` prompts.
         worst: smallest ratio on any single prompt (see `compare_apart` for unpaired prompts).
     """
 
@@ -71,13 +71,13 @@ def median_interval(values: Sequence[float], seed: int = 0) -> tuple[float, floa
     """Return the 95 % percentile-bootstrap interval of the median.
 
     Returns:
-        Low and high end; None with fewer than `FEWEST_PROMPTS` values.
+        Low and high end; None with fewer than `MIN_PROMPTS_FOR_INTERVAL` values.
     """
     return _interval(_resampled_medians(np.asarray(values), seed), len(values))
 
 
 def _interval(resampled: NDArray[np.float64], num_prompts: int) -> tuple[float, float] | None:
-    if num_prompts < FEWEST_PROMPTS:
+    if num_prompts < MIN_PROMPTS_FOR_INTERVAL:
         return None
     low, high = np.quantile(resampled, [0.025, 0.975])
     return float(low), float(high)
@@ -93,7 +93,7 @@ def median(values: Sequence[float]) -> float:
     return float(np.median(np.asarray(values)))
 
 
-def add_up(many: Iterable[Stats]) -> Stats:
+def sum_stats(many: Iterable[Stats]) -> Stats:
     """Return the counters of several rows, summed."""
     total = Stats()
     for stats in many:

@@ -1,6 +1,6 @@
 """Systems that a benchmark compares: each continues prompts and measures its own time.
 
-`Speculator` is this package with one drafter and one controller; all of them run the same decoding
+`SecondguessSystem` is this package with one drafter and one controller; all of them run the same decoding
 loop on the same weights. Systems of other libraries are in `peers.py`, servers in `server.py`.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from secondguess.api import choose_controller, make_row
-from secondguess.bench.summary import add_up
+from secondguess.bench.summary import sum_stats
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
@@ -93,7 +93,7 @@ class System(ABC):
         draft_model: name of the draft model; None if there is none.
         batches: whether several prompts can be decoded as one batch; other systems run at batch
             size 1 only.
-        keeps_length: whether exactly the requested number of tokens is generated; other systems
+        exact_length: whether exactly the requested number of tokens is generated; other systems
             are compared by tokens/s only.
     """
 
@@ -102,7 +102,7 @@ class System(ABC):
     speculates: bool
     draft_model: str | None = None
     batches: bool = False
-    keeps_length: bool = True
+    exact_length: bool = True
 
     @abstractmethod
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
@@ -171,7 +171,7 @@ class ModelsWithOwnCaches(Models):
 
 def with_own_cache(loaded: LoadedModel) -> LoadedModel:
     """Return the same weights in a runtime with a KV cache of its own."""
-    apart = loaded.runtime.without_layers(())
+    apart = loaded.runtime.skip_layers(())
     assert isinstance(apart, CachedRuntime)  # true of every loaded model
     return replace(loaded, runtime=apart)
 
@@ -179,10 +179,10 @@ def with_own_cache(loaded: LoadedModel) -> LoadedModel:
 class RunningBatch:
     """Measured run of one batch, advanced round by round; time between rounds does not count."""
 
-    def __init__(self, team: Team, rows: Sequence[Row]) -> None:
-        self._team = team
+    def __init__(self, components: Components, rows: Sequence[Row]) -> None:
+        self._team = components
         self._rows = rows
-        self._rounds = decode(team, rows)
+        self._rounds = decode(components, rows)
         self._seconds = 0.0
 
     def step(self) -> bool:
@@ -199,7 +199,7 @@ class RunningBatch:
         return Run.of_batch([row.output for row in self._rows], self._seconds, stats)
 
 
-class Speculator(System):
+class SecondguessSystem(System):
     """This package with one drafter and one controller (by default the drafter's own).
 
     In normal use a controller is kept as long as the loaded model. Here one is kept per
@@ -263,7 +263,7 @@ class Speculator(System):
             self._row(prompt, num_tokens, temperature, seed, stream) for stream, prompt in enumerate(prompts)
         ]
         controller = self.controller(temperature, len(prompts))
-        return RunningBatch(Team(self._target.runtime, self._drafter, self._verifier, controller), rows)
+        return RunningBatch(Components(self._target.runtime, self._drafter, self._verifier, controller), rows)
 
     def controller(self, temperature: float, batch_size: int) -> Controller:
         """Return the controller kept for this temperature and batch size."""
@@ -290,7 +290,7 @@ class Speculator(System):
 
 def together(rows: Sequence[Stats]) -> Stats:
     """Sum the counters of a batch's rows; seconds, which rows share, are the maximum over rows."""
-    total = add_up(rows)
+    total = sum_stats(rows)
     total.seconds = dict(max(rows, key=lambda stats: sum(stats.seconds.values())).seconds)
     total.drafting_seconds = max(stats.drafting_seconds for stats in rows)
     return total

@@ -17,7 +17,7 @@ from torch import Tensor
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
@@ -113,8 +113,8 @@ def record(
             row.tokens[:] = tokens
             row.finish_reason = None
         recorder = DraftRecorder(part, depth, len(rows))
-        team = Team(target, drafter, RecordingVerifier(verifier, recorder), recorder)
-        for number, _ in enumerate(decode(team, rows), start=1):
+        components = Components(target, drafter, RecordingVerifier(verifier, recorder), recorder)
+        for number, _ in enumerate(decode(components, rows), start=1):
             if number == num_tokens:
                 break
         recorded.append(recorder.drafts)
@@ -224,7 +224,7 @@ class RecordingVerifier(Verifier):
             self._recorder.record_acceptance(by_row or [[] for _ in range(draft.num_rows)], chances)
         nothing = torch.zeros(draft.num_rows, dtype=torch.long)
         first = noise.race(target_probs[:, :1], nothing[:, None].to(target_probs.device))
-        return Verdict.of_chain(nothing, first[:, 0])
+        return Verdict.from_chain(nothing, first[:, 0])
 
 
 def node_chances(draft: Draft, target_probs: Tensor, noise: Noise) -> list[list[float]]:

@@ -22,9 +22,9 @@ from secondguess.bench.predict import Costs, predicted_seconds
 from secondguess.bench.provenance import Provenance, collect_provenance
 from secondguess.bench.systems import public_name
 from secondguess.bench.tuning import Findings
-from secondguess.configuration import Configuration, LoadSettings, Tuned
+from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.runtime.fingerprint import hash_weights
-from secondguess.runtime.loading import memory_need
+from secondguess.runtime.loading import estimate_load_memory
 
 SCHEMA = 2
 MIB = 2**20
@@ -186,7 +186,7 @@ class TuneReport:
                 dtype=target.dtype,
                 device=target.device,
             ),
-            Tuned(
+            TuningRecord(
                 date=self.provenance.date.partition("T")[0],
                 processor=self.provenance.processor or None,
                 num_threads=config.num_threads,
@@ -246,7 +246,7 @@ def make_report(findings: Findings) -> TuneReport:
             dtype=models.target.dtype,
             seed=config.seed,
             models={public_name(name): Path(each.path) for name, each in loaded.items()},
-            runtimes={public_name(name): each.runtime_in_words for name, each in loaded.items()},
+            runtimes={public_name(name): each.runtime_description for name, each in loaded.items()},
         ),
     )
 
@@ -254,9 +254,9 @@ def make_report(findings: Findings) -> TuneReport:
 def _memory(findings: Findings) -> Memory:
     config, models = findings.config, findings.models
     dtype, device = models.target.dtype, models.target.device
-    needs = {public_name(config.model): memory_need(config.model, dtype=dtype, device=device)}
+    needs = {public_name(config.model): estimate_load_memory(config.model, dtype=dtype, device=device)}
     for name in models.draft_models:
-        needs[public_name(name)] = memory_need(name, dtype=dtype, device=device, drafts=True)
+        needs[public_name(name)] = estimate_load_memory(name, dtype=dtype, device=device, drafts=True)
     per_token = sum(need.cache // need.num_cached_tokens for need in needs.values())
     # Linux counts in kibibytes, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024

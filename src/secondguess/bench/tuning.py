@@ -16,10 +16,10 @@ import torch
 
 from secondguess.api import default_drafter
 from secondguess.bench.choices import PLAIN, Choice, Speed, controllers_for, fastest, group
-from secondguess.bench.costs import CostProbe
+from secondguess.bench.costs import ForwardTimer
 from secondguess.bench.encoding import encode_workload, typical_context
 from secondguess.bench.predict import Costs
-from secondguess.bench.systems import Models, Run, Speculator
+from secondguess.bench.systems import Models, Run, SecondguessSystem
 from secondguess.bench.threads import threads
 from secondguess.bench.tune_config import TuneConfig
 from secondguess.bench.workloads import Workload, load_workload
@@ -129,7 +129,7 @@ class Trials:
     ) -> None:
         self.batches = [[prompts[index] for index in members] for members in group(len(prompts), size)]
         self._models, self._config = models, config
-        self._systems: dict[Choice, Speculator] = {}
+        self._systems: dict[Choice, SecondguessSystem] = {}
         self._num_turns = 0
         self._runs: dict[Choice, dict[int, list[Run]]] = {}
 
@@ -143,12 +143,12 @@ class Trials:
                 run = self._decode(choice, number, self._config.num_tokens)
                 self._runs.setdefault(choice, {}).setdefault(number, []).append(run)
 
-    def system(self, choice: Choice) -> Speculator:
+    def system(self, choice: Choice) -> SecondguessSystem:
         """Return the system of a choice, warmed up."""
         system = self._systems.get(choice)
         if system is None:
             controller = choice.controller if choice.speculates else None
-            system = Speculator(self._models, choice.drafter, controller, ends_texts=True)
+            system = SecondguessSystem(self._models, choice.drafter, controller, ends_texts=True)
             self._systems[choice] = system
             self._decode(choice, 0, min(WARM_UP_TOKENS, self._config.num_tokens))
         return system
@@ -257,9 +257,9 @@ class Tuner:
             for choice in choices:
                 self.findings.dropped.get(size, {}).pop(choice, None)
 
-    def _make_probe(self, size: int) -> CostProbe:
+    def _make_probe(self, size: int) -> ForwardTimer:
         context = typical_context(self._prompts, self._config.num_tokens)
-        return CostProbe(self._models.target.runtime, {}, context, num_sweeps=1, num_rows=size)
+        return ForwardTimer(self._models.target.runtime, {}, context, num_sweeps=1, num_rows=size)
 
     def _default(self) -> Choice:
         """Return the choice of `load` without options."""

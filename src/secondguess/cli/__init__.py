@@ -65,34 +65,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: arguments after the program's name; `sys.argv[1:]` by default.
     """
-    _print_whatever_the_encoding()
+    _escape_unencodable_output()
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _in_one_line(warnings.showwarning)
+            warnings.showwarning = _one_line_warnings(warnings.showwarning)
             code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _forget_standard_output()
+        _redirect_stdout_to_devnull()
         return BROKEN_PIPE
     except KeyboardInterrupt as interruption:
-        return _fail(str(interruption) or "interrupted", INTERRUPTED)
+        return _print_error(str(interruption) or "interrupted", INTERRUPTED)
     except SecondGuessError as error:
-        return _fail(f"error: {error}", BAD_INPUT)
+        return _print_error(f"error: {error}", BAD_INPUT)
     except OSError as error:
-        return _fail(f"error: {_of_a_place(error)}", BAD_INPUT)
+        return _print_error(f"error: {_os_error_message(error)}", BAD_INPUT)
     except Exception as error:
         if os.environ.get("SECONDGUESS_TRACEBACK"):
             raise
         if _is_out_of_memory(error):
             # torch prefixes the allocator's message with a location in its sources.
             words = str(error).rpartition(CPU_ALLOCATOR)[2].strip(" :") or "the machine has no more"
-            return _fail(f"error: out of memory: {words}; use a smaller model, dtype or batch", BAD_INPUT)
+            return _print_error(
+                f"error: out of memory: {words}; use a smaller model, dtype or batch", BAD_INPUT
+            )
         bug = f"internal error: {type(error).__name__}: {error} (SECONDGUESS_TRACEBACK=1 shows where)"
-        return _fail(bug, INTERNAL_ERROR)
+        return _print_error(bug, INTERNAL_ERROR)
 
 
-def _in_one_line(otherwise: Callable[..., None]) -> Callable[..., None]:
+def _one_line_warnings(otherwise: Callable[..., None]) -> Callable[..., None]:
     """Return a `warnings.showwarning` that prints `MismatchWarning` as one line.
 
     Args:
@@ -101,7 +103,7 @@ def _in_one_line(otherwise: Callable[..., None]) -> Callable[..., None]:
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, MismatchWarning):
-            _fail(f"warning: {message}", 0)
+            _print_error(f"warning: {message}", 0)
         else:
             otherwise(message, category, *place, **more)
 
@@ -121,10 +123,10 @@ def _run(arguments: Sequence[str]) -> int:
         if not arguments:
             print(error.format_message())
             return BAD_INPUT
-        return _fail(f"error: {error.format_message()}{_what_came(error, arguments)}", BAD_INPUT)
+        return _print_error(f"error: {error.format_message()}{_rejected_value(error, arguments)}", BAD_INPUT)
 
 
-def _what_came(error: typer.TyperException, arguments: Sequence[str]) -> str:
+def _rejected_value(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """Return the rejected option's value as ", got ...", which Typer's message leaves out."""
     if not isinstance(error, typer.BadParameter) or error.param is None:
         return ""
@@ -137,14 +139,14 @@ def _what_came(error: typer.TyperException, arguments: Sequence[str]) -> str:
     return ""
 
 
-def _fail(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     """Print one line of printable text to standard error and return the exit code."""
     line = " ".join(message.split())
     print("secondguess: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in line), file=sys.stderr)
     return code
 
 
-def _of_a_place(error: OSError) -> str:
+def _os_error_message(error: OSError) -> str:
     """Return the message for an `OSError`, naming the file or folder but no errno."""
     if error.filename is None or error.strerror is None:
         return str(error)
@@ -157,14 +159,14 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or of_torch
 
 
-def _print_whatever_the_encoding() -> None:
+def _escape_unencodable_output() -> None:
     """Print escapes for characters that the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _forget_standard_output() -> None:
+def _redirect_stdout_to_devnull() -> None:
     """Redirect standard output to /dev/null.
 
     Otherwise Python reports a broken pipe when it flushes at exit.

@@ -9,7 +9,7 @@ from typer import Argument, Context, Option, Typer
 
 from secondguess.cli import options
 from secondguess.cli.exit_codes import INTERRUPTED
-from secondguess.cli.output import aside
+from secondguess.cli.output import print_note
 from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 from secondguess.names import ALL
@@ -101,7 +101,7 @@ def bench(
             "repeatable.",
             callback=_check_drafters,
             show_default="the target's own, ngram and suffix",
-            rich_help_panel=options.TEAM,
+            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     dtype: options.Dtype = "auto",
@@ -109,7 +109,9 @@ def bench(
     threads: Annotated[
         int | None,
         Option(
-            help="CPU threads, for everybody.", show_default="PyTorch's own", rich_help_panel=options.TEAM
+            help="CPU threads, for everybody.",
+            show_default="PyTorch's own",
+            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     output: Annotated[
@@ -164,11 +166,11 @@ def bench(
     print(report.to_json() if json else report.to_markdown(), end="", flush=True)
     saved = report.save(output)
     *others, last = map(str, saved)
-    aside(f"saved {', '.join(others)} and {last}")
+    print_note(f"saved {', '.join(others)} and {last}")
     if not any(path.suffix == ".png" for path in saved):
-        from secondguess.bench.charts import HOW_TO_DRAW
+        from secondguess.bench.charts import MATPLOTLIB_HINT
 
-        aside(HOW_TO_DRAW)
+        print_note(MATPLOTLIB_HINT)
     return 0 if report.complete else INTERRUPTED
 
 

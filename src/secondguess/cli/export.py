@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Context, Option
 
 from secondguess.cli import options
-from secondguess.cli.output import aside, print_json
+from secondguess.cli.output import print_json, print_note
 
 
 def export(
@@ -24,14 +24,16 @@ def export(
     json: options.Json = False,
     config: options.Config = None,
     # Not checked, so that models which only the other engine can download may be exported.
-    model: Annotated[str, Option(help=options.MODEL_NAMES, rich_help_panel=options.TEAM)] = "builtin",
+    model: Annotated[
+        str, Option(help=options.MODEL_NAMES, rich_help_panel=options.MODEL_OPTIONS)
+    ] = "builtin",
     drafter: options.Drafter = None,
     draft_length: Annotated[
         int | None,
         Option(
             help="Tokens to draft in every round.",
             show_default="of the file, else 5",
-            rich_help_panel=options.TEAM,
+            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     dtype: options.Dtype = "auto",
@@ -48,12 +50,12 @@ def export(
     from secondguess.export import export as export_to
     from secondguess.export.base import recommend
 
-    settings, tuned = options.settings_and_measurements(context, config)
+    settings, tuned = options.load_settings_and_tuned(context, config)
     exported = export_to(recommend(LoadSettings(**settings), tuned, draft_length), to)
     if json:
         print_json({"engine": to, "text": exported.text, "notes": exported.notes})
         return 0
     for note in exported.notes:
-        aside(f"note: {note}")
+        print_note(f"note: {note}")
     print(exported.text, end="")
     return 0

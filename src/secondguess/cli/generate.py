@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Context, Option
 
 from secondguess.cli import options
-from secondguess.cli.interruption import Interruption
+from secondguess.cli.interruption import DeferredInterrupt
 from secondguess.cli.output import JsonWriter, TerminalWriter, Writer
 from secondguess.cli.prompts import Request, read_logit_bias, read_requests
 from secondguess.errors import BadInputError
@@ -134,10 +134,10 @@ def answer(
         writer.begin([requests[index] for index in batch for _ in range(params[index].n)])
         generation = Generation(llm, [prompts[index] for index in batch], [params[index] for index in batch])
         try:
-            with Interruption() as interruption:
+            with DeferredInterrupt() as interruption:
                 for pieces in generation.rounds():
                     writer.show(pieces)
-                    interruption.raise_if_wanted()
+                    interruption.raise_if_interrupted()
         except KeyboardInterrupt:
             writer.show(generation.flush())
             writer.end(generation.outputs())

@@ -12,7 +12,7 @@ from secondguess.cli.output import print_json
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
-    from secondguess.configuration import Tuned
+    from secondguess.configuration import TuningRecord
     from secondguess.pairing import DrafterInfo
     from secondguess.runtime.describe import ModelDescription
     from secondguess.runtime.pair import MemoryPlan
@@ -64,7 +64,7 @@ def inspect(
     memory. A model without support for speculative decoding, or a drafter with
     another tokenizer, is refused with the reason (exit code 2).
     """
-    settings, tuned = options.settings_and_measurements(context, config)
+    settings, tuned = options.load_settings_and_tuned(context, config)
     if "model" not in settings:
         raise BadInputError(
             "Missing argument 'MODEL': expected a model to inspect, or a --config that names one"
@@ -72,7 +72,7 @@ def inspect(
 
     from secondguess.controllers import make_controller
     from secondguess.runtime.describe import describe_model
-    from secondguess.runtime.pair import plan_demand, plan_memory, remarks_on
+    from secondguess.runtime.pair import compatibility_notes, plan_demand, plan_memory
     from secondguess.verifiers import make_verifier
 
     place = {name: settings[name] for name in ("dtype", "device") if name in settings}
@@ -91,7 +91,7 @@ def inspect(
     if named.draft_model is not None:
         eight_bits = settings.get("drafter_quantize")
         guessing = describe_model(named.draft_model, **place, quantize=eight_bits, drafts=True)
-        remarks = remarks_on(target, guessing)
+        remarks = compatibility_notes(target, guessing)
     plan = plan_memory(
         demand,
         target,
@@ -100,7 +100,7 @@ def inspect(
         drafter_quantize=settings.get("drafter_quantize"),
         head_bytes=named.head_bytes,
     )
-    drafters = fitting_drafters(settings["model"])
+    drafters = compatible_drafters(settings["model"])
     if json:
         record = asdict(target) | {"supported": True, "drafters": drafters}
         record["drafter"] = {
@@ -112,7 +112,7 @@ def inspect(
         record["configuration"] = None if config is None else {"load": settings, "tuned": tuned.given()}
         print_json(record)
         return 0
-    lines = _lines(target, drafters)
+    lines = _model_lines(target, drafters)
     lines += _pair_lines(named, target, guessing, remarks)
     lines += _memory_lines(plan, settings)
     if config is not None:
@@ -122,7 +122,7 @@ def inspect(
     return 0
 
 
-def fitting_drafters(model: str) -> list[str]:
+def compatible_drafters(model: str) -> list[str]:
     """Return names for `--drafter`, the default first.
 
     `PATH` stands for a model with the same tokenizer or for a trained drafter.
@@ -132,8 +132,12 @@ def fitting_drafters(model: str) -> list[str]:
     from secondguess.drafters import DRAFTERS, drafter_class
 
     def name(kind: str) -> str:
-        in_the_box = model == "builtin" and head_path(kind) is not None
-        return kind if in_the_box or getattr(drafter_class(kind), "deterministic", False) else f"{kind}:PATH"
+        has_builtin_head = model == "builtin" and head_path(kind) is not None
+        return (
+            kind
+            if has_builtin_head or getattr(drafter_class(kind), "deterministic", False)
+            else f"{kind}:PATH"
+        )
 
     return list(dict.fromkeys([default_drafter(model), *map(name, DRAFTERS)]))
 
@@ -154,7 +158,7 @@ def _drafter_of(settings: dict[str, Any], target: ModelDescription) -> DrafterIn
     return named
 
 
-def _lines(found: ModelDescription, drafters: list[str]) -> list[tuple[str, str]]:
+def _model_lines(found: ModelDescription, drafters: list[str]) -> list[tuple[str, str]]:
     context = f"{found.context_length:,} tokens" if found.context_length else "no limit named"
     free = "unknown" if found.available_bytes is None else _size(found.available_bytes)
     return [
@@ -234,18 +238,18 @@ def _verdict(plan: MemoryPlan) -> str:
     )
 
 
-def _configuration_lines(settings: dict[str, Any], tuned: Tuned) -> list[tuple[str, str]]:
+def _configuration_lines(settings: dict[str, Any], tuned: TuningRecord) -> list[tuple[str, str]]:
     chosen = [f"{name} {value}" for name, value in settings.items() if name != "model"]
-    measured = [f"{name} {_shown(value)}" for name, value in tuned.given().items()]
+    measured = [f"{name} {_format_value(value)}" for name, value in tuned.given().items()]
     lines = [("configured", ", ".join(chosen)), ("tuned", ", ".join(measured))]
     return [(label, value) for label, value in lines if value]
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, dict):
-        return " ".join(f"{size}:{_shown(each)}" for size, each in value.items())
+        return " ".join(f"{size}:{_format_value(each)}" for size, each in value.items())
     if isinstance(value, tuple):
-        return " ".join(map(_shown, value))
+        return " ".join(map(_format_value, value))
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

@@ -6,8 +6,8 @@ import signal
 from types import FrameType, TracebackType
 
 
-class Interruption:
-    """Context manager that defers the first Ctrl-C to the next `raise_if_wanted`.
+class DeferredInterrupt:
+    """Context manager that defers the first Ctrl-C to the next `raise_if_interrupted`.
 
     A second Ctrl-C raises KeyboardInterrupt at once.
     """
@@ -15,8 +15,8 @@ class Interruption:
     def __init__(self) -> None:
         self._wanted = False
 
-    def __enter__(self) -> Interruption:
-        self._before = signal.signal(signal.SIGINT, self._note)
+    def __enter__(self) -> DeferredInterrupt:
+        self._before = signal.signal(signal.SIGINT, self._on_sigint)
         return self
 
     def __exit__(
@@ -24,7 +24,7 @@ class Interruption:
     ) -> None:
         signal.signal(signal.SIGINT, self._before)
 
-    def raise_if_wanted(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raise if Ctrl-C was pressed; call it where stopping is safe.
 
         Raises:
@@ -33,6 +33,6 @@ class Interruption:
         if self._wanted:
             raise KeyboardInterrupt
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.raise_if_wanted()
+    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
+        self.raise_if_interrupted()
         self._wanted = True

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Context, Option
 
-from secondguess.cli.output import aside
+from secondguess.cli.output import print_note
 
 if TYPE_CHECKING:
-    from secondguess.configuration import Configuration, Tuned
+    from secondguess.configuration import Configuration, TuningRecord
 
-TEAM = "Who takes part"
+MODEL_OPTIONS = "Who takes part"
 SAMPLING = "Sampling"
 OUTPUT = "Input and output"
 
@@ -25,7 +25,7 @@ DRAFTER_NAMES = (
 """Drafter names for `--help`; a literal because importing the drafters would import torch."""
 
 
-def checked_by(place: str) -> Callable[[Any], Any]:
+def validate_with(place: str) -> Callable[[Any], Any]:
     """Return an option callback that passes every value to a check.
 
     The checks need neither torch nor Transformers, which take seconds to import, so a wrong name
@@ -45,15 +45,15 @@ def checked_by(place: str) -> Callable[[Any], Any]:
     return callback
 
 
-check_model = checked_by("secondguess.runtime.resolve:find_checkpoint")
-check_drafter = checked_by("secondguess.drafters:parse_drafter_name")
-check_verifier = checked_by("secondguess.verifiers:check_verifier_name")
-check_controller = checked_by("secondguess.controllers:parse_controller_name")
-check_dtype = checked_by("secondguess.runtime.resolve:check_dtype")
-check_device = checked_by("secondguess.runtime.resolve:check_device")
-check_quantization = checked_by("secondguess.runtime.resolve:check_quantization_name")
-check_runtime = checked_by("secondguess.runtime.resolve:check_runtime")
-check_engine = checked_by("secondguess.export:check_engine")
+check_model = validate_with("secondguess.runtime.resolve:find_checkpoint")
+check_drafter = validate_with("secondguess.drafters:parse_drafter_name")
+check_verifier = validate_with("secondguess.verifiers:check_verifier_name")
+check_controller = validate_with("secondguess.controllers:parse_controller_name")
+check_dtype = validate_with("secondguess.runtime.resolve:check_dtype")
+check_device = validate_with("secondguess.runtime.resolve:check_device")
+check_quantization = validate_with("secondguess.runtime.resolve:check_quantization_name")
+check_runtime = validate_with("secondguess.runtime.resolve:check_runtime")
+check_engine = validate_with("secondguess.export:check_engine")
 
 Config = Annotated[
     Path | None,
@@ -61,18 +61,18 @@ Config = Annotated[
         metavar="FILE",
         help="A secondguess.toml, as tune writes it; options given here win over it.",
         show_default="none",
-        rich_help_panel=TEAM,
+        rich_help_panel=MODEL_OPTIONS,
     ),
 ]
 MODEL_NAMES = "Target: a directory, a cached model's name, or builtin."
-Model = Annotated[str, Option(help=MODEL_NAMES, callback=check_model, rich_help_panel=TEAM)]
+Model = Annotated[str, Option(help=MODEL_NAMES, callback=check_model, rich_help_panel=MODEL_OPTIONS)]
 Drafter = Annotated[
     str | None,
     Option(
         help=f"{DRAFTER_NAMES}; each with ,key=value options; several joined by + take turns.",
         callback=check_drafter,
         show_default="suffix+model:builtin-draft for builtin, else suffix",
-        rich_help_panel=TEAM,
+        rich_help_panel=MODEL_OPTIONS,
     ),
 ]
 Verifier = Annotated[
@@ -80,7 +80,7 @@ Verifier = Annotated[
     Option(
         help="auto, greedy, rejection, block, recursive, traversal or coupled.",
         callback=check_verifier,
-        rich_help_panel=TEAM,
+        rich_help_panel=MODEL_OPTIONS,
     ),
 ]
 Controller = Annotated[
@@ -89,20 +89,26 @@ Controller = Annotated[
         help="How far to draft: cost, fixed:K, confidence, entropy, learned, each with ,key=value options.",
         callback=check_controller,
         show_default="what suits the drafter",
-        rich_help_panel=TEAM,
+        rich_help_panel=MODEL_OPTIONS,
     ),
 ]
 Dtype = Annotated[
     str,
-    Option(help="auto, float64, float32, bfloat16 or float16.", callback=check_dtype, rich_help_panel=TEAM),
+    Option(
+        help="auto, float64, float32, bfloat16 or float16.",
+        callback=check_dtype,
+        rich_help_panel=MODEL_OPTIONS,
+    ),
 ]
-Device = Annotated[str, Option(help="auto, cpu or cuda[:N].", callback=check_device, rich_help_panel=TEAM)]
+Device = Annotated[
+    str, Option(help="auto, cpu or cuda[:N].", callback=check_device, rich_help_panel=MODEL_OPTIONS)
+]
 Quantize = Annotated[
     str | None,
     Option(
         help="int8: store the target's weights in 8 bits.",
         callback=check_quantization,
-        rich_help_panel=TEAM,
+        rich_help_panel=MODEL_OPTIONS,
     ),
 ]
 DrafterQuantize = Annotated[
@@ -110,7 +116,7 @@ DrafterQuantize = Annotated[
     Option(
         help="int8: store the draft model's weights in 8 bits.",
         callback=check_quantization,
-        rich_help_panel=TEAM,
+        rich_help_panel=MODEL_OPTIONS,
     ),
 ]
 Runtime = Annotated[
@@ -118,7 +124,7 @@ Runtime = Annotated[
     Option(
         help="What runs the target: auto, native, fused or transformers.",
         callback=check_runtime,
-        rich_help_panel=TEAM,
+        rich_help_panel=MODEL_OPTIONS,
     ),
 ]
 
@@ -186,7 +192,7 @@ Logprobs = Annotated[
 
 Json = Annotated[bool, Option("--json", help="For machines: JSON and nothing else.", rich_help_panel=OUTPUT)]
 
-OF_THE_DRAFTER = ("controller", "drafter_quantize")
+DRAFTER_SPECIFIC_SETTINGS = ("controller", "drafter_quantize")
 """Settings that are specific to a drafter and may be unsuitable or invalid for another."""
 MEASUREMENTS = "measurements"
 
@@ -205,25 +211,25 @@ def load_settings(context: Context, config: Path | None) -> dict[str, Any]:
     Raises:
         BadInputError: the file is invalid, or belongs to another model or to other weights.
     """
-    return settings_and_measurements(context, config)[0]
+    return load_settings_and_tuned(context, config)[0]
 
 
-def settings_and_measurements(context: Context, config: Path | None) -> tuple[dict[str, Any], Tuned]:
+def load_settings_and_tuned(context: Context, config: Path | None) -> tuple[dict[str, Any], TuningRecord]:
     """Return `load_settings` and the measurements stored in the file.
 
     The measurements are empty without a file and for another drafter than the file's.
     """
-    from secondguess.configuration import LoadSettings, Tuned
+    from secondguess.configuration import LoadSettings, TuningRecord
 
     names = [name for name in LoadSettings.__dataclass_fields__ if name in context.params]
-    settings, tuned = {name: context.params[name] for name in names}, Tuned()
+    settings, tuned = {name: context.params[name] for name in names}, TuningRecord()
     if config is not None:
         given = {name: value for name, value in settings.items() if is_given(context, name)}
         configuration = read_config(config, given.get("model"))
-        left_out = _not_for(given, configuration)
+        left_out = _inapplicable_settings(given, configuration)
         if left_out:
             chosen_for = configuration.load.drafter or "the model's own drafter"
-            aside(
+            print_note(
                 f"{config}: not using its {', '.join(left_out)}: of {chosen_for}, not of {given['drafter']}"
             )
         keys = {name: value for name, value in configuration.load.given().items() if name not in left_out}
@@ -258,9 +264,11 @@ def read_config(config: Path, model: str | None = None) -> Configuration:
     return configuration
 
 
-def _not_for(given: dict[str, Any], configuration: Configuration) -> list[str]:
+def _inapplicable_settings(given: dict[str, Any], configuration: Configuration) -> list[str]:
     """Return names of file entries that do not apply because another drafter was requested."""
     if given.get("drafter", configuration.load.drafter) == configuration.load.drafter:
         return []
-    names = [name for name in configuration.load.given() if name in OF_THE_DRAFTER and name not in given]
+    names = [
+        name for name in configuration.load.given() if name in DRAFTER_SPECIFIC_SETTINGS and name not in given
+    ]
     return [*names, MEASUREMENTS] if configuration.tuned.given() else names

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from secondguess.core import FinishReason, TokenLogprob
     from secondguess.text import Piece
 
-PROMPT_STYLE, DRAFTED_STYLE, TARGET_STYLE, ASIDE_STYLE = "dim", "green", "bright_blue", "dim"
+PROMPT_STYLE, DRAFTED_STYLE, TARGET_STYLE, NOTE_STYLE = "dim", "green", "bright_blue", "dim"
 
 # Control characters in model output are escaped, so that they cannot affect the terminal.
-_SHOWN = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_CONTROL_ESCAPES = {
+    code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
 
-ENDINGS: dict[FinishReason | None, str] = {None: "interrupted: ", "context": "context full: "}
+FINISH_PREFIXES: dict[FinishReason | None, str] = {None: "interrupted: ", "context": "context full: "}
 """Prefix of the closing line, by finish reason."""
 
 Pieces: TypeAlias = "Sequence[tuple[int, Piece]]"
@@ -75,8 +77,8 @@ class TerminalWriter:
         self._coloured = self._console.is_terminal and not self._console.no_color
         self._any_shown = False
         self._prompts: list[str] = []
-        self._held: list[list[Piece]] = []
-        aside(describe_team(llm))
+        self._buffered: list[list[Piece]] = []
+        print_note(describe_components(llm))
         if self._coloured:
             self._console.print(
                 f"[{DRAFTED_STYLE}]guessed by the drafter and accepted[/]  "
@@ -85,7 +87,7 @@ class TerminalWriter:
 
     def begin(self, requests: Sequence[Request]) -> None:
         self._prompts = [request.shown for request in requests]
-        self._held = [[] for _ in requests]
+        self._buffered = [[] for _ in requests]
         self._write_prompt(self._prompts[0])
 
     def show(self, pieces: Pieces) -> None:
@@ -93,22 +95,22 @@ class TerminalWriter:
             if place == 0:
                 self._write_piece(piece)
             else:
-                self._held[place].append(piece)
+                self._buffered[place].append(piece)
 
     def end(self, outputs: Sequence[Output]) -> None:
         several = any(output.index > 0 for output in outputs)
         for place, output in enumerate(outputs):
             if place > 0:
                 self._write_prompt(self._prompts[place])
-            for piece in self._held[place]:
+            for piece in self._buffered[place]:
                 self._write_piece(piece)
             sample = f"sample {output.index + 1}: " if several else ""
-            ending = ENDINGS.get(output.finish_reason, "")
-            self._write(f"\n\n{sample}{ending}{output.stats}\n", ASIDE_STYLE)
+            ending = FINISH_PREFIXES.get(output.finish_reason, "")
+            self._write(f"\n\n{sample}{ending}{output.stats}\n", NOTE_STYLE)
 
     def _write_prompt(self, prompt: str) -> None:
         if self._any_shown:
-            self._write("\n", ASIDE_STYLE)
+            self._write("\n", NOTE_STYLE)
         self._any_shown = True
         self._write(prompt, PROMPT_STYLE)
 
@@ -117,7 +119,7 @@ class TerminalWriter:
             self._write(text, DRAFTED_STYLE if drafted else TARGET_STYLE)
 
     def _write(self, text: str, style: str) -> None:
-        shown = text.translate(_SHOWN) if self._for_terminal else text
+        shown = text.translate(_CONTROL_ESCAPES) if self._for_terminal else text
         if self._coloured:
             self._console.out(shown, style=style, end="")
         else:
@@ -125,9 +127,9 @@ class TerminalWriter:
         sys.stdout.flush()
 
 
-def aside(line: str) -> None:
+def print_note(line: str) -> None:
     """Print one dim line of secondary information to standard error."""
-    Console(stderr=True, highlight=False).print(line, style=ASIDE_STYLE, markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(line, style=NOTE_STYLE, markup=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
@@ -135,7 +137,7 @@ def print_json(value: object) -> None:
     print(json.dumps(_finite(value), allow_nan=False), flush=True)
 
 
-def describe_team(llm: LLM) -> str:
+def describe_components(llm: LLM) -> str:
     """Return target, dtype, device, drafter, verifier and controller in one line."""
     target = llm.target
     return (

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from secondguess.cli.output import aside
+from secondguess.cli.output import print_note
 
 SECONDS_PER_LINE = 10.0
 """Interval between progress lines when standard error is not a terminal."""
@@ -46,6 +46,6 @@ def _lines() -> Callable[[int, int, str], None]:
         nonlocal last
         if time.monotonic() - last >= SECONDS_PER_LINE:
             last = time.monotonic()
-            aside(f"{now}: {done:,} of {total:,}" if total else now)
+            print_note(f"{now}: {done:,} of {total:,}" if total else now)
 
     return show

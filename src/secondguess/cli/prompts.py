@@ -107,14 +107,14 @@ def _read_line(line: str, source: str) -> Request:
 
 
 def _prompt(record: Mapping[str, object], source: str) -> str | list[dict[str, str]]:
-    from secondguess.prompts import checked_messages
+    from secondguess.prompts import validate_messages
 
     if ("prompt" in record) == ("messages" in record):
         got = "both" if "prompt" in record else "neither"
         raise BadInputError(f"{source}: expected either prompt or messages, got {got}")
     if "messages" in record:
         try:
-            return checked_messages(record["messages"])
+            return validate_messages(record["messages"])
         except BadInputError as error:
             raise BadInputError(f"{source}: {error}") from None
     prompt = record["prompt"]

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from typer import Context, Option, Typer
 
 from secondguess.cli import options
-from secondguess.cli.interruption import Interruption
+from secondguess.cli.interruption import DeferredInterrupt
 from secondguess.cli.progress import SECONDS_PER_LINE
 from secondguess.errors import BadInputError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DATA, TRAINING = "What it learns from", "How it learns"
 SHOWN_DEPTHS = 5
-OF_ANSWERS = ("max_tokens", "temperature", "answer_batch")
+ANSWER_OPTIONS = ("max_tokens", "temperature", "answer_batch")
 
 SUMMARIES = {
     "draft": "Train a small draft model for any target.",
@@ -140,7 +140,7 @@ def _layer_skip(
         tuple(temperature or DEFAULT_TEMPERATURES), max_tokens=max_tokens, length=length, seed=seed
     )
     job = SkipJob(out, model, dtype, tuple(data or ()), num_prompts, answers)
-    with Interruption() as interruption, _shown(interruption) as show:
+    with DeferredInterrupt() as interruption, _shown(interruption) as show:
         found = search_layers(job, show)
     print(f"skipped layers: {', '.join(map(str, found.skipped))}")
     print(
@@ -182,15 +182,15 @@ def _command(kind: str) -> Callable[..., int]:
         device: options.Device = "auto",
         whole: Annotated[bool, whole_option] = False,
     ) -> int:
-        _refuse_unread(context)
+        _refuse_answer_options(context)
         return _train(kind, context.params)
 
     return train_kind
 
 
-def _refuse_unread(context: Context) -> None:
+def _refuse_answer_options(context: Context) -> None:
     """Refuse options for generated answers with `--as-is`, which generates none."""
-    names = [name for name in OF_ANSWERS if options.is_given(context, name)]
+    names = [name for name in ANSWER_OPTIONS if options.is_given(context, name)]
     if context.params["as_is"] and names:
         raise BadInputError(
             f"expected nothing about answers with --as-is, got --{names[0].replace('_', '-')}; leave one of them out"
@@ -215,7 +215,7 @@ def _train(kind: str, given: dict[str, Any]) -> int:
     for name in ("data", "changes"):
         options_of_job[name] = tuple(options_of_job[name] or ())
     job = HeadJob(kind, answers=answers, budget=budget, **options_of_job)
-    with Interruption() as interruption, _shown(interruption) as show:
+    with DeferredInterrupt() as interruption, _shown(interruption) as show:
         try:
             provenance = train_head(job, show)
         except KeyboardInterrupt:
@@ -229,10 +229,10 @@ def _train(kind: str, given: dict[str, Any]) -> int:
     return 0
 
 
-class _Shown:
+class _ProgressDisplay:
     """Progress of training: a bar on a terminal, otherwise lines at intervals."""
 
-    def __init__(self, bars: Progress, interruption: Interruption) -> None:
+    def __init__(self, bars: Progress, interruption: DeferredInterrupt) -> None:
         self._bars = bars
         self._interruption = interruption
         self._live = bars.console.is_terminal
@@ -255,7 +255,7 @@ class _Shown:
         self._update(round(1000 * progress.share), 1000, words)
 
     def pause(self) -> None:
-        self._interruption.raise_if_wanted()
+        self._interruption.raise_if_interrupted()
 
     def _update(self, done: int, total: int, words: str) -> None:
         self._bars.update(self._task, completed=done, total=total, description=words)
@@ -266,8 +266,8 @@ class _Shown:
 
 
 @contextmanager
-def _shown(interruption: Interruption) -> Iterator[_Shown]:
+def _shown(interruption: DeferredInterrupt) -> Iterator[_ProgressDisplay]:
     columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        yield _Shown(bars, interruption)
+        yield _ProgressDisplay(bars, interruption)

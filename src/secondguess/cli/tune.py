@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from secondguess.cli import options
-from secondguess.cli.output import aside
+from secondguess.cli.output import print_note
 from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 
@@ -36,7 +36,7 @@ def tune(
             help=f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
             callback=options.check_drafter,
             show_default="the target's own, suffix, ngram, and suffix+model:PATH",
-            rich_help_panel=options.TEAM,
+            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     prompts: Annotated[
@@ -76,7 +76,7 @@ def tune(
     device: options.Device = "auto",
     threads: Annotated[
         int | None,
-        Option(help="CPU threads.", show_default="all cores", rich_help_panel=options.TEAM),
+        Option(help="CPU threads.", show_default="all cores", rich_help_panel=options.MODEL_OPTIONS),
     ] = None,
     output: Annotated[
         Path | None,
@@ -111,9 +111,9 @@ def tune(
         seed=seed,
     )
 
-    _check_places(output, config_out)
+    _check_output_paths(output, config_out)
 
-    from secondguess.bench.charts import HOW_TO_DRAW, can_draw
+    from secondguess.bench.charts import MATPLOTLIB_HINT, can_draw
     from secondguess.bench.tune_report import make_report
     from secondguess.bench.tuning import run_tune
 
@@ -133,12 +133,12 @@ def tune(
     print(report.to_json() if json else report.to_text(), end="", flush=True)
     saved = _save(report, output, config_out)
     if output is not None and not can_draw():
-        aside(HOW_TO_DRAW)
-    aside(f"saved {', '.join(map(str, saved))}")
+        print_note(MATPLOTLIB_HINT)
+    print_note(f"saved {', '.join(map(str, saved))}")
     return 0
 
 
-def _check_places(output: Path | None, config_out: Path) -> None:
+def _check_output_paths(output: Path | None, config_out: Path) -> None:
     """Refuse output paths that cannot be written to, before the measurement starts."""
     from secondguess.train.files import require_folder
 

@@ -13,7 +13,7 @@ from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
-    from secondguess.certify import Subject
+    from secondguess.certify import CertifiedSystem
     from secondguess.sampling import SamplingParams
 
 TEST = "How hard to look"
@@ -28,7 +28,7 @@ def verify(
             help=options.MODEL_NAMES,
             callback=options.check_model,
             show_default="a random model of three tokens, whose every text is enumerated",
-            rich_help_panel=options.TEAM,
+            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     drafter: Annotated[
@@ -37,7 +37,7 @@ def verify(
             help=f"{options.DRAFTER_NAMES}; each with ,key=value options; several joined by + take turns.",
             callback=options.check_drafter,
             show_default="a perturbed copy of the random model; as in generate for another",
-            rich_help_panel=options.TEAM,
+            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     verifier: options.Verifier = "auto",
@@ -48,7 +48,7 @@ def verify(
             help="As in generate, for --model.",
             callback=options.check_dtype,
             show_default="auto",
-            rich_help_panel=options.TEAM,
+            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     device: Annotated[
@@ -57,7 +57,7 @@ def verify(
             help="As in generate, for --model.",
             callback=options.check_device,
             show_default="auto",
-            rich_help_panel=options.TEAM,
+            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     prompt: Annotated[
@@ -112,7 +112,7 @@ def verify(
         else:
             params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
             subject = _loaded_subject(settings, prompt, params)
-        room = subject.team.target.context_length - len(subject.prompt)
+        room = subject.components.target.context_length - len(subject.prompt)
         if max_tokens > room:
             raise BadInputError(
                 f"expected --max-tokens of at most {room} (the model's context), got {max_tokens}"
@@ -125,24 +125,24 @@ def verify(
     return 0 if certificate.passed else CHECK_FAILED
 
 
-def _random_subject(drafter: str | None, verifier: str, controller: str | None) -> Subject:
+def _random_subject(drafter: str | None, verifier: str, controller: str | None) -> CertifiedSystem:
     from secondguess.api import check_verifier, choose_controller
-    from secondguess.certify import tiny_subject
+    from secondguess.certify import tiny_system
 
-    subject = tiny_subject(
+    subject = tiny_system(
         "model" if drafter is None else drafter, verifier, "fixed:2" if controller is None else controller
     )
-    check_verifier(subject.team.verifier, subject.team.drafter)
+    check_verifier(subject.components.verifier, subject.components.drafter)
     if controller is not None:
-        choose_controller(controller, subject.team.drafter)
+        choose_controller(controller, subject.components.drafter)
     return subject
 
 
-def _loaded_subject(settings: dict[str, Any], prompt: str | None, params: SamplingParams) -> Subject:
+def _loaded_subject(settings: dict[str, Any], prompt: str | None, params: SamplingParams) -> CertifiedSystem:
     from secondguess.api import check_request, encode, load
-    from secondguess.certify import subject_of
+    from secondguess.certify import system_of
 
     llm = load(**settings)
     ids = encode(llm.target, "def quicksort(items):" if prompt is None else prompt)
     check_request(llm.target, llm.verifier, ids, params)
-    return subject_of(llm, ids)
+    return system_of(llm, ids)

@@ -10,7 +10,7 @@ from operator import mul
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Plan, Row
-from secondguess.names import Name, read_options, require_between, with_argument
+from secondguess.names import Name, check_range, options_with_argument, read_options
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class ConfidenceOptions:
     threshold: float = 0.2
 
     def __post_init__(self) -> None:
-        require_between("the draft length of the controller confidence", self.length, 0, MAX_DRAFT_LENGTH)
-        require_between("the threshold of the controller confidence", self.threshold, 0, 1)
+        check_range("the draft length of the controller confidence", self.length, 0, MAX_DRAFT_LENGTH)
+        check_range("the threshold of the controller confidence", self.threshold, 0, 1)
 
 
 class ConfidenceController(Controller):
@@ -47,17 +47,19 @@ class ConfidenceController(Controller):
     def __init__(self, options: ConfidenceOptions = ConfidenceOptions()) -> None:
         self.options = options
         self.name = f"confidence:{options.length},threshold={options.threshold:g}"
-        self._survival: list[float] = []
+        self._path_confidence: list[float] = []
 
     @classmethod
     def build(cls, name: Name) -> ConfidenceController:
-        return cls(read_options(ConfidenceOptions, with_argument(name, "length"), "controller confidence"))
+        return cls(
+            read_options(ConfidenceOptions, options_with_argument(name, "length"), "controller confidence")
+        )
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         return [Plan(choices[0].part, self.options.length) for choices in candidates]
 
     def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         # Depth 0 begins a round and resets the products; those of rows that stopped are not used.
-        so_far = repeat(1.0) if depth == 0 else self._survival
-        self._survival = list(map(mul, so_far, draft_probs.chances))
-        return [survival >= self.options.threshold for survival in self._survival]
+        so_far = repeat(1.0) if depth == 0 else self._path_confidence
+        self._path_confidence = list(map(mul, so_far, draft_probs.chances))
+        return [survival >= self.options.threshold for survival in self._path_confidence]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, RoundTime, Row, Verdict
-from secondguess.names import Name, read_options, require_between, with_argument
+from secondguess.names import Name, check_range, options_with_argument, read_options
 
 MEMORY = 500.0
 """Approximate number of nodes that the calibration averages over."""
@@ -45,8 +45,8 @@ class EntropyOptions:
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        require_between("the draft length of the controller entropy", self.length, 0, MAX_DRAFT_LENGTH)
-        require_between("the threshold of the controller entropy", self.threshold, 0, 1)
+        check_range("the draft length of the controller entropy", self.length, 0, MAX_DRAFT_LENGTH)
+        check_range("the threshold of the controller entropy", self.threshold, 0, 1)
 
 
 class EntropyController(Controller):
@@ -66,7 +66,7 @@ class EntropyController(Controller):
 
     @classmethod
     def build(cls, name: Name) -> EntropyController:
-        return cls(read_options(EntropyOptions, with_argument(name, "length"), "controller entropy"))
+        return cls(read_options(EntropyOptions, options_with_argument(name, "length"), "controller entropy"))
 
     @property
     def constant(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from secondguess.controllers.base import Controller
 from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Plan, Row
-from secondguess.names import Name, read_options, require_between, with_argument
+from secondguess.names import Name, check_range, options_with_argument, read_options
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class FixedOptions:
     length: int = 5
 
     def __post_init__(self) -> None:
-        require_between("the draft length of the controller fixed", self.length, 0, MAX_DRAFT_LENGTH)
+        check_range("the draft length of the controller fixed", self.length, 0, MAX_DRAFT_LENGTH)
 
 
 class FixedController(Controller):
@@ -35,7 +35,7 @@ class FixedController(Controller):
 
     @classmethod
     def build(cls, name: Name) -> FixedController:
-        return cls(read_options(FixedOptions, with_argument(name, "length"), "controller fixed"))
+        return cls(read_options(FixedOptions, options_with_argument(name, "length"), "controller fixed"))
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         return [Plan(choices[0].part, self.options.length) for choices in candidates]

@@ -10,9 +10,9 @@ from secondguess.builtin import acceptance_path
 from secondguess.controllers.acceptance_features import node_features
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.controllers.predictor import Network, Predictor
+from secondguess.controllers.predictor import Predictor, PredictorNetwork
 from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Plan, Row
-from secondguess.names import Name, read_options, require_between
+from secondguess.names import Name, check_range, read_options
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class LearnedOptions:
     threshold: float = 0.3
 
     def __post_init__(self) -> None:
-        require_between("the draft length of the controller learned", self.length, 0, MAX_DRAFT_LENGTH)
-        require_between("the threshold of the controller learned", self.threshold, 0, 1)
+        check_range("the draft length of the controller learned", self.length, 0, MAX_DRAFT_LENGTH)
+        check_range("the threshold of the controller learned", self.threshold, 0, 1)
 
 
 class LearnedController(Controller):
@@ -51,7 +51,7 @@ class LearnedController(Controller):
         self.options = options
         where = "" if path is None else f":{path}"
         self.name = f"learned{where},length={options.length},threshold={options.threshold:g}"
-        self._network = Network(Predictor.read(acceptance_path() if path is None else Path(path)))
+        self._network = PredictorNetwork(Predictor.read(acceptance_path() if path is None else Path(path)))
         self._survivals: list[float] = []
         self._log_confidences: list[float] = []
 

@@ -26,7 +26,7 @@ from secondguess.errors import BadInputError
 Array = NDArray[numpy.float64]
 
 KIND, SCHEMA = "secondguess acceptance predictor", 1
-MOST_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 """Maximum size of a predictor file; a typical one takes about 20 kB."""
 
 
@@ -117,15 +117,15 @@ class Predictor:
         advice = "make one with `secondguess train acceptance`"
         try:
             with path.open("rb") as file:
-                content = file.read(MOST_BYTES + 1)
+                content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise BadInputError(
                 f"expected a predictor file, got {path}: {error.strerror}; {advice} (the length of a draft is "
                 "the option length=K)"
             ) from None
         try:
-            if len(content) > MOST_BYTES:
-                raise BadInputError(f"expected at most {MOST_BYTES} bytes, got more")
+            if len(content) > MAX_FILE_BYTES:
+                raise BadInputError(f"expected at most {MAX_FILE_BYTES} bytes, got more")
             return cls._from_record(json.loads(content))
         except (BadInputError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             reason = str(error) if isinstance(error, BadInputError) else f"it is broken ({error!r})"
@@ -178,7 +178,7 @@ def _numbers(values: object) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-class Network:
+class PredictorNetwork:
     """Predictor prepared for inference.
 
     With u = (W x + b) / 2, silu(W x + b) = u + u tanh(u): fewer calls than by its definition, and

@@ -97,7 +97,7 @@ def make_drafter(
     made = parts[0] if len(parts) == 1 else CombinedDrafter(parts, target_vocab_size)
     if target is not None:
         # Fail now, rather than in the first round, if the target lacks these layers.
-        target.runtime.request_hidden(made.hidden_layers)
+        target.runtime.request_hidden_states(made.hidden_layers)
         for kind, folder in heads.items():
             warn_of_mismatch(folder, kind, target.name, target.path)
     return made

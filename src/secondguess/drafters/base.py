@@ -16,7 +16,7 @@ from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.errors import BadInputError
 from secondguess.names import Name, refuse_argument, refuse_options
 from secondguess.noise import Noise
-from secondguess.runtime.base import Hidden, Runtime
+from secondguess.runtime.base import HiddenStates, Runtime
 
 
 def _refuse_without_target(name: Name) -> Path:
@@ -88,7 +88,7 @@ class Drafter(ABC):
         refuse_options(name, "drafter")
         return cls()
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         """Admit rows, which hold their whole prompt.
 
         Leave work that may never be needed to `prepare`.
@@ -138,7 +138,7 @@ class Drafter(ABC):
         After each level, `budgets.go_on` decides from its logits whether to draft another.
         """
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         """Process the committed tokens and roll back the others.
 
         `row.tokens` is already extended.

@@ -19,7 +19,7 @@ from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
-from secondguess.runtime.base import Hidden
+from secondguess.runtime.base import HiddenStates
 
 
 def check_parts(kinds: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class CombinedDrafter(Drafter):
         )
         self._vocab_size = vocab_size
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for part in self.parts:
             part.begin(rows, hidden)
 
@@ -90,7 +90,7 @@ class CombinedDrafter(Drafter):
         dists = torch.stack([draft.probs for draft in merged if draft.probs is not None])
         return Draft(tokens, parents, lengths, dists[whose, everyone], distinct)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         for part in self.parts:
             part.observe(rows, verdict, hidden)
 

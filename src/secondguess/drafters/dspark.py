@@ -23,22 +23,22 @@ from secondguess.drafters.hidden_states import HiddenStateBuffer
 from secondguess.drafters.mirroring import PREFILL_THRESHOLD
 from secondguess.drafters.sampling_drafter import SamplingDrafter, expand_to_batch
 from secondguess.drafters.trees import TreeShape, read_tree_options
-from secondguess.heads.context import FeatureContext
+from secondguess.heads.context import FeatureCache
 from secondguess.heads.dspark import DsparkHead
 from secondguess.names import Name
 from secondguess.noise import Noise
-from secondguess.runtime.base import Hidden, Runtime
+from secondguess.runtime.base import HiddenStates, Runtime
 
 
 class Block(NamedTuple):
     """Output of the backbone in a round, for every row (zeros for rows that are not drafted for).
 
     Args:
-        thoughts: `[row, position, width]`, hidden states at the draft positions.
+        backbone_hidden: `[row, position, width]`, hidden states at the draft positions.
         base: `[row, position, word]`, logits before the Markov head, over the head's vocabulary.
     """
 
-    thoughts: Tensor
+    backbone_hidden: Tensor
     base: Tensor
 
 
@@ -55,7 +55,7 @@ class DsparkDrafter(SamplingDrafter):
         super().__init__(name, target.vocab_size, target.device, shape)
         self.hidden_layers = head.hidden_layers
         self.head = head.eval().requires_grad_(False)
-        self._context = FeatureContext(target.device)
+        self._context = FeatureCache(target.device)
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
         self._longest = 0
         self._block: Block | None = None
@@ -70,11 +70,11 @@ class DsparkDrafter(SamplingDrafter):
         argument = "" if name.argument is None else f":{name.argument}"
         return cls(head, target, f"{name.kind}{argument}{options}", shape)
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         super().observe(rows, verdict, hidden)
         self._hidden_buffer.observe(rows, verdict, hidden)
 
@@ -133,16 +133,18 @@ class DsparkDrafter(SamplingDrafter):
         attend = self._context.attend(members, self.head.shape.block_size)
         anchors = torch.tensor([row.pending for row in members], device=self.device)
         positions = torch.tensor([len(row.tokens) - 1 for row in members], device=self.device)
-        thoughts = self.head.run_backbone(anchors[:, None], positions[:, None], attend)[:, 0, : self._longest]
-        base = self.head.base_logits(thoughts)
+        backbone_hidden = self.head.run_backbone(anchors[:, None], positions[:, None], attend)[
+            :, 0, : self._longest
+        ]
+        base = self.head.base_logits(backbone_hidden)
         base = base if base.dtype == torch.float64 else base.float()
-        return Block(*(expand_to_batch(each, len(rows), active) for each in (thoughts, base)))
+        return Block(*(expand_to_batch(each, len(rows), active) for each in (backbone_hidden, base)))
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         if self._block is None:
             self._block = self._run_backbone(rows, active)
         previous = torch.tensor(self._previous[-1], device=self.device)
-        return self.head.over_vocabulary(
+        return self.head.to_target_vocab(
             self.head.add_markov_bias(self._block.base[:, len(self._previous) - 1], previous)
         )
 
@@ -154,7 +156,9 @@ class DsparkDrafter(SamplingDrafter):
         if self._block is None or not self.head.shape.has_confidence:
             return None
         previous = torch.tensor(self._previous[depth], device=self.device)
-        told: list[float] = self.head.confidence(self._block.thoughts[:, depth], previous).sigmoid().tolist()
+        told: list[float] = (
+            self.head.confidence(self._block.backbone_hidden[:, depth], previous).sigmoid().tolist()
+        )
         return told
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
@@ -164,7 +168,7 @@ class DsparkDrafter(SamplingDrafter):
         pending = torch.tensor(self._previous[0], device=self.device)[:, None]
         previous = torch.cat((pending, tree.tokens), 1)
         base = self._block.base[:, level, None].expand(-1, tree.num_nodes + 1, -1)
-        return self.head.over_vocabulary(self.head.add_markov_bias(base, previous))
+        return self.head.to_target_vocab(self.head.add_markov_bias(base, previous))
 
     def end(self, row: Row) -> None:
         self._hidden_buffer.end(row)

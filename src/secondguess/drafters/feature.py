@@ -18,7 +18,7 @@ from secondguess.drafters.mirroring import PREFILL_THRESHOLD, MirroringDrafter, 
 from secondguess.drafters.sampling_drafter import expand_to_batch
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.runtime import FEATURE_KEY, FeatureHead, FeatureHeadRuntime
-from secondguess.runtime.base import ForwardOutput, Hidden, Runtime
+from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime
 
 
 class FeatureDrafter(MirroringDrafter):
@@ -39,11 +39,11 @@ class FeatureDrafter(MirroringDrafter):
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
         self._features = torch.empty(0)
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         super().observe(rows, verdict, hidden)
         self._hidden_buffer.observe(rows, verdict, hidden)
 
@@ -79,7 +79,7 @@ class FeatureDrafter(MirroringDrafter):
 
     def _feed(self, row: Row, mirror_row: MirrorRow) -> None:
         features = self.runtime.head.features(self._hidden_buffer.take(row))
-        self.runtime.feed(mirror_row.row, mirror_row.num_committed, features)
+        self.runtime.set_features(mirror_row.row, mirror_row.num_committed, features)
         mirror_row.num_committed = len(mirror_row.row.tokens)
 
     def _score(self, rows: Sequence[Row], active: list[int], tree: Draft) -> ForwardOutput:
@@ -90,7 +90,7 @@ class FeatureDrafter(MirroringDrafter):
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         for index in active:
             mirror_row = self._mirror_rows[rows[index]].row
-            self.runtime.feed(mirror_row, len(mirror_row.tokens), self._features[index])
+            self.runtime.set_features(mirror_row, len(mirror_row.tokens), self._features[index])
             mirror_row.tokens.append(tokens[index])
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
@@ -98,7 +98,7 @@ class FeatureDrafter(MirroringDrafter):
             for index in active:
                 mirror_row = self._mirror_rows[rows[index]].row
                 behind = tree.parents[index, : int(tree.lengths[index])] + 1
-                self.runtime.feed(mirror_row, len(mirror_row.tokens), self._features[index, behind])
+                self.runtime.set_features(mirror_row, len(mirror_row.tokens), self._features[index, behind])
         return super().tree_logits(rows, active, tree)
 
     def end(self, row: Row) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from secondguess.core import Row, Verdict
-from secondguess.runtime.base import Hidden
+from secondguess.runtime.base import HiddenStates
 
 
 class HiddenStateBuffer:
@@ -23,13 +23,13 @@ class HiddenStateBuffer:
         self.layers = tuple(layers)
         # Each `[position, width]`, or `[1, 1, width]` from a batch of one row, stored as received
         # (it may hold layers of other drafters).
-        self._pieces: dict[Row, list[Hidden]] = {}
+        self._pieces: dict[Row, list[HiddenStates]] = {}
 
-    def begin(self, row: Row, hidden: Hidden) -> None:
+    def begin(self, row: Row, hidden: HiddenStates) -> None:
         """Admit a row, with hidden states `[position, width]` of all its tokens but the last."""
         self._pieces[row] = [{layer: hidden[layer] for layer in self.layers}] if hidden else []
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         """Store the states of pending and the accepted path, out of `[row, node + 1, width]`."""
         if hidden[self.layers[0]].shape[1] == 1:  # no draft: store all states
             if len(rows) == 1:
@@ -47,7 +47,7 @@ class HiddenStateBuffer:
         """Return whether states of a row were stored since the last `take`."""
         return bool(self._pieces[row])
 
-    def take(self, row: Row) -> Hidden:
+    def take(self, row: Row) -> HiddenStates:
         """Return the stored states of a row, `[position, width]` by layer, and clear them.
 
         At least one position must be stored (`has`).

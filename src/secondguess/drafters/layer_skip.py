@@ -29,7 +29,7 @@ class LayerSkipDrafter(MirroringDrafter):
         if skipped is None:
             skipped = read_skipped(resources.find_head(name))
         target = resources.require_target(name)
-        runtime = target.without_layers(skipped)
+        runtime = target.skip_layers(skipped)
         shown = f"{name.kind}{f':{name.argument}' if name.argument else ''}{options}"
         return cls(runtime, shown, resources.target_vocab_size, shape)
 

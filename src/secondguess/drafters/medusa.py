@@ -18,10 +18,10 @@ from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import DrafterResources, single_candidate
 from secondguess.drafters.sampling_drafter import SamplingDrafter, expand_to_batch
 from secondguess.drafters.trees import TreeShape, read_tree_options
-from secondguess.heads.medusa import LAST, MedusaHead
+from secondguess.heads.medusa import LAST_HIDDEN, MedusaHead
 from secondguess.names import Name
 from secondguess.noise import Noise
-from secondguess.runtime.base import Hidden, Runtime
+from secondguess.runtime.base import HiddenStates, Runtime
 
 
 class MedusaDrafter(SamplingDrafter):
@@ -38,7 +38,7 @@ class MedusaDrafter(SamplingDrafter):
         self.hidden_layers = head.hidden_layers
         self.head = head.eval().requires_grad_(False)
         self._states: dict[Row, Tensor] = {}
-        self._num_drawn = 0
+        self._depth = 0
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> MedusaDrafter:
@@ -49,23 +49,23 @@ class MedusaDrafter(SamplingDrafter):
         argument = "" if name.argument is None else f":{name.argument}"
         return cls(head, target, f"{name.kind}{argument}{options}", shape)
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             if of_row:
-                self._states[row] = of_row[LAST][-1].clone()
+                self._states[row] = of_row[LAST_HIDDEN][-1].clone()
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         """Keep the hidden state of the token before the new pending one.
 
         That token is the last of the accepted path or, if the path is empty, the old pending one.
         """
         super().observe(rows, verdict, hidden)
-        if hidden[LAST].shape[:2] == (1, 1):
-            self._states[rows[0]] = hidden[LAST][0, 0]
+        if hidden[LAST_HIDDEN].shape[:2] == (1, 1):
+            self._states[rows[0]] = hidden[LAST_HIDDEN][0, 0]
             return
         for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
             # A view would keep the states of the whole round in memory.
-            self._states[row] = hidden[LAST][index, path[-1] + 1 if path else 0].clone()
+            self._states[row] = hidden[LAST_HIDDEN][index, path[-1] + 1 if path else 0].clone()
 
     def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
         return [single_candidate(self.room(row)) for row in rows]
@@ -78,14 +78,14 @@ class MedusaDrafter(SamplingDrafter):
         return min(depth, self.head.shape.num_heads, row.room)
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        self._num_drawn = 0
+        self._depth = 0
         return super().propose(rows, budgets, noise)
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        return self._level_logits(rows, active, self._num_drawn)
+        return self._level_logits(rows, active, self._depth)
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
-        self._num_drawn += 1
+        self._depth += 1
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         level = int(tree.depths.max()) if tree.num_nodes else 0

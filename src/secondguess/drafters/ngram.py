@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter, DrafterResources
 from secondguess.errors import BadInputError
-from secondguess.names import Name, read_options, refuse_argument, require_between, show_options
+from secondguess.names import Name, check_range, format_options, read_options, refuse_argument
 from secondguess.noise import Noise
-from secondguess.runtime.base import Hidden
+from secondguess.runtime.base import HiddenStates
 
 MAX_NGRAM = 32
 
@@ -28,8 +28,8 @@ class NgramOptions:
     min: int = 2
 
     def __post_init__(self) -> None:
-        require_between("max of the drafter ngram", self.max, 1, MAX_NGRAM)
-        require_between("min of the drafter ngram", self.min, 1, MAX_NGRAM)
+        check_range("max of the drafter ngram", self.max, 1, MAX_NGRAM)
+        check_range("min of the drafter ngram", self.min, 1, MAX_NGRAM)
         if self.min > self.max:
             raise BadInputError(f"expected min of the drafter ngram at most max={self.max}, got {self.min}")
 
@@ -90,7 +90,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, options: NgramOptions = NgramOptions()) -> None:
         self.options = options
-        self.name = f"ngram{show_options(options)}"
+        self.name = f"ngram{format_options(options)}"
         self._indices: dict[Row, NgramIndex] = {}
 
     @classmethod
@@ -98,7 +98,7 @@ class NgramDrafter(Drafter):
         refuse_argument(name, "drafter")
         return cls(read_options(NgramOptions, name.options, "drafter ngram"))
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row in rows:
             self._indices[row] = NgramIndex(self.options)
         self._read(rows)
@@ -112,7 +112,7 @@ class NgramDrafter(Drafter):
         chains = [self._indices[row].continuation(limit) for row, limit in limits]
         return Draft.chains(chains, device=noise.device)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._read(rows)
 
     def end(self, row: Row) -> None:

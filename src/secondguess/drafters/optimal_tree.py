@@ -27,21 +27,21 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from secondguess.core import Draft, Row
-from secondguess.drafters.trees import Node, Ranks, StaticTree, TreeShape
+from secondguess.drafters.trees import Node, NodePath, StaticTree, TreeShape
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 
 MAX_LEVELS, MAX_RANKS = 8, 8
 """Largest number of levels of a tree, and of children of a node."""
-FIRST_SHARES = tuple(0.6 if rank == 0 else 0.15 / rank for rank in range(MAX_RANKS))
+PRIOR_ACCEPTANCE = tuple(0.6 if rank == 0 else 0.15 / rank for rank in range(MAX_RANKS))
 """Initial acceptance probabilities by rank (first child, second child, ...)."""
 PRIOR_WEIGHT, MEMORY = 8.0, 500.0
 """Weight of the initial values, and time constant of the moving average, in observations."""
 FIRST_RENEWAL, RENEWAL = 8, 64
 """Rounds before the tree is first planned again, and the limit as this interval doubles."""
 NUM_WARM_UPS, NUM_TIMED = 2, 5
-CONTEXT = 64
+NUM_SCRATCH_TOKENS = 64
 """Tokens of the scratch row on which passes are timed."""
 
 
@@ -87,7 +87,7 @@ class Costs:
         """Time of a round without a draft."""
         return self.target.at(1)
 
-    def of_tree(self, paths: Collection[Ranks]) -> float:
+    def of_tree(self, paths: Collection[NodePath]) -> float:
         """Return the time of a round with this tree.
 
         Drafting a level takes one draft-model pass over pending and all nodes of the levels above.
@@ -105,7 +105,7 @@ class RankAcceptance:
     """Acceptance rates of the first, second, ... child of an accepted node."""
 
     def __init__(self) -> None:
-        self._accepted = [PRIOR_WEIGHT * share for share in FIRST_SHARES]
+        self._accepted = [PRIOR_WEIGHT * share for share in PRIOR_ACCEPTANCE]
         self._reached = [PRIOR_WEIGHT] * MAX_RANKS
 
     @property
@@ -123,7 +123,7 @@ class RankAcceptance:
                 self._accepted[rank] = self._accepted[rank] * decay + (child == chosen)
 
 
-class Tables:
+class PlanTables:
     """Best trees for each number of nodes and levels, given acceptance rates by rank."""
 
     def __init__(self, shares: Sequence[float], most_nodes: int, most_levels: int) -> None:
@@ -136,9 +136,9 @@ class Tables:
         """Return F(m, l)."""
         return self._tokens[num_levels][num_nodes]
 
-    def paths(self, num_nodes: int, num_levels: int, above: Ranks = ()) -> list[Ranks]:
+    def paths(self, num_nodes: int, num_levels: int, above: NodePath = ()) -> list[NodePath]:
         """Return the nodes of the best tree, below the node `above`."""
-        found: list[Ranks] = []
+        found: list[NodePath] = []
         rank, left = 0, num_nodes
         while left and num_levels and rank < len(self._splits[num_levels]):
             share = self._splits[num_levels][rank][left]
@@ -169,9 +169,9 @@ class Tables:
 def plan_tree(shares: Sequence[float], costs: Costs, most_nodes: int) -> StaticTree:
     """Return the tree with the most tokens per second; one node if none beats plain decoding."""
     most_levels = min(MAX_LEVELS, most_nodes)
-    tables = Tables(shares, most_nodes, most_levels)
+    tables = PlanTables(shares, most_nodes, most_levels)
     best = 1 / costs.plain
-    chosen: list[Ranks] = [(0,)]
+    chosen: list[NodePath] = [(0,)]
     for num_levels in range(1, most_levels + 1):
         for num_nodes in range(num_levels, most_nodes + 1):
             paths = tables.paths(num_nodes, num_levels)
@@ -244,7 +244,7 @@ def _not_timed(reason: str) -> BadInputError:
 
 def _time_passes(runtime: Runtime, counts: Sequence[int], clock: Callable[[], float]) -> list[float]:
     """Return the median seconds of a pass over each number of queries."""
-    num_tokens = min(CONTEXT, runtime.context_length - max(counts))
+    num_tokens = min(NUM_SCRATCH_TOKENS, runtime.context_length - max(counts))
     if num_tokens < 1:
         raise _not_timed(
             f"a context of {runtime.context_length} positions, which {max(counts)} queries overfill"

@@ -20,7 +20,7 @@ from secondguess.drafters.base import Drafter
 from secondguess.drafters.trees import TreeShape, draft_trees
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
-from secondguess.runtime.base import Hidden
+from secondguess.runtime.base import HiddenStates
 from secondguess.runtime.native.library import most_likely
 from secondguess.sampling import compute_draft_probs
 
@@ -87,7 +87,7 @@ class SamplingDrafter(Drafter):
             return self._draw_chains(rows, limits, budgets, noise)
         return self._draw_trees(rows, self.shape, limits, budgets, noise)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         if self.shape is not None and self._tree_parents:
             self.shape.learn(self._tree_parents, verdict.path_lists())
         self._tree_parents = ()

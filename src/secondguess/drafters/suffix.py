@@ -13,11 +13,11 @@ from functools import lru_cache
 
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter, DrafterResources
-from secondguess.names import Name, read_options, refuse_argument, require_between, show_options
+from secondguess.names import Name, check_range, format_options, read_options, refuse_argument
 from secondguess.noise import Noise
-from secondguess.runtime.base import Hidden
+from secondguess.runtime.base import HiddenStates
 
-MAX_COUNTED = 32
+MAX_COUNTED_CONTEXTS = 32
 """Number of contexts counted per position, longest first; bounds the work per token."""
 
 ROOT = 0
@@ -42,10 +42,10 @@ class SuffixOptions:
     threshold: float = 0.1
 
     def __post_init__(self) -> None:
-        require_between("min of the drafter suffix", self.min, 1, 64)
-        require_between("factor of the drafter suffix", self.factor, 0, 64)
-        require_between("offset of the drafter suffix", self.offset, 0, 64)
-        require_between("threshold of the drafter suffix", self.threshold, 0, 1)
+        check_range("min of the drafter suffix", self.min, 1, 64)
+        check_range("factor of the drafter suffix", self.factor, 0, 64)
+        check_range("offset of the drafter suffix", self.offset, 0, 64)
+        check_range("threshold of the drafter suffix", self.threshold, 0, 1)
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class SuffixAutomaton:
 
     The textbook automaton does not count online: a position has as many contexts as its suffix
     links are deep (about log n in ordinary text, n in a text of one repeated token). So `append`
-    counts the token for at most `MAX_COUNTED` contexts, the longest first. A context's counts are
+    counts the token for at most `MAX_COUNTED_CONTEXTS` contexts, the longest first. A context's counts are
     exact if it was always among these; otherwise they cover only the positions at which it was,
     and their ratios are estimates.
     """
@@ -135,7 +135,7 @@ class SuffixAutomaton:
 
     def _count(self, token: int) -> None:
         state = self._last
-        for _ in range(MAX_COUNTED):
+        for _ in range(MAX_COUNTED_CONTEXTS):
             if state == NO_STATE:
                 break
             self.contexts[state].count(token)
@@ -180,7 +180,7 @@ class SuffixDrafter(Drafter):
 
     def __init__(self, options: SuffixOptions = SuffixOptions()) -> None:
         self.options = options
-        self.name = f"suffix{show_options(options)}"
+        self.name = f"suffix{format_options(options)}"
         self._automata: dict[Row, SuffixAutomaton] = {}
         # Cached, as it is called in every round.
         self._choices = lru_cache(maxsize=4096)(self._choices_for)
@@ -190,7 +190,7 @@ class SuffixDrafter(Drafter):
         refuse_argument(name, "drafter")
         return cls(read_options(SuffixOptions, name.options, "drafter suffix"))
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[Hidden] = ()) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row in rows:
             self._automata[row] = SuffixAutomaton()
         self._read(rows)
@@ -207,7 +207,7 @@ class SuffixDrafter(Drafter):
         chains = [self._chain(self._automata[row], limit) for row, limit in limits]
         return Draft.chains(chains, device=noise.device)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: Hidden) -> None:
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._read(rows)
 
     def end(self, row: Row) -> None:

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, GoOn, Row
 from secondguess.errors import BadInputError
-from secondguess.names import Name, read_options, require_between
+from secondguess.names import Name, check_range, read_options
 from secondguess.noise import Noise
 from secondguess.sampling import compute_target_probs
 
-Ranks = tuple[int, ...]
+NodePath = tuple[int, ...]
 """Path of a node: rank among siblings of each of its ancestors and of itself, root first."""
 
 MAX_CHILDREN = 16
@@ -54,7 +54,7 @@ class Node:
 
     token: int
     parent: int
-    ranks: Ranks
+    ranks: NodePath
     log_prob: float
     dist: int = -1
 
@@ -116,7 +116,7 @@ class StaticTree(TreeShape):
         BadInputError: no nodes, too many, or one without its parent or the sibling before it.
     """
 
-    paths: frozenset[Ranks]
+    paths: frozenset[NodePath]
     depth: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,13 +133,13 @@ class StaticTree(TreeShape):
         object.__setattr__(self, "depth", max(map(len, self.paths)))
 
     @classmethod
-    def of_widths(cls, widths: Sequence[int]) -> StaticTree:
+    def from_widths(cls, widths: Sequence[int]) -> StaticTree:
         """Build a tree of `widths[0]` children of pending, `widths[1]` of each of those, etc.
 
         Raises:
             BadInputError: too many nodes.
 
-        >>> sorted(StaticTree.of_widths([2, 1]).paths)
+        >>> sorted(StaticTree.from_widths([2, 1]).paths)
         [(0,), (0, 0), (1,), (1, 0)]
         """
         if math.prod(widths) > MAX_NODES:
@@ -154,7 +154,7 @@ class StaticTree(TreeShape):
     ) -> list[int]:
         return [self._count(node.ranks) for node in frontier]
 
-    def _count(self, ranks: Ranks) -> int:
+    def _count(self, ranks: NodePath) -> int:
         count = 0
         while (*ranks, count) in self.paths:
             count += 1
@@ -225,14 +225,14 @@ class TreeOptions:
     depth: int = 5
 
     def __post_init__(self) -> None:
-        require_between("nodes of a dynamic tree", self.nodes, 1, MAX_NODES)
-        require_between("width of a dynamic tree", self.width, 1, MAX_CHILDREN)
-        require_between("depth of a dynamic tree", self.depth, 1, MAX_DRAFT_LENGTH)
+        check_range("nodes of a dynamic tree", self.nodes, 1, MAX_NODES)
+        check_range("width of a dynamic tree", self.width, 1, MAX_CHILDREN)
+        check_range("depth of a dynamic tree", self.depth, 1, MAX_DRAFT_LENGTH)
         if self.tree not in ("", "dynamic", "optimal"):
             self._widths()
         is_default = (self.nodes, self.width, self.depth) == (12, 3, 5)
         if self.tree == "optimal":
-            require_between("nodes of an optimal tree", self.nodes, 1, MAX_OPTIMAL_NODES)
+            check_range("nodes of an optimal tree", self.nodes, 1, MAX_OPTIMAL_NODES)
             is_default = (self.width, self.depth) == (3, 5)
         if self.tree != "dynamic" and not is_default:
             raise BadInputError(
@@ -258,7 +258,7 @@ class TreeOptions:
             )
         if self.tree == "dynamic":
             return DynamicTree(self.nodes, self.width, min(self.depth, self.nodes))
-        return StaticTree.of_widths(self._widths()) if self.tree else None
+        return StaticTree.from_widths(self._widths()) if self.tree else None
 
     def _widths(self) -> list[int]:
         parts = self.tree.split("x")

@@ -24,7 +24,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from secondguess.api import check_verifier, choose_controller, encode, make_row
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
-from secondguess.decode import Team, decode
+from secondguess.decode import Components, decode
 from secondguess.drafters import draft_model_paths, make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.drop_in.arguments import (
@@ -34,7 +34,7 @@ from secondguess.drop_in.arguments import (
     prompt_mask,
 )
 from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_output, padding_token
-from secondguess.drop_in.processors import Ending, read_logits_processors, read_stopping_criteria
+from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.loading import LoadedModel, check_vocabularies, load_runtime, wrap_model
@@ -111,7 +111,7 @@ def custom_generate(
     num_samples = generation_config.num_return_sequences or 1
     chosen_verifier = make_verifier(verifier)
     with _locked(model, drafter), wrap_model(model) as target:
-        _require_room(target, input_ids.shape[1] + params.max_tokens)
+        _check_context_length(target, input_ids.shape[1] + params.max_tokens)
         prompts = [encode(target, ids[kept].tolist()) for ids, kept in zip(input_ids, mask, strict=True)]
         rows = [
             make_row(target, chosen_verifier, prompt, own)
@@ -121,7 +121,7 @@ def custom_generate(
             row.stream = index % num_samples
             row.end_tokens = ending.end_tokens
             if ending.stop_strings:
-                row.watcher = StopStringWatcher(ending.stop_strings, input_ids[index].tolist())
+                row.stop_checker = StopStringWatcher(ending.stop_strings, input_ids[index].tolist())
         chosen_drafter = make_drafter(
             drafter,
             target_vocab_size=target.runtime.vocab_size,
@@ -129,27 +129,29 @@ def custom_generate(
             target=target,
         )
         check_verifier(chosen_verifier, chosen_drafter)
-        chosen_controller = _controller_of(model, controller, chosen_drafter)
-        team = Team(target.runtime, chosen_drafter, chosen_verifier, chosen_controller)
-        _decode(team, rows, streamer, padding)
+        chosen_controller = _cached_controller(model, controller, chosen_drafter)
+        components = Components(target.runtime, chosen_drafter, chosen_verifier, chosen_controller)
+        _decode(components, rows, streamer, padding)
     sequences = padded_output(input_ids, rows, padding)
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)
     return sequences
 
 
-def _decode(team: Team, rows: Sequence[Row], streamer: Any, padding: int) -> None:
+def _decode(components: Components, rows: Sequence[Row], streamer: Any, padding: int) -> None:
     """Decode all rows, streaming new tokens only: `generate` has already streamed the prompt."""
     streamed = None if streamer is None else StreamedRows(streamer, rows, padding)
-    with closing(decode(team, rows)) as rounds:
+    with closing(decode(components, rows)) as rounds:
         for _ in rounds:
             if streamed is not None:
-                streamed.put_ready()
+                streamed.stream_ready_steps()
     if streamer is not None:
         streamer.end()
 
 
-def _with_stop_strings(ending: Ending, strings: str | Sequence[str], tokenizer: Any) -> Ending:
+def _with_stop_strings(
+    ending: StoppingConditions, strings: str | Sequence[str], tokenizer: Any
+) -> StoppingConditions:
     strings = [strings] if isinstance(strings, str) else strings
     if not isinstance(strings, Sequence) or not all(isinstance(text, str) and text for text in strings):
         raise BadInputError(
@@ -168,7 +170,7 @@ def _with_stop_strings(ending: Ending, strings: str | Sequence[str], tokenizer: 
 
 
 def _sampling_params(
-    processors: Sequence[Any], mask: Tensor, ending: Ending, do_sample: bool, seed: int | None
+    processors: Sequence[Any], mask: Tensor, ending: StoppingConditions, do_sample: bool, seed: int | None
 ) -> SamplingParams:
     """Return the sampling settings shared by all rows."""
     width = mask.shape[1]
@@ -201,7 +203,7 @@ def _seeded(params: SamplingParams, num_rows: int, num_samples: int) -> list[Sam
     return [replace(params, seed=seeds[row // num_samples]) for row in range(num_rows)]
 
 
-def _require_room(target: LoadedModel, max_length: int) -> None:
+def _check_context_length(target: LoadedModel, max_length: int) -> None:
     context = target.runtime.context_length
     if max_length > context:
         raise BadInputError(
@@ -249,7 +251,7 @@ Controllers hold no reference to a model, so the weak keys can expire.
 """
 
 
-def _controller_of(model: Any, name: str | None, drafter: Drafter) -> Controller:
+def _cached_controller(model: Any, name: str | None, drafter: Drafter) -> Controller:
     of_model = _controllers.setdefault(model, {})
     key = (name, drafter.name)
     if key not in of_model:

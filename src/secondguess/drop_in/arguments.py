@@ -15,7 +15,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from secondguess.errors import BadInputError
 
-CARRIED_OUT = frozenset(
+SUPPORTED = frozenset(
     {
         # Read here, or by Transformers when it prepares prompt, lengths, processors and criteria.
         "bos_token_id",
@@ -38,7 +38,7 @@ CARRIED_OUT = frozenset(
 )
 """Fields of `GenerationConfig` whose values are all either applied or refused."""
 
-WITHOUT_EFFECT = frozenset(
+NO_EFFECT = frozenset(
     {
         "decoder_start_token_id",  # encoder-decoders only
         "disable_compile",  # nothing is compiled here
@@ -53,14 +53,14 @@ are refused."""
 SAMPLING_ONLY = frozenset({"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"})
 """Unsupported fields that Transformers does not read unless `do_sample` is set."""
 
-_ALSO_OFF: dict[str, object] = {
+_OFF_VALUES: dict[str, object] = {
     "cache_implementation": "dynamic",
     "guidance_scale": 1.0,
     "penalty_alpha": 0.0,
 }
 """Values that disable a field although they are neither its default nor empty."""
 
-_HANDED_ON = frozenset(
+_PASSED_THROUGH = frozenset(
     {
         "self",
         "inputs",
@@ -113,7 +113,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         BadInputError: an unsupported argument is set; the message names it.
     """
     parameters = inspect.signature(GenerationMixin.generate).parameters
-    not_carried_out = {*parameters, "assistant_tokenizer", "past_key_values"} - _HANDED_ON
+    not_carried_out = {*parameters, "assistant_tokenizer", "past_key_values"} - _PASSED_THROUGH
     for name in sorted(not_carried_out):
         if not _is_off(name, arguments.get(name), {}):
             raise not_supported(name)
@@ -126,7 +126,7 @@ def check_generation_config(config: Any) -> None:
         BadInputError: an unsupported field is set; the message names it and its value.
     """
     defaults = config._get_default_generation_params()
-    accepted = CARRIED_OUT | WITHOUT_EFFECT | (frozenset() if config.do_sample else SAMPLING_ONLY)
+    accepted = SUPPORTED | NO_EFFECT | (frozenset() if config.do_sample else SAMPLING_ONLY)
     for name in vars(GenerationConfig()):
         if name not in accepted and not name.startswith("_"):
             value = getattr(config, name, None)
@@ -210,7 +210,7 @@ def _is_off(name: str, value: object, defaults: Mapping[str, object]) -> bool:
         return True
     if defaults.get(name) is not None:
         return bool(value == defaults[name])
-    if isinstance(value, bool | int | float | str) and value == _ALSO_OFF.get(name):
+    if isinstance(value, bool | int | float | str) and value == _OFF_VALUES.get(name):
         return True
     return value is False or (isinstance(value, list | tuple | dict | str) and not value)
 

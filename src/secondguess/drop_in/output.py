@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Row
-from secondguess.drop_in.processors import Ending, token_ids
+from secondguess.drop_in.processors import StoppingConditions, token_ids
 from secondguess.errors import BadInputError
 
 
@@ -33,14 +33,14 @@ class StopStringWatcher:
         return any(bool(criterion(tokens, None)) for criterion in self._criteria)
 
 
-def padding_token(config: Any, ending: Ending, num_rows: int) -> int:
+def padding_token(config: Any, ending: StoppingConditions, num_rows: int) -> int:
     """Return the padding token after a finished row: `pad_token_id`, else the first end token.
 
     Raises:
         BadInputError: there are several rows, they may end at different lengths, and no padding
             token is configured.
     """
-    if num_rows == 1 or not ending.may_be_early:
+    if num_rows == 1 or not ending.may_stop_early:
         return 0
     if not ending.has_end_tokens:
         raise BadInputError(
@@ -69,7 +69,7 @@ class StreamedRows:
         self._padding = padding
         self._num_streamed = 0
 
-    def put_ready(self) -> None:
+    def stream_ready_steps(self) -> None:
         """Stream all steps that every unfinished row has reached."""
         lengths = [row.num_output for row in self._rows if not row.finished]
         ready = min(lengths) if lengths else max(row.num_output for row in self._rows)

@@ -30,7 +30,7 @@ from secondguess.errors import BadInputError
 
 
 @dataclass(frozen=True)
-class Ending:
+class StoppingConditions:
     """Stopping conditions of all rows.
 
     Args:
@@ -46,12 +46,12 @@ class Ending:
     stop_strings: tuple[Any, ...]
 
     @property
-    def may_be_early(self) -> bool:
+    def may_stop_early(self) -> bool:
         """True if a row may end before `max_length`."""
         return bool(self.end_tokens or self.stop_strings)
 
 
-def read_stopping_criteria(criteria: Sequence[Any]) -> Ending:
+def read_stopping_criteria(criteria: Sequence[Any]) -> StoppingConditions:
     """Return the stopping conditions of the criteria, each of which ends a row.
 
     Raises:
@@ -69,12 +69,12 @@ def read_stopping_criteria(criteria: Sequence[Any]) -> Ending:
         elif type(criterion) is StopStringCriteria:
             strings.append(criterion)
         else:
-            raise _not_readable("stopping criterion", criterion)
+            raise _unsupported("stopping criterion", criterion)
     if not lengths:
         raise BadInputError("expected a limit of the length, got none; give max_new_tokens")
     # In Transformers, a negative id means no end token.
     end_tokens = frozenset(token for tokens in ends for token in tokens if token >= 0)
-    return Ending(min(lengths), end_tokens, bool(ends), tuple(strings))
+    return StoppingConditions(min(lengths), end_tokens, bool(ends), tuple(strings))
 
 
 def token_ids(name: str, value: Any) -> list[int]:
@@ -90,7 +90,7 @@ def token_ids(name: str, value: Any) -> list[int]:
 
 
 @dataclass
-class _Reading:
+class _ProcessorReader:
     """Sampling settings collected from logits processors.
 
     Args:
@@ -149,14 +149,14 @@ class _Reading:
         self.settings["min_p"] = processor.min_p
 
 
-_PLACES: dict[type, tuple[int, Callable[[_Reading, Any], None]]] = {
-    RepetitionPenaltyLogitsProcessor: (0, _Reading.repetition_penalty),
-    MinLengthLogitsProcessor: (0, _Reading.min_length),
-    MinNewTokensLengthLogitsProcessor: (0, _Reading.min_new_tokens),
-    TemperatureLogitsWarper: (1, _Reading.temperature),
-    TopKLogitsWarper: (2, _Reading.top_k),
-    TopPLogitsWarper: (3, _Reading.top_p),
-    MinPLogitsWarper: (4, _Reading.min_p),
+_ORDER: dict[type, tuple[int, Callable[[_ProcessorReader, Any], None]]] = {
+    RepetitionPenaltyLogitsProcessor: (0, _ProcessorReader.repetition_penalty),
+    MinLengthLogitsProcessor: (0, _ProcessorReader.min_length),
+    MinNewTokensLengthLogitsProcessor: (0, _ProcessorReader.min_new_tokens),
+    TemperatureLogitsWarper: (1, _ProcessorReader.temperature),
+    TopKLogitsWarper: (2, _ProcessorReader.top_k),
+    TopPLogitsWarper: (3, _ProcessorReader.top_p),
+    MinPLogitsWarper: (4, _ProcessorReader.min_p),
 }
 """Class -> its position in our order of processing, and the method that reads it.
 
@@ -180,13 +180,13 @@ def read_logits_processors(
         BadInputError: a processor has an unsupported class (subclasses are not supported), occurs
             twice, comes in an order other than ours, or has values without an equivalent.
     """
-    reading = _Reading(width, padding, end_tokens, {"temperature": 1.0 if do_sample else 0.0})
+    reading = _ProcessorReader(width, padding, end_tokens, {"temperature": 1.0 if do_sample else 0.0})
     last = -1
     for number, processor in enumerate(processors):
         name = type(processor).__name__
-        if type(processor) not in _PLACES:
-            raise _not_readable("logits processor", processor)
-        place, read = _PLACES[type(processor)]
+        if type(processor) not in _ORDER:
+            raise _unsupported("logits processor", processor)
+        place, read = _ORDER[type(processor)]
         if place > 0 and not do_sample:
             raise BadInputError(
                 f"expected no {name} without sampling, got one in logits_processor; give do_sample=True or remove it"
@@ -212,7 +212,7 @@ def _require(processor: Any, **values: object) -> None:
             )
 
 
-def _not_readable(kind: str, part: Any) -> BadInputError:
+def _unsupported(kind: str, part: Any) -> BadInputError:
     return BadInputError(
         f"expected no custom {kind}, got {type(part).__name__}: custom_generate cannot run it on drafted tokens; "
         "remove it or generate without custom_generate"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
-    from secondguess.export.base import Engine, Exported, Recommendation
+    from secondguess.export.base import ExportResult, ExportTarget, Recommendation
 
 ENGINES = {
     "vllm": "secondguess.export.vllm:VLLM",
@@ -20,7 +20,7 @@ ENGINES = {
     "transformers": "secondguess.export.transformers:TRANSFORMERS",
     "tensorrt-llm": "secondguess.export.tensorrt_llm:TENSORRT_LLM",
 }
-"""Import path `module:name` of each `Engine` by engine name; imported on demand."""
+"""Import path `module:name` of each `ExportTarget` by engine name; imported on demand."""
 
 
 def check_engine(name: str) -> None:
@@ -33,7 +33,7 @@ def check_engine(name: str) -> None:
         raise BadInputError(f"expected an engine among {', '.join(ENGINES)}, got {name!r}")
 
 
-def export(recommendation: Recommendation, engine: str) -> Exported:
+def export(recommendation: Recommendation, engine: str) -> ExportResult:
     """Return the configuration of an engine for a recommendation.
 
     Raises:
@@ -42,5 +42,5 @@ def export(recommendation: Recommendation, engine: str) -> Exported:
     """
     check_engine(engine)
     module, _, name = ENGINES[engine].partition(":")
-    found: Engine = getattr(import_module(module), name)
+    found: ExportTarget = getattr(import_module(module), name)
     return found.export(recommendation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from secondguess.api import default_drafter
 from secondguess.builtin import builtin_paths
-from secondguess.configuration import LoadSettings, Tuned
+from secondguess.configuration import LoadSettings, TuningRecord
 from secondguess.controllers.fixed import FixedController, FixedOptions
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
@@ -55,7 +55,7 @@ class Recommendation:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """Configuration of an engine and remarks on it.
 
     Args:
@@ -71,7 +71,7 @@ Writer = Callable[[Recommendation], str]
 
 
 @dataclass(frozen=True)
-class Engine:
+class ExportTarget:
     """Engine that recommendations can be exported to.
 
     Args:
@@ -80,7 +80,7 @@ class Engine:
         options: drafter options that the engine supports too, by drafter kind.
         dtypes: dtypes that the engine supports.
         notes: differences from secondguess that apply to every drafter.
-        notes_on: differences from secondguess by drafter kind.
+        notes_by_drafter: differences from secondguess by drafter kind.
         int8: advice on int8 weights; empty if the configuration covers them.
         longest_draft: maximum draft length.
     """
@@ -90,11 +90,11 @@ class Engine:
     dtypes: tuple[str, ...]
     notes: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    notes_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes_by_drafter: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     int8: str = ""
     longest_draft: int = MAX_DRAFT_LENGTH
 
-    def export(self, recommendation: Recommendation) -> Exported:
+    def export(self, recommendation: Recommendation) -> ExportResult:
         """Return the configuration of this engine for a recommendation.
 
         Raises:
@@ -117,7 +117,7 @@ class Engine:
                 "choose one of these with --dtype"
             )
         text = self.writers[drafter.kind](recommendation)
-        return Exported(text, (*recommendation.notes, *self._notes(recommendation)))
+        return ExportResult(text, (*recommendation.notes, *self._notes(recommendation)))
 
     def _notes(self, recommendation: Recommendation) -> list[str]:
         drafter = recommendation.drafter
@@ -135,11 +135,11 @@ class Engine:
                 if quantize is not None:
                     notes.append(f"{quantize} of the {whose} is left out: {self.int8}")
         on_speculation = self.notes if drafter.kind != "none" else ()
-        return [*notes, *self.notes_on.get(drafter.kind, ()), *on_speculation]
+        return [*notes, *self.notes_by_drafter.get(drafter.kind, ()), *on_speculation]
 
 
 def recommend(
-    settings: LoadSettings, tuned: Tuned | None = None, draft_length: int | None = None
+    settings: LoadSettings, tuned: TuningRecord | None = None, draft_length: int | None = None
 ) -> Recommendation:
     """Make a recommendation from the arguments of `load`.
 
@@ -155,8 +155,8 @@ def recommend(
     name = settings.drafter or default_drafter(settings.model)
     drafter = resolve_drafter(name)
     require_model_to_quantize(settings.drafter_quantize, name, drafter.draft_model is not None)
-    length, notes = _draft_length(settings, tuned or Tuned(), draft_length, drafter)
-    notes += _stays_here(settings)
+    length, notes = _draft_length(settings, tuned or TuningRecord(), draft_length, drafter)
+    notes += _unexported_settings_note(settings)
     if drafter.parts:
         # A draft model is preferred: it can draft anywhere, lookup drafters only repeated text.
         whole = drafter
@@ -168,9 +168,9 @@ def recommend(
         notes.insert(0, f"a draft length of 0 is plain decoding: no {drafter.kind} drafter is asked for")
         drafter = DrafterInfo("none", "none")
     if drafter.draft_model is not None:
-        drafter = replace(drafter, draft_model=_real(drafter.draft_model))
+        drafter = replace(drafter, draft_model=_resolve_builtin(drafter.draft_model))
     return Recommendation(
-        model=_real(settings.model),
+        model=_resolve_builtin(settings.model),
         drafter=drafter,
         draft_length=length,
         dtype=None if settings.dtype == "auto" else settings.dtype,
@@ -181,7 +181,7 @@ def recommend(
 
 
 def _draft_length(
-    settings: LoadSettings, tuned: Tuned, asked: int | None, drafter: DrafterInfo
+    settings: LoadSettings, tuned: TuningRecord, asked: int | None, drafter: DrafterInfo
 ) -> tuple[int, list[str]]:
     """Return the draft length, and notes on its origin."""
     if asked is not None:
@@ -204,7 +204,7 @@ def _draft_length(
     ]
 
 
-def _stays_here(settings: LoadSettings) -> list[str]:
+def _unexported_settings_note(settings: LoadSettings) -> list[str]:
     """Return a note on the given settings that cannot be exported, as a list of at most one."""
     values = {name: getattr(settings, name) for name in ("verifier", "controller", "device", "runtime")}
     asked = [
@@ -215,7 +215,7 @@ def _stays_here(settings: LoadSettings) -> list[str]:
     return [f"left out, because each engine has its own: {', '.join(asked)}"] if asked else []
 
 
-def _real(model: str) -> str:
+def _resolve_builtin(model: str) -> str:
     """Return the directory of a built-in model, or any other name unchanged.
 
     Other engines cannot resolve the names of built-in models.

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 from secondguess.drafters.ngram import NgramOptions
-from secondguess.export.base import Engine, Recommendation
+from secondguess.export.base import ExportTarget, Recommendation
 
 TARGET_FILE, DRAFTER_FILE = "target.gguf", "drafter.gguf"
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -67,11 +67,11 @@ def _convert(model: str, file: str, dtype: str | None, quantize: str | None) -> 
     return [*fetch, ["python", "convert_hf_to_gguf.py", folder, "--outfile", file, "--outtype", outtype]]
 
 
-_LOOKED_UP = (
+_NGRAM_NOTE = (
     "llama.cpp's ngram-simple looks for matches of exactly that many tokens, where ours tries several lengths"
 )
 
-LLAMA_CPP = Engine(
+LLAMA_CPP = ExportTarget(
     title="llama.cpp",
     writers={"none": _plain, "model": _draft_model, "ngram": _ngram, "suffix": _ngram},
     options={"ngram": ("max",)},
@@ -82,8 +82,8 @@ LLAMA_CPP = Engine(
         "less at temperatures above 0 than we do",
         "it drafts at any load, also where that does not pay",
     ),
-    notes_on={
-        "ngram": (_LOOKED_UP,),
-        "suffix": ("llama.cpp has no suffix drafter: ngram-simple is the nearest it has", _LOOKED_UP),
+    notes_by_drafter={
+        "ngram": (_NGRAM_NOTE,),
+        "suffix": ("llama.cpp has no suffix drafter: ngram-simple is the nearest it has", _NGRAM_NOTE),
     },
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 
 from secondguess.errors import BadInputError
-from secondguess.export.base import Engine, Recommendation
+from secondguess.export.base import ExportTarget, Recommendation
 
 
 def _plain(recommendation: Recommendation) -> str:
@@ -64,12 +64,12 @@ def _launch(recommendation: Recommendation, speculation: list[str]) -> str:
     return shlex.join([*command, *speculation]) + "\n"
 
 
-_LOOKED_UP = (
+_NGRAM_NOTE = (
     "SGLang's NGRAM looks up a tree of past text, that of other requests included, and needs CUDA; "
     "how long a match must be is its own choice"
 )
 
-SGLANG = Engine(
+SGLANG = ExportTarget(
     title="SGLang",
     writers={"none": _plain, "model": _standalone, "ngram": _ngram, "suffix": _ngram, "eagle": _eagle},
     dtypes=("float32", "bfloat16", "float16"),
@@ -79,12 +79,12 @@ SGLANG = Engine(
         "--speculative-use-rejection-sampling is added (chains only)",
         "with speculation on, SGLang lowers --max-running-requests to 48 unless it is given",
     ),
-    notes_on={
+    notes_by_drafter={
         "eagle": (
             "SGLang reads the authors' format (midlayer.*); what is trained here is in that of speculators: rename "
             "layers.0. to midlayer. if your version refuses it",
         ),
-        "ngram": (_LOOKED_UP,),
-        "suffix": ("SGLang has no suffix drafter: NGRAM is the nearest it has", _LOOKED_UP),
+        "ngram": (_NGRAM_NOTE,),
+        "suffix": ("SGLang has no suffix drafter: NGRAM is the nearest it has", _NGRAM_NOTE),
     },
 )

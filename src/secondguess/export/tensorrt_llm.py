@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from secondguess.export.base import Engine, Recommendation
+from secondguess.export.base import ExportTarget, Recommendation
 
 FILE = "secondguess-trtllm.yaml"
 
@@ -58,7 +58,7 @@ def _yaml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-TENSORRT_LLM = Engine(
+TENSORRT_LLM = ExportTarget(
     title="TensorRT-LLM",
     writers={"none": _plain, "model": _draft_target, "ngram": _ngram, "suffix": _suffix_automaton},
     options={"ngram": ("max",)},
@@ -70,7 +70,7 @@ TENSORRT_LLM = Engine(
         "they are added to speculative_config",
         "it drafts this many tokens at any load; max_concurrency or draft_len_schedule in speculative_config limit that",
     ),
-    notes_on={
+    notes_by_drafter={
         "model": (
             "its documentation names the decoding type DraftTarget; releases that refuse it call it Draft_Target",
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from secondguess.drafters.ngram import NgramOptions
-from secondguess.export.base import Engine, Recommendation
+from secondguess.export.base import ExportTarget, Recommendation
 
 SCRIPT = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,11 +50,11 @@ def _script(recommendation: Recommendation, setup: str = "", arguments: str = ""
     return SCRIPT.format(model=recommendation.model, dtype=dtype, setup=setup, arguments=arguments)
 
 
-_LOOKED_UP = (
+_NGRAM_NOTE = (
     "prompt lookup there copies the leftmost match, ours the latest, and tries matches down to one token"
 )
 
-TRANSFORMERS = Engine(
+TRANSFORMERS = ExportTarget(
     title="Transformers",
     writers={"none": _plain, "model": _assisted, "ngram": _prompt_lookup, "suffix": _prompt_lookup},
     options={"ngram": ("max",)},
@@ -65,12 +65,12 @@ TRANSFORMERS = Engine(
         "greedy text may change with drafting in half precision, and a seed gives another text with drafts than without",
         "our loop runs under the same generate: custom_generate=secondguess.custom_generate",
     ),
-    notes_on={
+    notes_by_drafter={
         "model": (
             "two models whose vocabularies are padded to different widths also need tokenizer= and "
             "assistant_tokenizer=, and fail there when sampling",
         ),
-        "ngram": (_LOOKED_UP,),
-        "suffix": ("Transformers has no suffix drafter: prompt lookup is the nearest it has", _LOOKED_UP),
+        "ngram": (_NGRAM_NOTE,),
+        "suffix": ("Transformers has no suffix drafter: prompt lookup is the nearest it has", _NGRAM_NOTE),
     },
 )

@@ -6,7 +6,7 @@ import json
 import shlex
 
 from secondguess.errors import BadInputError
-from secondguess.export.base import Engine, Recommendation
+from secondguess.export.base import ExportTarget, Recommendation
 
 
 def _plain(recommendation: Recommendation) -> str:
@@ -62,7 +62,7 @@ def _serve(recommendation: Recommendation, **speculation: object) -> str:
     return shlex.join(command) + "\n"
 
 
-VLLM = Engine(
+VLLM = ExportTarget(
     title="vLLM",
     writers={
         "none": _plain,
@@ -84,7 +84,7 @@ VLLM = Engine(
         "it drafts this many tokens at any load; num_speculative_tokens_per_batch_size in the same JSON can make that "
         "fewer for large batches",
     ),
-    notes_on={
+    notes_by_drafter={
         "medusa": (
             "vLLM's Medusa wants an output matrix in the file: add the target's as lm_head.weight to a folder trained here; "
             "its drafts are chains of the likeliest tokens",

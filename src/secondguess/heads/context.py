@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.core import Row
-from secondguess.heads.layer import Attend
+from secondguess.heads.layer import AttentionFunction
 from secondguess.runtime.cache import KeyValueCache
 
 
-class FeatureContext:
+class FeatureCache:
     """KV caches of all rows, one tensor of keys and one of values per layer.
 
     Args:
@@ -56,7 +56,7 @@ class FeatureContext:
         for row, count in zip(rows, counts, strict=True):
             self._lengths[row] += count
 
-    def attend(self, rows: Sequence[Row], width: int) -> Attend:
+    def attend(self, rows: Sequence[Row], width: int) -> AttentionFunction:
         """Return the attention function of a draft block of `width` positions per row.
 
         Each position attends to the row's cached tokens and to all positions of the block.

@@ -23,11 +23,25 @@ from secondguess.errors import CheckpointError
 from secondguess.heads.dspark_format import DsparkConfig
 from secondguess.heads.fields import require_same
 from secondguess.heads.files import load_into, read_config, read_tensors
-from secondguess.heads.layer import Attend, DecoderLayer, LayerShape, Norm, attend_to_all, cos_sin_at
-from secondguess.heads.learning import DepthLosses, Lesson, Objective, TrainableHead, mean_where, overlap
-from secondguess.runtime.base import EmbeddingAndHead, Hidden
+from secondguess.heads.layer import (
+    AttentionFunction,
+    DecoderLayer,
+    LayerConfig,
+    Norm,
+    cos_sin_at,
+    sequence_attention,
+)
+from secondguess.heads.learning import (
+    DepthLosses,
+    Objective,
+    TrainableHead,
+    TrainingBatch,
+    masked_mean,
+    overlap,
+)
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
-LAST = -1
+LAST_HIDDEN = -1
 """Target layer from which its distributions are computed: the last, normalised one."""
 
 NUM_ANCHORS = 64
@@ -118,7 +132,7 @@ class DsparkHead(TrainableHead):
             gains = (ends.normalise(signs) - ends.normalise(-signs)) / 2 * signs
             vocab_size = ends.unembed(signs).shape[-1]
         shape = DsparkConfig(
-            layer=_layer_of_width(ends.width),
+            layer=_default_layer_config(ends.width),
             num_layers=num_layers,
             hidden_layers=tuple(hidden_layers),
             block_size=block_size,
@@ -155,7 +169,7 @@ class DsparkHead(TrainableHead):
             UnsupportedModelError: an unsupported kind of drafter, layer or Markov head.
         """
         config, tensors = read_config(folder), read_tensors(folder)
-        shape = DsparkConfig.of_config(config, folder, has_output="lm_head.weight" in tensors)
+        shape = DsparkConfig.from_config(config, folder, has_output="lm_head.weight" in tensors)
         require_same("width", shape.layer.width, ends.width, folder)
         require_same("vocabulary", shape.vocab_size, vocab_size, folder)
         # Some files contain a copy of the target's embeddings, which are frozen in training.
@@ -178,7 +192,7 @@ class DsparkHead(TrainableHead):
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    def features(self, hidden: Hidden) -> Tensor:
+    def features(self, hidden: HiddenStates) -> Tensor:
         """Fuse the target's states `[..., width]` by layer into features `[..., width]`."""
         joined = torch.cat([hidden[layer] for layer in self.hidden_layers], -1)
         fused: Tensor = self.hidden_norm(self.fc(joined.to(self.fc.weight.dtype)))
@@ -197,7 +211,7 @@ class DsparkHead(TrainableHead):
         cos_sin = cos_sin_at(self.shape.layer, positions, features.dtype)
         return [layer.self_attn.keys_values(features, cos_sin) for layer in self._decoder_layers()]
 
-    def run_backbone(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def run_backbone(self, anchors: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Run the backbone on draft blocks.
 
         Args:
@@ -248,7 +262,7 @@ class DsparkHead(TrainableHead):
         said: Tensor = self.confidence_head.proj(outputs)
         return said[..., 0]
 
-    def over_vocabulary(self, logits: Tensor) -> Tensor:
+    def to_target_vocab(self, logits: Tensor) -> Tensor:
         """Map logits over the draft vocabulary to logits `[..., vocab]` over the target's.
 
         Tokens outside the draft vocabulary get -inf.
@@ -259,59 +273,61 @@ class DsparkHead(TrainableHead):
         everything[..., self._words()] = logits
         return everything
 
-    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
+    def learn(
+        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+    ) -> DepthLosses:
         """Return the losses and acceptance rates of draft blocks at sampled anchor positions.
 
         The block at anchor p predicts tokens p + 1 + k, each given the true token p + k. The
         confidence head is trained on the overlap of both distributions; its loss is `extra`.
         Anchors are random in training mode and fixed in evaluation mode.
         """
-        length = lesson.tokens.shape[1]
-        anchors, chosen = self._anchors(lesson.counts)
-        outputs = self._run_backbone_at(lesson, anchors)
+        length = training_batch.tokens.shape[1]
+        anchors, chosen = self._anchors(training_batch.counts)
+        outputs = self._run_backbone_at(training_batch, anchors)
         before = anchors[..., None] + torch.arange(self.shape.num_guesses, device=anchors.device)
         inside = before < length - 1
         before = before.clamp(max=length - 2)
         rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-        previous = lesson.tokens[rows, before]
-        counts = lesson.counts[rows, before + 1] & inside & chosen[..., None]
+        previous = training_batch.tokens[rows, before]
+        counts = training_batch.counts[rows, before + 1] & inside & chosen[..., None]
         with torch.no_grad():
-            meant = ends.unembed(lesson.hidden[LAST][rows, before])
+            meant = ends.unembed(training_batch.hidden[LAST_HIDDEN][rows, before])
             meant = meant[..., self._words()] if self.shape.has_vocab_map else meant
         said = self.add_markov_bias(self.base_logits(outputs), previous)
         agreed = overlap(meant, said)
         losses, accepted = [], []
         for depth in range(self.shape.num_guesses):
             counted = counts[..., depth]
-            losses.append(mean_where(objective(meant[..., depth, :], said[..., depth, :]), counted))
-            accepted.append(mean_where(agreed[..., depth], counted))
+            losses.append(masked_mean(objective(meant[..., depth, :], said[..., depth, :]), counted))
+            accepted.append(masked_mean(agreed[..., depth], counted))
         if not self.shape.has_confidence:
             return DepthLosses(losses, accepted)
         acceptance_probs = self.confidence(outputs, previous)
         wrong = binary_cross_entropy_with_logits(
             acceptance_probs, agreed.to(acceptance_probs.dtype), reduction="none"
         )
-        return DepthLosses(losses, accepted, mean_where(wrong, counts))
+        return DepthLosses(losses, accepted, masked_mean(wrong, counts))
 
-    def _run_backbone_at(self, lesson: Lesson, anchors: Tensor) -> Tensor:
+    def _run_backbone_at(self, training_batch: TrainingBatch, anchors: Tensor) -> Tensor:
         """Run the backbone on blocks at the anchor positions `[row, block]` of whole texts.
 
         Returns:
             Hidden states `[row, block, draft token, width]`.
         """
-        num_rows, length = lesson.tokens.shape
+        num_rows, length = training_batch.tokens.shape
         places = torch.arange(length, device=anchors.device)
-        context = self.context(self.features(lesson.hidden), places[None])
+        context = self.context(self.features(training_batch.hidden), places[None])
         owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(self.shape.block_size)
         earlier = places < anchors[:, owner, None]
         own = (owner == owner[:, None]).expand(num_rows, -1, -1)
-        to_all = attend_to_all(torch.cat((earlier, own), -1)[:, None])
+        to_all = sequence_attention(torch.cat((earlier, own), -1)[:, None])
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = context[layer]
             return to_all(layer, query, torch.cat((keys, key), 2), torch.cat((values, value), 2))
 
-        return self.run_backbone(lesson.tokens.gather(1, anchors), anchors, attend)
+        return self.run_backbone(training_batch.tokens.gather(1, anchors), anchors, attend)
 
     def _anchors(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return anchor positions `[row, block]` and a bool mask of the valid ones.
@@ -339,11 +355,11 @@ class DsparkHead(TrainableHead):
         return offsets + torch.arange(len(offsets), device=offsets.device)
 
 
-def _layer_of_width(width: int) -> LayerShape:
+def _default_layer_config(width: int) -> LayerConfig:
     """Return the default shape of a Qwen3 layer for a hidden size."""
     head_size = next((size for size in (64, 32, 16, 8, 4) if width % size == 0 and width >= 2 * size), width)
     num_heads = width // head_size
-    return LayerShape(
+    return LayerConfig(
         width=width,
         num_heads=num_heads,
         num_kv_heads=num_heads // 2 if num_heads % 2 == 0 else num_heads,

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, UnsupportedModelError
-from secondguess.heads.fields import fields_of, whole_number, yes_or_no
-from secondguess.heads.layer import LayerShape
-from secondguess.names import require_between
+from secondguess.heads.fields import config_errors, get_bool, whole_number
+from secondguess.heads.layer import LayerConfig
+from secondguess.names import check_range
 
 KINDS = ("dspark", "dflash")
 
@@ -44,7 +44,7 @@ class DsparkConfig:
         BadInputError: a number out of range, or options that exclude each other.
     """
 
-    layer: LayerShape
+    layer: LayerConfig
     num_layers: int
     hidden_layers: tuple[int, ...]
     block_size: int
@@ -58,11 +58,11 @@ class DsparkConfig:
     confidence_reads_markov: bool = False
 
     def __post_init__(self) -> None:
-        require_between("layers of a block drafter", self.num_layers, 1, 64)
-        require_between("guesses of a block drafter", self.num_guesses, 1, MAX_DRAFT_LENGTH)
-        require_between("the mask token", self.mask_token, 0, self.vocab_size - 1)
-        require_between("the words of a block drafter", self.num_words, 1, self.vocab_size)
-        require_between("the rank of a Markov head", self.markov_rank, 0, 4096)
+        check_range("layers of a block drafter", self.num_layers, 1, 64)
+        check_range("guesses of a block drafter", self.num_guesses, 1, MAX_DRAFT_LENGTH)
+        check_range("the mask token", self.mask_token, 0, self.vocab_size - 1)
+        check_range("the words of a block drafter", self.num_words, 1, self.vocab_size)
+        check_range("the rank of a Markov head", self.markov_rank, 0, 4096)
         if not self.hidden_layers or min(self.hidden_layers) < 0:
             raise BadInputError(
                 f"expected layers of the target, numbered from 0 on, got {list(self.hidden_layers)}"
@@ -83,7 +83,7 @@ class DsparkConfig:
         return self.num_words < self.vocab_size
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], folder: Path, has_output: bool) -> Self:
+    def from_config(cls, config: Mapping[str, Any], folder: Path, has_output: bool) -> Self:
         """Build a shape from a `config.json`.
 
         Args:
@@ -100,14 +100,14 @@ class DsparkConfig:
             raise UnsupportedModelError(
                 f"expected a drafter of the speculators_model_type {' or '.join(KINDS)} in {folder}, got {kind!r}"
             )
-        with fields_of(folder):
+        with config_errors(folder):
             layers = config["transformer_layer_config"]
-            _refuse_unknown_parts(config, layers, folder)
+            _require_supported_parts(config, layers, folder)
             rank = whole_number(config, "markov_rank", 0) if kind == "dspark" else 0
-            confident = kind == "dspark" and yes_or_no(config, "enable_confidence_head", False)
+            confident = kind == "dspark" and get_bool(config, "enable_confidence_head", False)
             vocab_size = whole_number(layers, "vocab_size")
             return cls(
-                layer=LayerShape.of_config(layers),
+                layer=LayerConfig.from_config(layers),
                 num_layers=whole_number(layers, "num_hidden_layers"),
                 hidden_layers=tuple(int(layer) for layer in config["aux_hidden_state_layer_ids"]),
                 block_size=whole_number(config, "block_size"),
@@ -115,10 +115,10 @@ class DsparkConfig:
                 vocab_size=vocab_size,
                 num_words=whole_number({"draft_vocab_size": vocab_size, **config}, "draft_vocab_size"),
                 has_output=has_output,
-                samples_from_anchor=yes_or_no(config, "sample_from_anchor", kind == "dspark"),
+                samples_from_anchor=get_bool(config, "sample_from_anchor", kind == "dspark"),
                 markov_rank=rank,
                 has_confidence=confident,
-                confidence_reads_markov=confident and yes_or_no(config, "confidence_head_with_markov", False),
+                confidence_reads_markov=confident and get_bool(config, "confidence_head_with_markov", False),
             )
 
     def to_config(self, target: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class DsparkConfig:
         }
 
 
-def _refuse_unknown_parts(config: Mapping[str, Any], layers: Mapping[str, Any], folder: Path) -> None:
+def _require_supported_parts(config: Mapping[str, Any], layers: Mapping[str, Any], folder: Path) -> None:
     markov = config.get("markov_head_type", "vanilla")
     if config.get("markov_rank") and markov != "vanilla":
         raise UnsupportedModelError(

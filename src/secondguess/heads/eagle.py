@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.errors import BadInputError
-from secondguess.heads.layer import Attend, Attention, CosSin, DecoderLayer, LayerShape, Mlp, Norm
-from secondguess.heads.unrolled import DEFAULT_STEPS, UnrolledHead, initialise, shape_of_width
-from secondguess.runtime.base import EmbeddingAndHead, Hidden
+from secondguess.heads.layer import Attention, AttentionFunction, CosSin, DecoderLayer, LayerConfig, Mlp, Norm
+from secondguess.heads.unrolled import DEFAULT_STEPS, UnrolledHead, default_layer_config, initialise
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class EagleConfig:
         BadInputError: a number out of range, or both `norm_before_fc` and `fc_norm`.
     """
 
-    layer: LayerShape
+    layer: LayerConfig
     vocab_size: int
     draft_vocab_size: int
     hidden_layers: tuple[int, ...]
@@ -70,7 +70,7 @@ class EagleConfig:
 class FirstLayer(nn.Module):
     """First decoder layer of EAGLE-3, whose attention input is the embedding and the feature."""
 
-    def __init__(self, shape: LayerShape, norm_before_residual: bool) -> None:
+    def __init__(self, shape: LayerConfig, norm_before_residual: bool) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.input_layernorm = Norm(shape.width, shape.norm_eps)
@@ -79,7 +79,9 @@ class FirstLayer(nn.Module):
         self.post_attention_layernorm = Norm(shape.width, shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+    def forward(
+        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
+    ) -> Tensor:
         normed = self.hidden_norm(features)
         both = torch.cat((self.input_layernorm(embedded), normed), -1)
         kept = normed if self.norm_before_residual else features
@@ -150,7 +152,7 @@ class EagleHead(UnrolledHead):
         counts: Tensor,
         seed: int,
         *,
-        layer: LayerShape | None = None,
+        layer: LayerConfig | None = None,
         num_steps: int = DEFAULT_STEPS,
     ) -> EagleHead:
         """Build an untrained drafter head; its LM head starts with the target's weights.
@@ -168,7 +170,7 @@ class EagleHead(UnrolledHead):
             BadInputError: a draft vocabulary larger than the target's.
         """
         shape = EagleConfig(
-            layer=layer or shape_of_width(ends.width),
+            layer=layer or default_layer_config(ends.width),
             vocab_size=len(counts),
             draft_vocab_size=draft_vocab_size,
             hidden_layers=default_layers(num_layers_of_target),
@@ -188,7 +190,7 @@ class EagleHead(UnrolledHead):
             head.lm_head.weight.copy_(columns[:, words].T)
         return head
 
-    def features(self, hidden: Hidden) -> Tensor:
+    def features(self, hidden: HiddenStates) -> Tensor:
         states = [hidden[layer] for layer in self.hidden_layers]
         if self.eagle.fc_norm:
             states = [norm(each) for norm, each in zip(self.fc_norm, states, strict=True)]
@@ -196,14 +198,16 @@ class EagleHead(UnrolledHead):
         fused: Tensor = self.fc(self.input_norm(joined) if self.eagle.norm_before_fc else joined)
         return fused
 
-    def forward(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+    def forward(
+        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
+    ) -> Tensor:
         first, *deeper = self.layers
         states: Tensor = first(embedded, features, cos_sin, attend)
         for index, layer in enumerate(deeper, start=1):
             states = layer(states, cos_sin, attend, index)
         return self.norm(states) if self.eagle.norm_output else states
 
-    def own_logits(self, thought: Tensor) -> Tensor:
+    def draft_logits(self, thought: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(thought if self.eagle.norm_output else self.norm(thought))
         return logits
 
@@ -256,7 +260,7 @@ class Eagle1Head(UnrolledHead):
 
     def __init__(
         self,
-        layer: LayerShape,
+        layer: LayerConfig,
         ends: EmbeddingAndHead,
         vocab_size: int,
         has_bias: bool = False,
@@ -274,14 +278,16 @@ class Eagle1Head(UnrolledHead):
         self.words = None
         self._ends = ends
 
-    def features(self, hidden: Hidden) -> Tensor:
+    def features(self, hidden: HiddenStates) -> Tensor:
         return hidden[-1]
 
-    def forward(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+    def forward(
+        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
+    ) -> Tensor:
         state: Tensor = self.layers[0](self.fc(torch.cat((embedded, features), -1)), cos_sin, attend)
         return state
 
-    def own_logits(self, thought: Tensor) -> Tensor:
+    def draft_logits(self, thought: Tensor) -> Tensor:
         return self._ends.unembed(thought.to(self._ends.dtype))
 
     def embed(self, tokens: Tensor) -> Tensor:

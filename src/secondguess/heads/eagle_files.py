@@ -30,9 +30,9 @@ from secondguess.heads.eagle import (
     layers_within,
     token_ids_from_d2t,
 )
-from secondguess.heads.fields import fields_of
+from secondguess.heads.fields import config_errors
 from secondguess.heads.files import load_into, read_config, read_tensors
-from secondguess.heads.layer import LayerShape
+from secondguess.heads.layer import LayerConfig
 from secondguess.heads.unrolled import DEFAULT_STEPS
 from secondguess.runtime.base import EmbeddingAndHead
 
@@ -66,7 +66,7 @@ def load_eagle(
         UnsupportedModelError: an unsupported kind of drafter or layer.
     """
     config, tensors = read_config(folder), _tidied(read_tensors(folder))
-    with fields_of(folder):
+    with config_errors(folder):
         kind = config.get("speculators_model_type")
         if kind not in (None, "eagle3"):
             raise UnsupportedModelError(f"expected a drafter of the kind eagle3 in {folder}, got {kind}")
@@ -79,7 +79,7 @@ def load_eagle(
             # A copy of the target's embeddings, which EAGLE-1 checkpoints contain.
             tensors.pop("embed_tokens.weight", None)
             head = Eagle1Head(
-                LayerShape.of_config(layer_config), ends, vocab_size, has_bias="fc.bias" in tensors
+                LayerConfig.from_config(layer_config), ends, vocab_size, has_bias="fc.bias" in tensors
             )
     load_into(head, tensors, folder)
     return head
@@ -112,7 +112,7 @@ def _third(
             f"expected a head in {folder} for a target of width {ends.width}, got one for width {of_target}"
         )
     shape = EagleConfig(
-        layer=LayerShape.of_config(layer_config),
+        layer=LayerConfig.from_config(layer_config),
         vocab_size=vocab_size,
         draft_vocab_size=config.get("draft_vocab_size", vocab_size),
         hidden_layers=tuple(ids),

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.fields import fields_of, whole_number
+from secondguess.heads.fields import config_errors, whole_number
 from secondguess.heads.files import load_into, read_config, read_tensors
 from secondguess.heads.layer import Norm
 from secondguess.heads.learning import (
     DepthLosses,
-    Lesson,
     Objective,
     TrainableHead,
+    TrainingBatch,
     masked_loss_and_acceptance,
 )
 from secondguess.runtime.base import EmbeddingAndHead
@@ -77,18 +77,20 @@ class EarlyExitHead(TrainableHead):
         adapted: Tensor = self.norm(states)
         return adapted
 
-    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
+    def learn(
+        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+    ) -> DepthLosses:
         """Return the loss and acceptance rate of next-token prediction, as one depth.
 
         The adapter predicts the next token at every draft depth, so there is a single depth to
         train.
         """
         loss, accepted = masked_loss_and_acceptance(
-            lesson.hidden[-1][:, :-1],
+            training_batch.hidden[-1][:, :-1],
             ends,
-            lesson.hidden[self.exit_layer][:, :-1],
+            training_batch.hidden[self.exit_layer][:, :-1],
             lambda states: ends.unembed(self(states)),
-            lesson.counts[:, 1:],
+            training_batch.counts[:, 1:],
             objective,
         )
         return DepthLosses([loss], [accepted])
@@ -119,7 +121,7 @@ class EarlyExitHead(TrainableHead):
             raise CheckpointError(
                 f"expected an early-exit adapter ({KIND}) in {folder}, got {config.get('model_type')}"
             )
-        with fields_of(folder):
+        with config_errors(folder):
             head = cls(
                 whole_number(config, "exit_layer"),
                 whole_number(config, "hidden_size"),

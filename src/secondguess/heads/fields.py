@@ -11,7 +11,7 @@ from secondguess.errors import CheckpointError
 
 
 @contextmanager
-def fields_of(folder: Path) -> Iterator[None]:
+def config_errors(folder: Path) -> Iterator[None]:
     """Convert errors raised while reading a `config.json` into a `CheckpointError` with its path.
 
     Raises:
@@ -28,15 +28,15 @@ def fields_of(folder: Path) -> Iterator[None]:
 
 
 def whole_number(config: Mapping[str, Any], key: str, least: int = 1) -> int:
-    """Return an integer field of at least `least`; call it inside `fields_of`."""
+    """Return an integer field of at least `least`; call it inside `config_errors`."""
     value = config[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{key} of {value!r}, which should be a whole number from {least} on")
     return value
 
 
-def yes_or_no(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Return a boolean field; call it inside `fields_of`."""
+def get_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return a boolean field; call it inside `config_errors`."""
     value = config.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key} of {value!r}, which should be true or false")

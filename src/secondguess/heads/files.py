@@ -30,7 +30,7 @@ PROVENANCE = "secondguess.json"
 NAMED = {"draft": "model"}
 """Drafter kind to write in `--drafter` by trained kind, for kinds whose two names differ."""
 
-INSIDE = {"mtp": "secondguess.heads.mtp_files:is_inside"}
+CHECKPOINT_PROBES = {"mtp": "secondguess.heads.mtp_files:contains_mtp"}
 """Predicates `module:function` by drafter kind, for kinds that a target's checkpoint may contain.
 
 The predicate takes the target's folder and returns whether it contains such a drafter.
@@ -99,7 +99,7 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
                 f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
             )
         folder = found
-    _refuse_another_kind(folder, name.kind)
+    _require_kind(folder, name.kind)
     return folder
 
 
@@ -109,16 +109,16 @@ def _find_own(kind: str, target_name: str, target_path: str) -> Path | None:
         return None  # a model built in memory
     if target_name == "builtin" and (shipped := head_path(kind)):
         return shipped
-    return Path(target_path) if _is_inside(kind, Path(target_path)) else None
+    return Path(target_path) if _contains_drafter(kind, Path(target_path)) else None
 
 
-def _is_inside(kind: str, folder: Path) -> bool:
+def _contains_drafter(kind: str, folder: Path) -> bool:
     """Return whether the model in a folder contains a drafter of this kind."""
-    module, _, function = INSIDE.get(kind, "").partition(":")
+    module, _, function = CHECKPOINT_PROBES.get(kind, "").partition(":")
     return bool(function) and bool(getattr(import_module(module), function)(folder))
 
 
-def _refuse_another_kind(folder: Path, kind: str) -> None:
+def _require_kind(folder: Path, kind: str) -> None:
     """Raise if the folder holds another kind of drafter.
 
     A folder trained as another kind passes if its model also contains a drafter of this kind.
@@ -127,7 +127,7 @@ def _refuse_another_kind(folder: Path, kind: str) -> None:
         CheckpointError: another kind of drafter.
     """
     provenance = read_provenance(folder)
-    if provenance is None or provenance.kind == kind or _is_inside(kind, folder):
+    if provenance is None or provenance.kind == kind or _contains_drafter(kind, folder):
         return
     instead = NAMED.get(provenance.kind, provenance.kind)
     raise CheckpointError(

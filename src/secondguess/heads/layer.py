@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from secondguess.errors import BadInputError, UnsupportedModelError
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention function: `(layer, query, key, value)` to the attention output in the query's shape.
 
 Query, key and value are `[row, attention head, position, size]`.
@@ -26,7 +26,7 @@ CosSin = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class LayerConfig:
     """Sizes and options of a decoder layer.
 
     Args:
@@ -64,7 +64,7 @@ class LayerShape:
             )
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> LayerShape:
+    def from_config(cls, config: Mapping[str, Any]) -> LayerConfig:
         """Build a shape from a Llama-like configuration.
 
         Raises:
@@ -130,7 +130,7 @@ class Attention(nn.Module):
             token embedding concatenated with a hidden state.
     """
 
-    def __init__(self, shape: LayerShape, input_width: int) -> None:
+    def __init__(self, shape: LayerConfig, input_width: int) -> None:
         super().__init__()
         self.shape = shape
         bias = shape.attention_bias
@@ -158,7 +158,7 @@ class Attention(nn.Module):
         mixed: Tensor = self.o_proj(gathered.transpose(1, 2).flatten(2))
         return mixed
 
-    def forward(self, states: Tensor, cos_sin: CosSin, attend: Attend, layer: int) -> Tensor:
+    def forward(self, states: Tensor, cos_sin: CosSin, attend: AttentionFunction, layer: int) -> Tensor:
         keys, values = self.keys_values(states, cos_sin)
         return self.output(attend(layer, self.queries(states, cos_sin), keys, values))
 
@@ -169,7 +169,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Gated feed-forward network (SwiGLU)."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: LayerConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.width, shape.mlp_size, bias=False)
         self.up_proj = nn.Linear(shape.width, shape.mlp_size, bias=False)
@@ -189,14 +189,14 @@ class DecoderLayer(nn.Module):
             layer has none.
     """
 
-    def __init__(self, shape: LayerShape, has_input_norm: bool = True) -> None:
+    def __init__(self, shape: LayerConfig, has_input_norm: bool = True) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape.width, shape.norm_eps) if has_input_norm else nn.Identity()
         self.self_attn = Attention(shape, shape.width)
         self.post_attention_layernorm = Norm(shape.width, shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, states: Tensor, cos_sin: CosSin, attend: Attend, layer: int = 0) -> Tensor:
+    def forward(self, states: Tensor, cos_sin: CosSin, attend: AttentionFunction, layer: int = 0) -> Tensor:
         states = states + self.self_attn(self.input_layernorm(states), cos_sin, attend, layer)
         output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return output
@@ -210,7 +210,7 @@ def rotate(heads: Tensor, cos_sin: CosSin) -> Tensor:
     return heads * cos + rotated * sin
 
 
-def cos_sin_at(shape: LayerShape, positions: Tensor, dtype: torch.dtype) -> CosSin:
+def cos_sin_at(shape: LayerConfig, positions: Tensor, dtype: torch.dtype) -> CosSin:
     """Return rotary cos and sin `[row or 1, position, 1, size]` of `[row or 1, position]`."""
     steps = (
         torch.arange(0, shape.head_size, 2, device=positions.device, dtype=torch.float32) / shape.head_size
@@ -220,7 +220,7 @@ def cos_sin_at(shape: LayerShape, positions: Tensor, dtype: torch.dtype) -> CosS
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def attend_to_all(mask: Tensor | None) -> Attend:
+def sequence_attention(mask: Tensor | None) -> AttentionFunction:
     """Return an attention function over whole sequences, for training.
 
     Args:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from secondguess.runtime.base import EmbeddingAndHead, Hidden
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
 Objective = Callable[[Tensor, Tensor], Tensor]
 """Loss function: target and drafter logits `[..., vocab]` to a loss per position `[...]`."""
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingBatch:
     """Training batch of texts.
 
     Args:
@@ -34,7 +34,7 @@ class Lesson:
 
     tokens: Tensor
     counts: Tensor
-    hidden: Hidden
+    hidden: HiddenStates
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,13 @@ class TrainableHead(nn.Module, ABC):
     hidden_layers: tuple[int, ...]
 
     @abstractmethod
-    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
+    def learn(
+        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+    ) -> DepthLosses:
         """Return the losses and acceptance rates on a batch, at every depth of the drafter head.
 
         Args:
-            lesson: training batch.
+            training_batch: training batch.
             ends: embeddings and LM head of the target; the LM head gives its distributions.
             objective: loss function of one prediction.
         """
@@ -114,7 +116,7 @@ def masked_loss_and_acceptance(
     return objective(known, said).mean(), accepted
 
 
-def mean_where(values: Tensor, counts: Tensor) -> Tensor:
+def masked_mean(values: Tensor, counts: Tensor) -> Tensor:
     """Return the mean of `values` over the counted positions; 0 if there are none."""
     return (values * counts).sum() / counts.sum().clamp_min(1)
 

@@ -25,19 +25,19 @@ from torch.nn import functional
 
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.fields import fields_of, require_same, whole_number, yes_or_no
+from secondguess.heads.fields import config_errors, get_bool, require_same, whole_number
 from secondguess.heads.files import load_into, read_config, read_tensors
 from secondguess.heads.learning import (
     DepthLosses,
-    Lesson,
     Objective,
     TrainableHead,
+    TrainingBatch,
     masked_loss_and_acceptance,
 )
-from secondguess.names import require_between
+from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead
 
-LAST = -1
+LAST_HIDDEN = -1
 """Target layer that the drafter heads read: the last, normalised one, the LM head's input."""
 
 
@@ -69,8 +69,8 @@ class MedusaConfig:
     has_vocab_map: bool = False
 
     def __post_init__(self) -> None:
-        require_between("heads of a medusa drafter", self.num_heads, 1, MAX_DRAFT_LENGTH)
-        require_between("layers of a medusa head", self.num_layers, 1, 16)
+        check_range("heads of a medusa drafter", self.num_heads, 1, MAX_DRAFT_LENGTH)
+        check_range("layers of a medusa head", self.num_layers, 1, 16)
         if self.num_outputs not in (0, 1, self.num_heads):
             raise BadInputError(
                 f"expected an output matrix per head, one for all or none, got {self.num_outputs} for {self.num_heads} heads"
@@ -102,7 +102,7 @@ class MedusaHead(TrainableHead):
 
     def __init__(self, shape: MedusaConfig, ends: EmbeddingAndHead) -> None:
         super().__init__()
-        self.hidden_layers = (LAST,)
+        self.hidden_layers = (LAST_HIDDEN,)
         self.shape = shape
         self.blocks = nn.ModuleList(ResidualBlock(shape) for _ in range(shape.num_heads))
         self.lm_heads = nn.ModuleList(
@@ -221,17 +221,19 @@ class MedusaHead(TrainableHead):
         everything[..., self.get_buffer("token_map")] = known
         return everything
 
-    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
+    def learn(
+        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+    ) -> DepthLosses:
         """Return the losses and acceptance rates, one per drafter head.
 
         Drafter head k predicts token i + 2 + k from the target's hidden state at token i. Its
         reference is the target's distribution from the hidden state at token i + 1 + k.
         """
-        states = lesson.hidden[LAST]
+        states = training_batch.hidden[LAST_HIDDEN]
         words = self.get_buffer("token_map") if self.shape.has_vocab_map else None
         losses, accepted = [], []
         for depth in range(self.shape.num_heads):
-            counts = lesson.counts[:, depth + 2 :]
+            counts = training_batch.counts[:, depth + 2 :]
             meant, behind = states[:, depth + 1 : -1], states[:, : counts.shape[1]]
             loss, share = masked_loss_and_acceptance(
                 meant, ends, behind, partial(self, depth=depth), counts, objective, words
@@ -262,7 +264,7 @@ def _read_original(
         width, vocab_size: sizes of the target, which this format's configuration does not contain.
     """
     tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
-    with fields_of(folder):
+    with config_errors(folder):
         num_heads, num_layers = (
             whole_number(config, "medusa_num_heads"),
             whole_number(config, "medusa_num_layers"),
@@ -281,13 +283,13 @@ def _read_vllm(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, vocab_size: int
 ) -> tuple[MedusaConfig, dict[str, Tensor]]:
     tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
-    with fields_of(folder):
+    with config_errors(folder):
         width = whole_number(config, "hidden_size")
         require_same("vocabulary", whole_number(config, "vocab_size"), vocab_size, folder)
         num_heads = whole_number(config, "num_heads")
         num_words = whole_number({"truncated_vocab_size": vocab_size, **config}, "truncated_vocab_size")
         num_outputs = num_heads
-        if yes_or_no(config, "original_lm_head", False):
+        if get_bool(config, "original_lm_head", False):
             # vLLM accepts the shared matrix under either name and ignores further copies of it.
             shared = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight"))
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head")}
@@ -303,7 +305,7 @@ def _read_vllm(
             width,
             num_heads,
             whole_number(config, "num_hidden_layers"),
-            yes_or_no(config, "medusa_fc_bias", False),
+            get_bool(config, "medusa_fc_bias", False),
             num_outputs,
             num_words,
             has_vocab_map,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.errors import BadInputError
-from secondguess.heads.layer import Attend, CosSin, DecoderLayer, LayerShape, Norm
-from secondguess.heads.unrolled import DEFAULT_STEPS, UnrolledHead, initialise, shape_of_width
-from secondguess.runtime.base import EmbeddingAndHead, Hidden
+from secondguess.heads.layer import AttentionFunction, CosSin, DecoderLayer, LayerConfig, Norm
+from secondguess.heads.unrolled import DEFAULT_STEPS, UnrolledHead, default_layer_config, initialise
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
 
 class MtpHead(UnrolledHead):
@@ -36,7 +36,7 @@ class MtpHead(UnrolledHead):
 
     def __init__(
         self,
-        layer: LayerShape,
+        layer: LayerConfig,
         ends: EmbeddingAndHead,
         vocab_size: int,
         num_layers_of_target: int,
@@ -76,7 +76,7 @@ class MtpHead(UnrolledHead):
         num_layers_of_target: int,
         seed: int,
         *,
-        layer: LayerShape | None = None,
+        layer: LayerConfig | None = None,
         num_steps: int = DEFAULT_STEPS,
     ) -> MtpHead:
         """Build an untrained module.
@@ -86,20 +86,22 @@ class MtpHead(UnrolledHead):
             seed: seed of the weights.
             layer: shape of its decoder layer; None for the default of the target's hidden size.
         """
-        shape = layer or shape_of_width(ends.width)
+        shape = layer or default_layer_config(ends.width)
         head = cls(shape, ends, vocab_size, num_layers_of_target, num_steps=num_steps)
         initialise(head, seed)
         return head
 
-    def features(self, hidden: Hidden) -> Tensor:
+    def features(self, hidden: HiddenStates) -> Tensor:
         return hidden[-1]
 
-    def forward(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+    def forward(
+        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
+    ) -> Tensor:
         both = torch.cat((self.enorm(embedded), self.hnorm(features)), -1)
         state: Tensor = self.layer(self.eh_proj(both), cos_sin, attend)
         return self.norm(state) if self.norm_output else state
 
-    def own_logits(self, output: Tensor) -> Tensor:
+    def draft_logits(self, output: Tensor) -> Tensor:
         normed = output if self.norm_output else self.norm(output)
         logits: Tensor = (
             self.head(normed) if self._has_head else self._ends.unembed(normed.to(self._ends.dtype))

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.heads.fields import fields_of
+from secondguess.heads.fields import config_errors
 from secondguess.heads.files import find_tensors, load_into, read_config, read_named_tensors
-from secondguess.heads.layer import LayerShape
+from secondguess.heads.layer import LayerConfig
 from secondguess.heads.mtp import MtpHead
 from secondguess.heads.unrolled import DEFAULT_STEPS
 from secondguess.runtime.base import EmbeddingAndHead
@@ -115,7 +115,7 @@ _FOREIGN_PARTS = {
 """Unsupported layer parts by a substring of their tensor names."""
 
 
-def is_inside(folder: Path) -> bool:
+def contains_mtp(folder: Path) -> bool:
     """Return whether a target's checkpoint contains an MTP module."""
     if not (folder / "config.json").is_file():
         return False
@@ -139,7 +139,7 @@ def load_mtp(folder: Path, ends: EmbeddingAndHead, vocab_size: int, num_layers: 
         UnsupportedModelError: a module with an unsupported kind of layer.
     """
     config, places = _text_config(read_config(folder)), find_tensors(folder)
-    with fields_of(folder):
+    with config_errors(folder):
         naming = _find_naming(places, config["num_hidden_layers"])
         if naming is None:
             raise CheckpointError(
@@ -147,7 +147,7 @@ def load_mtp(folder: Path, ends: EmbeddingAndHead, vocab_size: int, num_layers: 
                 "eh_proj.weight, got none; train one with `secondguess train mtp`"
             )
         prefix = naming.prefix_of(0, config["num_hidden_layers"])
-        _refuse_others(
+        _require_supported_layer(
             folder, [name.removeprefix(prefix) for name in places if name.startswith(prefix)], config
         )
         _check_target(folder, config, vocab_size, num_layers)
@@ -209,7 +209,7 @@ def _find_naming(names: Mapping[str, Path], num_layers: int) -> Naming | None:
     )
 
 
-def _refuse_others(folder: Path, names: list[str], config: Mapping[str, Any]) -> None:
+def _require_supported_layer(folder: Path, names: list[str], config: Mapping[str, Any]) -> None:
     foreign = [reason for part, reason in _FOREIGN_PARTS.items() if any(part in name for name in names)]
     if config.get("attn_output_gate"):
         foreign.append("gated attention")
@@ -229,8 +229,8 @@ def _check_target(folder: Path, config: Mapping[str, Any], vocab_size: int, num_
         )
 
 
-def _layer_shape(config: Mapping[str, Any]) -> LayerShape:
+def _layer_shape(config: Mapping[str, Any]) -> LayerConfig:
     """Return the layer shape; MiMo's layers are those of Qwen2."""
-    return LayerShape.of_config(
+    return LayerConfig.from_config(
         {**config, "model_type": "qwen2"} if config.get("model_type") == "mimo" else config
     )

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.core import Row
-from secondguess.heads.layer import Attend, CosSin, LayerShape, cos_sin_at
-from secondguess.runtime.attention import Step
-from secondguess.runtime.base import Hidden
+from secondguess.heads.layer import AttentionFunction, CosSin, LayerConfig, cos_sin_at
+from secondguess.runtime.attention import ForwardStep
+from secondguess.runtime.base import HiddenStates
 from secondguess.runtime.cached import CachedRow, CachedRuntime, Output
 
 FEATURE_KEY = 0
@@ -34,15 +34,17 @@ class FeatureHead(nn.Module):
     """
 
     hidden_layers: tuple[int, ...]
-    shape: LayerShape
+    shape: LayerConfig
     num_layers: int
 
     @abstractmethod
-    def features(self, hidden: Hidden) -> Tensor:
+    def features(self, hidden: HiddenStates) -> Tensor:
         """Return features `[..., feature]` of the target's states `[..., width]` by layer."""
 
     @abstractmethod
-    def forward(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+    def forward(
+        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
+    ) -> Tensor:
         """Return the outputs `[row, position, feature]`, the features of the next tokens.
 
         Args:
@@ -93,9 +95,9 @@ class FeatureHeadRuntime(CachedRuntime):
         )
         self.head = head.requires_grad_(False)
         self._features: dict[Row, Tensor] = {}
-        self._fed = torch.empty(0)
+        self._forward_features = torch.empty(0)
 
-    def feed(self, row: Row, start: int, features: Tensor) -> None:
+    def set_features(self, row: Row, start: int, features: Tensor) -> None:
         """Set the features `[position, width]` of a row's tokens from index `start` on.
 
         Nodes are indexed after the row's tokens.
@@ -115,19 +117,19 @@ class FeatureHeadRuntime(CachedRuntime):
 
     def _place(self, states: Sequence[CachedRow], starts: Sequence[int], width: int, num_keys: int) -> None:
         super()._place(states, starts, width, num_keys)
-        # Padding may extend beyond the features that were set; `feed` grows the table.
+        # Padding may extend beyond the features that were set; `set_features` grows the table.
         for state, start in zip(states, starts, strict=True):
             missing = start + width - len(self._features[state.row])
             if missing > 0:
-                self.feed(state.row, start + width, self._features[state.row][:0])
-        self._fed = torch.stack(
+                self.set_features(state.row, start + width, self._features[state.row][:0])
+        self._forward_features = torch.stack(
             [
                 self._features[state.row][start : start + width]
                 for state, start in zip(states, starts, strict=True)
             ]
         )
 
-    def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         mask = step.mask
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -140,6 +142,6 @@ class FeatureHeadRuntime(CachedRuntime):
 
         embedded = self.head.embed(tokens)
         cos_sin = cos_sin_at(self.head.shape, step.query_positions, embedded.dtype)
-        output = self.head(embedded, self._fed, cos_sin, attend)
+        output = self.head(embedded, self._forward_features, cos_sin, attend)
         logits = self.head.logits(output[:, -num_logits:])
         return Output(logits, {FEATURE_KEY: output} if with_hidden else {})

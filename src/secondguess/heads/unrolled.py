@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from secondguess.heads.layer import LayerShape, attend_to_all, cos_sin_at
+from secondguess.heads.layer import LayerConfig, cos_sin_at, sequence_attention
 from secondguess.heads.learning import (
     DepthLosses,
-    Lesson,
     Objective,
     TrainableHead,
+    TrainingBatch,
     masked_loss_and_acceptance,
 )
 from secondguess.heads.runtime import FeatureHead
@@ -50,11 +50,11 @@ class ChainsOfPlaces:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend from the first positions of the text, one step deeper than in the previous call.
 
-        This is a `layer.Attend` function.
+        This is a `layer.AttentionFunction` function.
         """
         if layer not in self.texts:
             self.texts[layer], self.chains[layer] = (key, value), []
-            return attend_to_all(None)(layer, query, key, value)
+            return sequence_attention(None)(layer, query, key, value)
         num_places, group = query.shape[2], query.shape[1] // key.shape[1]
         self.chains[layer].append((key, value))
         text_key, text_value = (_for_queries(each, group, num_places) for each in self.texts[layer])
@@ -90,18 +90,18 @@ class UnrolledHead(FeatureHead, TrainableHead):
     words: Tensor | None
 
     @abstractmethod
-    def own_logits(self, output: Tensor) -> Tensor:
+    def draft_logits(self, output: Tensor) -> Tensor:
         """Return logits `[..., draft_vocab]` over the draft vocabulary `words`."""
 
     def logits(self, output: Tensor) -> Tensor:
-        own = self.own_logits(output)
+        own = self.draft_logits(output)
         if self.words is None:
             return own
         everywhere = own.new_full((*own.shape[:-1], self.vocab_size), -torch.inf)
         everywhere[..., self.words] = own
         return everywhere
 
-    def unroll(self, lesson: Lesson) -> list[Tensor]:
+    def unroll(self, training_batch: TrainingBatch) -> list[Tensor]:
         """Return the outputs `[row, position, feature]` of each depth, teacher-forced on the text.
 
         The output at depth t and position j has read the tokens up to j + 1 + t, those after j + 1
@@ -109,40 +109,44 @@ class UnrolledHead(FeatureHead, TrainableHead):
         has one position fewer; depths without positions are left out.
         """
         dtype = next(self.parameters()).dtype
-        features = self.features({layer: lesson.hidden[layer].to(dtype) for layer in self.hidden_layers})
+        features = self.features(
+            {layer: training_batch.hidden[layer].to(dtype) for layer in self.hidden_layers}
+        )
         attention = ChainsOfPlaces()
         outputs: list[Tensor] = []
-        for step in range(min(self.num_steps, lesson.tokens.shape[1] - 2)):
-            num_places = lesson.tokens.shape[1] - 2 - step
+        for step in range(min(self.num_steps, training_batch.tokens.shape[1] - 2)):
+            num_places = training_batch.tokens.shape[1] - 2 - step
             places = slice(1 + step, 1 + step + num_places)
             behind = (outputs[-1] if outputs else features)[:, :num_places]
-            positions = torch.arange(num_places, device=lesson.tokens.device)[None] + step
+            positions = torch.arange(num_places, device=training_batch.tokens.device)[None] + step
             cos_sin = cos_sin_at(self.shape, positions, dtype)
-            embedded = self.embed(lesson.tokens[:, places]).to(dtype)
+            embedded = self.embed(training_batch.tokens[:, places]).to(dtype)
             outputs.append(self(embedded, behind, cos_sin, attention.attend))
         return outputs
 
-    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
+    def learn(
+        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+    ) -> DepthLosses:
         """Return the losses and acceptance rates of `num_steps` draft steps from every position.
 
         The reference of each step is the target's distribution over the draft vocabulary.
         """
         losses, accepted = [], []
-        for step, output in enumerate(self.unroll(lesson)):
+        for step, output in enumerate(self.unroll(training_batch)):
             places = slice(1 + step, 1 + step + output.shape[1])
-            counts = lesson.counts[:, 2 + step : 2 + step + output.shape[1]]
-            states = lesson.hidden[-1][:, places]
+            counts = training_batch.counts[:, 2 + step : 2 + step + output.shape[1]]
+            states = training_batch.hidden[-1][:, places]
             loss, share = masked_loss_and_acceptance(
-                states, ends, output, self.own_logits, counts, objective, self.words
+                states, ends, output, self.draft_logits, counts, objective, self.words
             )
             losses.append(loss)
             accepted.append(share)
         # Depths that the texts are too short for count as 0.
-        missing = [lesson.hidden[-1].new_zeros(())] * (self.num_steps - len(losses))
+        missing = [training_batch.hidden[-1].new_zeros(())] * (self.num_steps - len(losses))
         return DepthLosses(losses + missing, accepted + missing)
 
 
-def shape_of_width(width: int) -> LayerShape:
+def default_layer_config(width: int) -> LayerConfig:
     """Return the default layer shape for a hidden size.
 
     Attention heads have size 64 and every four query heads share a key-value head, as far as the
@@ -153,7 +157,7 @@ def shape_of_width(width: int) -> LayerShape:
     num_kv_heads = next(
         num for num in (num_heads // 4, num_heads // 2, num_heads) if num and num_heads % num == 0
     )
-    return LayerShape(width, num_heads, num_kv_heads, head_size, mlp_size=3 * width)
+    return LayerConfig(width, num_heads, num_kv_heads, head_size, mlp_size=3 * width)
 
 
 def initialise(head: nn.Module, seed: int) -> None:

@@ -28,7 +28,7 @@ from secondguess.runtime.loading import find_checkpoint
 from secondguess.sampling import SamplingParams
 from secondguess.train.acceptance import Examples, FitOptions, Fitted, fit
 
-HELD_OUT = 5
+HELD_OUT_EVERY = 5
 """One in this many prompts is held out."""
 BATCH_SIZE = 8
 """Prompts recorded at a time."""
@@ -68,7 +68,7 @@ class AcceptanceRecipe:
     options: FitOptions = field(default_factory=FitOptions)
 
     def __post_init__(self) -> None:
-        _require_from("the number of prompts", self.num_prompts, HELD_OUT, 100_000)
+        _require_from("the number of prompts", self.num_prompts, HELD_OUT_EVERY, 100_000)
         _require_from("the number of tokens per prompt", self.num_tokens, 1, 100_000)
         _require_from("the depth of the guesses", self.depth, 1, MAX_DRAFT_LENGTH)
         _require_from("the seed", self.seed, 0, 2**31 - 1)
@@ -117,9 +117,9 @@ def read_workload(recipe: AcceptanceRecipe) -> Workload:
     if recipe.prompts == STANDARD_LIBRARY:
         return standard_library_prompts(recipe.num_prompts)
     workload = load_workload(recipe.prompts, recipe.num_prompts)
-    if len(workload.prompts) < HELD_OUT:
+    if len(workload.prompts) < HELD_OUT_EVERY:
         raise BadInputError(
-            f"expected at least {HELD_OUT} prompts (every fifth is held out) in {workload.name}, got "
+            f"expected at least {HELD_OUT_EVERY} prompts (every fifth is held out) in {workload.name}, got "
             f"{len(workload.prompts)}"
         )
     return workload
@@ -181,7 +181,7 @@ def _row(
 
 def split(traces: Sequence[Trace], num_prompts: int) -> tuple[list[Trace], list[Trace]]:
     """Split traces into training traces and held-out traces, by prompt."""
-    held_out = [index % num_prompts % HELD_OUT == HELD_OUT - 1 for index in range(len(traces))]
+    held_out = [index % num_prompts % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for index in range(len(traces))]
     return (
         [trace for trace, out in zip(traces, held_out, strict=True) if not out],
         [trace for trace, out in zip(traces, held_out, strict=True) if out],

@@ -18,7 +18,7 @@ from secondguess.bench.workloads import Workload, evenly_spaced
 STANDARD_LIBRARY = "stdlib"
 """Name of this workload, accepted in place of a file of prompts."""
 
-MOST_CHARACTERS = 900
+MAX_PROMPT_CHARACTERS = 900
 """Maximum length of a prompt from the library, so that it fits into a small context."""
 
 _FOLDERS = (
@@ -73,13 +73,13 @@ def _function_heads(source: str, tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
             head = "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno]) + "\n"
-            if len(head) <= MOST_CHARACTERS:
+            if len(head) <= MAX_PROMPT_CHARACTERS:
                 yield head
 
 
 def _opening(source: str) -> str:
     """Return the first complete lines of a file."""
-    cut = source[:MOST_CHARACTERS]
+    cut = source[:MAX_PROMPT_CHARACTERS]
     return cut[: cut.rfind("\n") + 1] or cut
 
 
@@ -88,8 +88,8 @@ def _long_docstrings(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             text = textwrap.dedent(ast.get_docstring(node) or "")
-            if len(text) > MOST_CHARACTERS and ">>>" not in text:
-                yield text[: MOST_CHARACTERS // 2]
+            if len(text) > MAX_PROMPT_CHARACTERS and ">>>" not in text:
+                yield text[: MAX_PROMPT_CHARACTERS // 2]
 
 
 def _repetitive() -> Iterator[str]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from secondguess.api import LLM, NO_DRAFTING, Generation, load
-from secondguess.bench.summary import add_up
+from secondguess.api import LLM, PLAIN_DECODING, Generation, load
+from secondguess.bench.summary import sum_stats
 from secondguess.controllers import make_controller
 from secondguess.drafters.none import NoDrafter
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
 from secondguess.train.lessons import TrainingText
 
-NUM_PROMPTS, NUM_TOKENS, NUM_TURNS = 4, 48, 2
-SHORTEST_PROMPT = 16
+NUM_PROMPTS, NUM_TOKENS, NUM_REPETITIONS = 4, 48, 2
+DEFAULT_PROMPT_LENGTH = 16
 """Length of the prompt for a text in which every token counts."""
 
 
@@ -36,16 +36,16 @@ def measure_speed(
     """
     with_drafter = load(model, drafter, dtype=dtype, device=device)
     # Both share the target: each run requests the hidden states it needs, plain decoding none.
-    without = LLM(with_drafter.target, NoDrafter(), with_drafter.verifier, make_controller(NO_DRAFTING))
+    without = LLM(with_drafter.target, NoDrafter(), with_drafter.verifier, make_controller(PLAIN_DECODING))
     prompts = [prompt_of(text) for text in texts[:NUM_PROMPTS]]
     runs: dict[LLM, list[Stats]] = {without: [], with_drafter: []}
     for llm in runs:
         _play(llm, prompts[:1])
-    for turn in range(NUM_TURNS):
+    for turn in range(NUM_REPETITIONS):
         # ABBA order, so that a temporary slowdown of the machine affects both.
         for llm in runs if turn % 2 == 0 else reversed(runs):
             runs[llm] += _play(llm, prompts)
-    plain, drafted = (add_up(stats) for stats in runs.values())
+    plain, drafted = (sum_stats(stats) for stats in runs.values())
     passes = plain.seconds["score"] / max(1, plain.num_rounds)
     steps = drafted.drafting_seconds / max(1, drafted.num_drafted)
     ratio = drafted.tokens_per_second / plain.tokens_per_second
@@ -61,7 +61,7 @@ def measure_speed(
 def prompt_of(text: TrainingText) -> list[int]:
     """Return the tokens before the first one that counts, or else the beginning of the text."""
     first = text.counts.index(True) if True in text.counts else len(text.tokens)
-    return text.tokens[: max(1, min(first or SHORTEST_PROMPT, len(text.tokens) - 1))]
+    return text.tokens[: max(1, min(first or DEFAULT_PROMPT_LENGTH, len(text.tokens) - 1))]
 
 
 def _play(llm: LLM, prompts: Sequence[list[int]]) -> list[Stats]:

@@ -32,30 +32,30 @@ from secondguess.jobs.lesson_texts import (
     texts_as_they_stand,
     write_answers,
 )
-from secondguess.jobs.run_folder import claim, identity_of_texts
-from secondguess.names import require_between
+from secondguess.jobs.run_folder import check_or_record_options, identity_of_texts
+from secondguess.names import check_range
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import pick_device, read_config
-from secondguess.train.capture import Capture, LiveCapture, StoredCapture, ends_for_learning
+from secondguess.train.capture import Capture, LiveCapture, StoredCapture, frozen_float32_ends
 from secondguess.train.export import saved_dtype
 from secondguess.train.files import require_folder
 from secondguess.train.head_card import write_card
 from secondguess.train.head_trainer import (
     HeadTrainer,
     Progress,
-    Standing,
+    RunState,
     TrainingObjective,
     TrainSettings,
     acceptance_length,
 )
-from secondguess.train.lessons import Texts, TrainingText
+from secondguess.train.lessons import TextSplit, TrainingText
 from secondguess.train.losses import objective
 from secondguess.train.recipes import Recipe, TargetInfo, make_recipe
 from secondguess.train.schedule import Budget
 
 DEFAULT_PROMPTS = 400
 """Number of prompts from the standard library if no data is given."""
-LONGEST_PREDICTED = 7
+PREDICTED_DRAFT_LENGTH = 7
 """Draft length of the predicted acceptance length if one distribution serves all depths."""
 
 
@@ -117,9 +117,9 @@ class HeadJob:
             raise BadInputError(
                 f"expected --whole for early-exit alone, got it for {self.kind}; leave it out"
             )
-        require_between("--num-prompts", self.num_prompts, 0, 100_000_000)
-        require_between("--capture-gb", self.capture_gb, 0, 1e6)
-        require_between("the seed", self.seed, 0, 2**31 - 1)
+        check_range("--num-prompts", self.num_prompts, 0, 100_000_000)
+        check_range("--capture-gb", self.capture_gb, 0, 1e6)
+        check_range("the seed", self.seed, 0, 2**31 - 1)
         # These raise errors for invalid options before anything is loaded.
         self.settings()
         objective(self.loss_name)
@@ -178,7 +178,7 @@ class HeadJob:
         }
 
 
-class Show(Protocol):
+class ProgressDisplay(Protocol):
     """Display of the progress of a job."""
 
     def line(self, text: str) -> None:
@@ -194,7 +194,7 @@ class Show(Protocol):
         """Raise KeyboardInterrupt to stop; called at points where no work is lost."""
 
 
-def train_head(job: HeadJob, show: Show) -> Provenance:
+def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     """Run or continue a job to its end, and write the drafter to `job.out`.
 
     Raises:
@@ -207,8 +207,8 @@ def train_head(job: HeadJob, show: Show) -> Provenance:
     llm = load(job.model, "suffix", dtype=job.load_dtype, device=job.device)
     if job.recipe.runs_first_layers:
         llm.target.runtime.require_partial_forward()
-    claim(run, job.identity())
-    texts = Texts.split(_texts(job, llm, documents, run / "texts", show))
+    check_or_record_options(run, job.identity())
+    texts = TextSplit.split(_texts(job, llm, documents, run / "texts", show))
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
     trainable, standing = _learn(job, llm, texts, run, show)
     # Saved in the dtype of the target's weights: a drafter needs no more precision than that.
@@ -232,7 +232,7 @@ def _documents(job: HeadJob) -> list[Document]:
 
 
 def _texts(
-    job: HeadJob, llm: LLM, documents: Sequence[Document], folder: Path, show: Show
+    job: HeadJob, llm: LLM, documents: Sequence[Document], folder: Path, show: ProgressDisplay
 ) -> list[TrainingText]:
     if job.as_is:
         return texts_as_they_stand(llm.target, documents, job.answers.length)
@@ -240,9 +240,11 @@ def _texts(
     return write_answers(llm, documents, answers, folder, show.writing, show.pause)
 
 
-def _learn(job: HeadJob, llm: LLM, texts: Texts, run: Path, show: Show) -> tuple[TrainableHead, Standing]:
+def _learn(
+    job: HeadJob, llm: LLM, texts: TextSplit, run: Path, show: ProgressDisplay
+) -> tuple[TrainableHead, RunState]:
     runtime, recipe = llm.target.runtime, job.recipe
-    ends = ends_for_learning(runtime)
+    ends = frozen_float32_ends(runtime)
     facts = TargetInfo(
         path=Path(llm.target.path),
         config=read_config(llm.target.path).to_dict(),
@@ -263,7 +265,7 @@ def _learn(job: HeadJob, llm: LLM, texts: Texts, run: Path, show: Show) -> tuple
 
 
 def _captures(
-    job: HeadJob, llm: LLM, texts: Texts, layers: Sequence[int], folder: Path, show: Show
+    job: HeadJob, llm: LLM, texts: TextSplit, layers: Sequence[int], folder: Path, show: ProgressDisplay
 ) -> tuple[Capture, Capture]:
     """Return the captures of training and held-out texts; only the former may be on disk."""
     runtime = llm.target.runtime
@@ -276,13 +278,13 @@ def _captures(
     return stored, live
 
 
-def _figures(job: HeadJob, standing: Standing) -> dict[str, Any]:
+def _figures(job: HeadJob, standing: RunState) -> dict[str, Any]:
     accepted = standing.best_accepted
     figures: dict[str, Any] = {"held_out_acceptance": [round(each, 4) for each in accepted]}
     if job.whole:
         return figures
     if job.recipe.guesses_alone:
-        accepted = [*accepted, *[accepted[-1]] * (LONGEST_PREDICTED - len(accepted))]
+        accepted = [*accepted, *[accepted[-1]] * (PREDICTED_DRAFT_LENGTH - len(accepted))]
     return figures | {
         "predicted_nodes": len(accepted),
         "predicted_acceptance_length": round(acceptance_length(accepted), 3),
@@ -295,7 +297,7 @@ def _drafter_name(job: HeadJob) -> str | None:
     return f"{kind}:{job.out}" if kind in DRAFTERS and not job.whole else None
 
 
-def _speed(job: HeadJob, texts: Texts, show: Show) -> dict[str, Any]:
+def _speed(job: HeadJob, texts: TextSplit, show: ProgressDisplay) -> dict[str, Any]:
     name = _drafter_name(job)
     if name is None:
         return {}
@@ -313,8 +315,8 @@ def _usage(job: HeadJob) -> str:
 def _provenance(
     job: HeadJob,
     target: Path,
-    texts: Texts,
-    standing: Standing,
+    texts: TextSplit,
+    standing: RunState,
     figures: dict[str, Any],
     vocab_size: int,
 ) -> Provenance:

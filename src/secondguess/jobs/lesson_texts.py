@@ -15,8 +15,8 @@ from secondguess.bench.prompt_files import (
     CHAT_KEYS,
     Prompt,
     Record,
-    any_record,
-    holds_records,
+    convert_any_record,
+    is_jsonl,
     read_paragraphs,
     read_records,
     read_text,
@@ -24,7 +24,7 @@ from secondguess.bench.prompt_files import (
 from secondguess.bench.workloads import evenly_spaced
 from secondguess.errors import BadInputError
 from secondguess.jobs.acceptance_prompts import STANDARD_LIBRARY, standard_library_prompts
-from secondguess.names import require_between
+from secondguess.names import check_range
 from secondguess.runtime.loading import LoadedModel
 from secondguess.sampling import SamplingParams
 from secondguess.train.lessons import TrainingText, read_texts, windows, write_texts
@@ -81,9 +81,9 @@ class AnswerSettings:
             raise BadInputError("expected at least one temperature, got none")
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)
-        require_between("the length of the texts", self.length, 8, 1_000_000)
-        require_between("the tokens of an answer", self.max_tokens, 1, 1_000_000)
-        require_between("the answers at a time", self.batch_size, 1, 4096)
+        check_range("the length of the texts", self.length, 8, 1_000_000)
+        check_range("the tokens of an answer", self.max_tokens, 1, 1_000_000)
+        check_range("the answers at a time", self.batch_size, 1, 4096)
 
     def require_room_for_prompts(self) -> None:
         """Check that an answer leaves room for a prompt.
@@ -123,7 +123,7 @@ def _read_file(path: Path, as_is: bool) -> list[Document]:
             f"expected a file of training texts, found none at {path}; give JSON lines with a 'prompt', a 'text' or "
             "'messages' each, or plain text, with --data FILE"
         )
-    if holds_records(path):
+    if is_jsonl(path):
         return read_records(path, _document)
     if not as_is:
         return [Document(prompt.text, prompt.task) for prompt in read_paragraphs(path)]
@@ -144,7 +144,7 @@ def _document(record: Record, path: Path) -> Document:
     if isinstance(text, str) and text.strip():
         return Document(text, path.stem)
     try:
-        prompt = any_record(record, path)
+        prompt = convert_any_record(record, path)
     except BadInputError:
         keys = f"the keys {', '.join(sorted(record))}" if record else "an empty object"
         raise BadInputError(

@@ -29,7 +29,7 @@ def identity_of_texts(
     }
 
 
-def claim(run: Path, identity: Mapping[str, Any]) -> None:
+def check_or_record_options(run: Path, identity: Mapping[str, Any]) -> None:
     """Record the options of a run in its folder, or compare them with those recorded before.
 
     Args:

@@ -10,7 +10,7 @@ from secondguess.api import load
 from secondguess.bench.systems import public_name
 from secondguess.errors import UnsupportedModelError
 from secondguess.heads.files import Provenance
-from secondguess.jobs.head_training import DEFAULT_PROMPTS, Show
+from secondguess.jobs.head_training import DEFAULT_PROMPTS, ProgressDisplay
 from secondguess.jobs.lesson_texts import (
     AnswerSettings,
     default_documents,
@@ -18,14 +18,14 @@ from secondguess.jobs.lesson_texts import (
     sample_evenly,
     write_answers,
 )
-from secondguess.jobs.run_folder import claim, identity_of_texts
-from secondguess.names import require_between
+from secondguess.jobs.run_folder import check_or_record_options, identity_of_texts
+from secondguess.names import check_range
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.fused import FusedRuntime
 from secondguess.train.files import require_folder
-from secondguess.train.skip_search import Candidate, SkipSearch, one_length, save_layers
+from secondguess.train.skip_search import Candidate, SkipSearch, save_layers, stack_prefixes
 
-SEARCHED_TOKENS = 128
+MAX_SEARCH_TOKENS = 128
 """Maximum number of tokens of each text that are searched on."""
 
 
@@ -54,7 +54,7 @@ class SkipJob:
     def __post_init__(self) -> None:
         require_folder(self.out, "--out")
         self.answers.require_room_for_prompts()
-        require_between("--num-prompts", self.num_prompts, 1, 10_000)
+        check_range("--num-prompts", self.num_prompts, 1, 10_000)
 
     def identity(self) -> dict[str, Any]:
         """Return the options that determine texts and layers, with which texts are reused."""
@@ -64,7 +64,7 @@ class SkipJob:
         }
 
 
-def search_layers(job: SkipJob, show: Show) -> Candidate:
+def search_layers(job: SkipJob, show: ProgressDisplay) -> Candidate:
     """Search for the layers to skip, and write the result to `job.out`.
 
     Raises:
@@ -74,7 +74,7 @@ def search_layers(job: SkipJob, show: Show) -> Candidate:
     """
     documents = read_documents(job.data, as_is=False) if job.data else default_documents(DEFAULT_PROMPTS)
     run = job.out / "run"
-    claim(run, job.identity())
+    check_or_record_options(run, job.identity())
     llm = load(job.model, "suffix", dtype=job.dtype, runtime="fused")
     target = llm.target.runtime
     if not isinstance(target, FusedRuntime):
@@ -83,8 +83,8 @@ def search_layers(job: SkipJob, show: Show) -> Candidate:
         )
     chosen = sample_evenly(documents, job.num_prompts)
     texts = write_answers(llm, chosen, job.answers, run / "texts", show.writing, show.pause)
-    length = min(SEARCHED_TOKENS, max(len(text.tokens) for text in texts))
-    search = SkipSearch(target, one_length([text.tokens for text in texts], length))
+    length = min(MAX_SEARCH_TOKENS, max(len(text.tokens) for text in texts))
+    search = SkipSearch(target, stack_prefixes([text.tokens for text in texts], length))
     found = search.run(show.line)
     save_layers(found, job.out)
     Provenance(

@@ -28,7 +28,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Step:
+class ForwardStep:
     """Positions and mask of the queries of one forward pass.
 
     Args:
@@ -53,7 +53,7 @@ class Step:
     starts: Sequence[int] = ()
     closure: Tensor | None = None
 
-    def behind(self, count: int) -> Step:
+    def drop_first(self, count: int) -> ForwardStep:
         """Return the step without its first `count` queries."""
         if count == 0:
             return self
@@ -82,7 +82,7 @@ class Step:
 
 
 class _Current(threading.local):
-    step: Step | None = None
+    step: ForwardStep | None = None
 
 
 current = _Current()
@@ -145,7 +145,9 @@ def grouped_query_attention(
             "they would be ignored; secondguess cannot decode this model"
         )
     if softcap is not None or s_aux is not None or position_bias is not None:
-        return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias), None
+        return _explicit_attention(
+            query, key, value, attention_mask, scaling, softcap, s_aux, position_bias
+        ), None
     num_rows, num_heads, num_queries, _ = query.shape
     num_kv_heads = key.shape[1]
     if attention_mask is None and num_queries > 1:
@@ -159,11 +161,11 @@ def grouped_query_attention(
         query = query.reshape(num_rows, num_kv_heads, group * num_queries, -1)
         if attention_mask is not None and num_queries > 1:
             attention_mask = attention_mask.repeat(1, 1, group, 1)
-    out = attend_as_several(query, key, value, attention_mask, scaling)
+    out = masked_attention(query, key, value, attention_mask, scaling)
     return out.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2), None
 
 
-def attend_as_several(
+def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
 ) -> Tensor:
     """Compute masked attention `[row, kv_head, query, size]`.
@@ -178,7 +180,7 @@ def attend_as_several(
     return scaled_dot_product_attention(twice, key, value, attn_mask=mask, scale=scaling)[:, :, :1]
 
 
-def _explicit(
+def _explicit_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

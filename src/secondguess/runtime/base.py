@@ -18,7 +18,7 @@ from torch import Tensor
 from secondguess.core import Draft, Row
 from secondguess.errors import UnsupportedModelError
 
-Hidden = dict[int, Tensor]
+HiddenStates = dict[int, Tensor]
 """Hidden states by layer, numbered as in `output_hidden_states`.
 
 0 is the embeddings, `k` the output of layer k (counted from 1), -1 that of the last layer,
@@ -38,7 +38,7 @@ class ForwardOutput:
     """
 
     logits: Tensor
-    hidden: Hidden
+    hidden: HiddenStates
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Runtime(ABC):
         context_length: largest number of positions.
         num_layers: number of decoder layers.
         device: device of the input tensors.
-        supports_partial_forward: True if `run_first_layers` and `without_layers` are supported.
+        supports_partial_forward: True if `run_first_layers` and `skip_layers` are supported.
     """
 
     vocab_size: int
@@ -79,7 +79,7 @@ class Runtime(ABC):
     device: torch.device
     supports_partial_forward: bool = False
 
-    def request_hidden(self, layers: Sequence[int]) -> None:
+    def request_hidden_states(self, layers: Sequence[int]) -> None:
         """Set the layers whose hidden states `begin` and `score` return from now on.
 
         Raises:
@@ -125,7 +125,7 @@ class Runtime(ABC):
         """
         raise _partial_forward_error()
 
-    def without_layers(self, skipped: Sequence[int]) -> Runtime:
+    def skip_layers(self, skipped: Sequence[int]) -> Runtime:
         """Return a runtime that shares the weights but skips some layers, with a cache of its own.
 
         Args:
@@ -138,7 +138,7 @@ class Runtime(ABC):
         raise _partial_forward_error()
 
     @abstractmethod
-    def begin(self, rows: Sequence[Row]) -> Sequence[Hidden]:
+    def begin(self, rows: Sequence[Row]) -> Sequence[HiddenStates]:
         """Add rows and prefill all of their tokens but the last, in chunks.
 
         Returns:

@@ -145,7 +145,7 @@ class KeyValueCache:
         for block in (*self.keys, *self.values):
             block[target, :, :length] = block[source, :, :length]
 
-    def num_to_allocate(self, num_slots: int, num_positions: int) -> int:
+    def num_tokens_to_allocate(self, num_slots: int, num_positions: int) -> int:
         """Return the tokens to allocate for so many slots and positions, 0 if they fit already."""
         if num_slots <= self.num_slots and num_positions <= self.capacity:
             return 0

@@ -16,12 +16,12 @@ from torch import Tensor
 from secondguess.core import Draft, Row, token_tensor
 from secondguess.errors import BadInputError
 from secondguess.runtime import tree
-from secondguess.runtime.attention import Step
-from secondguess.runtime.base import ForwardOutput, Hidden, Runtime
+from secondguess.runtime.attention import ForwardStep
+from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime
 from secondguess.runtime.cache import KeyValueCache
 
 UNLIMITED = 2**31
-KEY_BLOCK = 32
+KEY_MULTIPLE = 32
 """Multiple to which the number of keys is padded on a CPU, with masked keys.
 
 Keys after the last whole vector are summed by other instructions. Without padding, a token's bits
@@ -70,7 +70,7 @@ class CachedRuntime(Runtime):
     """Base runtime that manages rows, slots, chunks and masks around one forward pass, `run`.
 
     Attributes:
-        least_logits: fewest columns of logits that a forward pass computes, even if none is used,
+        min_logits: fewest columns of logits that a forward pass computes, even if none is used,
             as in a prefill.
 
     Args:
@@ -84,7 +84,7 @@ class CachedRuntime(Runtime):
         prefill_chunk: largest number of tokens in one prefill forward pass.
     """
 
-    least_logits = 1
+    min_logits = 1
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class CachedRuntime(Runtime):
         # On a CPU rows are prefilled one at a time: a row's bits must not depend on other rows,
         # and a single prompt keeps the processor busy.
         self._prefills_together = device.type != "cpu"
-        self._key_block = KEY_BLOCK if device.type == "cpu" else 1
+        self._key_block = KEY_MULTIPLE if device.type == "cpu" else 1
         self._stairs = tree.ChainMasks(device)
-        self.request_hidden(hidden_layers)
+        self.request_hidden_states(hidden_layers)
 
-    def request_hidden(self, layers: Sequence[int]) -> None:
+    def request_hidden_states(self, layers: Sequence[int]) -> None:
         for layer in layers:
             if not -self.num_layers - 1 <= layer <= self.num_layers:
                 raise BadInputError(
@@ -123,7 +123,7 @@ class CachedRuntime(Runtime):
         self.hidden_layers = tuple(dict.fromkeys(layers))
 
     @abstractmethod
-    def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         """Run one forward pass of the model, writing to the placement of `self.cache`.
 
         Args:
@@ -164,7 +164,7 @@ class CachedRuntime(Runtime):
         """Number of rows that have begun and not ended."""
         return len(self._by_slot)
 
-    def begin(self, rows: Sequence[Row]) -> list[Hidden]:
+    def begin(self, rows: Sequence[Row]) -> list[HiddenStates]:
         for row in rows:
             if row in self._states:
                 raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
@@ -230,7 +230,7 @@ class CachedRuntime(Runtime):
 
     def _score(self, states: Sequence[CachedRow], draft: Draft) -> ForwardOutput:
         num_uncached = self._catch_up(states)
-        queries = queries_of(states, num_uncached, draft)
+        queries = build_queries(states, num_uncached, draft)
         num_queries = draft.num_nodes + 1
         width = queries.tokens.shape[1]
         # Logits are needed from this column on. Only rows with less to catch up must be gathered.
@@ -262,12 +262,12 @@ class CachedRuntime(Runtime):
         for state in states:
             state.length = min(state.length, len(state.row.tokens) - 1)
             state.num_nodes = 0
-        behind = [state for state in states if len(state.row.tokens) - state.length > self.prefill_chunk]
-        if behind:
-            self._prefill(behind)
+        drop_first = [state for state in states if len(state.row.tokens) - state.length > self.prefill_chunk]
+        if drop_first:
+            self._prefill(drop_first)
         return [len(state.row.tokens) - state.length for state in states]
 
-    def _prefill(self, states: Sequence[CachedRow], with_hidden: bool = False) -> dict[Row, Hidden]:
+    def _prefill(self, states: Sequence[CachedRow], with_hidden: bool = False) -> dict[Row, HiddenStates]:
         """Cache all tokens but the last, in forward passes of at most `prefill_chunk` tokens.
 
         Rows with similar numbers of uncached tokens are run together.
@@ -275,7 +275,7 @@ class CachedRuntime(Runtime):
         Returns:
             The hidden states of the cached tokens by row; empty unless `with_hidden`.
         """
-        pieces: dict[Row, list[Hidden]] = {}
+        pieces: dict[Row, list[HiddenStates]] = {}
         waiting = sorted(states, key=_num_to_prefill)
         while waiting and _num_to_prefill(waiting[-1]) > 0:
             width = min(_num_to_prefill(waiting[-1]), self.prefill_chunk)
@@ -298,19 +298,23 @@ class CachedRuntime(Runtime):
             waiting.sort(key=_num_to_prefill)
         return {row: _joined(of_row) for row, of_row in pieces.items()}
 
-    def _prefill_forward(self, states: Sequence[CachedRow], tokens: Tensor, with_hidden: bool) -> Hidden:
+    def _prefill_forward(
+        self, states: Sequence[CachedRow], tokens: Tensor, with_hidden: bool
+    ) -> HiddenStates:
         starts = [state.length for state in states]
         width = tokens.shape[1]
         num_keys = max(starts) + width
         self._place(states, starts, width, num_keys)
         step = self._step(starts, Queries(tokens, None), num_keys, causal=num_keys == width)
-        return self.run(tokens, step, num_logits=self.least_logits, with_hidden=with_hidden).hidden
+        return self.run(tokens, step, num_logits=self.min_logits, with_hidden=with_hidden).hidden
 
     def _place(self, states: Sequence[CachedRow], starts: Sequence[int], width: int, num_keys: int) -> None:
         """Place a forward pass that writes each row's tokens from `starts[i]` on."""
         self.cache.place(starts, width, [state.slot for state in states], num_keys)
 
-    def _step(self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False) -> Step:
+    def _step(
+        self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False
+    ) -> ForwardStep:
         """Return positions and mask of a forward pass, shared by all rows with equal starts.
 
         With `causal` nothing is cached yet: plain causal attention, for which there are faster
@@ -318,30 +322,30 @@ class CachedRuntime(Runtime):
         """
         width = queries.tokens.shape[1]
         if causal:
-            return Step(None, torch.arange(width, device=self.device)[None], width)
+            return ForwardStep(None, torch.arange(width, device=self.device)[None], width)
         if min(starts) == max(starts) and queries.closure is None:
             start = starts[0]
             positions = torch.arange(start, start + width, device=self.device)[None]
             nothing_hidden = width == 1 and start + 1 == num_keys
             mask = None if nothing_hidden else self._stairs.mask(start, width, num_keys)
-            return Step(mask, self._in_range(positions, num_keys), num_keys, start=start)
+            return ForwardStep(mask, self._clamp_positions(positions, num_keys), num_keys, start=start)
         firsts = torch.tensor(starts, device=self.device)
         if queries.closure is None:
             positions = tree.query_slots(firsts, width)
             mask = tree.chain_mask(firsts, width, num_keys)
-            return Step(mask, self._in_range(positions, num_keys), num_keys)
+            return ForwardStep(mask, self._clamp_positions(positions, num_keys), num_keys)
         positions = firsts[:, None] + tree.depths(queries.closure)
         keys = torch.arange(num_keys, device=self.device).repeat(len(starts), 1)
         keys.scatter_(1, tree.query_slots(firsts, width), positions)
         mask = tree.tree_mask(firsts, queries.closure, num_keys)
-        return Step(mask, self._in_range(positions, num_keys), num_keys, keys)
+        return ForwardStep(mask, self._clamp_positions(positions, num_keys), num_keys, keys)
 
-    def _in_range(self, positions: Tensor, num_keys: int) -> Tensor:
+    def _clamp_positions(self, positions: Tensor, num_keys: int) -> Tensor:
         """Return the positions, limited to the context length, which padding may exceed."""
         return positions.clamp(max=self.context_length - 1) if num_keys > self.context_length else positions
 
 
-def queries_of(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft) -> Queries:
+def build_queries(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft) -> Queries:
     """Return each row's uncached tokens followed by its nodes and by padding."""
     device = draft.tokens.device
     committed = [state.row.tokens[state.length :] for state in states]
@@ -354,8 +358,8 @@ def queries_of(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: 
         room = longest + draft.num_nodes
         tokens = token_tensor([[*row, *([0] * (room - len(row)))] for row in committed], device)
         if draft.num_nodes:
-            behind = tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes)
-            tokens.scatter_(1, behind, draft.tokens)
+            drop_first = tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes)
+            tokens.scatter_(1, drop_first, draft.tokens)
     if draft.is_chain:
         return Queries(tokens, None)
     parents, lengths = draft.parents.tolist(), draft.lengths.tolist()
@@ -363,7 +367,7 @@ def queries_of(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: 
     return Queries(tokens, tree.ancestor_closure(hung))
 
 
-def _joined(pieces: Sequence[Hidden]) -> Hidden:
+def _joined(pieces: Sequence[HiddenStates]) -> HiddenStates:
     """Return the hidden states of successive chunks, concatenated."""
     return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]}
 

@@ -13,8 +13,8 @@ from secondguess.runtime.loading import (
     check_loadable,
     check_quantization,
     check_runtime,
+    estimate_load_memory,
     find_checkpoint,
-    memory_need,
     not_covered,
     pick_device,
     pick_dtype,
@@ -29,7 +29,7 @@ from secondguess.runtime.support import check_supported, context_length_of
 with quiet():
     from transformers import AutoModelForCausalLM
 
-WITHOUT_LIMIT = 4096
+DEFAULT_CONTEXT = 4096
 """Context in tokens that is assumed for a model whose configuration sets no limit."""
 
 
@@ -109,12 +109,12 @@ def describe_model(
     number = pick_dtype(dtype, place, config, runtime)
     by_kernels = runtime != "transformers" and why_not_native(config, number, place) is None
     check_quantization(quantize, by_kernels=by_kernels)
-    need = memory_need(
+    need = estimate_load_memory(
         name,
         dtype=dtype,
         device=device,
         quantize=quantize,
-        num_cached_tokens=context or WITHOUT_LIMIT,
+        num_cached_tokens=context or DEFAULT_CONTEXT,
         drafts=drafts,
         runtime=runtime,
     )

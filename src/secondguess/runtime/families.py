@@ -36,7 +36,7 @@ class Norm:
         return functional.rms_norm(states, self.weight.shape, None, self.eps) * self.weight
 
 
-class OffsetNorm(Norm):
+class GemmaRMSNorm(Norm):
     """Gemma's root-mean-square norm: the scale is 1 + weight, and the result is rounded last."""
 
     def __init__(self, module: Any) -> None:
@@ -58,10 +58,10 @@ class Family:
         windows: function from the configuration to each layer's sliding window in tokens, None for
             full attention. A configuration may name windows that the family's module does not use.
         has_qk_norm: whether queries and keys are normalised per head (Qwen3).
-        joins_projections: whether query, key and value are one linear layer, and gate and up
+        has_joined_projections: whether query, key and value are one linear layer, and gate and up
             another (Phi-3).
         norm: class of the root-mean-square norms.
-        normalises_outputs: whether the outputs of attention and feed-forward are normalised before
+        has_post_norms: whether the outputs of attention and feed-forward are normalised before
             they are added to the residual (Gemma 3).
         turns_by_layer_type: whether each layer type has its own rotary frequencies (Gemma 3).
         scales_embeddings: whether the embedding module scales its output (Gemma).
@@ -70,9 +70,9 @@ class Family:
 
     windows: Callable[[Any], list[int | None]]
     has_qk_norm: bool = False
-    joins_projections: bool = False
+    has_joined_projections: bool = False
     norm: type[Norm] = Norm
-    normalises_outputs: bool = False
+    has_post_norms: bool = False
     turns_by_layer_type: bool = False
     scales_embeddings: bool = False
     activation: str = "hidden_act"
@@ -95,13 +95,13 @@ FAMILIES = {
     "mistral": Family(one_window),
     "qwen2": Family(window_by_layer),
     "qwen3": Family(window_by_layer, has_qk_norm=True),
-    "phi3": Family(one_window, joins_projections=True),
-    "gemma": Family(no_windows, norm=OffsetNorm, scales_embeddings=True),
+    "phi3": Family(one_window, has_joined_projections=True),
+    "gemma": Family(no_windows, norm=GemmaRMSNorm, scales_embeddings=True),
     "gemma3_text": Family(
         window_by_layer,
         has_qk_norm=True,
-        norm=OffsetNorm,
-        normalises_outputs=True,
+        norm=GemmaRMSNorm,
+        has_post_norms=True,
         turns_by_layer_type=True,
         scales_embeddings=True,
         activation="hidden_activation",
@@ -143,11 +143,11 @@ def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
 
 def attention_inputs(attention: Any, family: Family) -> list[Any]:
     """Return the linear layers that compute queries, keys and values."""
-    if family.joins_projections:
+    if family.has_joined_projections:
         return [attention.qkv_proj]
     return [attention.q_proj, attention.k_proj, attention.v_proj]
 
 
 def mlp_inputs(mlp: Any, family: Family) -> list[Any]:
     """Return the linear layers that compute gate and up."""
-    return [mlp.gate_up_proj] if family.joins_projections else [mlp.gate_proj, mlp.up_proj]
+    return [mlp.gate_up_proj] if family.has_joined_projections else [mlp.gate_proj, mlp.up_proj]

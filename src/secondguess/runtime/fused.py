@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.runtime.attention import Step, attend_as_several
+from secondguess.runtime.attention import ForwardStep, masked_attention
 from secondguess.runtime.base import EmbeddingAndHead
-from secondguess.runtime.cached import KEY_BLOCK, Output
+from secondguess.runtime.cached import KEY_MULTIPLE, Output
 from secondguess.runtime.families import ACTIVATIONS, FAMILIES, Family, attention_inputs, mlp_inputs
 from secondguess.runtime.layered import LayeredRuntime, remaining_layers
-from secondguess.runtime.packing import Product
+from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import context_length_of
 from secondguess.runtime.tree import ChainMasks
@@ -36,7 +36,7 @@ with quiet():
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
 """Largest difference of logits attributed to rounding, relative to the largest logit, by dtype."""
 
-PROBE_LIMIT = 4096
+MAX_PROBE_POSITION = 4096
 """Largest end position of the probe, which otherwise uses the last positions of the context."""
 PROBE_WIDTH = 16
 
@@ -53,7 +53,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
     if not all(type(linear) is nn.Linear for linear in _linears(model)):
         return None  # adapters and the like compute something else from the same weights
     config = model.config
-    limit = min(context_length_of(config) or PROBE_LIMIT, PROBE_LIMIT)
+    limit = min(context_length_of(config) or MAX_PROBE_POSITION, MAX_PROBE_POSITION)
     width = min(PROBE_WIDTH, limit)
     tokens = torch.arange(2 * width).remainder(model.get_input_embeddings().weight.shape[0]).reshape(2, width)
     # late positions, at which scaled rotary embeddings differ from plain ones
@@ -73,18 +73,18 @@ def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
     rows, slots = tokens.shape[0], list(range(tokens.shape[0]))
     width = tokens.shape[1] - 1
     runtime.cache.place([0] * rows, width, slots, width)
-    prefill = Step(None, positions[:, :-1], width, key_positions=positions[:, :-1].expand(rows, -1))
+    prefill = ForwardStep(None, positions[:, :-1], width, key_positions=positions[:, :-1].expand(rows, -1))
     first = runtime.run(tokens[:, :-1], prefill, width, with_hidden=False).logits
-    runtime.cache.place([width] * rows, 1, slots, KEY_BLOCK)
-    keys = positions[:, :1] + torch.arange(KEY_BLOCK)
-    mask = ChainMasks(positions.device).mask(width, 1, KEY_BLOCK)
-    decode = Step(mask, positions[:, -1:], KEY_BLOCK, key_positions=keys.expand(rows, -1))
+    runtime.cache.place([width] * rows, 1, slots, KEY_MULTIPLE)
+    keys = positions[:, :1] + torch.arange(KEY_MULTIPLE)
+    mask = ChainMasks(positions.device).mask(width, 1, KEY_MULTIPLE)
+    decode = ForwardStep(mask, positions[:, -1:], KEY_MULTIPLE, key_positions=keys.expand(rows, -1))
     last = runtime.run(tokens[:, -1:], decode, 1, with_hidden=False).logits
     return torch.cat((first, last), 1)
 
 
 def _linears(model: Any) -> Iterator[Any]:
-    """Yield every module that becomes part of a `Product`."""
+    """Yield every module that becomes part of a `PackableLinear`."""
     family = FAMILIES[model.config.model_type]
     for layer in model.model.layers:
         yield from attention_inputs(layer.self_attn, family)
@@ -101,7 +101,7 @@ def logits_match(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 @dataclass(frozen=True)
 class LayerMask:
-    """Attention mask of the layers of one kind, in the form that `Heads.attend` takes.
+    """Attention mask of the layers of one kind, in the form that `AttentionHeads.attend` takes.
 
     Args:
         mask: `[row or 1, 1, query * group, key]`, added to the scores; None if no key is masked or
@@ -113,7 +113,7 @@ class LayerMask:
     causal: bool
 
 
-class Heads:
+class AttentionHeads:
     """Number, size and score scaling of a layer's heads, which are joined as query, key, value."""
 
     def __init__(self, config: Any, attention: Any) -> None:
@@ -146,7 +146,7 @@ class Heads:
         # adjacent.
         folded = query.reshape(rows, width, self.num_keys, self.group * self.size).transpose(1, 2)
         folded = folded.reshape(rows, self.num_keys, width * self.group, self.size)
-        mixed = attend_as_several(folded, key, value, view.mask, self.scaling)
+        mixed = masked_attention(folded, key, value, view.mask, self.scaling)
         mixed = mixed.view(rows, self.num_keys, width, self.group * self.size)
         return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
 
@@ -167,7 +167,7 @@ class Rotary:
         self.dtype = dtype
         self._table = torch.empty(0)
 
-    def at(self, step: Step) -> tuple[Tensor, Tensor]:
+    def at(self, step: ForwardStep) -> tuple[Tensor, Tensor]:
         """Return cos and sin of a forward pass's queries, `[row or 1, query, 1, size]` each.
 
         The first half of sin is negated, as `rotate` expects.
@@ -231,23 +231,23 @@ class Layer:
         attention, mlp = module.self_attn, module.mlp
         self.window = window
         self.rotary_kind = rotary_kind
-        self.heads = Heads(config, attention)
+        self.heads = AttentionHeads(config, attention)
         self.activation_name: str = getattr(config, family.activation)
         self.activation = ACTIVATIONS[self.activation_name]
         self.attention_norm = family.norm(module.input_layernorm)
         self.query_norm = family.norm(attention.q_norm) if family.has_qk_norm else None
         self.key_norm = family.norm(attention.k_norm) if family.has_qk_norm else None
         self.attention_output_norm = self.mlp_output_norm = None
-        if family.normalises_outputs:
+        if family.has_post_norms:
             self.attention_output_norm = family.norm(module.post_attention_layernorm)
             self.mlp_norm = family.norm(module.pre_feedforward_layernorm)
             self.mlp_output_norm = family.norm(module.post_feedforward_layernorm)
         else:
             self.mlp_norm = family.norm(module.post_attention_layernorm)
-        self.joint = Product.joined(attention_inputs(attention, family), packed)
-        self.output = Product.joined([attention.o_proj], packed)
-        self.gate_up = Product.joined(mlp_inputs(mlp, family), packed)
-        self.down = Product.joined([mlp.down_proj], packed)
+        self.joint = PackableLinear.joined(attention_inputs(attention, family), packed)
+        self.output = PackableLinear.joined([attention.o_proj], packed)
+        self.gate_up = PackableLinear.joined(mlp_inputs(mlp, family), packed)
+        self.down = PackableLinear.joined([mlp.down_proj], packed)
 
     def release(self) -> None:
         """Drop the weights of the products, which the caller holds in another form."""
@@ -315,7 +315,7 @@ class FusedDecoder:
             self.layers.append(Layer(body.layers[index], family, config, window, kind, packed))
             body.layers[index] = nn.Identity()  # frees the module's weights
         self.norm = family.norm(body.norm)
-        self.head = Product.joined([model.get_output_embeddings()], packed)
+        self.head = PackableLinear.joined([model.get_output_embeddings()], packed)
         self.windows = set(windows)
 
     def without(self, skipped: Sequence[int]) -> FusedDecoder:
@@ -374,9 +374,9 @@ class FusedRuntime(LayeredRuntime):
     def ends(self) -> EmbeddingAndHead:
         return self.decoder.ends()
 
-    def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         decoder = self.decoder
-        levels = self._through(decoder.embed(tokens), step, range(len(decoder.layers)))
+        levels = self._run_layers(decoder.embed(tokens), step, range(len(decoder.layers)))
         return self._output(levels, num_logits, with_hidden)
 
     def _output(self, levels: list[Tensor], num_logits: int, with_hidden: bool) -> Output:
@@ -385,11 +385,11 @@ class FusedRuntime(LayeredRuntime):
         logits = self.decoder.head(last[:, -num_logits:])
         return Output(logits, {layer: levels[layer] for layer in self.hidden_layers} if with_hidden else {})
 
-    def _through(self, states: Tensor, step: Step, layers: range) -> list[Tensor]:
+    def _run_layers(self, states: Tensor, step: ForwardStep, layers: range) -> list[Tensor]:
         """Run these layers; return their input and each layer's output, `[row, query, width]`."""
         decoder = self.decoder
         cos_sin = {kind: rotary.at(step) for kind, rotary in decoder.rotaries.items()}
-        views = {window: self._view(step, window) for window in decoder.windows}
+        views = {window: self._layer_mask(step, window) for window in decoder.windows}
         levels = [states]
         for index in layers:
             layer = decoder.layers[index]
@@ -397,19 +397,21 @@ class FusedRuntime(LayeredRuntime):
             levels.append(states)
         return levels
 
-    def without_layers(self, skipped: Sequence[int]) -> FusedRuntime:
+    def skip_layers(self, skipped: Sequence[int]) -> FusedRuntime:
         return FusedRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
-    def run_first(self, tokens: Tensor, step: Step, num_known: int, num_layers: int) -> Tensor:
-        return self._through(self.decoder.embed(tokens), step.behind(num_known), range(num_layers))[-1]
+    def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
+        return self._run_layers(self.decoder.embed(tokens), step.drop_first(num_known), range(num_layers))[-1]
 
-    def run_rest(self, tokens: Tensor, states: Tensor, step: Step, num_layers: int) -> Output:
-        levels = self._through(states, step, range(num_layers, len(self.decoder.layers)))
+    def run_remaining_layers(
+        self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
+    ) -> Output:
+        levels = self._run_layers(states, step, range(num_layers, len(self.decoder.layers)))
         # Of the levels that were not kept, only the embeddings can be requested.
         levels = [self.decoder.embed(tokens)] + [states] * (num_layers - 1) + levels
         return self._output(levels, tokens.shape[1], bool(self.hidden_layers))
 
-    def _view(self, step: Step, window: int | None) -> LayerMask:
+    def _layer_mask(self, step: ForwardStep, window: int | None) -> LayerMask:
         """Return the mask of the layers of one kind, with heads folded, in the model's dtype."""
         width = step.query_positions.shape[1]
         sees_all = window is None or step.num_keys <= window

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
-from secondguess.runtime.attention import Step
-from secondguess.runtime.base import ForwardOutput, Hidden
-from secondguess.runtime.cached import CachedRow, CachedRuntime, Output, queries_of
+from secondguess.runtime.attention import ForwardStep
+from secondguess.runtime.base import ForwardOutput, HiddenStates
+from secondguess.runtime.cached import CachedRow, CachedRuntime, Output, build_queries
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PartialForward:
     states: Tensor
     num_layers: int
 
-    def agrees_with(self, states: Sequence[CachedRow], draft: Draft) -> bool:
+    def is_prefix_of(self, states: Sequence[CachedRow], draft: Draft) -> bool:
         """Return whether these queries are a prefix of a draft.
 
         Rows and cached lengths must be the same, and every node that was run must have kept its
@@ -74,7 +74,7 @@ class LayeredRuntime(CachedRuntime):
     _partial: PartialForward | None = None
 
     @abstractmethod
-    def run_first(self, tokens: Tensor, step: Step, num_known: int, num_layers: int) -> Tensor:
+    def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
         """Run the first layers and return their output `[row, query, width]`.
 
         Args:
@@ -86,7 +86,9 @@ class LayeredRuntime(CachedRuntime):
         """
 
     @abstractmethod
-    def run_rest(self, tokens: Tensor, states: Tensor, step: Step, num_layers: int) -> Output:
+    def run_remaining_layers(
+        self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
+    ) -> Output:
         """Run the remaining layers and return the output of the whole forward pass.
 
         Only called if `hidden_layers` holds no layer below `num_layers` except the embeddings.
@@ -104,7 +106,7 @@ class LayeredRuntime(CachedRuntime):
         self._partial = None
         super().release()
 
-    def begin(self, rows: Sequence[Row]) -> list[Hidden]:
+    def begin(self, rows: Sequence[Row]) -> list[HiddenStates]:
         self._partial = None
         return super().begin(rows)
 
@@ -126,20 +128,22 @@ class LayeredRuntime(CachedRuntime):
                 "expected rows of which all but the last token is cached, got others; score them first"
             )
         ahead = self._partial
-        goes_on = ahead is not None and ahead.num_layers == num_layers and ahead.agrees_with(members, draft)
-        known = ahead.states if ahead is not None and goes_on else None
+        can_extend = (
+            ahead is not None and ahead.num_layers == num_layers and ahead.is_prefix_of(members, draft)
+        )
+        known = ahead.states if ahead is not None and can_extend else None
         with torch.inference_mode():
-            states = self._go_on(members, draft, known, num_layers)[2]
+            states = self._extend_first_layers(members, draft, known, num_layers)[2]
         lengths = [state.length for state in members]
         self._partial = PartialForward([state.row for state in members], lengths, draft, states, num_layers)
         return states[order.argsort()]
 
-    def _go_on(
+    def _extend_first_layers(
         self, members: Sequence[CachedRow], draft: Draft, known: Tensor | None, num_layers: int
-    ) -> tuple[Tensor, Step, Tensor]:
+    ) -> tuple[Tensor, ForwardStep, Tensor]:
         """Return a round's tokens, its step and the first layers' output for all its queries."""
         starts = [state.length for state in members]
-        queries = queries_of(members, [1] * len(members), draft)
+        queries = build_queries(members, [1] * len(members), draft)
         tokens = queries.tokens
         num_keys = -(-(max(starts) + draft.num_nodes + 1) // self._key_block) * self._key_block
         step = self._step(starts, queries, num_keys)
@@ -157,13 +161,13 @@ class LayeredRuntime(CachedRuntime):
 
     def _score(self, states: Sequence[CachedRow], draft: Draft) -> ForwardOutput:
         ahead, self._partial = self._partial, None
-        if ahead is None or not ahead.agrees_with(states, draft):
+        if ahead is None or not ahead.is_prefix_of(states, draft):
             return super()._score(states, draft)
         if any(0 < layer % (self.num_layers + 1) < ahead.num_layers for layer in self.hidden_layers):
             return super()._score(states, draft)  # needs hidden states that were not kept
         with torch.inference_mode():
-            tokens, step, read = self._go_on(states, draft, ahead.states, ahead.num_layers)
-            output = self.run_rest(tokens, read, step, ahead.num_layers)
+            tokens, step, read = self._extend_first_layers(states, draft, ahead.states, ahead.num_layers)
+            output = self.run_remaining_layers(tokens, read, step, ahead.num_layers)
         for state in states:
             state.length = len(state.row.tokens)
             state.num_nodes = draft.num_nodes

@@ -69,7 +69,7 @@ class LoadedModel:
         return ids
 
     @property
-    def runtime_in_words(self) -> str:
+    def runtime_description(self) -> str:
         """Name of the runtime, with a note if the kernels hold weights in 8 bits."""
         rounded = isinstance(self.runtime, NativeRuntime) and self.runtime.decoder.eight_bits
         return f"{self.kind}, weights in 8 bits" if rounded else self.kind
@@ -179,7 +179,7 @@ def load_runtime(
 
 def make_runtime(
     model: Any,
-    read_again: Callable[[], Any],
+    reload_model: Callable[[], Any],
     kind: str = "auto",
     *,
     quantize: str | None = None,
@@ -189,7 +189,7 @@ def make_runtime(
 
     Args:
         model: a causal language model; it must not be used by the caller afterwards.
-        read_again: loads another copy of the model, for use after a probe has failed.
+        reload_model: loads another copy of the model, for use after a probe has failed.
         kind: name of the runtime, as in `load_runtime`.
         quantize, drafts: as in `load_runtime`.
 
@@ -208,13 +208,13 @@ def make_runtime(
             native = to_native(unpacked, eight_bits) if unpacked else None
             if native is not None:
                 return NativeRuntime(native)
-            model = read_again()
+            model = reload_model()
     if kind in ("auto", "fused") and quantize is None and can_fuse(model.config, place):
         decoder = fuse(model.eval(), packable)
         if decoder is not None:
             return FusedRuntime(decoder)
         if kind == "auto":
-            model = read_again()
+            model = reload_model()
     if kind in ("native", "fused"):
         raise not_covered(kind, model.config, dtype, place, quantize)
     if quantize is not None:
@@ -235,7 +235,7 @@ def not_covered(
     )
 
 
-def memory_need(
+def estimate_load_memory(
     name_or_path: str | Path,
     *,
     dtype: str = "auto",
@@ -268,7 +268,7 @@ def wrap_model(model: Any) -> Iterator[LoadedModel]:
             "transformers",
             None,
             name,
-            _folder_of(name),
+            _directory_of(name),
             dtype,
             str(model.device),
             None,
@@ -276,7 +276,7 @@ def wrap_model(model: Any) -> Iterator[LoadedModel]:
         )
 
 
-def _folder_of(name: str) -> str:
+def _directory_of(name: str) -> str:
     """Return the directory of a model of this name, or the name itself if there is none."""
     try:
         return find_checkpoint(name) if name else name

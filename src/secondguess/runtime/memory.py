@@ -121,7 +121,7 @@ def available_memory(device: torch.device) -> int | None:
     return None
 
 
-def peak_of(needs: Iterable[MemoryEstimate]) -> int:
+def peak_memory(needs: Iterable[MemoryEstimate]) -> int:
     """Return the peak memory in bytes of models that are loaded one after the other."""
     needs = list(needs)
     return sum(need.total for need in needs) + max((need.excess for need in needs), default=0)
@@ -135,7 +135,7 @@ def check_memory(needs: Iterable[MemoryEstimate], device: torch.device) -> None:
     """
     needs = list(needs)
     available = available_memory(device)
-    total = peak_of(needs)
+    total = peak_memory(needs)
     if available is None or total <= available:
         return
     parts = ", ".join(
@@ -152,7 +152,7 @@ def check_cache_memory(num_tokens: int, bytes_per_token: int, device: torch.devi
     """Check that the KV caches of prompts fit into memory; outputs are allocated as they grow.
 
     Args:
-        num_tokens: tokens that the cache would have to allocate (`KeyValueCache.num_to_allocate`).
+        num_tokens: tokens that the cache would have to allocate (`KeyValueCache.num_tokens_to_allocate`).
         bytes_per_token: bytes of a token in the caches of all models.
         device: device of the caches.
 

@@ -19,14 +19,14 @@ ROWS_HINT = 8
 """Expected number of rows given to oneDNN: blocks for 8 suit 1 to 8 rows, those for 1 do not."""
 
 
-ALIKE_ROWS = 32
+MAX_ROWS_SAME_ORDER = 32
 """Largest number of rows for which oneDNN sums each row of a packed product in the same order."""
 
-LONGEST_DRAFT = 96
+MAX_DRAFT_QUERIES = 96
 """Upper bound on the nodes of a draft plus the tokens that a row may have to catch up."""
 
 
-class Product:
+class PackableLinear:
     """Product `values @ weight.T + bias` with an optionally packed weight.
 
     Args:
@@ -42,7 +42,7 @@ class Product:
         self.packed = packed
 
     @classmethod
-    def joined(cls, linears: Sequence[Any], packed: bool) -> Product:
+    def joined(cls, linears: Sequence[Any], packed: bool) -> PackableLinear:
         """Return one product for linear layers with the same input, outputs concatenated."""
         weights = [linear.weight.detach() for linear in linears]
         biases = [linear.bias for linear in linears]
@@ -66,7 +66,7 @@ def multiply(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """Return `values @ weight.T + bias` for a packed weight, `[..., output]`.
 
     A row's bits depend on that row alone. The exception is a single prompt of more than
-    `LONGEST_DRAFT` tokens: it is always prefilled on its own, and one product over all its tokens
+    `MAX_DRAFT_QUERIES` tokens: it is always prefilled on its own, and one product over all its tokens
     is faster.
 
     Args:
@@ -75,14 +75,14 @@ def multiply(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         bias: `[output]` or None.
     """
     num_rows = values.shape[:-1].numel()
-    if num_rows <= ALIKE_ROWS or (values.shape[0] == 1 and num_rows > LONGEST_DRAFT):
-        return _multiply_at_once(values, packed, bias)
-    parts = torch.split(values.reshape(num_rows, -1), ALIKE_ROWS)
-    product = torch.cat([_multiply_at_once(part, packed, bias) for part in parts])
+    if num_rows <= MAX_ROWS_SAME_ORDER or (values.shape[0] == 1 and num_rows > MAX_DRAFT_QUERIES):
+        return _linear(values, packed, bias)
+    parts = torch.split(values.reshape(num_rows, -1), MAX_ROWS_SAME_ORDER)
+    product = torch.cat([_linear(part, packed, bias) for part in parts])
     return product.view(*values.shape[:-1], -1)
 
 
-def _multiply_at_once(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     # For unusual strides oneDNN falls back to a reference kernel that is a hundred times slower.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(values.contiguous(), packed, bias, "none", [], "")
     return product

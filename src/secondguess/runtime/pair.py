@@ -8,14 +8,14 @@ import torch
 
 from secondguess.errors import BadInputError
 from secondguess.runtime.cache import KeyValueCache
-from secondguess.runtime.describe import WITHOUT_LIMIT, ModelDescription
+from secondguess.runtime.describe import DEFAULT_CONTEXT, ModelDescription
 from secondguess.runtime.loading import (
     check_quantization,
     check_tokenizers,
-    memory_need,
+    estimate_load_memory,
     read_tokenizer,
 )
-from secondguess.runtime.memory import MemoryEstimate, available_memory, peak_of
+from secondguess.runtime.memory import MemoryEstimate, available_memory, peak_memory
 
 INT8 = "int8"
 MAX_ROWS = 100_000
@@ -24,7 +24,7 @@ MAX_CONTEXT = 100_000_000
 
 
 @dataclass(frozen=True)
-class Demand:
+class MemoryPlanInput:
     """Load settings, batch size and context length that memory is planned for.
 
     Args:
@@ -39,7 +39,7 @@ class Demand:
     dtype: str = "auto"
     device: str = "auto"
     rows: int = 1
-    context: int = WITHOUT_LIMIT
+    context: int = DEFAULT_CONTEXT
 
     def __post_init__(self) -> None:
         if not 1 <= self.rows <= MAX_ROWS:
@@ -62,7 +62,7 @@ class MemoryPlan:
         available_bytes: memory available on the device; None if unknown.
     """
 
-    demand: Demand
+    demand: MemoryPlanInput
     target: MemoryEstimate
     drafter: MemoryEstimate | None
     head_bytes: int
@@ -92,7 +92,7 @@ class MemoryPlan:
         }
 
 
-def plan_demand(target: ModelDescription, *, rows: int | None, context: int | None) -> Demand:
+def plan_demand(target: ModelDescription, *, rows: int | None, context: int | None) -> MemoryPlanInput:
     """Return the rows and the context to plan memory for.
 
     Args:
@@ -106,12 +106,12 @@ def plan_demand(target: ModelDescription, *, rows: int | None, context: int | No
     limit = _positions(target)
     if context is not None and context > limit:
         raise BadInputError(f"expected a context of at most {limit} tokens (the model's), got {context}")
-    tokens = min(WITHOUT_LIMIT, limit) if context is None else context
-    return Demand(target.dtype, target.device, 1 if rows is None else rows, tokens)
+    tokens = min(DEFAULT_CONTEXT, limit) if context is None else context
+    return MemoryPlanInput(target.dtype, target.device, 1 if rows is None else rows, tokens)
 
 
 def plan_memory(
-    demand: Demand,
+    demand: MemoryPlanInput,
     target: ModelDescription,
     drafter: ModelDescription | None,
     *,
@@ -136,11 +136,11 @@ def plan_memory(
         int8["drafter"] = _need(demand, drafter, INT8, drafts=True).weights
     needs = [need] if guessing is None else [need, guessing]
     available = available_memory(torch.device(demand.device))
-    total = peak_of(needs) + head_bytes
+    total = peak_memory(needs) + head_bytes
     return MemoryPlan(demand, need, guessing, head_bytes, int8, _obstacle_to_int8(target), total, available)
 
 
-def remarks_on(target: ModelDescription, drafter: ModelDescription) -> list[str]:
+def compatibility_notes(target: ModelDescription, drafter: ModelDescription) -> list[str]:
     """Return remarks on permitted differences between a target and a draft model.
 
     Raises:
@@ -173,11 +173,13 @@ def _positions(model: ModelDescription) -> int:
     return model.context_length or MAX_CONTEXT
 
 
-def _need(demand: Demand, model: ModelDescription, quantize: str | None, drafts: bool) -> MemoryEstimate:
+def _need(
+    demand: MemoryPlanInput, model: ModelDescription, quantize: str | None, drafts: bool
+) -> MemoryEstimate:
     # A draft model does not draft for rows longer than its own context.
     tokens = min(demand.context, _positions(model))
-    cached = KeyValueCache(torch.device("cpu")).num_to_allocate(demand.rows, tokens)
-    return memory_need(
+    cached = KeyValueCache(torch.device("cpu")).num_tokens_to_allocate(demand.rows, tokens)
+    return estimate_load_memory(
         model.name,
         dtype=demand.dtype,
         device=demand.device,

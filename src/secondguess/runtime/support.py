@@ -24,9 +24,9 @@ def check_supported(model: Any) -> None:
     check_config(model.config, name)
     check_class(type(model), name)
     if model.get_output_embeddings() is None:
-        raise _refusal(name, "it has no language-modelling head; load it as a causal language model")
+        raise _unsupported(name, "it has no language-modelling head; load it as a causal language model")
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
-        raise _refusal(name, "its attention looks at both sides, it is not a causal language model")
+        raise _unsupported(name, "its attention looks at both sides, it is not a causal language model")
 
 
 def check_class(model_class: Any, name: str) -> None:
@@ -36,9 +36,9 @@ def check_class(model_class: Any, name: str) -> None:
         UnsupportedModelError: for recurrent models and models without the attention interface.
     """
     if model_class._is_stateful:
-        raise _refusal(name, "it has recurrent state, which cannot forget rejected tokens")
+        raise _unsupported(name, "it has recurrent state, which cannot forget rejected tokens")
     if not model_class._supports_attention_backend:
-        raise _refusal(name, "it does not use the attention interface of Transformers, which our masks need")
+        raise _unsupported(name, "it does not use the attention interface of Transformers, which our masks need")
 
 
 def check_config(config: Any, name: str) -> None:
@@ -49,11 +49,11 @@ def check_config(config: Any, name: str) -> None:
             sliding attention.
     """
     if config.is_encoder_decoder:
-        raise _refusal(name, "it is an encoder-decoder; secondguess decodes decoder-only models")
+        raise _unsupported(name, "it is an encoder-decoder; secondguess decodes decoder-only models")
     found = set(getattr(config.get_text_config(), "layer_types", None) or LAYER_TYPES)
     if found - LAYER_TYPES:
         foreign = ", ".join(sorted(found - LAYER_TYPES))
-        raise _refusal(
+        raise _unsupported(
             name,
             f"its layers of type {foreign} are recurrent, or no attention that can forget rejected tokens",
         )
@@ -75,7 +75,7 @@ def context_length_of(config: Any) -> int | None:
     return limit
 
 
-def _refusal(name: str, reason: str) -> UnsupportedModelError:
+def _unsupported(name: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{name} cannot be decoded speculatively: {reason}")
 
 

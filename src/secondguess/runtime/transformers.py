@@ -11,7 +11,7 @@ from torch import Tensor
 
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import attention
-from secondguess.runtime.attention import Step, current
+from secondguess.runtime.attention import ForwardStep, current
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cached import CachedRuntime, Output
 from secondguess.runtime.support import check_supported, context_length_of
@@ -76,7 +76,7 @@ class TransformersRuntime(CachedRuntime):
             self.model.get_output_embeddings(),
         )
 
-    def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         options: dict[str, Any] = {}
         if num_logits < tokens.shape[1] and self._can_skip_logits:
             options["logits_to_keep"] = num_logits

@@ -85,7 +85,7 @@ class ChainMasks:
         repeats: mask lines per query, for heads that are folded into queries.
     """
 
-    MOST_QUERIES = 32
+    MAX_QUERIES = 32
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class ChainMasks:
 
         The shape is `[1, 1, query * repeats, key]`.
         """
-        if num_queries > self.MOST_QUERIES:
+        if num_queries > self.MAX_QUERIES:
             return self._lines(start, num_queries, num_keys)
         if 2 * num_keys > self._table.shape[-1]:
-            self._table = self._lines(2 * num_keys, self.MOST_QUERIES, 4 * num_keys)
+            self._table = self._lines(2 * num_keys, self.MAX_QUERIES, 4 * num_keys)
         offset = self._table.shape[-1] // 2 - start
         return self._table[:, :, : num_queries * self._repeats, offset : offset + num_keys]
 

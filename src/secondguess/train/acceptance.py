@@ -25,13 +25,19 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from secondguess.controllers.acceptance_features import FEATURES
-from secondguess.controllers.predictor import Calibration, Layer, Network, Predictor
-from secondguess.names import require_between
-from secondguess.train.calibration import calibrate, calibrated, path_error, sigmoid, without_weight_bias
+from secondguess.controllers.predictor import Calibration, Layer, Predictor, PredictorNetwork
+from secondguess.names import check_range
+from secondguess.train.calibration import (
+    calibrate,
+    calibrated,
+    path_calibration_error,
+    sigmoid,
+    without_weight_bias,
+)
 
 Array = NDArray[numpy.float64]
 WIDTH = 16
-REPORTS = 8
+NUM_PROGRESS_LINES = 8
 """Approximate number of progress lines per fit."""
 
 
@@ -55,10 +61,10 @@ class FitOptions:
     learning_rate: float = 0.01
 
     def __post_init__(self) -> None:
-        require_between("the weight of rejections", self.reject_weight, 0.1, 100)
-        require_between("the number of epochs", self.num_epochs, 1, 10_000)
-        require_between("the batch size", self.batch_size, 1, 1_000_000)
-        require_between("the learning rate", self.learning_rate, 1e-6, 1)
+        check_range("the weight of rejections", self.reject_weight, 0.1, 100)
+        check_range("the number of epochs", self.num_epochs, 1, 10_000)
+        check_range("the batch size", self.batch_size, 1, 1_000_000)
+        check_range("the learning rate", self.learning_rate, 1e-6, 1)
 
 
 @dataclass(frozen=True)
@@ -240,7 +246,7 @@ def _train(
             optimizer.step()
             total += loss.item() * len(members)
         schedule.step()
-        if epoch % max(1, options.num_epochs // REPORTS) == 0 or epoch == options.num_epochs:
+        if epoch % max(1, options.num_epochs // NUM_PROGRESS_LINES) == 0 or epoch == options.num_epochs:
             with torch.no_grad():
                 held_out = weighted_loss(net(others.features), others, options.reject_weight).item()
             seconds = time.monotonic() - start
@@ -252,7 +258,7 @@ def _train(
 
 def _logits(layers: tuple[Layer, Layer, Layer], examples: Examples) -> Array:
     """Return logits `[draft, depth]`, computed by the code that runs during decoding."""
-    network = Network(Predictor(layers, Calibration((1.0,), (0.0,))))
+    network = PredictorNetwork(Predictor(layers, Calibration((1.0,), (0.0,))))
     num_guesses, depth, num_features = examples.features.shape
     return network.logits(examples.features.reshape(-1, num_features)).reshape(num_guesses, depth)
 
@@ -282,7 +288,7 @@ def _figures(
         "calibrated": calibrated(logits, calibration),
     }
     errors = {
-        name: round(path_error(predicted, held_out.chances, held_out.real), 4)
+        name: round(path_calibration_error(predicted, held_out.chances, held_out.real), 4)
         for name, predicted in ways.items()
     }
     return {"held_out_calibration_error": errors}

@@ -26,12 +26,12 @@ Flags = NDArray[numpy.bool_]
 
 NUM_BINS = 20
 """Number of bins of equal width over [0, 1]."""
-SLACK = 0.003
+ERROR_TOLERANCE = 0.003
 """Smallest significant difference of calibration errors.
 
 Among smaller differences, the log loss decides, so that temperatures vary smoothly.
 """
-FEWEST = 100
+MIN_DRAFTS_PER_DEPTH = 100
 """Minimum number of drafts with a node at a depth.
 
 From the first depth with fewer, all depths share the calibration of the last one fitted.
@@ -75,7 +75,7 @@ def calibrate(logits: Array, chances: Array, real: Flags) -> Calibration:
     products, outcomes = numpy.ones(len(logits)), numpy.ones(len(logits))
     for depth in range(logits.shape[1]):
         there = real[:, depth]
-        if depth and there.sum() < FEWEST:
+        if depth and there.sum() < MIN_DRAFTS_PER_DEPTH:
             break
         outcomes = outcomes * chances[:, depth]
         scale, shift = _best(logits[there, depth], products[there], outcomes[there])
@@ -91,7 +91,7 @@ def calibrated(logits: Array, calibration: Calibration) -> Array:
     return sigmoid(logits * pairs[:, 0] + pairs[:, 1])
 
 
-def path_error(predicted: Array, chances: Array, real: Flags) -> float:
+def path_calibration_error(predicted: Array, chances: Array, real: Flags) -> float:
     """Return the calibration error of running products, averaged over the depths.
 
     Args:
@@ -118,7 +118,9 @@ def _best(logits: Array, products: Array, outcomes: Array) -> tuple[float, float
             loss = log_loss(predicted, outcomes)
             tried.append((calibration_error(predicted, outcomes), loss, scale, shift))
         least = min(error for error, *_ in tried)
-        _, _, *best = min((each for each in tried if each[0] <= least + SLACK), key=lambda each: each[1])
+        _, _, *best = min(
+            (each for each in tried if each[0] <= least + ERROR_TOLERANCE), key=lambda each: each[1]
+        )
         centre, span = (best[0], best[1]), span / 3
     return centre
 

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from secondguess.core import Row
 from secondguess.errors import BadInputError, UnsupportedModelError
-from secondguess.heads.learning import Lesson
-from secondguess.runtime.base import EmbeddingAndHead, Hidden, Runtime
+from secondguess.heads.learning import TrainingBatch
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.train.files import write_atomically
 from secondguess.train.lessons import Batch, TrainingText
 
-LAST = -1
+LAST_LAYER = -1
 """Index of the last, normalised hidden states, from which the LM head computes the logits."""
 GIGABYTE = 1_000_000_000
-TEXTS_PER_MARK = 32
+TEXTS_PER_SAVE = 32
 """Number of texts after which a capture to disk records its progress."""
 
 Report = Callable[[str], None]
@@ -39,7 +39,7 @@ Report = Callable[[str], None]
 class Capture(Protocol):
     """Source of the target's hidden states for batches of texts."""
 
-    def lesson(self, batch: Batch) -> Lesson:
+    def training_batch(self, batch: Batch) -> TrainingBatch:
         """Return the batch with hidden states, in float32 on the target's device."""
         ...
 
@@ -57,14 +57,14 @@ class LiveCapture:
 
     def __init__(self, target: Runtime, layers: Sequence[int]) -> None:
         self.target = target
-        self.layers = tuple(dict.fromkeys([*layers, LAST]))
-        target.request_hidden(self.layers)
+        self.layers = tuple(dict.fromkeys([*layers, LAST_LAYER]))
+        target.request_hidden_states(self.layers)
 
-    def lesson(self, batch: Batch) -> Lesson:
+    def training_batch(self, batch: Batch) -> TrainingBatch:
         texts = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.lengths, strict=True)]
-        return padded_lesson(batch, self.states(texts), self.target.device)
+        return padded_batch(batch, self.states(texts), self.target.device)
 
-    def states(self, texts: Sequence[list[int]]) -> list[Hidden]:
+    def states(self, texts: Sequence[list[int]]) -> list[HiddenStates]:
         """Return per text and layer the states `[position, width]`, in the target's dtype."""
         # `begin` caches all tokens but the last, so a token that is never processed is appended.
         rows = [Row([*text, 0], SamplingParams(max_tokens=1)) for text in texts]
@@ -95,7 +95,7 @@ class StoredCapture:
         dtype: torch.dtype,
     ) -> None:
         self.folder, self.texts, self.target, self.dtype = folder, texts, target, dtype
-        self.layers = tuple(dict.fromkeys([*layers, LAST]))
+        self.layers = tuple(dict.fromkeys([*layers, LAST_LAYER]))
         self._starts = [0, *accumulate(len(text.tokens) for text in texts)]
         self._maps: dict[int, numpy.memmap] = {}
 
@@ -135,7 +135,7 @@ class StoredCapture:
         live = LiveCapture(self.target, self.layers)
         self._open("r+" if done else "w+")
         while done < len(self.texts):
-            part = range(done, min(done + TEXTS_PER_MARK, len(self.texts)))
+            part = range(done, min(done + TEXTS_PER_SAVE, len(self.texts)))
             for index, hidden in zip(part, live.states([self.texts[i].tokens for i in part]), strict=True):
                 self._store(index, hidden)
             for of_layer in self._maps.values():
@@ -146,9 +146,9 @@ class StoredCapture:
             pause()
         self._open("r")
 
-    def lesson(self, batch: Batch) -> Lesson:
+    def training_batch(self, batch: Batch) -> TrainingBatch:
         hidden = [{layer: self._states(index, layer) for layer in self.layers} for index in batch.indices]
-        return padded_lesson(batch, hidden, self.target.device)
+        return padded_batch(batch, hidden, self.target.device)
 
     def _num_done(self) -> int:
         """Return the number of texts whose states are on disk.
@@ -174,7 +174,7 @@ class StoredCapture:
             else:
                 self._maps[layer] = numpy.lib.format.open_memmap(path, mode)
 
-    def _store(self, index: int, hidden: Hidden) -> None:
+    def _store(self, index: int, hidden: HiddenStates) -> None:
         for layer, states in hidden.items():
             stored = states.to(self.dtype).cpu()
             if not bool(torch.isfinite(stored).all()):
@@ -190,14 +190,14 @@ class StoredCapture:
         return torch.from_numpy(self._maps[layer][place].copy()).view(self.dtype)
 
 
-def padded_lesson(batch: Batch, hidden: Sequence[Hidden], device: torch.device) -> Lesson:
+def padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.device) -> TrainingBatch:
     """Return a batch with hidden states per row, padded with zeros, all on one device."""
     width = batch.tokens.shape[1]
     layers = {
         layer: torch.stack([_padded(of_row[layer].float(), width) for of_row in hidden]).to(device)
         for layer in hidden[0]
     }
-    return Lesson(batch.tokens.to(device), batch.counts.to(device), layers)
+    return TrainingBatch(batch.tokens.to(device), batch.counts.to(device), layers)
 
 
 def _padded(states: Tensor, length: int) -> Tensor:
@@ -206,7 +206,7 @@ def _padded(states: Tensor, length: int) -> Tensor:
     return padded
 
 
-def ends_for_learning(target: Runtime) -> EmbeddingAndHead:
+def frozen_float32_ends(target: Runtime) -> EmbeddingAndHead:
     """Return the target's embeddings, final norm and LM head, frozen and with float32 outputs.
 
     They still compute in the target's dtype.

@@ -33,8 +33,8 @@ SKIPPED = (
     "turtledemo migrations _distutils_hack __pycache__ node_modules"
 )
 SKIPPED_FOLDERS = frozenset(SKIPPED.split())
-LARGEST_FILE = 120_000
-LARGEST_PER_PACKAGE = 3_000_000
+MAX_FILE_CHARACTERS = 120_000
+MAX_PACKAGE_BYTES = 3_000_000
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ def is_held_out(content: bytes, one_in: int = 50) -> bool:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % one_in == 0
 
 
-def is_ordinary(text: str) -> bool:
+def looks_handwritten(text: str) -> bool:
     """Return whether a file looks handwritten, rather than generated, tabular or packed."""
-    if not 200 <= len(text) <= LARGEST_FILE or "\0" in text:
+    if not 200 <= len(text) <= MAX_FILE_CHARACTERS or "\0" in text:
         return False
     lines = text.split("\n")
     if max(map(len, lines)) > 300 or sum(len(line) > 120 for line in lines) > 0.03 * len(lines):
@@ -151,7 +151,7 @@ def _without_licence_header(text: str) -> str:
     return text
 
 
-def _wanted(relative: Path) -> bool:
+def _is_included(relative: Path) -> bool:
     folders = {part.lower() for part in relative.parts[:-1]}
     name = relative.name.lower()
     return not folders & SKIPPED_FOLDERS and not name.startswith(("test_", "conftest")) and "_pb2" not in name
@@ -160,7 +160,7 @@ def _wanted(relative: Path) -> bool:
 def standard_library() -> tuple[Package, list[Path]]:
     """Return the running interpreter's library (Python Software Foundation licence)."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in sorted(root.rglob("*.py")) if _wanted(path.relative_to(root))]
+    files = [path for path in sorted(root.rglob("*.py")) if _is_included(path.relative_to(root))]
     version = ".".join(map(str, sys.version_info[:3]))
     return Package("python standard library", version, "PSF-2.0"), files
 
@@ -177,7 +177,7 @@ def installed_packages(directory: Path) -> Iterator[tuple[Package, list[Path]]]:
             {
                 Path(str(distribution.locate_file(entry)))
                 for entry in distribution.files or []
-                if entry.suffix == ".py" and ".." not in entry.parts and _wanted(Path(*entry.parts))
+                if entry.suffix == ".py" and ".." not in entry.parts and _is_included(Path(*entry.parts))
             }
         )
         if files:
@@ -256,10 +256,10 @@ def build_corpus(
         taken, size = 0, 0
         # Ordered by digest, a package that exceeds the limit is sampled, not cut alphabetically.
         for path in sorted(files, key=lambda path: hashlib.sha256(path.name.encode()).digest()):
-            if size > LARGEST_PER_PACKAGE or (most_bytes is not None and total > most_bytes):
+            if size > MAX_PACKAGE_BYTES or (most_bytes is not None and total > most_bytes):
                 break
             text = _read(path)
-            if text is None or not is_ordinary(text) or screen.contains(text):
+            if text is None or not looks_handwritten(text) or screen.contains(text):
                 continue
             content = text.encode()
             digest = hashlib.sha256(content).digest()

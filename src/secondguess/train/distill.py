@@ -18,9 +18,9 @@ from torch import Tensor
 from secondguess.errors import BadInputError
 from secondguess.train.files import write_atomically
 from secondguess.train.generate import RowGenerator
-from secondguess.train.losses import hybrid_overlap_loss
+from secondguess.train.losses import mean_hybrid_lk_loss
 from secondguess.train.model import Decoder, ModelShape
-from secondguess.train.tokens import TokenStore, epoch_draw
+from secondguess.train.tokens import TokenStore, shuffled_index
 from secondguess.train.trainer import LossFunction, Report
 
 OWN_LENGTH = 256
@@ -59,7 +59,7 @@ def overlap_loss(target: Decoder) -> LossFunction:
     def loss(drafter: Decoder, rows: Tensor) -> Tensor:
         with torch.no_grad():
             target_logits = target(rows[:, :-1])
-        return hybrid_overlap_loss(target_logits, drafter(rows[:, :-1]))
+        return mean_hybrid_lk_loss(target_logits, drafter(rows[:, :-1]))
 
     return loss
 
@@ -120,7 +120,7 @@ class MixedStore:
                 f"the target's own text has rows of {self.own.shape[1]} tokens; use windows of at most one less"
             )
         num_own = round(rows * self.own_share)
-        picks = [epoch_draw(seed, 3, step * num_own + row, len(self.own)) for row in range(num_own)]
+        picks = [shuffled_index(seed, 3, step * num_own + row, len(self.own)) for row in range(num_own)]
         own = torch.from_numpy(self.own[picks, : length + 1].astype(numpy.int64))
         return torch.cat((self.corpus.batch(seed, step, rows - num_own, length, function_share), own))
 

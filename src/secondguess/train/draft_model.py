@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from secondguess.errors import BadInputError
-from secondguess.heads.learning import DepthLosses, Lesson, Objective, TrainableHead, mean_where, overlap
+from secondguess.heads.learning import (
+    DepthLosses,
+    Objective,
+    TrainableHead,
+    TrainingBatch,
+    masked_mean,
+    overlap,
+)
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.quiet import quiet
 from secondguess.train.export import save_model, saved_dtype
@@ -23,7 +30,7 @@ with quiet():
     from transformers import LlamaConfig, LlamaForCausalLM
 
 HEAD_SIZE = 64
-WIDEST = 512
+MAX_DEFAULT_WIDTH = 512
 """Maximum default width of a draft model; by default it is also no wider than its target."""
 
 
@@ -67,7 +74,7 @@ class DraftModel(TrainableHead):
         Raises:
             BadInputError: a width that is not a multiple of the head size, 64.
         """
-        width = width or max(HEAD_SIZE, min(ends.width, WIDEST) // HEAD_SIZE * HEAD_SIZE)
+        width = width or max(HEAD_SIZE, min(ends.width, MAX_DEFAULT_WIDTH) // HEAD_SIZE * HEAD_SIZE)
         if width % HEAD_SIZE:
             raise BadInputError(f"expected a width that is a multiple of {HEAD_SIZE}, got {width}")
         num_heads = width // HEAD_SIZE
@@ -86,27 +93,29 @@ class DraftModel(TrainableHead):
         model = LlamaForCausalLM(config)
         with torch.no_grad():
             model.get_input_embeddings().weight.copy_(
-                embeddings_of_width(ends.embed(torch.arange(vocab_size, device=device)).cpu(), width)
+                project_embeddings(ends.embed(torch.arange(vocab_size, device=device)).cpu(), width)
             )
         return cls(model, saved_dtype(target))
 
-    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
-        states = self.model.model(input_ids=lesson.tokens, use_cache=False).last_hidden_state
+    def learn(
+        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+    ) -> DepthLosses:
+        states = self.model.model(input_ids=training_batch.tokens, use_cache=False).last_hidden_state
         # The hidden state at a position predicts the next token.
-        counts = lesson.counts[:, 1:]
+        counts = training_batch.counts[:, 1:]
         draft_logits = self.model.lm_head(states[:, :-1][counts])
         with torch.no_grad():
-            target_logits = ends.unembed(lesson.hidden[-1][:, :-1][counts])
+            target_logits = ends.unembed(training_batch.hidden[-1][:, :-1][counts])
         there = torch.ones(len(draft_logits), dtype=torch.bool, device=draft_logits.device)
-        loss = mean_where(objective(target_logits, draft_logits), there)
-        return DepthLosses([loss], [mean_where(overlap(target_logits, draft_logits), there)])
+        loss = masked_mean(objective(target_logits, draft_logits), there)
+        return DepthLosses([loss], [masked_mean(overlap(target_logits, draft_logits), there)])
 
     def save(self, folder: Path) -> None:
         """Write the model in Transformers format, without a tokenizer."""
         save_model(self.model, folder, self.dtype)
 
 
-def embeddings_of_width(embeddings: Tensor, width: int) -> Tensor:
+def project_embeddings(embeddings: Tensor, width: int) -> Tensor:
     """Return embeddings `[vocab, width]` that best preserve the inner products of `embeddings`.
 
     They are projections on the leading singular directions, padded with zeros if `width` is

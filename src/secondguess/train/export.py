@@ -54,7 +54,7 @@ def export_model(
     """Write configuration, weights and tokenizer, each file atomically."""
     end_token = end_token_id(tokenizer)
     weights = {name: weight.detach().to(dtype).contiguous() for name, weight in decoder.state_dict().items()}
-    with whole_files(directory) as fresh:
+    with write_folder_atomically(directory) as fresh:
         config = llama_config(decoder.shape, end_token)
         config.dtype = str(dtype).removeprefix("torch.")
         config.save_pretrained(fresh)
@@ -64,7 +64,7 @@ def export_model(
 
 
 @contextmanager
-def whole_files(directory: Path) -> Iterator[Path]:
+def write_folder_atomically(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder whose files are then moved to `directory`, each atomically.
 
     No file is moved if writing fails.
@@ -90,7 +90,7 @@ def save_model(model: Any, directory: Path, dtype: torch.dtype) -> None:
 
     The model is converted to `dtype` in place.
     """
-    with whole_files(directory) as fresh, no_progress_bars():
+    with write_folder_atomically(directory) as fresh, no_progress_bars():
         model.to(dtype).save_pretrained(fresh)
 
 

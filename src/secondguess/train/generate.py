@@ -48,7 +48,7 @@ class RowGenerator:
         """Return the prompts [row, position], each followed by ``new_tokens`` generated tokens."""
         rows, fresh = prompts, prompts
         for _ in range(new_tokens):
-            fresh = _pick(self._forward(fresh), temperature, generator)
+            fresh = _sample(self._forward(fresh), temperature, generator)
             rows = torch.cat((rows, fresh), dim=1)
         return rows
 
@@ -95,7 +95,7 @@ class RowGenerator:
         return functional.linear(flat, self.weights[f"{prefix}.self_attn.o_proj.weight"])
 
 
-def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)

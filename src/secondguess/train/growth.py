@@ -9,7 +9,7 @@ import torch
 from secondguess.errors import BadInputError
 from secondguess.train.model import Decoder
 
-_WRITES_RESIDUAL = ("o_proj.weight", "down_proj.weight")
+_OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 
 
 def deepened(decoder: Decoder, num_layers: int) -> tuple[Decoder, dict[str, str]]:
@@ -39,7 +39,7 @@ def deepened(decoder: Decoder, num_layers: int) -> tuple[Decoder, dict[str, str]
     with torch.no_grad():
         for name, parameter in grown.named_parameters():
             source, is_new = _source(name, sources)
-            if is_new and name.endswith(_WRITES_RESIDUAL):
+            if is_new and name.endswith(_OUTPUT_PROJECTIONS):
                 parameter.zero_()
                 continue
             parameter.copy_(weights[source])

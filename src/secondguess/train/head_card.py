@@ -68,18 +68,18 @@ def displayed_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table(values: Mapping[str, Any], what: str) -> str:
     lines = [
-        f"| {name.replace('_', ' ')} | {_shown(value)} |"
+        f"| {name.replace('_', ' ')} | {_format(value)} |"
         for name, value in values.items()
         if value is not None
     ]
     return "\n".join([f"| {what} | |", "|---|---|", *lines]) + "\n"
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return ", ".join(_shown(each) for each in value)
+        return ", ".join(_format(each) for each in value)
     if isinstance(value, dict):
         return f"`{json.dumps(value)}`"
     return str(value).replace("|", "\\|")

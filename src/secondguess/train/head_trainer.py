@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.learning import DepthLosses, Lesson, Objective, TrainableHead
-from secondguess.names import require_between
+from secondguess.heads.learning import DepthLosses, Objective, TrainableHead, TrainingBatch
+from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.capture import Capture
 from secondguess.train.files import write_atomically
-from secondguess.train.lessons import Batch, Texts, TrainingText, batches_in_order, training_batches
+from secondguess.train.lessons import Batch, TextSplit, TrainingText, batches_in_order, training_batches
 from secondguess.train.schedule import Budget
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
@@ -73,17 +73,17 @@ class TrainSettings:
     patience: int = 5
 
     def __post_init__(self) -> None:
-        require_between("the learning rate", self.learning_rate, 1e-8, 1)
-        require_between("the weight decay", self.weight_decay, 0, 10)
-        require_between("the number of warm-up steps", self.warmup_steps, 0, 1_000_000)
-        require_between("the largest norm of the gradient", self.clip, 1e-6, 1e6)
-        require_between("the batch size", self.batch_size, 1, 65_536)
-        require_between("the share of places", self.places, 0.001, 1)
-        require_between("the seed", self.seed, 0, 2**31 - 1)
-        require_between("the seconds between checkpoints", self.checkpoint_seconds, 1, 1e9)
-        require_between("the steps between checkpoints", self.checkpoint_steps, 0, 1_000_000_000)
-        require_between("the steps between looks at held-out text", self.evaluate_steps, 1, 1_000_000_000)
-        require_between("the patience", self.patience, 0, 1_000_000)
+        check_range("the learning rate", self.learning_rate, 1e-8, 1)
+        check_range("the weight decay", self.weight_decay, 0, 10)
+        check_range("the number of warm-up steps", self.warmup_steps, 0, 1_000_000)
+        check_range("the largest norm of the gradient", self.clip, 1e-6, 1e6)
+        check_range("the batch size", self.batch_size, 1, 65_536)
+        check_range("the share of places", self.places, 0.001, 1)
+        check_range("the seed", self.seed, 0, 2**31 - 1)
+        check_range("the seconds between checkpoints", self.checkpoint_seconds, 1, 1e9)
+        check_range("the steps between checkpoints", self.checkpoint_steps, 0, 1_000_000_000)
+        check_range("the steps between looks at held-out text", self.evaluate_steps, 1, 1_000_000_000)
+        check_range("the patience", self.patience, 0, 1_000_000)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class TrainingObjective:
 
 
 @dataclass
-class Standing:
+class RunState:
     """Progress of a run, stored in the checkpoint.
 
     Args:
@@ -172,7 +172,7 @@ class HeadTrainer:
         self,
         trainable: TrainableHead,
         ends: EmbeddingAndHead,
-        texts: Texts,
+        texts: TextSplit,
         capture: Capture,
         held_out_capture: Capture,
         aim: TrainingObjective,
@@ -186,7 +186,7 @@ class HeadTrainer:
         self.capture, self.held_out_capture = capture, held_out_capture
         self.settings, self.folder = settings, folder
         self._tell, self._pause = progress, pause
-        self.standing = Standing()
+        self.standing = RunState()
         self._parameters = [each for each in trainable.parameters() if each.requires_grad]
         if not self._parameters:
             raise BadInputError(f"expected weights to train in a {type(trainable).__name__}, got none")
@@ -203,7 +203,7 @@ class HeadTrainer:
         """Share of the budget that is spent, 0 to 1."""
         return self.settings.budget.progress(self.standing.seconds, self.standing.step)
 
-    def run(self) -> Standing:
+    def run(self) -> RunState:
         """Train until the budget is spent or the score stops improving.
 
         The learner then has the weights with the best score.
@@ -258,8 +258,8 @@ class HeadTrainer:
         with torch.random.fork_rng():
             # Random numbers (dropout, anchors) depend on the step alone, not on earlier draws.
             torch.manual_seed(self.settings.seed * 1_000_003 + self.standing.step)
-            lesson = _thinned(self.capture.lesson(batch), self.settings.places)
-            marks = self.trainable.learn(lesson, self.ends, self.aim.objective)
+            training_batch = _thinned(self.capture.training_batch(batch), self.settings.places)
+            marks = self.trainable.learn(training_batch, self.ends, self.aim.objective)
             loss = self._weighted(marks)
             loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
@@ -345,7 +345,7 @@ class HeadTrainer:
             self.trainable.load_state_dict(content["learner"])
             self.optimizer.load_state_dict(content["optimizer"])
             self.schedule.load_state_dict(content["schedule"])
-            self.standing = Standing(**content["standing"])
+            self.standing = RunState(**content["standing"])
             self._best = content["best"]
         except Exception as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -364,12 +364,12 @@ def _write_line(log: BinaryIO, content: dict[str, object]) -> None:
     log.write(json.dumps(content).encode() + b"\n")
 
 
-def _thinned(lesson: Lesson, share: float) -> Lesson:
-    """Return the `Lesson` with a random share of its counted positions."""
+def _thinned(training_batch: TrainingBatch, share: float) -> TrainingBatch:
+    """Return the `TrainingBatch` with a random share of its counted positions."""
     if share == 1:
-        return lesson
-    lots = torch.rand(lesson.counts.shape).to(lesson.counts.device)
-    return replace(lesson, counts=lesson.counts & (lots < share))
+        return training_batch
+    lots = torch.rand(training_batch.counts.shape).to(training_batch.counts.device)
+    return replace(training_batch, counts=training_batch.counts & (lots < share))
 
 
 @torch.no_grad()
@@ -385,7 +385,7 @@ def held_out_acceptance(
     trainable.eval()
     total, num_counted = torch.zeros(0), 0
     for batch in batches_in_order(texts, batch_size):
-        marks = trainable.learn(capture.lesson(batch), ends, aim.objective)
+        marks = trainable.learn(capture.training_batch(batch), ends, aim.objective)
         accepted = torch.stack([each.float().cpu() for each in marks.accepted])
         total = accepted * batch.num_counted + (total if num_counted else 0)
         num_counted += batch.num_counted

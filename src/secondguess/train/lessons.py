@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.files import write_atomically
-from secondguess.train.tokens import epoch_draw
+from secondguess.train.tokens import shuffled_index
 
 _ORDER = 7
 """Purpose key of the random numbers that order the texts."""
@@ -89,7 +89,7 @@ def read_texts(path: Path) -> list[TrainingText]:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextSplit:
     """Training texts and held-out texts.
 
     Args:
@@ -100,7 +100,7 @@ class Texts:
     held_out: Sequence[TrainingText]
 
     @classmethod
-    def split(cls, texts: Sequence[TrainingText], most_held_out: int = 64) -> Texts:
+    def split(cls, texts: Sequence[TrainingText], most_held_out: int = 64) -> TextSplit:
         """Hold out every tenth text, at least one, and at most `most_held_out`, evenly spaced.
 
         Raises:
@@ -161,7 +161,7 @@ class Batch:
         return int(self.counts.sum())
 
 
-class _Numbered(Dataset[tuple[int, TrainingText]]):
+class _IndexedTexts(Dataset[tuple[int, TrainingText]]):
     def __init__(self, texts: Sequence[TrainingText]) -> None:
         self.texts = texts
 
@@ -189,7 +189,7 @@ class SeededBatches(Sampler[list[int]]):
         step = self.first_step
         while True:
             places = range(step * self.batch_size, (step + 1) * self.batch_size)
-            yield [epoch_draw(self.seed, _ORDER, place, self.num_texts) for place in places]
+            yield [shuffled_index(self.seed, _ORDER, place, self.num_texts) for place in places]
             step += 1
 
 
@@ -198,7 +198,7 @@ def training_batches(
 ) -> DataLoader[Batch]:
     """Return an endless loader of batches, from that of step `first_step` on."""
     sampler = SeededBatches(len(texts), batch_size, seed, first_step)
-    return DataLoader(_Numbered(texts), batch_sampler=sampler, collate_fn=Batch.of)  # type: ignore[arg-type]
+    return DataLoader(_IndexedTexts(texts), batch_sampler=sampler, collate_fn=Batch.of)  # type: ignore[arg-type]
 
 
 def batches_in_order(texts: Sequence[TrainingText], batch_size: int) -> Iterator[Batch]:

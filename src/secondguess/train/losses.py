@@ -40,7 +40,7 @@ def forward_divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     return (target_log.exp() * (target_log - draft_log)).sum(-1)
 
 
-def hybrid_divergence(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
+def hybrid_lk_loss(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
     """Return the hybrid LK loss per position (arXiv 2602.23881).
 
     It is ``lam KL(p || q) + (1 - lam) (1 - alpha)`` with ``lam = exp(-sharpness alpha)`` held
@@ -55,9 +55,9 @@ def hybrid_divergence(target_logits: Tensor, draft_logits: Tensor, sharpness: fl
     return weight * divergence + (1.0 - weight) * (1.0 - alpha)
 
 
-def hybrid_overlap_loss(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
-    """Return ``hybrid_divergence`` averaged over positions."""
-    return hybrid_divergence(target_logits, draft_logits, sharpness).mean()
+def mean_hybrid_lk_loss(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
+    """Return ``hybrid_lk_loss`` averaged over positions."""
+    return hybrid_lk_loss(target_logits, draft_logits, sharpness).mean()
 
 
 def total_variation(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def top_token_cross_entropy(target_logits: Tensor, draft_logits: Tensor) -> Tens
 
 
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "lk": hybrid_divergence,
+    "lk": hybrid_lk_loss,
     "kl": forward_divergence,
     "tv": total_variation,
     "ce": top_token_cross_entropy,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from secondguess.errors import BadInputError
 from secondguess.heads.learning import TrainableHead
-from secondguess.names import read_options, require_between
+from secondguess.names import check_range, read_options
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.head_trainer import acceptance_length
 
@@ -106,7 +106,7 @@ class Recipe(ABC):
         saves.save(folder)
 
 
-def _falling(decay: float, num_depths: int) -> list[float]:
+def _geometric_weights(decay: float, num_depths: int) -> list[float]:
     return [decay**depth for depth in range(num_depths)]
 
 
@@ -133,8 +133,8 @@ class DraftRecipe(Recipe):
     keeps_tokenizer = True
 
     def __post_init__(self) -> None:
-        require_between("the number of layers", self.num_layers, 1, 64)
-        require_between("the width", self.width, 0, 8192)
+        check_range("the number of layers", self.num_layers, 1, 64)
+        check_range("the width", self.width, 0, 8192)
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
         from secondguess.train.draft_model import DraftModel
@@ -167,7 +167,7 @@ class EarlyExitRecipe(Recipe):
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
         layer = self.layer or max(1, target.num_layers // 4)
-        require_between("the layer", layer, 1, target.num_layers - 1)
+        check_range("the layer", layer, 1, target.num_layers - 1)
         mlp_size = self.mlp_size or 2 * target.ends.width
         trainable: TrainableHead = _head("early_exit:EarlyExitHead").fresh(
             target.ends, layer, mlp_size, seed=target.seed
@@ -198,8 +198,8 @@ class WholeModelRecipe(Recipe):
     keeps_tokenizer = True
 
     def __post_init__(self) -> None:
-        require_between("the layer dropout", self.layer_dropout, 0, 0.9)
-        require_between("the scale of the exits", self.exit_scale, 0, 10)
+        check_range("the layer dropout", self.layer_dropout, 0, 0.9)
+        check_range("the scale of the exits", self.exit_scale, 0, 10)
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
         from secondguess.train.export import saved_dtype
@@ -240,7 +240,7 @@ class MedusaRecipe(Recipe):
         return trainable
 
     def weights(self, num_depths: int) -> list[float]:
-        return _falling(self.decay, num_depths)
+        return _geometric_weights(self.decay, num_depths)
 
     def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
         saves: Any = trainable
@@ -278,7 +278,7 @@ class EagleRecipe(Recipe):
         return trainable
 
     def weights(self, num_depths: int) -> list[float]:
-        return _falling(self.decay, num_depths)
+        return _geometric_weights(self.decay, num_depths)
 
     def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
         _head("eagle_files:save_eagle")(trainable, folder, target)
@@ -306,7 +306,7 @@ class MtpRecipe(Recipe):
         return trainable
 
     def weights(self, num_depths: int) -> list[float]:
-        return _falling(self.decay, num_depths)
+        return _geometric_weights(self.decay, num_depths)
 
     def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
         _head("mtp_files:save_mtp")(trainable, folder)
@@ -334,13 +334,13 @@ class DSparkRecipe(Recipe):
     kind = "dspark"
 
     def __post_init__(self) -> None:
-        require_between("gamma", self.gamma, 0.1, 1000)
-        require_between("the number of states to fuse", self.num_states, 1, 1000)
+        check_range("gamma", self.gamma, 0.1, 1000)
+        check_range("the number of states to fuse", self.num_states, 1, 1000)
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
         trainable: TrainableHead = _head("dspark:DsparkHead").fresh(
             target.ends,
-            spread_layers(target.num_layers, self.num_states),
+            evenly_spaced_layers(target.num_layers, self.num_states),
             block_size=self.block_size,
             markov_rank=self.markov_rank,
             num_layers=self.num_layers,
@@ -359,13 +359,13 @@ class DSparkRecipe(Recipe):
         saves.save(folder, target)
 
 
-def spread_layers(num_layers: int, most: int) -> tuple[int, ...]:
+def evenly_spaced_layers(num_layers: int, most: int) -> tuple[int, ...]:
     """Return at most `most` layers of a target, evenly spread.
 
     They are counted from 1, and lie between the second and the third from last, or in a target
     of fewer than `most + 3` layers between the first and the last.
 
-    >>> spread_layers(16, 5), spread_layers(2, 5)
+    >>> evenly_spaced_layers(16, 5), evenly_spaced_layers(2, 5)
     ((2, 5, 8, 11, 14), (1, 2))
     """
     first, last = (2, num_layers - 2) if num_layers >= most + 3 else (1, num_layers)

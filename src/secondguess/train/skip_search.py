@@ -86,7 +86,7 @@ class SkipSearch:
         """Evaluate skipping these layers; results are cached."""
         key = tuple(sorted(skipped))
         if key not in self._known:
-            logits = self._target.without_layers(key).read(self._texts).logits
+            logits = self._target.skip_layers(key).read(self._texts).logits
             acceptance = float(overlap(self._expected, logits).mean())
             cost = self._cost_ratio(key)
             self._known[key] = Candidate(key, acceptance, cost, *best_draft_length(acceptance, cost))
@@ -110,13 +110,13 @@ class SkipSearch:
     def run(self, report: Report) -> Candidate:
         """Return the best candidate found."""
         num_layers = self._target.num_layers
-        chosen = min((self.candidate([layer]) for layer in range(num_layers)), key=_by_worth)
+        chosen = min((self.candidate([layer]) for layer in range(num_layers)), key=_by_speedup)
         best = chosen
         while len(chosen.skipped) < num_layers - 1:
             left = [layer for layer in range(num_layers) if layer not in chosen.skipped]
-            chosen = min((self.candidate([*chosen.skipped, layer]) for layer in left), key=_by_worth)
+            chosen = min((self.candidate([*chosen.skipped, layer]) for layer in left), key=_by_speedup)
             report(f"without {len(chosen.skipped)} layers: {_in_words(chosen)}")
-            best = min(best, chosen, key=_by_worth)
+            best = min(best, chosen, key=_by_speedup)
         return self._with_changes(best, report)
 
     def _with_changes(self, best: Candidate, report: Report) -> Candidate:
@@ -128,14 +128,14 @@ class SkipSearch:
                 for back in best.skipped
                 for out in kept
             ]
-            better = min([best, *changed], key=_by_worth)
+            better = min([best, *changed], key=_by_speedup)
             if better is best:
                 return best
             best = better
             report(f"changed places: {_in_words(best)}")
 
 
-def _by_worth(candidate: Candidate) -> tuple[float, tuple[int, ...]]:
+def _by_speedup(candidate: Candidate) -> tuple[float, tuple[int, ...]]:
     return -candidate.speedup, candidate.skipped
 
 
@@ -152,7 +152,7 @@ def save_layers(candidate: Candidate, folder: Path) -> None:
     write_skipped(folder, candidate.skipped, asdict(candidate))
 
 
-def one_length(texts: Sequence[Sequence[int]], length: int) -> Tensor:
+def stack_prefixes(texts: Sequence[Sequence[int]], length: int) -> Tensor:
     """Return the first tokens `[row, length]` of those texts that are long enough.
 
     Raises:

@@ -130,7 +130,8 @@ class TokenStore:
             return []
         usable = self._usable_functions(length)
         starts = [
-            int(self.function_starts[epoch_draw(seed, 1, step * rows + row, usable)]) for row in range(rows)
+            int(self.function_starts[shuffled_index(seed, 1, step * rows + row, usable)])
+            for row in range(rows)
         ]
         return [self.functions[start : start + length + 1] for start in starts]
 
@@ -138,13 +139,13 @@ class TokenStore:
         blocks = (len(self.files) - length - 1) // length
         if blocks < 1:
             raise BadInputError(f"the corpus has {len(self.files)} tokens, fewer than one window of {length}")
-        starts = [epoch_draw(seed, 2, step * rows + row, blocks) * length for row in range(rows)]
+        starts = [shuffled_index(seed, 2, step * rows + row, blocks) * length for row in range(rows)]
         # The grid of windows shifts with the step, so that no token is always first in its window.
         shift = step * 37 % length
         return [self.files[start + shift : start + shift + length + 1] for start in starts]
 
 
-def epoch_draw(seed: int, purpose: int, index: int, size: int) -> int:
+def shuffled_index(seed: int, purpose: int, index: int, size: int) -> int:
     """Return an element of an endless sequence that visits ``range(size)`` once per epoch."""
     epoch, place = divmod(index, size)
     # An affine map with a factor coprime to ``size`` is a permutation that need not be stored.

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.errors import UnsupportedModelError
-from secondguess.heads.learning import DepthLosses, Lesson, Objective, TrainableHead, mean_where, overlap
+from secondguess.heads.learning import (
+    DepthLosses,
+    Objective,
+    TrainableHead,
+    TrainingBatch,
+    masked_mean,
+    overlap,
+)
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.transformers import last_norm
@@ -49,25 +56,27 @@ class WholeModel(TrainableHead):
         for layer, rate in zip(layers, skip_rates(len(layers), layer_dropout), strict=True):
             layer.register_forward_hook(self._watch(rate))
 
-    def learn(self, lesson: Lesson, ends: EmbeddingAndHead, objective: Objective) -> DepthLosses:
+    def learn(
+        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+    ) -> DepthLosses:
         """Return losses and acceptance by exit, the earliest first; the last is the whole model.
 
         `ends` belong to the original model, whose distribution is the training target.
         """
         self._exits.clear()
-        self.model.base_model(input_ids=lesson.tokens, use_cache=False)
-        counts = lesson.counts[:, 1:]
+        self.model.base_model(input_ids=training_batch.tokens, use_cache=False)
+        counts = training_batch.counts[:, 1:]
         with torch.no_grad():
-            before = ends.unembed(lesson.hidden[-1][:, :-1][counts])
+            before = ends.unembed(training_batch.hidden[-1][:, :-1][counts])
             now = self._logits(self._exits[-1], counts)
         there = torch.ones(len(before), dtype=torch.bool, device=before.device)
         losses, accepted = [], []
         for index, states in enumerate(self._exits):
             logits = self._logits(states, counts)
-            losses.append(mean_where(objective(before, logits), there))
+            losses.append(masked_mean(objective(before, logits), there))
             # Exits draft for the new model; the new model is compared with the original one.
             judge = before if index == len(self._exits) - 1 else now
-            accepted.append(mean_where(overlap(judge, logits), there))
+            accepted.append(masked_mean(overlap(judge, logits), there))
         self._exits.clear()
         return DepthLosses(losses, accepted)
 

@@ -30,7 +30,7 @@ class AutoVerifier(Verifier):
     def uses_coupling(self, seeded: bool) -> bool:
         return seeded
 
-    def promise(self, row: Row) -> Exactness:
+    def guarantee(self, row: Row) -> Exactness:
         return Exactness.DRAFTER_INVARIANT if row.coupled else self.exactness
 
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from secondguess.sampling import SamplingParams
 
 
-Numbers = NDArray[numpy.float64]
+FloatArray = NDArray[numpy.float64]
 SMALLEST = torch.finfo(torch.float32).tiny
 """Lower bound on the draft probability of a drawn token, which rounding may have set to 0."""
 
@@ -58,7 +58,7 @@ class Verifier(ABC):
         """
         return False
 
-    def promise(self, row: Row) -> Exactness:
+    def guarantee(self, row: Row) -> Exactness:
         """Return the guarantee for the text of this row."""
         return self.exactness
 
@@ -115,7 +115,7 @@ def require_independent(name: str, noise: Noise) -> None:
         )
 
 
-def likelihood_ratios(draft: Draft, target_probs: Tensor) -> Numbers:
+def likelihood_ratios(draft: Draft, target_probs: Tensor) -> FloatArray:
     """Return `p(x) / q(x)` `[row, node]` for the tokens x of chains.
 
     q(x) is 1 if the draft has no probabilities.
@@ -127,7 +127,7 @@ def likelihood_ratios(draft: Draft, target_probs: Tensor) -> Numbers:
     return target[..., 0]
 
 
-def to_host(values: Tensor) -> Numbers:
+def to_host(values: Tensor) -> FloatArray:
     """Return per-node values as float64 on the host.
 
     They are so few that arithmetic on the host is faster than launching kernels on a device.
@@ -135,7 +135,7 @@ def to_host(values: Tensor) -> Numbers:
     return values.cpu().numpy().astype(numpy.float64)
 
 
-def real_nodes(draft: Draft) -> NDArray[numpy.bool_]:
+def node_mask(draft: Draft) -> NDArray[numpy.bool_]:
     """Return `[row, node]` on the host, True where a node is real and False for padding."""
     return _first_nodes(tuple(draft.lengths.tolist()), draft.num_nodes)
 
@@ -157,7 +157,7 @@ class Residual:
     """
 
     dists: Tensor
-    masses: Numbers
+    masses: FloatArray
 
     def at(self, places: NDArray[numpy.int64]) -> Residual:
         """Select one position per row, `places` `[row]`, from residuals `[row, position]`."""
@@ -167,7 +167,7 @@ class Residual:
         return Residual(at(self.dists, places), self.masses[numpy.arange(len(places)), places])
 
 
-def residual(weights: Numbers, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Residual:
+def residual(weights: FloatArray, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Residual:
     """Return the residuals `max(w p - q, 0)` at positions `[...]`.
 
     Args:
@@ -239,13 +239,13 @@ def make_chain_verdict(
     """
     dist = next_token_probs(draft, target_probs, lengths, residual_at)
     on_device = torch.from_numpy(lengths).to(draft.tokens.device)
-    return Verdict.of_chain(on_device, noise.draw(dist, on_device))
+    return Verdict.from_chain(on_device, noise.draw(dist, on_device))
 
 
 def sample_without_draft(target_probs: Tensor, noise: Noise) -> Verdict:
     """Return the verdict of a round without drafts: one token per row, sampled from the target."""
     nothing = no_nodes(len(target_probs), target_probs.device)
-    return Verdict.of_chain(nothing, noise.draw(target_probs.select(1, 0), nothing))
+    return Verdict.from_chain(nothing, noise.draw(target_probs.select(1, 0), nothing))
 
 
 @lru_cache(maxsize=64)
@@ -279,11 +279,11 @@ def accept_matching(draft: Draft, chosen: Tensor) -> Verdict:
         chosen: `[row, query]`, the token that follows each query.
     """
     if not draft.num_nodes:
-        return Verdict.of_chain(no_nodes(draft.num_rows, chosen.device), chosen[:, 0])
+        return Verdict.from_chain(no_nodes(draft.num_rows, chosen.device), chosen[:, 0])
     if draft.is_chain:
-        agrees = (draft.tokens == chosen[:, :-1]).cpu().numpy() & real_nodes(draft)
+        agrees = (draft.tokens == chosen[:, :-1]).cpu().numpy() & node_mask(draft)
         lengths = agrees.cumprod(1).sum(1)
-        return Verdict.of_chain(torch.from_numpy(lengths).to(chosen.device), at(chosen, lengths))
+        return Verdict.from_chain(torch.from_numpy(lengths).to(chosen.device), at(chosen, lengths))
     query = torch.zeros(draft.num_rows, 1, dtype=torch.long, device=chosen.device)
     steps: list[Tensor] = []
     while True:

@@ -28,11 +28,11 @@ from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
-    Numbers,
+    FloatArray,
     Verifier,
     likelihood_ratios,
     make_chain_verdict,
-    real_nodes,
+    node_mask,
     require_independent_chains,
     residual,
     sample_without_draft,
@@ -52,20 +52,20 @@ class BlockVerifier(Verifier):
             return sample_without_draft(target_probs, noise)
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
         left = residual(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
-        real = real_nodes(draft)
+        real = node_mask(draft)
         chances = prefix_chances(weights, left.masses, draft.lengths.tolist())
         accepted = noise.accept(chances) & real
         lengths = numpy.array([_last_true(row) for row in accepted.tolist()])
         return make_chain_verdict(draft, target_probs, lengths, left.at, noise)
 
 
-def prefix_weights(ratios: Numbers) -> Numbers:
+def prefix_weights(ratios: FloatArray) -> FloatArray:
     """Return `w_0..w_L` `[row, node + 1]`, given `p(x) / q(x)` `[row, node]`.
 
     Computed in log space: a long product may underflow although a weight may rise again.
     """
     walks = [list(accumulate(row, _next_log_weight, initial=0.0)) for row in ratios.tolist()]
-    weights: Numbers = numpy.exp(walks)
+    weights: FloatArray = numpy.exp(walks)
     return weights
 
 
@@ -78,7 +78,7 @@ def _last_true(answers: list[bool]) -> int:
     return max((length for length, accepted in enumerate(answers, start=1) if accepted), default=0)
 
 
-def prefix_chances(weights: Numbers, masses: Numbers, lengths: Sequence[int]) -> Numbers:
+def prefix_chances(weights: FloatArray, masses: FloatArray, lengths: Sequence[int]) -> FloatArray:
     """Return `h_1..h_L` `[row, node]`; each row ends at its own length.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
-from secondguess.verifiers.base import Exactness, Numbers
+from secondguess.verifiers.base import Exactness, FloatArray
 from secondguess.verifiers.trees import Level, Shape, TokenProbs, TreeVerifier, make_tree_verdict
 
 
@@ -30,7 +30,7 @@ class RecursiveVerifier(TreeVerifier):
 
     def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         sheet = TokenProbs.of(shape, draft, target_probs)
-        chances: Numbers = numpy.zeros(draft.tokens.shape)
+        chances: FloatArray = numpy.zeros(draft.tokens.shape)
         dists = list(target_probs.unbind(1))
         for ranks in shape.levels:
             level = Level(sheet, draft, ranks, dists)

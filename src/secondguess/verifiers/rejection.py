@@ -18,7 +18,7 @@ from secondguess.verifiers.base import (
     at,
     likelihood_ratios,
     make_chain_verdict,
-    real_nodes,
+    node_mask,
     require_independent_chains,
     residual,
     sample_without_draft,
@@ -41,7 +41,7 @@ class RejectionVerifier(Verifier):
         if draft.num_nodes == 0:
             return sample_without_draft(target_probs, noise)
         chances = likelihood_ratios(draft, target_probs).clip(max=1.0)
-        accepted = noise.accept(chances) & real_nodes(draft)
+        accepted = noise.accept(chances) & node_mask(draft)
         lengths = accepted.cumprod(1).sum(1)
 
         def residual_at(nodes: NDArray[numpy.int64]) -> Residual:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
-from secondguess.verifiers.base import Exactness, Numbers
+from secondguess.verifiers.base import Exactness, FloatArray
 from secondguess.verifiers.trees import Level, Shape, TokenProbs, TreeVerifier, make_tree_verdict
 
 
@@ -39,7 +39,7 @@ class TraversalVerifier(TreeVerifier):
         return make_tree_verdict(shape, first_accepted(shape.post_order, accepted), dists, noise)
 
 
-def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[Numbers, list[Tensor]]:
+def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[FloatArray, list[Tensor]]:
     """Compute the acceptance probabilities of a traversal in which every visited node is rejected.
 
     The state of a node depends on its initial weight and its children's tokens, not on nodes below
@@ -53,7 +53,7 @@ def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[Numbers,
     sheet = TokenProbs.of(shape, draft, target_probs)
     dists = list(target_probs.unbind(1))
     # In log space: a long product of ratios may underflow although a weight may rise again.
-    log_weights: Numbers = numpy.full((draft.num_rows, draft.num_nodes + 1), -numpy.inf)
+    log_weights: FloatArray = numpy.full((draft.num_rows, draft.num_nodes + 1), -numpy.inf)
     log_weights[:, 0] = 0.0
     with numpy.errstate(divide="ignore"):  # log(0) = -inf is intended
         for ranks in shape.levels:
@@ -68,7 +68,7 @@ def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[Numbers,
     return numpy.exp(log_weights[:, 1:]), dists
 
 
-def weights_after(weights: Numbers, masses: Numbers) -> Numbers:
+def weights_after(weights: FloatArray, masses: FloatArray) -> FloatArray:
     """Return the weights `s / (s + 1 - w)` `[row, child]` after the rejection of a child.
 
     0 / 0 occurs only where w = 1 and p = q. The child then had weight 1, so that it or one of its

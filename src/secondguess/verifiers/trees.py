@@ -23,7 +23,7 @@ from secondguess.core import Draft, Verdict
 from secondguess.noise import Noise
 from secondguess.verifiers.base import (
     SMALLEST,
-    Numbers,
+    FloatArray,
     Verifier,
     at,
     require_independent,
@@ -34,7 +34,7 @@ from secondguess.verifiers.base import (
 
 
 @dataclass(frozen=True)
-class Rank:
+class SiblingRank:
     """The n-th children of a level's queries: all first children, all second children, ...
 
     Args:
@@ -76,13 +76,13 @@ class Shape:
         return found
 
     @cached_property
-    def earlier(self) -> list[list[int]]:
+    def earlier_siblings(self) -> list[list[int]]:
         """Siblings drawn before each node."""
         siblings = [self.children[parent + 1] for parent in self.parents]
         return [nodes[: nodes.index(node)] for node, nodes in enumerate(siblings)]
 
     @cached_property
-    def levels(self) -> list[list[Rank]]:
+    def levels(self) -> list[list[SiblingRank]]:
         """Ranks of nodes per depth, from the root down; a rank is processed as one batch.
 
         Queries are sorted by number of children, most first, so those with a child of a given rank
@@ -94,7 +94,7 @@ class Shape:
             parents.sort(key=lambda query: -len(self.children[query]))
             by_rank = zip_longest(*[self.children[query] for query in parents])
             nodes = [tuple(node for node in rank if node is not None) for rank in by_rank]
-            found.append([Rank(rank, tuple(parents[: len(rank)])) for rank in nodes])
+            found.append([SiblingRank(rank, tuple(parents[: len(rank)])) for rank in nodes])
             below = [node + 1 for query in parents for node in self.children[query]]
         return found
 
@@ -149,7 +149,7 @@ class TreeVerifier(Verifier):
         """Verify rows whose first nodes have this shape; further nodes are padding."""
 
 
-NOTHING = 1e-9
+MIN_REMAINING_MASS = 1e-9
 """Mass below which a distribution without its earlier siblings counts as empty.
 
 What remains of it is then mostly rounding error.
@@ -168,12 +168,12 @@ class TokenProbs:
             its earlier siblings; 0 where nothing was left to draw.
     """
 
-    target: Numbers
-    drafted: Numbers
-    remaining: Numbers
+    target: FloatArray
+    drafted: FloatArray
+    remaining: FloatArray
 
     @cached_property
-    def drawn(self) -> Numbers:
+    def drawn(self) -> FloatArray:
         """`[row, node]`, the probability of each node's token under its own draft distribution."""
         return numpy.diagonal(self.drafted, axis1=1, axis2=2).clip(SMALLEST)
 
@@ -191,18 +191,18 @@ class TokenProbs:
         else:
             drafted = to_host(draft.probs.gather(2, tokens.expand(-1, draft.num_nodes, -1)))
         remaining = numpy.ones(draft.tokens.shape)
-        late = [node for node in range(shape.num_nodes) if shape.earlier[node]]
+        late = [node for node in range(shape.num_nodes) if shape.earlier_siblings[node]]
         if late and (draft.distinct or draft.probs is None):
             if draft.probs is not None:
                 # Siblings share one reported distribution; its total is read at the first of them.
-                eldest = {shape.earlier[node][0]: None for node in late}
+                eldest = {shape.earlier_siblings[node][0]: None for node in late}
                 totals = to_host(_pick(draft.probs, tuple(eldest)).sum(-1, dtype=torch.float64))
                 by_eldest = dict(zip(eldest, totals.T, strict=True))
             for node in late:
                 if draft.probs is not None:
-                    remaining[:, node] = by_eldest[shape.earlier[node][0]]
-                remaining[:, node] -= drafted[:, node, shape.earlier[node]].sum(-1)
-        return cls(target, drafted, numpy.where(remaining > NOTHING, remaining, 0.0))
+                    remaining[:, node] = by_eldest[shape.earlier_siblings[node][0]]
+                remaining[:, node] -= drafted[:, node, shape.earlier_siblings[node]].sum(-1)
+        return cls(target, drafted, numpy.where(remaining > MIN_REMAINING_MASS, remaining, 0.0))
 
 
 class Level:
@@ -216,15 +216,17 @@ class Level:
             Entries of this level are replaced as children are rejected.
     """
 
-    def __init__(self, sheet: TokenProbs, draft: Draft, ranks: Sequence[Rank], dists: list[Tensor]) -> None:
+    def __init__(
+        self, sheet: TokenProbs, draft: Draft, ranks: Sequence[SiblingRank], dists: list[Tensor]
+    ) -> None:
         self._sheet = sheet
         self._draft = draft
         self._dists = dists
-        self._left = _beside([dists[query] for query in ranks[0].queries])
+        self._left = _stack([dists[query] for query in ranks[0].queries])
         # None until a child is rejected: the target distributions sum to one.
-        self._totals: Numbers | None = None
+        self._totals: FloatArray | None = None
 
-    def ratios(self, rank: Rank) -> Numbers:
+    def ratios(self, rank: SiblingRank) -> FloatArray:
         """Return `p(t) / q(t)` `[row, child]` for the tokens t of the next children.
 
         p is the residual target distribution, q the draft distribution without earlier siblings.
@@ -238,10 +240,10 @@ class Level:
             count = len(nodes)
             tokens = _pick(self._draft.tokens, rank.nodes)[..., None]
             known = to_host(self._left[:, :count].gather(2, tokens))[..., 0] / self._totals[:, :count]
-        ratios: Numbers = known * sheet.remaining[:, nodes] / sheet.drawn[:, nodes]
+        ratios: FloatArray = known * sheet.remaining[:, nodes] / sheet.drawn[:, nodes]
         return ratios
 
-    def refuse(self, rank: Rank, weights: Numbers) -> Numbers:
+    def refuse(self, rank: SiblingRank, weights: FloatArray) -> FloatArray:
         """Replace each p by `max(w p - q, 0)`; return the masses `[row, child]` of the residuals.
 
         q is the distribution each child was drawn from: the reported one over the mass left by
@@ -261,7 +263,7 @@ class Level:
         changes = (masses > 0) & (remaining > 0)
         if changes.all():
             self._totals = masses
-            found: Numbers = masses / remaining
+            found: FloatArray = masses / remaining
         else:
             chosen = torch.from_numpy(changes).to(dists.device)[..., None]
             dists = torch.where(chosen, dists, before) if changes.any() else before
@@ -273,7 +275,7 @@ class Level:
         return found
 
 
-def _beside(dists: Sequence[Tensor]) -> Tensor:
+def _stack(dists: Sequence[Tensor]) -> Tensor:
     """Stack distributions `[row, vocab]` to `[row, i, vocab]`; a view if there is only one."""
     return dists[0][:, None] if len(dists) == 1 else torch.stack(list(dists), 1)
 

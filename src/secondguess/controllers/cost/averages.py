@@ -82,7 +82,7 @@ class Average:
         return share
 
 
-class Line:
+class LinearCost:
     """Cost of a draft: a fixed cost plus a cost per step.
 
     Fitted to recent drafts by least squares. The first draft is left out: it fills caches and
@@ -152,7 +152,7 @@ class CostCurve:
 
     def __init__(self) -> None:
         self._now = 0
-        self._cells: dict[int, _CurveCell] = {}
+        self._cells: dict[int, _LengthCost] = {}
         # Sums of a least-squares line through the costs beyond a plain round.
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._start, self._slope = 0.0, FIRST_NODE_COST
@@ -182,7 +182,7 @@ class CostCurve:
         cell = self._cells.get(length)
         self._fit(length, max(cost - 1, 0.0))
         if cell is None:
-            cell = self._cells[length] = _CurveCell(cost)
+            cell = self._cells[length] = _LengthCost(cost)
         # Disturbances only make rounds slower: two fast ones show that the earlier ones were disturbed.
         most = 1.0 if is_fast and cell.was_fast else MAX_WEIGHT - 1.0
         cell.was_fast = is_fast
@@ -214,7 +214,7 @@ class CostCurve:
         return 1 + self._start + self._slope * length
 
 
-class _CurveCell:
+class _LengthCost:
     """Average cost of one draft length, its weight in rounds, and the time of its last update."""
 
     __slots__ = ("cost", "time", "was_fast", "weight")

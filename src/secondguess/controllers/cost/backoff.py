@@ -32,9 +32,9 @@ class Backoffs:
         if len(rows) != self._num_rows:  # what does not pay for many rows may pay for one
             self._num_rows = len(rows)
             self._of.clear()
-        of_rows, now = self._of, self._now
+        from_rows, now = self._of, self._now
         for row, choices in zip(rows, candidates, strict=True):
-            backoffs = of_rows.get(row, NO_BACKOFFS)
+            backoffs = from_rows.get(row, NO_BACKOFFS)
             for choice in choices:
                 if choice.longest > 0:
                     backoff = backoffs.get((choice.part, choice.kind))

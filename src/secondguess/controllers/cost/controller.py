@@ -37,7 +37,7 @@ from secondguess.controllers.cost.round_buffers import (
 from secondguess.controllers.cost.round_times import RoundTimes, mean_length
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, RoundTime, Row, Verdict
-from secondguess.names import Name, read_options, require_between, with_argument
+from secondguess.names import Name, check_range, options_with_argument, read_options
 
 PLAIN = Plan(0, 0)
 PROBE_LENGTH = 2
@@ -57,7 +57,7 @@ class CostOptions:
     length: int = 16
 
     def __post_init__(self) -> None:
-        require_between("the draft length of the controller cost", self.length, 0, MAX_DRAFT_LENGTH)
+        check_range("the draft length of the controller cost", self.length, 0, MAX_DRAFT_LENGTH)
 
 
 class CostController(Controller):
@@ -85,7 +85,7 @@ class CostController(Controller):
 
     @classmethod
     def build(cls, name: Name) -> CostController:
-        return cls(read_options(CostOptions, with_argument(name, "length"), "controller cost"))
+        return cls(read_options(CostOptions, options_with_argument(name, "length"), "controller cost"))
 
     @property
     def times(self) -> RoundTimes:

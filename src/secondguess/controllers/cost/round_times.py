@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from secondguess.controllers.cost.averages import OUTLIER_CLIP, CostCurve, Line, PlainTime
+from secondguess.controllers.cost.averages import OUTLIER_CLIP, CostCurve, LinearCost, PlainTime
 from secondguess.controllers.cost.load_detector import LoadDetector
 from secondguess.core import Row
 
@@ -58,8 +58,8 @@ class RoundTimes:
         self.load_detector = LoadDetector()
         self._plain: dict[int, PlainTime] = {}
         self._curves: dict[int, CostCurve] = {}
-        self._steps: dict[Hashable, dict[int, Line]] = {}
-        self._prefill_lines: dict[Hashable, Line] = {}
+        self._steps: dict[Hashable, dict[int, LinearCost]] = {}
+        self._prefill_lines: dict[Hashable, LinearCost] = {}
         self._num_since_plain = 0
         self._has_calmed = False
         self._pass_deviations, self._draft_deviations = Deviations(), Deviations()
@@ -164,7 +164,7 @@ class RoundTimes:
         seen = self._steps.setdefault(part, {})
         line = seen.get(num_rows)
         if line is None:
-            line = seen[num_rows] = Line()
+            line = seen[num_rows] = LinearCost()
         plain = self.plain(num_rows)
         cost, expected = seconds / plain, line.at(num_steps)
         is_new = line.count < NUM_NEW
@@ -176,7 +176,7 @@ class RoundTimes:
 
     def add_prefill(self, part: Hashable, num_tokens: int, seconds: float) -> None:
         """Add the time that a drafter took to prefill `num_tokens` tokens."""
-        self._prefill_lines.setdefault(part, Line()).add(num_tokens, seconds / self._any_plain())
+        self._prefill_lines.setdefault(part, LinearCost()).add(num_tokens, seconds / self._any_plain())
 
     def prefill_seconds(self, part: Hashable, num_tokens: int) -> float:
         """Return the seconds a drafter takes to prefill `num_tokens` tokens; 0 while unknown."""
@@ -210,7 +210,7 @@ class RoundTimes:
         if width == 0:
             return plain
         curve = _at_nearest(self._curves, num_rows)
-        return plain * (curve or UNKNOWN).at(width)
+        return plain * (curve or DEFAULT_CURVE).at(width)
 
     def step(self, part: Hashable, num_rows: int) -> float:
         """Return the seconds of one more draft step over `num_rows` rows; 0 while unknown."""
@@ -249,8 +249,8 @@ class Deviations:
         self._ratios = ()
 
 
-UNKNOWN = CostCurve()
-Estimate = TypeVar("Estimate", CostCurve, Line)
+DEFAULT_CURVE = CostCurve()
+Estimate = TypeVar("Estimate", CostCurve, LinearCost)
 
 
 def _at_nearest(known: Mapping[int, Estimate] | None, num_rows: int) -> Estimate | None:

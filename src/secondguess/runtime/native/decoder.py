@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from secondguess.runtime.families import Norm, OffsetNorm, why_not_fused
+from secondguess.runtime.families import GemmaRMSNorm, Norm, why_not_fused
 from secondguess.runtime.fused import FusedDecoder, Layer
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, Blocks, interleave_rows, pack_blocks
-from secondguess.runtime.packing import Product
+from secondguess.runtime.packing import PackableLinear
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 MAX_HEAD_SIZE = 512
@@ -152,7 +152,7 @@ class NativeDecoder:
             rotary=rotary_kinds.index(layer.rotary_kind),
         )
 
-    def _weight(self, product: Product) -> Blocks:
+    def _weight(self, product: PackableLinear) -> Blocks:
         return self._blocks(product.weight, product.bias)
 
     def _blocks(self, weight: Tensor, bias: Tensor | None) -> Blocks:
@@ -165,4 +165,4 @@ class NativeDecoder:
             return library.Norm()
         weight = norm.weight.float().contiguous()
         self._kept.append(weight)
-        return library.Norm(weight.data_ptr(), norm.eps, not isinstance(norm, OffsetNorm))
+        return library.Norm(weight.data_ptr(), norm.eps, not isinstance(norm, GemmaRMSNorm))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.errors import BadInputError, OutOfMemoryError
-from secondguess.runtime.attention import Step
+from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import Output, Queries
@@ -23,9 +23,9 @@ from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.support import context_length_of, has_bfloat16
 
 NO_MEMORY, UNKNOWN_TOKEN = 1, 2
-MOST_ROWS = 1024
+NUM_PREALLOCATED_SLOTS = 1024
 """Largest batch whose slots, when in order, are taken from a preallocated list."""
-NOWHERE = torch.empty(0, dtype=torch.long)
+NO_POSITIONS = torch.empty(0, dtype=torch.long)
 
 PROBE_WIDTH = 16
 PROBE_TOLERANCE = {False: 0.03, True: 0.12}
@@ -64,7 +64,7 @@ class NativeRuntime(LayeredRuntime):
         hidden_layers, prefill_chunk: as in `CachedRuntime`.
     """
 
-    least_logits = 0
+    min_logits = 0
 
     def __init__(
         self, decoder: NativeDecoder, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512
@@ -90,7 +90,7 @@ class NativeRuntime(LayeredRuntime):
         self._keys, self._values = (c_void_p * decoder.num_layers)(), (c_void_p * decoder.num_layers)()
         self._turns = (c_void_p * len(decoder.rotaries))()
         self._no_levels = (c_void_p * levels)()
-        self._in_order = torch.arange(MOST_ROWS)
+        self._in_order = torch.arange(NUM_PREALLOCATED_SLOTS)
         self._forward = library.Forward(
             context_length=self.context_length,
             turns=ctypes.addressof(self._turns),
@@ -101,7 +101,7 @@ class NativeRuntime(LayeredRuntime):
         # Drafters process hidden states with torch, which is slow in bfloat16 on many processors.
         self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
         self._forward.shows_floats = self._dtype_of_states == torch.float32
-        self._learning_head: Tensor | None = None
+        self._differentiable_head: Tensor | None = None
 
     def ends(self) -> EmbeddingAndHead:
         decoder, dtype = self.decoder, self._dtype_of_states
@@ -122,10 +122,10 @@ class NativeRuntime(LayeredRuntime):
         """
         head = self.decoder.tied_head
         if states.requires_grad and head is not None:
-            if self._learning_head is None:
-                self._learning_head = head.weight.to(self._dtype_of_states)
+            if self._differentiable_head is None:
+                self._differentiable_head = head.weight.to(self._dtype_of_states)
             bias = None if head.bias is None else head.bias.to(states.dtype)
-            return functional.linear(states, self._learning_head, bias)
+            return functional.linear(states, self._differentiable_head, bias)
         flat = states.to(torch.bfloat16).contiguous()
         num_rows = flat.numel() // flat.shape[-1]
         logits = torch.empty(*states.shape[:-1], self.vocab_size)
@@ -134,15 +134,17 @@ class NativeRuntime(LayeredRuntime):
             raise OutOfMemoryError(f"expected memory for the logits of {num_rows} states, got none")
         return logits
 
-    def without_layers(self, skipped: Sequence[int]) -> NativeRuntime:
+    def skip_layers(self, skipped: Sequence[int]) -> NativeRuntime:
         return NativeRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
     def release(self) -> None:
         super().release()
         self._reached = (None, 0, 0)
 
-    def _step(self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False) -> Step:
-        return Step(None, NOWHERE, num_keys, starts=starts, closure=queries.closure)
+    def _step(
+        self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False
+    ) -> ForwardStep:
+        return ForwardStep(None, NO_POSITIONS, num_keys, starts=starts, closure=queries.closure)
 
     def _reach_cache(self) -> None:
         """Update the addresses of keys and values, which change when the cache grows."""
@@ -155,15 +157,17 @@ class NativeRuntime(LayeredRuntime):
                 self._values[index] = cache.values[index].data_ptr()
             self._reached = reached
 
-    def run(self, tokens: Tensor, step: Step, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         wanted = self.hidden_layers if with_hidden else ()
         return self._call(tokens, step, range(self.num_layers), num_logits, wanted)
 
-    def run_first(self, tokens: Tensor, step: Step, num_known: int, num_layers: int) -> Tensor:
+    def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
         output = self._call(tokens, step, range(num_layers), 0, (num_layers,), num_known=num_known)
         return output.hidden[num_layers]
 
-    def run_rest(self, tokens: Tensor, states: Tensor, step: Step, num_layers: int) -> Output:
+    def run_remaining_layers(
+        self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
+    ) -> Output:
         wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
         layers = range(num_layers, self.num_layers)
         output = self._call(tokens, step, layers, tokens.shape[1], wanted, states=states.to(torch.bfloat16))
@@ -173,7 +177,7 @@ class NativeRuntime(LayeredRuntime):
     def _call(
         self,
         tokens: Tensor,
-        step: Step,
+        step: ForwardStep,
         layers: range,
         num_logits: int,
         wanted: Sequence[int],
@@ -203,7 +207,7 @@ class NativeRuntime(LayeredRuntime):
         logits = torch.empty(rows, num_logits, self.vocab_size)
         slots = self.cache.placement.slots
         if slots is None:
-            slots = self._in_order if rows <= MOST_ROWS else torch.arange(rows)
+            slots = self._in_order if rows <= NUM_PREALLOCATED_SLOTS else torch.arange(rows)
         starts = (c_int64 * rows)(*step.starts)
         closure = None if step.closure is None else step.closure.contiguous()
         states = None if states is None else states.contiguous()
