@@ -1,6 +1,6 @@
 """Count texts that differ with and without speculation over a prompt set, and explain each one.
 
-    python benchmarks/equality.py --prompts ../shared/data/humaneval.jsonl --dtype float32
+    python benchmarks/equality.py --prompts humaneval.jsonl --dtype float32
     python benchmarks/equality.py --prompts words:64 --model PAIR/target --draft-model PAIR/drafter
 
 Every drafting mode and batch size is compared with plain decoding (no drafter, the first of

@@ -140,7 +140,7 @@ def read_options() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--drafter", default="model:builtin-draft")
-    parser.add_argument("--controller", default=None, help="default: what suits the drafter")
+    parser.add_argument("--controller", default=None, help="default: chosen by drafter")
     parser.add_argument("--prompts", default=BUILTIN)
     parser.add_argument("--num-prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)

@@ -1,6 +1,6 @@
 """Compare bits per byte of texts under a model in bfloat16 and in 8 bits, over the same windows.
 
-    python benchmarks/quality.py --texts ../shared/data/humaneval.jsonl --output int8.json
+    python benchmarks/quality.py --texts humaneval.jsonl --output int8.json
 
 Texts are JSON objects, one per line; the string fields named by `--fields` are concatenated.
 Each text is cut into windows of the given length that overlap by one token, so that all tokens

@@ -126,9 +126,7 @@ def test_a_place_that_turns_out_to_be_closed(secondguess_command, monkeypatch):
 
     monkeypatch.setattr("secondguess.runtime.describe.describe_model", refuse)
     done = secondguess_command("inspect", "builtin")
-    assert_refused(
-        done, "expected a place that can be used, got /some/file: Permission denied", "choose another"
-    )
+    assert_refused(done, "expected a usable path, got /some/file: Permission denied", "choose another")
     assert "Errno" not in done.err
 
 

@@ -372,8 +372,8 @@ def test_a_terminal_shows_who_wrote_each_token(secondguess_command, tiny_checkpo
     arguments = ["generate", "def f(x):", "--max-tokens", 20, "--controller", "fixed:3", *own_drafter]
     (record,) = secondguess_command(*arguments, "--json").records
     out = secondguess_command(*arguments).out
-    legend, body = out.split("written by the target", 1)
-    assert "guessed by the drafter" in legend
+    legend, body = out.split("sampled from the target", 1)
+    assert "drafted and accepted" in legend
     # A drafter that is never wrong writes three tokens of every four.
     green, blue = (re.findall(rf"\x1b\[{code}m([^\x1b]+)\x1b\[0m", body) for code in (32, 94))
     assert record["stats"]["num_accepted"] == 15

@@ -35,7 +35,6 @@ from secondguess.sampling import SamplingParams, compute_target_probs
 from secondguess.testing import TableModel, random_probs
 
 CONTROLLERS = [
-    "fixed:0",
     "fixed:1",
     "fixed:3",
     "confidence:3,threshold=0.5",
@@ -50,9 +49,26 @@ def made(controller):
     return seasoned(int(controller.partition(":")[2])) if controller.startswith("cost") else controller
 
 
+def drafters_and_controllers(controllers):
+    """Every drafter with every controller that it asks; `fixed` and `cost` plan drafts that are certain as well."""
+    return [
+        (drafter, controller)
+        for drafter in ("sampled", "certain", "either")
+        for controller in controllers
+        if drafter != "certain" or controller.startswith(("fixed", "cost"))
+    ]
+
+
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize("drafter", ["sampled", "certain", "either"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
+def test_plain_decoding_has_the_targets_distribution(verifier, pair):
+    pair = PAIRS[pair]
+    branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:0")
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("drafter", "controller"), drafters_and_controllers(CONTROLLERS))
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
 def test_the_distribution_of_the_text_is_the_targets(verifier, drafter, controller, pair):
     pair = PAIRS[pair]
@@ -62,10 +78,11 @@ def test_the_distribution_of_the_text_is_the_targets(verifier, drafter, controll
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(
-    "controller",
-    ["fixed:2", "confidence:2,threshold=0.5", "entropy:2", "cost:2", "learned,length=2,threshold=0.24"],
+    ("drafter", "controller"),
+    drafters_and_controllers(
+        ["fixed:2", "confidence:2,threshold=0.5", "entropy:2", "cost:2", "learned,length=2,threshold=0.24"]
+    ),
 )
-@pytest.mark.parametrize("drafter", ["sampled", "certain", "either"])
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("verifier", ["coupled", "auto"])
 def test_the_distribution_of_coupled_text_is_the_targets(verifier, coupled, drafter, controller, pair):

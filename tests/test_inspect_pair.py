@@ -106,7 +106,7 @@ def test_what_fits_is_what_load_accepts(tiny_checkpoint, tiny_draft_checkpoint, 
 
 @pytest.mark.parametrize(
     ("available", "words"),
-    [(10**12, "fits into the"), (1000, "does not fit"), (None, "nobody says")],
+    [(10**12, "fits into the"), (1000, "does not fit"), (None, "is unknown")],
 )
 def test_people_are_told_whether_it_fits(secondguess_command, tiny_checkpoint, monkeypatch, available, words):
     monkeypatch.setattr("secondguess.runtime.pair.available_memory", lambda _: available)

@@ -37,7 +37,7 @@ from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.testing import DistTreeDrafter, random_probs
 from secondguess.verifiers import make_verifier, traversal, trees
 from secondguess.verifiers.traversal import TraversalVerifier
-from test_mutants import Mutant, Patch, exact_model_dist, places_share_accept_numbers
+from test_mutants import Check, Mutant, Patch, check, exact_model_dist, places_share_accept_numbers
 
 # Checks: each says whether the code passes.
 
@@ -59,8 +59,8 @@ def dist_holds(
     return max(errors) < ROUNDING
 
 
-def dist(*args: object, **settings: object) -> Callable[[], bool]:
-    return lambda: dist_holds(*args, **settings)
+def dist(*args: object, **settings: object) -> Check:
+    return check(dist_holds, *args, **settings)
 
 
 def keyed_dist_holds() -> bool:
@@ -328,9 +328,9 @@ MUTANTS = [
     Mutant(siblings_claim_to_be(True), dist("recursive", distinct=False), "the-same-under-recursive"),
     Mutant(twins_are_dropped, dist("traversal", distinct=False)),
     Mutant(sampled_nodes_are_ranked_again, dist("traversal")),
-    Mutant(sampled_trees_are_pruned, dynamic_dist_holds),
-    Mutant(levels_are_withdrawn, dynamic_dist_holds),
-    Mutant(the_plan_takes_every_child_for_an_elder_one, plans_are_the_best),
+    Mutant(sampled_trees_are_pruned, check(dynamic_dist_holds)),
+    Mutant(levels_are_withdrawn, check(dynamic_dist_holds)),
+    Mutant(the_plan_takes_every_child_for_an_elder_one, check(plans_are_the_best)),
     Mutant(distributions_without_siblings_are_not_renormalised, dist("traversal")),
     Mutant(cousins_are_removed_too, dist("traversal", widths=(2, 1), pairs=("ternary",))),
     Mutant(siblings_are_removed_from_the_target_too, dist("recursive", distinct=False)),
@@ -340,18 +340,18 @@ MUTANTS = [
     Mutant(the_distribution_behind_another_node, dist("traversal", widths=(2, 1), pairs=("binary",))),
     Mutant(parents_come_up_before_their_children, dist("traversal", widths=(1, 2))),
     Mutant(what_nobody_drew_is_accepted, dist("traversal", pairs=("certain-drafter",))),
-    Mutant(padding_counts_as_drafted, padding_stays_out),
-    Mutant(nodes_of_one_depth_share_their_number, keyed_dist_holds),
-    Mutant(places_share_accept_numbers, keyed_dist_holds),
+    Mutant(padding_counts_as_drafted, check(padding_stays_out)),
+    Mutant(nodes_of_one_depth_share_their_number, check(keyed_dist_holds)),
+    Mutant(places_share_accept_numbers, check(keyed_dist_holds)),
     *(
-        Mutant(mutate, lambda kind=kind: paths_are_chains(kind), f"{mutate.__name__}-{kind}")
+        Mutant(mutate, check(paths_are_chains, kind), f"{mutate.__name__}-{kind}")
         for mutate in (siblings_see_each_other, grandparents_are_not_seen, positions_are_indices)
         for kind in ("module", "fused")
     ),
     *(
         Mutant(
             scattered_paths_are_left_where_they_are,
-            lambda kind=kind: cached_dist_holds(kind),
+            check(cached_dist_holds, kind),
             f"compaction-forgotten-{kind}",
         )
         for kind in ("module", "fused")
@@ -361,6 +361,6 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_the_code_passes_the_check_and_the_mutant_does_not(mutant, monkeypatch):
-    assert mutant.check(), "the code as it ships must pass"
+    assert mutant.check.holds_unchanged, "the code as it ships must pass"
     mutant.mutate(monkeypatch)
     assert not mutant.check(), "the mutant survived"

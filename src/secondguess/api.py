@@ -296,7 +296,7 @@ def choose_controller(name: str | None, drafter: Drafter) -> Controller:
         )
     if drafter.deterministic and controller.needs_probs:
         raise BadInputError(
-            f"expected a controller that reads no laws for the drafter {drafter.name}, which has none, got "
+            f"expected a controller that reads no draft distributions for the drafter {drafter.name}, which has none, got "
             f"{name!r}; use fixed:K or a drafter with a model"
         )
     return controller
@@ -310,7 +310,7 @@ def check_verifier(verifier: Verifier, drafter: Drafter) -> None:
     """
     if drafter.can_draft_trees and not verifier.supports_trees:
         raise BadInputError(
-            f"expected a verifier that judges trees for the drafter {drafter.name}, got {verifier.name!r}, which judges "
+            f"expected a verifier that supports trees for the drafter {drafter.name}, got {verifier.name!r}, which verifies "
             "single paths only; use verifier 'auto', 'recursive', 'traversal' or 'coupled', or a drafter of chains"
         )
 

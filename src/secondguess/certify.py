@@ -169,8 +169,8 @@ class Certificate:
         cells = (
             f"all {self.num_cells} texts of {self.num_tokens} tokens"
             if self.covers_all_texts
-            else f"{self.num_cells} cells: the likeliest beginnings of a text of {self.num_tokens} tokens, the rest "
-            "lumped behind each; a difference inside a cell is not seen"
+            else f"{self.num_cells} cells: the most probable prefixes of a text of {self.num_tokens} tokens, the rest "
+            "pooled per prefix; differences within a cell are not detected"
         )
         rate = self.acceptance_rate
         accepted = "nothing drafted" if rate is None else f"{rate:.0%} of drafted tokens accepted"

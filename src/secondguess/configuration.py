@@ -133,28 +133,28 @@ class LoadSettings(_TableSchema):
     """Arguments of `load` by name; None leaves a choice to `load`, which also validates names."""
 
     model: str = _key(_text, "the target: a directory, a cached model's name, or builtin", required=True)
-    drafter: str | None = _key(_text, "who guesses: none, model:PATH, ngram, suffix, early-exit, medusa, ...")
-    verifier: str | None = _key(_text, "who decides; auto is always lossless")
+    drafter: str | None = _key(_text, "drafter: none, model:PATH, ngram, suffix, early-exit, medusa, ...")
+    verifier: str | None = _key(_text, "verifier; auto is always lossless")
     controller: str | None = _key(_text, "how far to guess")
     dtype: str | None = _key(_text, "what computes")
     device: str | None = _key(_text, "where it computes")
     quantize: str | None = _key(_text, "int8: the target's weights in 8 bits")
     drafter_quantize: str | None = _key(_text, "int8: the draft model's weights in 8 bits")
-    runtime: str | None = _key(_text, "what runs the target")
+    runtime: str | None = _key(_text, "runtime of the target")
 
 
 @dataclass(frozen=True)
 class TuningRecord(_TableSchema):
     """Measurements behind the selection. All are optional, and `load` reads none of them."""
 
-    date: str | None = _key(_text, "when it was measured")
+    date: str | None = _key(_text, "date of the measurement")
     processor: str | None = _key(_text, "on what")
-    num_threads: int | None = _key(_integer(1, 65_536), "with how many threads")
+    num_threads: int | None = _key(_integer(1, 65_536), "number of CPU threads")
     workload: str | None = _key(_text, "on which prompts")
     workload_sha256: str | None = _key(_sha256, "SHA-256 of their file")
     model_sha256: str | None = _key(_sha256, "SHA-256 of the target's weights; others are refused")
     acceptance_rate: float | None = _key(_rate, "accepted / drafted")
-    acceptance_by_position: tuple[float, ...] | None = _key(_rates, "the same for each place of a draft")
+    acceptance_by_position: tuple[float, ...] | None = _key(_rates, "the same by position in the draft")
     draft_length: int | None = _key(
         _integer(0, MAX_DRAFT_LENGTH), "the best constant draft length; 0: best without drafts"
     )

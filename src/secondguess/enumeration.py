@@ -124,7 +124,7 @@ class OutcomeScript:
         seen = self.asked.setdefault(question, torch.zeros(self.num_rows, dtype=torch.bool))
         if bool(seen[rows].any()):
             raise SecondGuessError(
-                f"expected each question once, got {question} twice: keyed noise would answer both "
+                f"expected each random decision once, got {question} twice: keyed noise would answer both "
                 "with one number; ask it once and keep the answer"
             )
         seen[rows] = True
@@ -198,7 +198,7 @@ class EnumeratingNoise(Noise):
             if number == self.number and bool((drawn.depths[coupled] == depth).any()):
                 raise BadInputError(
                     f"expected one draft per depth of a coupled row, got a second one at depth {depth} beside "
-                    f"node {node}: several winners of one race have no joint law in closed form; enumerate chains, and "
+                    f"node {node}: several winners of one race have no joint distribution in closed form; enumerate chains, and "
                     "compare the text of coupled trees with plain decoding's"
                 )
 

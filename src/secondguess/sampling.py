@@ -108,7 +108,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_integer("max_tokens", 1, 2**31 - 1)
         self._check_integer("min_tokens", 0, self.max_tokens, "it may not exceed max_tokens")
-        self._check_number("temperature", 0, 100, "0 is greedy decoding, 1 the model's own law")
+        self._check_number("temperature", 0, 100, "0 is greedy decoding, 1 the model's own distribution")
         if 0 < self.temperature < 1e-4:
             raise _invalid("temperature", "0, or a number from 0.0001 to 100", self.temperature, "use 0")
         self._check_integer("top_k", 0, 2**31 - 1, "use 0 to turn it off")
@@ -333,7 +333,7 @@ def _check_finite(dists: Tensor, logits: Tensor) -> Tensor:
                 "overflow in this precision: try another dtype"
             )
         raise BadInputError(
-            "expected at least one possible token, got a law in which every token is banned; "
+            "expected at least one possible token, got settings that ban every token; "
             "relax logit_bias or min_tokens"
         )
     return dists

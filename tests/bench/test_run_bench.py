@@ -17,6 +17,7 @@ from secondguess.bench.peers import (
 )
 from secondguess.bench.roster import coverage_notes
 from secondguess.bench.systems import Models, Run, SecondguessSystem
+from secondguess.bench.workloads import DATA_VARIABLE
 from secondguess.errors import BadInputError, CheckpointError
 
 PROMPT = [5, 17, 42, 99, 7, 7, 140]
@@ -196,16 +197,14 @@ def test_peers_are_assisted_by_every_draft_model(models, tiny_checkpoint, tiny_d
     assert sizes[str(tiny_draft_checkpoint)] < sizes[str(tiny_checkpoint)]
 
 
-def test_prompts_that_stand_in_for_humaneval_are_told_first_and_in_the_report(
-    tiny_checkpoint, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_prompts_that_stand_in_for_humaneval_are_told_first_and_in_the_report(tiny_checkpoint, monkeypatch):
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
     told = []
     config = BenchConfig(
         model=str(tiny_checkpoint), drafters=(), num_prompts=1, num_tokens=2, dtype="float32", num_threads=1
     )
     report = run_bench(config, lambda done, total, what: told.append(what))
-    assert "no HumanEval" in told[0]
+    assert "no humaneval.jsonl" in told[0]
     assert (report.workbench.workload, report.workbench.workload_note) == ("builtin", told[0])
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from secondguess.bench.workloads import (
     DATA_SETS,
-    HUMANEVAL,
+    DATA_VARIABLE,
     equal_shares,
     evenly_spaced,
     interleave,
@@ -47,23 +47,22 @@ def test_a_sample_of_everything_is_everything():
 
 
 def test_humaneval_is_the_default_where_it_is_present(tmp_path, monkeypatch):
-    checkout = tmp_path / "checkout"
-    checkout.mkdir()
-    monkeypatch.chdir(checkout)
-    file = checkout / HUMANEVAL
-    file.parent.mkdir(parents=True)
-    file.write_text('{"prompt": "def f():"}\n')
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    (tmp_path / "humaneval.jsonl").write_text('{"prompt": "def f():"}\n')
     workload = load_workload()
     assert (workload.name, workload.prompts, workload.note) == ("humaneval.jsonl", ("def f():",), "")
 
 
 def test_without_humaneval_the_default_is_our_own_prompts_with_a_note(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    workload = load_workload(num_prompts=3)
-    assert workload.prompts == load_workload("builtin", 3).prompts
-    assert HUMANEVAL in workload.note
+    for folder in (None, str(tmp_path), ""):
+        monkeypatch.delenv(DATA_VARIABLE, raising=False)
+        if folder is not None:
+            monkeypatch.setenv(DATA_VARIABLE, folder)
+        workload = load_workload(num_prompts=3)
+        assert workload.prompts == load_workload("builtin", 3).prompts
+        assert DATA_VARIABLE in workload.note
     assert load_workload("builtin", 3).note == ""
-    for given in (HUMANEVAL, ""):
+    for given in (str(tmp_path / "humaneval.jsonl"), ""):
         with pytest.raises(BadInputError, match="--prompts FILE"):
             load_workload(given)
 
@@ -184,16 +183,14 @@ def test_gsm8k_is_asked_its_questions(tmp_path):
         load_workload(f"humaneval:{path}")
 
 
-def test_data_sets_lie_beside_the_checkout_or_one_says_where(tmp_path, monkeypatch):
-    checkout = tmp_path / "checkout"
-    checkout.mkdir()
-    monkeypatch.chdir(checkout)
+def test_data_sets_are_found_in_the_folder_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     for name, data_set in DATA_SETS.items():
         with pytest.raises(BadInputError, match=f"--prompts {name}:PATH"):
             load_workload(name)
-        place = checkout / data_set.place
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_lines(place, {"prompt": "x", "question": "x", "turns": ["x"], "category": "qa"})
+        write_lines(
+            tmp_path / data_set.file_name, {"prompt": "x", "question": "x", "turns": ["x"], "category": "qa"}
+        )
         assert load_workload(name).prompts == ("x",)
 
 

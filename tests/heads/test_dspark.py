@@ -529,7 +529,7 @@ def of_another_vocabulary(config: dict[str, object], tensors: Parts) -> None:
         (with_field(markov_head_type="gated"), "of the type vanilla in .* got 'gated'"),
         (with_field(block_size=0), "block_size of 0"),
         (with_field(block_size=99), "between 1 and 64, got 99"),
-        (with_field(block_size=1, sample_from_anchor=False), "guesses of a block drafter between 1"),
+        (with_field(block_size=1, sample_from_anchor=False), "draft tokens of a block drafter between 1"),
         (with_field(mask_token_id=None), "mask_token_id of None"),
         (with_field(mask_token_id=31), "mask token between 0 and 30, got 31"),
         (with_field(aux_hidden_state_layer_ids=[]), r"numbered from 0 on, got \[\]"),

@@ -27,7 +27,7 @@ class BenchConfig:
         against: other systems to compare with: libraries from `PEERS`, and servers
             (`http://HOST:PORT,model=NAME`).
         prompts: one or several sources of prompts (see `workloads.load_workload`); None takes
-            HumanEval if `workloads.HUMANEVAL` is a file, else `builtin`.
+            HumanEval if its file is in the folder `SECONDGUESS_DATA`, else `builtin`.
         num_prompts: number of prompts, spread evenly over the tasks and within each task.
         num_tokens: exact number of new tokens per prompt.
         temperatures: each gets its own table.

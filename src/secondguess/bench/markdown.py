@@ -170,8 +170,8 @@ def _equality_table(results: Sequence[Result]) -> str:
         for result in results
         if (equality := result.equality) is not None
     ]
-    header = ["system", "compared with", "texts that part (flips)"]
-    return table([*header, "tokens that differ, all after a flip included"], rows)
+    header = ["system", "compared with", "texts that differ"]
+    return table([*header, "tokens that differ, including all after the first difference"], rows)
 
 
 def _footprints(report: Report) -> str:
@@ -184,7 +184,7 @@ def _footprints(report: Report) -> str:
         ]
         for system, each in report.possessions.items()
     ]
-    return "## What having them takes\n\n" + table(
+    return "## Memory and training time\n\n" + table(
         ["system", "weights beside the target's", "training"], rows
     )
 

@@ -83,7 +83,7 @@ def read_text(path: Path) -> str:
     if not path.is_file():
         raise BadInputError(
             f"expected a file of prompts, found none at {path}; give one with --prompts FILE "
-            f"(JSON lines with a 'prompt' each, or plain text), or --prompts builtin for a small set of our own"
+            f"(JSON lines with a 'prompt' each, or plain text), or --prompts builtin for a small built-in set"
         )
     content = path.read_bytes()
     if b"\0" in content:
@@ -172,7 +172,7 @@ def _convert(line: str, number: int, path: Path, convert: Callable[[Record, Path
             f"expected text in {place}, got half of a surrogate pair (a lone \\ud8xx); remove it"
         ) from None
     except BadInputError as error:
-        raise BadInputError(f"{error} in {place}; mend or remove the line") from None
+        raise BadInputError(f"{error} in {place}; fix or remove the line") from None
     return prompt
 
 

@@ -1,12 +1,13 @@
-"""Prompts by task: public datasets by name, files, or a small set of our own.
+"""Prompts by task: public datasets by name, files, or a small built-in set.
 
-HumanEval is the default workload if its file is present, since it is not part of the training data
-of the built-in models.
+HumanEval is the default workload if its file is in the folder `SECONDGUESS_DATA`, since it is not
+part of the training data of the built-in models.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,25 +24,32 @@ from secondguess.bench.prompt_files import (
 )
 from secondguess.errors import BadInputError
 
-DATA = "../shared/data"
-HUMANEVAL = f"{DATA}/humaneval.jsonl"
+DATA_VARIABLE = "SECONDGUESS_DATA"
+"""Environment variable with the folder of the datasets."""
 BUILTIN = "builtin"
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Public dataset: default path of its file, and the function that reads it."""
+    """Public dataset: name of its file in the folder `SECONDGUESS_DATA`, and the function that reads it."""
 
-    place: str
+    file_name: str
     read: Callable[[Path], list[Prompt]]
+
+    @property
+    def path(self) -> Path | None:
+        """Path of the file; None if there is none."""
+        folder = os.environ.get(DATA_VARIABLE)
+        path = Path(folder) / self.file_name if folder else None
+        return path if path is not None and path.is_file() else None
 
 
 DATA_SETS = {
-    "spec-bench": DataSet(f"{DATA}/spec_bench.jsonl", partial(read_records, convert=spec_bench_record)),
-    "humaneval": DataSet(HUMANEVAL, partial(read_records, convert=record_with("prompt", "humaneval"))),
-    "gsm8k": DataSet(
-        f"{DATA}/gsm8k_test_400.jsonl", partial(read_records, convert=record_with("question", "gsm8k"))
+    "spec-bench": DataSet("spec_bench.jsonl", partial(read_records, convert=spec_bench_record)),
+    "humaneval": DataSet(
+        "humaneval.jsonl", partial(read_records, convert=record_with("prompt", "humaneval"))
     ),
+    "gsm8k": DataSet("gsm8k_test_400.jsonl", partial(read_records, convert=record_with("question", "gsm8k"))),
 }
 """Datasets by the name that `--prompts` takes, alone or as `NAME:PATH`."""
 
@@ -98,7 +106,7 @@ def load_workload(
     Args:
         sources: one or several of: a name from `DATA_SETS`, alone or as `NAME:PATH`; `builtin` for
             our own prompts; a file of JSON lines or plain text (see `prompt_files`). None takes
-            HumanEval if `HUMANEVAL` is a file, else our own prompts, with a note.
+            HumanEval if its file is in `SECONDGUESS_DATA`, else our own prompts, with a note.
         num_prompts: number of prompts; all of them if the sources have fewer.
         tasks: only prompts of these tasks; empty for all.
 
@@ -108,9 +116,9 @@ def load_workload(
     """
     note = ""
     if sources is None:
-        there = Path(HUMANEVAL).is_file()
-        sources = "humaneval" if there else BUILTIN
-        note = "" if there else f"no HumanEval at {HUMANEVAL}: the built-in prompts instead"
+        sources = "humaneval" if DATA_SETS["humaneval"].path else BUILTIN
+        if sources == BUILTIN:
+            note = f"no humaneval.jsonl in the folder {DATA_VARIABLE}: the built-in prompts instead"
     loaded = [_load(source) for source in ([sources] if isinstance(sources, str) else sources)]
     by_task: dict[str, list[str]] = defaultdict(list)
     for prompt in (prompt for _, prompts in loaded for prompt in prompts):
@@ -196,11 +204,12 @@ def _load(source: str) -> tuple[str, list[Prompt]]:
     data_set = DATA_SETS.get(name)
     if data_set is None:
         return Path(source).name, read_any(Path(source))
-    path = Path(place if colon else data_set.place)
-    if not path.is_file():
+    path = Path(place) if colon else data_set.path
+    if path is None or not path.is_file():
+        where = path or f"{data_set.file_name} in the folder {DATA_VARIABLE}"
         raise BadInputError(
-            f"expected the file of {name} at {path}, found none; say where it is with --prompts {name}:PATH, "
-            f"or take --prompts {BUILTIN} for a small set of our own"
+            f"expected the file of {name} at {where}, found none; give it with --prompts {name}:PATH, "
+            f"or take --prompts {BUILTIN} for a small built-in set"
         )
     return path.name, data_set.read(path)
 

@@ -150,7 +150,7 @@ def _os_error_message(error: OSError) -> str:
     """Return the message for an `OSError`, naming the file or folder but no errno."""
     if error.filename is None or error.strerror is None:
         return str(error)
-    return f"expected a place that can be used, got {error.filename}: {error.strerror}; choose another one"
+    return f"expected a usable path, got {error.filename}: {error.strerror}; choose another one"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

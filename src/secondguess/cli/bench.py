@@ -33,7 +33,7 @@ def bench(
     against: Annotated[
         list[str] | None,
         Option(
-            help="Who runs beside ours: transformers, or a server that speaks OpenAI's protocol, "
+            help="System to compare with: transformers, or a server that speaks OpenAI's protocol, "
             "http://HOST:PORT[,model=NAME] (its key in OPENAI_API_KEY); repeatable.",
             rich_help_panel=WORKLOAD,
         ),
@@ -41,10 +41,10 @@ def bench(
     prompts: Annotated[
         list[str] | None,
         Option(
-            help="spec-bench, humaneval or gsm8k (NAME:PATH where its file is elsewhere), builtin for a small set of "
-            "our own, or a file: JSON lines with prompt, question, turns or messages each, or plain text with blank "
-            "lines between prompts; repeatable.",
-            show_default="../shared/data/humaneval.jsonl if it exists, else builtin",
+            help="spec-bench, humaneval or gsm8k (its file in the folder SECONDGUESS_DATA, or NAME:PATH), builtin "
+            "for a small built-in set, or a file: JSON lines with prompt, question, turns or messages each, or "
+            "plain text with blank lines between prompts; repeatable.",
+            show_default="humaneval if its file is in the folder SECONDGUESS_DATA, else builtin",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -53,7 +53,7 @@ def bench(
         Option(help="Only prompts of this task; repeatable.", show_default="all", rich_help_panel=WORKLOAD),
     ] = None,
     num_prompts: Annotated[
-        int, Option(help="How many prompts, evenly spread within each task.", rich_help_panel=WORKLOAD)
+        int, Option(help="Number of prompts, evenly spread within each task.", rich_help_panel=WORKLOAD)
     ] = 40,
     max_tokens: Annotated[
         int, Option(help="New tokens per prompt, exactly.", rich_help_panel=WORKLOAD)
@@ -61,13 +61,15 @@ def bench(
     temperature: Annotated[
         list[float] | None,
         Option(
-            help="Each is a table of its own; repeatable.", show_default="0 and 1", rich_help_panel=WORKLOAD
+            help="Temperature, each with its own table; repeatable.",
+            show_default="0 and 1",
+            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     batch_size: Annotated[
         list[int] | None,
         Option(
-            help="So many prompts are decoded together (by ours; others run at 1 only); repeatable.",
+            help="Batch size of secondguess (other systems run at 1); repeatable.",
             show_default="1",
             rich_help_panel=WORKLOAD,
         ),
@@ -75,7 +77,7 @@ def bench(
     draft_length: Annotated[
         list[int] | None,
         Option(
-            help="Constant lengths to try beside the default controller; repeatable.",
+            help="Constant draft length to measure beside the default controller; repeatable.",
             show_default="3, 5 and 8",
             rich_help_panel=WORKLOAD,
         ),
@@ -90,7 +92,7 @@ def bench(
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
-    seed: Annotated[int, Option(help="Of sampled texts and intervals.", rich_help_panel=WORKLOAD)] = 0,
+    seed: Annotated[int, Option(help="Seed of sampled texts and intervals.", rich_help_panel=WORKLOAD)] = 0,
     model: options.Model = "builtin",
     drafter: Annotated[
         list[str] | None,
@@ -109,7 +111,7 @@ def bench(
     threads: Annotated[
         int | None,
         Option(
-            help="CPU threads, for everybody.",
+            help="CPU threads, for all systems.",
             show_default="PyTorch's own",
             rich_help_panel=options.MODEL_OPTIONS,
         ),
@@ -177,7 +179,7 @@ def bench(
 @app.command()
 def compare(
     before: Annotated[Path, Argument(metavar="A.json", help="A stored report.")],
-    after: Annotated[Path, Argument(metavar="B.json", help="The one to compare with it.")],
+    after: Annotated[Path, Argument(metavar="B.json", help="Report to compare it with.")],
     json: options.Json = False,
 ) -> int:
     """Show what changed beyond measurement noise between two stored reports."""

@@ -39,7 +39,7 @@ def generate(
     batch_size: Annotated[
         int | None,
         Option(
-            help="How many prompts of the file decode together, each with all its samples.",
+            help="Number of prompts of the file that decode together, each with all its samples.",
             show_default="1",
             rich_help_panel=options.OUTPUT,
         ),

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 MIB = 2**20
 MEMORY = "How much at once"
 RUNTIMES = {
-    "native": "native, if it says what the module says (probed at loading)",
-    "fused": "fused, if it says what the module says (probed at loading)",
+    "native": "native, if its logits match the module's (checked at loading)",
+    "fused": "fused, if its logits match the module's (checked at loading)",
     "transformers": "the Transformers module",
 }
 
@@ -229,7 +229,7 @@ def _memory_lines(plan: MemoryPlan, settings: dict[str, Any]) -> list[tuple[str,
 
 def _verdict(plan: MemoryPlan) -> str:
     if plan.available_bytes is None or plan.missing_bytes is None:
-        return "nobody says how much there is"
+        return "the available memory is unknown"
     if plan.missing_bytes == 0:
         return f"fits into the {_size(plan.available_bytes)} available"
     return (

@@ -69,7 +69,7 @@ Model = Annotated[str, Option(help=MODEL_NAMES, callback=check_model, rich_help_
 Drafter = Annotated[
     str | None,
     Option(
-        help=f"{DRAFTER_NAMES}; each with ,key=value options; several joined by + take turns.",
+        help=f"{DRAFTER_NAMES}; each with ,key=value options; several joined by + are combined.",
         callback=check_drafter,
         show_default="suffix+model:builtin-draft for builtin, else suffix",
         rich_help_panel=MODEL_OPTIONS,
@@ -86,9 +86,9 @@ Verifier = Annotated[
 Controller = Annotated[
     str | None,
     Option(
-        help="How far to draft: cost, fixed:K, confidence, entropy, learned, each with ,key=value options.",
+        help="Choice of draft lengths: cost, fixed:K, confidence, entropy, learned, each with ,key=value options.",
         callback=check_controller,
-        show_default="what suits the drafter",
+        show_default="chosen by drafter",
         rich_help_panel=MODEL_OPTIONS,
     ),
 ]
@@ -122,15 +122,17 @@ DrafterQuantize = Annotated[
 Runtime = Annotated[
     str,
     Option(
-        help="What runs the target: auto, native, fused or transformers.",
+        help="Runtime of the target: auto, native, fused or transformers.",
         callback=check_runtime,
         rich_help_panel=MODEL_OPTIONS,
     ),
 ]
 
-MaxTokens = Annotated[int, Option(help="Most tokens to generate.", rich_help_panel=SAMPLING)]
-MinTokens = Annotated[int, Option(help="No end before this many tokens.", rich_help_panel=SAMPLING)]
-Temperature = Annotated[float, Option(help="0 is greedy, 1 the model's own law.", rich_help_panel=SAMPLING)]
+MaxTokens = Annotated[int, Option(help="Maximum number of tokens to generate.", rich_help_panel=SAMPLING)]
+MinTokens = Annotated[int, Option(help="Minimum number of tokens to generate.", rich_help_panel=SAMPLING)]
+Temperature = Annotated[
+    float, Option(help="0 is greedy, 1 the model's own distribution.", rich_help_panel=SAMPLING)
+]
 TopK = Annotated[int, Option(help="Keep the K most probable tokens; 0 keeps all.", rich_help_panel=SAMPLING)]
 TopP = Annotated[
     float, Option(help="Keep the smallest set with this mass; 1 keeps all.", rich_help_panel=SAMPLING)
@@ -178,7 +180,7 @@ Seed = Annotated[
 DraftLength = Annotated[
     int | None,
     Option(
-        help="Draft so many tokens per round, whatever the controller would do; 0 decodes plainly.",
+        help="Draft this many tokens per round, overriding the controller; 0 is plain decoding.",
         show_default="the controller decides",
         rich_help_panel=SAMPLING,
     ),
@@ -190,7 +192,7 @@ Logprobs = Annotated[
     ),
 ]
 
-Json = Annotated[bool, Option("--json", help="For machines: JSON and nothing else.", rich_help_panel=OUTPUT)]
+Json = Annotated[bool, Option("--json", help="Print JSON only.", rich_help_panel=OUTPUT)]
 
 DRAFTER_SPECIFIC_SETTINGS = ("controller", "drafter_quantize")
 """Settings that are specific to a drafter and may be unsuitable or invalid for another."""

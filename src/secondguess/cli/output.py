@@ -81,8 +81,7 @@ class TerminalWriter:
         print_note(describe_components(llm))
         if self._coloured:
             self._console.print(
-                f"[{DRAFTED_STYLE}]guessed by the drafter and accepted[/]  "
-                f"[{TARGET_STYLE}]written by the target[/]\n"
+                f"[{DRAFTED_STYLE}]drafted and accepted[/]  [{TARGET_STYLE}]sampled from the target[/]\n"
             )
 
     def begin(self, requests: Sequence[Request]) -> None:

@@ -42,21 +42,21 @@ def tune(
     prompts: Annotated[
         str | None,
         Option(
-            help="A file of prompts, as bench takes it, or builtin for a small set of our own.",
-            show_default="../shared/data/humaneval.jsonl if it exists, else builtin",
+            help="A file of prompts, as bench takes it, or builtin for a small built-in set.",
+            show_default="humaneval if its file is in the folder SECONDGUESS_DATA, else builtin",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
     num_prompts: Annotated[
-        int, Option(help="How many prompts at most, evenly spread over the file.", rich_help_panel=WORKLOAD)
+        int, Option(help="Maximum number of prompts, evenly spread over the file.", rich_help_panel=WORKLOAD)
     ] = 12,
-    max_tokens: Annotated[int, Option(help="Most new tokens per prompt.", rich_help_panel=WORKLOAD)] = 96,
+    max_tokens: Annotated[
+        int, Option(help="Maximum number of new tokens per prompt.", rich_help_panel=WORKLOAD)
+    ] = 96,
     temperature: options.Temperature = 0.0,
     batch_size: Annotated[
         list[int] | None,
-        Option(
-            help="How many texts at once; repeatable.", show_default="1, 4 and 16", rich_help_panel=WORKLOAD
-        ),
+        Option(help="Batch size; repeatable.", show_default="1, 4 and 16", rich_help_panel=WORKLOAD),
     ] = None,
     minutes: Annotated[
         float, Option(help="Time budget; with less, fewer prompts and runs.", rich_help_panel=WORKLOAD)
@@ -80,7 +80,7 @@ def tune(
     ] = None,
     output: Annotated[
         Path | None,
-        Option(help="Folder for everything as JSON, and charts.", rich_help_panel=options.OUTPUT),
+        Option(help="Folder for the JSON report and charts.", rich_help_panel=options.OUTPUT),
     ] = None,
     config_out: Annotated[
         Path, Option(help="Where to write the configuration.", rich_help_panel=options.OUTPUT)

@@ -34,7 +34,7 @@ def verify(
     drafter: Annotated[
         str | None,
         Option(
-            help=f"{options.DRAFTER_NAMES}; each with ,key=value options; several joined by + take turns.",
+            help=f"{options.DRAFTER_NAMES}; each with ,key=value options; several joined by + are combined.",
             callback=options.check_drafter,
             show_default="a perturbed copy of the random model; as in generate for another",
             rich_help_panel=options.MODEL_OPTIONS,
@@ -63,12 +63,14 @@ def verify(
     prompt: Annotated[
         str | None,
         Option(
-            help="What every text continues, for --model.",
+            help="Prompt, for --model.",
             show_default="def quicksort(items):",
             rich_help_panel=TEST,
         ),
     ] = None,
-    temperature: Annotated[float, Option(help="Of the law that is tested.", rich_help_panel=TEST)] = 1.0,
+    temperature: Annotated[
+        float, Option(help="Temperature of the tested distribution.", rich_help_panel=TEST)
+    ] = 1.0,
     samples: Annotated[int, Option(help="Texts to draw.", rich_help_panel=TEST)] = 200_000,
     max_tokens: Annotated[int, Option(help="Tokens per text.", rich_help_panel=TEST)] = 4,
     cells: Annotated[

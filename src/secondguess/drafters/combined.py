@@ -32,7 +32,7 @@ def check_parts(kinds: Sequence[str]) -> None:
     if len(set(kinds)) < len(kinds):
         raise BadInputError(f"expected different drafters joined by +, got {joined}; name each kind once")
     if "none" in kinds:
-        raise BadInputError(f"expected drafters that guess joined by +, got {joined}; leave out none")
+        raise BadInputError(f"expected drafters that draft joined by +, got {joined}; leave out none")
 
 
 class CombinedDrafter(Drafter):
@@ -108,7 +108,7 @@ class CombinedDrafter(Drafter):
         if len(answers) > 1:
             raise BadInputError(
                 f"expected the parts of {self.name} to draw siblings alike, got some with and some without "
-                "replacement; let them take turns with drafters of chains"
+                "replacement; combine them with drafters of chains"
             )
         return answers.pop() if answers else True
 

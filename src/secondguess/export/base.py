@@ -161,9 +161,7 @@ def recommend(
         # A draft model is preferred: it can draft anywhere, lookup drafters only repeated text.
         whole = drafter
         drafter = next((part for part in whole.parts if part.draft_model), whole.parts[0])
-        notes.append(
-            f"no other engine lets drafters take turns as {whole.name} does: this is {drafter.name} alone"
-        )
+        notes.append(f"no other engine combines drafters as {whole.name} does: this is {drafter.name} alone")
     if length == 0 and drafter.kind != "none":
         notes.insert(0, f"a draft length of 0 is plain decoding: no {drafter.kind} drafter is asked for")
         drafter = DrafterInfo("none", "none")

@@ -78,7 +78,7 @@ LLAMA_CPP = ExportTarget(
     dtypes=tuple(OUTTYPES),
     notes=(
         "convert_hf_to_gguf.py lies in llama.cpp's sources; builds from before 2026 call --spec-draft-n-max --draft-max",
-        "llama.cpp keeps the target's law by sampling the target and comparing: with a draft model it accepts "
+        "llama.cpp keeps the target's distribution by sampling the target and comparing: with a draft model it accepts "
         "less at temperatures above 0 than we do",
         "it drafts at any load, also where that does not pay",
     ),

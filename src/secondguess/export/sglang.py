@@ -73,9 +73,9 @@ SGLANG = ExportTarget(
     title="SGLang",
     writers={"none": _plain, "model": _standalone, "ngram": _ngram, "suffix": _ngram, "eagle": _eagle},
     dtypes=("float32", "bfloat16", "float16"),
-    int8="SGLang rounds no weights to 8 bits in our way; give it a checkpoint that is quantised",
+    int8="SGLang has no equivalent of our 8-bit weights; give it a checkpoint that is quantised",
     notes=(
-        "the law of sampled text is not promised: SGLang samples the target alone unless "
+        "the distribution of sampled text is not guaranteed: SGLang samples the target alone unless "
         "--speculative-use-rejection-sampling is added (chains only)",
         "with speculation on, SGLang lowers --max-running-requests to 48 unless it is given",
     ),

@@ -63,10 +63,10 @@ TENSORRT_LLM = ExportTarget(
     writers={"none": _plain, "model": _draft_target, "ngram": _ngram, "suffix": _suffix_automaton},
     options={"ngram": ("max",)},
     dtypes=("float32", "bfloat16", "float16"),
-    int8="TensorRT-LLM rounds no weights to 8 bits in our way; give it a checkpoint that is quantised",
+    int8="TensorRT-LLM has no equivalent of our 8-bit weights; give it a checkpoint that is quantised",
     notes=(
         "TensorRT-LLM runs on NVIDIA GPUs only",
-        "the law of sampled text is not promised: use_rejection_sampling and allow_advanced_sampling are off unless "
+        "the distribution of sampled text is not guaranteed: use_rejection_sampling and allow_advanced_sampling are off unless "
         "they are added to speculative_config",
         "it drafts this many tokens at any load; max_concurrency or draft_len_schedule in speculative_config limit that",
     ),

@@ -76,7 +76,7 @@ VLLM = ExportTarget(
     },
     options={"ngram": ("max", "min"), "suffix": ("factor", "threshold")},
     dtypes=("float32", "bfloat16", "float16"),
-    int8="vLLM rounds no weights to 8 bits in our way; give it a checkpoint that is quantised",
+    int8="vLLM has no equivalent of our 8-bit weights; give it a checkpoint that is quantised",
     longest_draft=32,
     notes=(
         "vLLM calls itself lossless up to numerics: greedy text may change with drafting in half precision, and a seed "
@@ -91,7 +91,7 @@ VLLM = ExportTarget(
         ),
         "model": (
             "vLLM's drafts are greedy at any temperature, which is lossless and accepts less; for sampled text add "
-            '"draft_sample_method": "probabilistic" (it takes memory for the laws) and, for block verification, '
+            '"draft_sample_method": "probabilistic" (it takes memory for the probabilities) and, for block verification, '
             '"rejection_sample_method": "block"',
         ),
         "suffix": (

@@ -59,9 +59,9 @@ class DsparkConfig:
 
     def __post_init__(self) -> None:
         check_range("layers of a block drafter", self.num_layers, 1, 64)
-        check_range("guesses of a block drafter", self.num_guesses, 1, MAX_DRAFT_LENGTH)
+        check_range("draft tokens of a block drafter", self.num_guesses, 1, MAX_DRAFT_LENGTH)
         check_range("the mask token", self.mask_token, 0, self.vocab_size - 1)
-        check_range("the words of a block drafter", self.num_words, 1, self.vocab_size)
+        check_range("the draft vocabulary of a block drafter", self.num_words, 1, self.vocab_size)
         check_range("the rank of a Markov head", self.markov_rank, 0, 4096)
         if not self.hidden_layers or min(self.hidden_layers) < 0:
             raise BadInputError(

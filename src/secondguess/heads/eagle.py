@@ -226,11 +226,11 @@ class EagleHead(UnrolledHead):
             words = None
         elif words is None or len(words) != num_words:
             raise BadInputError(
-                f"expected the {num_words} words of the draft vocabulary, got {'none' if words is None else len(words)}"
+                f"expected the {num_words} tokens of the draft vocabulary, got {'none' if words is None else len(words)}"
             )
         elif (words.diff() <= 0).any() or words[0] < 0 or words[-1] >= vocab_size:
             raise BadInputError(
-                f"expected ascending words between 0 and {vocab_size - 1}, got {words.tolist()[:8]}..."
+                f"expected ascending tokens between 0 and {vocab_size - 1}, got {words.tolist()[:8]}..."
             )
         self.register_buffer("words", words, persistent=False)
         self.register_buffer(

@@ -156,7 +156,7 @@ def _read_words(folder: Path, tensors: Mapping[str, Tensor], shape: EagleConfig)
     if len(tensors["t2d"]) != shape.vocab_size or not torch.equal(words, marked):
         raise CheckpointError(
             f"expected d2t of {folder} to hold, per draft token, how much larger the target's id is, and t2d to mark "
-            f"the same {shape.draft_vocab_size} words of {shape.vocab_size}, got a map that disagrees with itself"
+            f"the same {shape.draft_vocab_size} words of {shape.vocab_size}, got an inconsistent map"
         )
     return words
 

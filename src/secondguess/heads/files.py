@@ -95,7 +95,7 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
         found = _find_own(name.kind, target_name, target_path)
         if found is None:
             raise BadInputError(
-                f"expected {name.kind}:PATH for the target {target_name}, for which none is in the box, got no path; "
+                f"expected {name.kind}:PATH for the target {target_name}, which has no built-in one, got no path; "
                 f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
             )
         folder = found
@@ -153,7 +153,7 @@ def warn_of_mismatch(folder: Path, kind: str, target_name: str, target_path: str
     if provenance.fingerprint != hash_weights(Path(target_path)):
         warnings.warn(
             f"the {kind} drafter in {folder} was trained for {provenance.target} with other weights than {target_name}'s: "
-            "the text stays right, the guesses will be poor; train it anew",
+            "the output stays correct, but few drafts will be accepted; retrain it",
             MismatchWarning,
             stacklevel=2,
         )

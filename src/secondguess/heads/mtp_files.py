@@ -216,7 +216,7 @@ def _require_supported_layer(folder: Path, names: list[str], config: Mapping[str
     if foreign:
         raise UnsupportedModelError(
             f"expected a multi-token-prediction module with a dense layer like those of llama or qwen in {folder}, got one "
-            f"with {foreign[0]}, which is not built here yet; train one with `secondguess train mtp` or use another drafter"
+            f"with {foreign[0]}, which is not supported yet; train one with `secondguess train mtp` or use another drafter"
         )
 
 

@@ -70,7 +70,7 @@ class AcceptanceRecipe:
     def __post_init__(self) -> None:
         _require_from("the number of prompts", self.num_prompts, HELD_OUT_EVERY, 100_000)
         _require_from("the number of tokens per prompt", self.num_tokens, 1, 100_000)
-        _require_from("the depth of the guesses", self.depth, 1, MAX_DRAFT_LENGTH)
+        _require_from("the draft depth", self.depth, 1, MAX_DRAFT_LENGTH)
         _require_from("the seed", self.seed, 0, 2**31 - 1)
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
             raise BadInputError(f"expected temperatures, each once, got {list(self.temperatures)}")
@@ -196,7 +196,9 @@ def examples_of(traces: Sequence[Trace]) -> Examples:
     """
     drafts = [(trace, guess) for trace in traces for part in trace.drafts for guess in part if guess.dists]
     if not drafts:
-        raise BadInputError("expected guesses with laws, got none; the texts left the drafter no room")
+        raise BadInputError(
+            "expected drafts with distributions, got none; the texts left the drafter no room"
+        )
     depth = max(guess.num_nodes for _, guess in drafts)
     first = features_of_path(drafts[0][1].dists, 0.0, False)
     features = numpy.zeros((len(drafts), depth, len(first[0])))

@@ -87,7 +87,7 @@ class Runtime(ABC):
         """
         if layers:
             raise UnsupportedModelError(
-                f"expected a target that shows its hidden states, got a {type(self).__name__}; "
+                f"expected a target that provides its hidden states, got a {type(self).__name__}; "
                 "use a drafter that needs none"
             )
 
@@ -98,7 +98,7 @@ class Runtime(ABC):
             UnsupportedModelError: if the runtime cannot share them.
         """
         raise UnsupportedModelError(
-            f"expected a target that lends its embeddings, got a {type(self).__name__}; use a drafter that needs none"
+            f"expected a target that provides its embeddings, got a {type(self).__name__}; use a drafter that needs none"
         )
 
     def require_partial_forward(self) -> None:

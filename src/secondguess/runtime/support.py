@@ -38,7 +38,9 @@ def check_class(model_class: Any, name: str) -> None:
     if model_class._is_stateful:
         raise _unsupported(name, "it has recurrent state, which cannot forget rejected tokens")
     if not model_class._supports_attention_backend:
-        raise _unsupported(name, "it does not use the attention interface of Transformers, which our masks need")
+        raise _unsupported(
+            name, "it does not use the attention interface of Transformers, which our masks need"
+        )
 
 
 def check_config(config: Any, name: str) -> None:

@@ -111,7 +111,7 @@ Trained on windows of at most 512 tokens: longer contexts work, less well.
 
 def _drafter_head(decoder: Decoder) -> str:
     return f"""
-# secondguess built-in drafter: guesses what the built-in target will write
+# secondguess built-in drafter: drafts for the built-in target
 
 {_shape(decoder)}
 
@@ -130,7 +130,7 @@ def _figures(figures: PairFigures) -> str:
 Held-out text: target {figures.target_bits_per_byte:.3f} bits per byte, drafter {figures.drafter_bits_per_byte:.3f}.
 
 Acceptance of one drafted token, as the text's every position would have it (temperature 0: both models prefer the same
-token; temperature 1: overlap of their laws):
+token; temperature 1: overlap of their distributions):
 
 | text | temperature 0 | temperature 1 | positions |
 |---|---|---|---|
@@ -180,8 +180,8 @@ def _training(stages: dict[str, TrainingStats], seed: int) -> str:
 - Target: {stages["target"]}. Next-token cross-entropy; Muon for the matrices, AdamW for the rest; few layers and short
   windows first, then deeper (see `docs/training.md`), then longer windows while the learning rate falls to zero.
 - Drafter by itself: {stages["drafter-alone"]}. Cross-entropy, from the target's embedding.
-- Drafter towards the target: {stages["drafter"]}. Hybrid LK loss (overlap of the two laws, arXiv 2602.23881), half on corpus
-  text and half on text written by the target.
+- Drafter towards the target: {stages["drafter"]}. Hybrid LK loss (overlap of the two distributions,
+  arXiv 2602.23881), half on corpus text and half on text written by the target.
 - Seed {seed}. Machine: {machine()}, shared with other work. PyTorch {torch.__version__}, tokenizers {tokenizers.__version__},
   Python {platform.python_version()}.
 

@@ -10,7 +10,7 @@ from typing import Any
 from secondguess.heads.files import Provenance
 from secondguess.train.files import write_atomically
 
-NOT_DRAFTED = "none: the controller let the drafter rest, nothing was drafted"
+NOT_DRAFTED = "none: the controller did not draft"
 """Text shown instead of a speed-up if nothing was drafted, so both runs were plain decoding."""
 
 
@@ -36,8 +36,8 @@ def card_text(provenance: Provenance, how_to_use: str) -> str:
         f"Made by `secondguess train {provenance.kind}` for the weights with SHA-256 `{provenance.fingerprint}`. For other "
         "weights the text stays right and the guesses become poor.\n\n"
         f"```\n{how_to_use}\n```\n\n"
-        f"## What it reaches\n\n{_conditions(provenance)}\n\n{figures}\n"
-        f"## How it was made\n\n{training}"
+        f"## Results\n\n{_conditions(provenance)}\n\n{figures}\n"
+        f"## Training\n\n{training}"
     )
 
 

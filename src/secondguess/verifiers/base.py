@@ -167,7 +167,9 @@ class Residual:
         return Residual(at(self.dists, places), self.masses[numpy.arange(len(places)), places])
 
 
-def residual(weights: FloatArray, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor) -> Residual:
+def residual(
+    weights: FloatArray, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor
+) -> Residual:
     """Return the residuals `max(w p - q, 0)` at positions `[...]`.
 
     Args:
