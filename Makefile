@@ -22,13 +22,13 @@ test: setup
 	$(BIN)/python -m pytest -n 2
 
 check: setup
-	$(BIN)/ruff format --check src tests examples benchmarks setup.py
-	$(BIN)/ruff check src tests examples benchmarks setup.py
+	$(BIN)/ruff format --check src tests tools examples benchmarks setup.py
+	$(BIN)/ruff check src tests tools examples benchmarks setup.py
 	$(BIN)/mypy
 
 format: setup
-	$(BIN)/ruff format src tests examples benchmarks setup.py
-	$(BIN)/ruff check --fix src tests examples benchmarks setup.py
+	$(BIN)/ruff format src tests tools examples benchmarks setup.py
+	$(BIN)/ruff check --fix src tests tools examples benchmarks setup.py
 
 bench: setup
 	$(BIN)/secondguess bench --against transformers

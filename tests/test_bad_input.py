@@ -601,25 +601,11 @@ def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
         (["bench", "--seed", "3", "compare", "a.json", "b.json"], ["--seed", "compare"]),
         (["bench", "--name", "a/b"], ["name", "a/b"]),
         (["bench", "--output", __file__], ["--output", "folder"]),
-        (["train", "pair", "--minutes", "nan"], ["--minutes", "nan"]),
-        (["train", "pair", "--minutes", "-1"], ["--minutes", "-1"]),
-        (["train", "pair", "--seed", "-1"], ["--seed", "-1"]),
-        (["train", "pair", "--directory", __file__], ["--directory", "folder"]),
-        (["train", "pair", "--exclude-prompts", "nowhere.jsonl"], ["--exclude-prompts", "nowhere.jsonl"]),
     ],
     ids=lambda value: " ".join(value[:3]) if "/" not in value[-1] else None,
 )
 def test_bad_options_of_the_other_verbs(secondguess_command, arguments, words):
     assert_refused(secondguess_command(*arguments), *words)
-
-
-def test_a_corpus_that_is_not_there(secondguess_command, tmp_path):
-    done = secondguess_command(
-        "train", "pair", "--directory", tmp_path / "run", "--corpus", tmp_path / "nowhere"
-    )
-    assert done.code == 2
-    assert "nowhere" in done.err
-    assert done.err.count("\n") == 1
 
 
 # the rest

@@ -676,15 +676,13 @@ def test_a_benchmark_that_cannot_be_saved_any_more_has_been_shown(secondguess_co
 
 
 def test_training_tries_its_folder_before_it_begins(secondguess_command, tmp_path, monkeypatch):
-    monkeypatch.setattr("secondguess.train.pair.train_pair", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr("secondguess.jobs.acceptance.train_acceptance", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr("secondguess.jobs.head_training.train_head", lambda *_: pytest.fail("trained"))
     (tmp_path / "file").write_text("")
     inside = tmp_path / "file" / "folder"
-    for arguments in (("pair", "--directory", inside), ("eagle", "--out", inside)):
-        done = secondguess_command("train", *arguments)
-        assert done.code == 2
-        assert f"expected a folder for {arguments[1]} that can be written to" in done.err
+    done = secondguess_command("train", "eagle", "--out", inside)
+    assert done.code == 2
+    assert "expected a folder for --out that can be written to" in done.err
 
     def refuse(**_):
         raise PermissionError(13, "Permission denied")
@@ -704,28 +702,3 @@ def test_bench_compares_stored_reports(secondguess_command):
     told = secondguess_command("bench", "compare", results, results, "--json")
     assert {change["verdict"] for change in json.loads(told.out)["changes"]} == {"no difference beyond noise"}
     assert told.code == 0
-
-
-def test_training_runs_the_recipe_within_the_budget_and_can_be_interrupted(
-    secondguess_command, tmp_path, monkeypatch
-):
-    seen = []
-    monkeypatch.setattr("secondguess.train.pair.train_pair", lambda *arguments: seen.append(arguments))
-    options = ["--directory", tmp_path, "--seed", 5, "--minutes", 10, "--corpus", tmp_path]
-    more = ["--start", tmp_path, "--most-threads", 2]
-    assert secondguess_command("train", "pair", *options, *more).code == 0
-    recipe, directory, _ = seen[0]
-    assert directory == tmp_path
-    assert (recipe.seed, recipe.corpus) == (5, (tmp_path,))
-    assert (recipe.start, recipe.most_threads) == (tmp_path, 2)
-    budgets = (recipe.target_budget, recipe.drafter_budget, recipe.distill_budget)
-    assert sum(budget.minutes for budget in budgets) == pytest.approx(10)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("secondguess.train.pair.train_pair", interrupt)
-    done = secondguess_command("train", "pair", *options)
-    assert (done.code, done.out) == (130, "")
-    assert f"secondguess train pair --directory {tmp_path}" in done.err
-    assert done.err.count("\n") == 1

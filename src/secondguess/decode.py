@@ -167,11 +167,10 @@ def _go_on(
     wishes: Sequence[int | None],
     logits: Tensor,
     depth: int,
-    acceptance_probs: Sequence[float] | None = None,
-    confidences: Sequence[float] | None = None,
+    *per_row: Sequence[float] | None,
 ) -> list[bool]:
     """Return whether to draft another level, per row; always True for a request's own length."""
-    answers = controller.go_on(rows, DraftProbs(logits, acceptance_probs, confidences), depth)
+    answers = controller.go_on(rows, DraftProbs(logits, *per_row), depth)
     return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
 
 

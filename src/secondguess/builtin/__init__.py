@@ -1,6 +1,6 @@
 """Built-in models that are distributed with the package.
 
-- A target and its draft model in Transformers format, made by ``secondguess train pair``.
+- A target and its draft model in Transformers format, made by `tools/builtin_pair`.
 - A predictor of acceptance probabilities for this pair, made by ``secondguess train acceptance``.
 - Drafter heads for the target, one folder each, made by ``secondguess train KIND``.
 """
@@ -31,7 +31,7 @@ def builtin_paths() -> BuiltinPaths:
         if not (path / "model.safetensors").is_file():
             raise CheckpointError(
                 f"the built-in pair is missing: no model.safetensors in {path}; install secondguess again, or train "
-                "a pair with `secondguess train pair` and copy its target and drafter folders there"
+                "a pair (docs/training.md) and install it there"
             )
     return paths
 

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.files import write_atomically
-from secondguess.train.tokens import shuffled_index
 
 _ORDER = 7
 """Purpose key of the random numbers that order the texts."""
@@ -205,3 +204,14 @@ def batches_in_order(texts: Sequence[TrainingText], batch_size: int) -> Iterator
     """Return batches of all texts, once and in order."""
     numbered = list(enumerate(texts))
     return map(Batch.of, (numbered[at : at + batch_size] for at in range(0, len(texts), batch_size)))
+
+
+def shuffled_index(seed: int, purpose: int, index: int, size: int) -> int:
+    """Return an element of an endless sequence that visits ``range(size)`` once per epoch."""
+    epoch, place = divmod(index, size)
+    # An affine map with a factor coprime to ``size`` is a permutation that need not be stored.
+    generator = numpy.random.default_rng((seed, purpose, epoch))
+    multiple = int(generator.integers(1, size + 1))
+    while numpy.gcd(multiple, size) != 1:
+        multiple += 1
+    return int((place * multiple + int(generator.integers(size))) % size)

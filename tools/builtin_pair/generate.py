@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from builtin_pair.model import Decoder, fast_dtype, rotary_tables, rotate
 from secondguess.errors import BadInputError
-from secondguess.train.model import Decoder, fast_dtype, rotary_tables, rotate
 
 
 class RowGenerator:

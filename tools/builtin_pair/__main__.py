@@ -1,8 +1,8 @@
-"""``python -m secondguess.train``: run, export or install a pair without the rest of the package.
+"""``python -m builtin_pair``: run, export or install a pair without the rest of the package.
 
-python -m secondguess.train run runs/pair --minutes 120 --corpus corpus --exclude-prompts FILE
-python -m secondguess.train export runs/pair elsewhere  # latest checkpoint, also during a run
-python -m secondguess.train install runs/pair src/secondguess/builtin
+python -m builtin_pair run runs/pair --minutes 120 --corpus corpus --exclude-prompts FILE
+python -m builtin_pair export runs/pair elsewhere  # latest checkpoint, also during a run
+python -m builtin_pair install runs/pair src/secondguess/builtin
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from builtin_pair.pair import PairRecipe, export_checkpoint, install_pair, train_pair
 from secondguess.errors import SecondGuessError
-from secondguess.train.pair import PairRecipe, export_checkpoint, install_pair, train_pair
 
 
 def _report(line: str) -> None:
@@ -22,7 +22,7 @@ def _report(line: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m secondguess.train", description="Train a target and its drafter."
+        prog="python -m builtin_pair", description="Train a target and its drafter."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run or continue the whole recipe")

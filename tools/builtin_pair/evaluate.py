@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from builtin_pair.generate import RowGenerator
+from builtin_pair.model import Decoder
+from builtin_pair.tokens import TokenStore
 from secondguess.errors import BadInputError
-from secondguess.train.generate import RowGenerator
 from secondguess.train.losses import overlap
-from secondguess.train.model import Decoder
-from secondguess.train.tokens import TokenStore
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from builtin_pair.generate import RowGenerator
+from builtin_pair.model import Decoder, ModelShape
+from builtin_pair.tokens import TokenStore
+from builtin_pair.trainer import LossFunction, Report
 from secondguess.errors import BadInputError
 from secondguess.train.files import write_atomically
-from secondguess.train.generate import RowGenerator
+from secondguess.train.lessons import shuffled_index
 from secondguess.train.losses import mean_hybrid_lk_loss
-from secondguess.train.model import Decoder, ModelShape
-from secondguess.train.tokens import TokenStore, shuffled_index
-from secondguess.train.trainer import LossFunction, Report
 
 OWN_LENGTH = 256
 TEMPERATURES = (0.0, 1.0, 0.7, 1.0)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from builtin_pair.model import Decoder
 from secondguess.errors import BadInputError
-from secondguess.train.model import Decoder
 
 _OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from builtin_pair.model import Decoder, ModelShape
 from secondguess.errors import CheckpointError
-from secondguess.train.model import Decoder, ModelShape
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise CheckpointError(
-            f"there is no training checkpoint at {path}; start the run with `secondguess train pair`"
+            f"there is no training checkpoint at {path}; start the run with `python -m builtin_pair run`"
         )
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from secondguess.errors import BadInputError, CheckpointError
-from secondguess.train.tokenizer import (
+from builtin_pair.tokenizer import (
     END_TOKEN,
     as_transformers,
     end_token_id,
     load_tokenizer,
     train_tokenizer,
 )
+from secondguess.errors import BadInputError, CheckpointError
 
 TEXT = 'def total(items):\n    """Add them."""\n    for item in items:\n        if item:\n            yield item\n\n\n'
 

@@ -12,12 +12,12 @@ from typing import Any
 import tokenizers
 import torch
 
-from secondguess.train.checkpoints import decoder_from, read_checkpoint
-from secondguess.train.evaluate import Acceptance, PairFigures
+from builtin_pair.checkpoints import decoder_from, read_checkpoint
+from builtin_pair.evaluate import Acceptance, PairFigures
+from builtin_pair.generate import RowGenerator
+from builtin_pair.model import Decoder
+from builtin_pair.tokenizer import load_tokenizer
 from secondguess.train.files import write_atomically
-from secondguess.train.generate import RowGenerator
-from secondguess.train.model import Decoder
-from secondguess.train.tokenizer import load_tokenizer
 
 SAMPLE_PROMPTS = (
     "def quicksort(items):",
@@ -185,7 +185,7 @@ def _training(stages: dict[str, TrainingStats], seed: int) -> str:
 - Seed {seed}. Machine: {machine()}, shared with other work. PyTorch {torch.__version__}, tokenizers {tokenizers.__version__},
   Python {platform.python_version()}.
 
-Made with `pip install --no-deps --target corpus PACKAGES...` and `secondguess train pair --corpus corpus`
+Made with `pip install --no-deps --target corpus PACKAGES...` and `python -m builtin_pair run --corpus corpus`
 (see `docs/training.md`).
 """
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from builtin_pair.export import export_model, load_exported
+from builtin_pair.generate import RowGenerator
+from builtin_pair.model import Decoder, ModelShape
+from builtin_pair.tokenizer import train_tokenizer
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.train.export import export_model, load_exported
-from secondguess.train.generate import RowGenerator
-from secondguess.train.model import Decoder, ModelShape
-from secondguess.train.tokenizer import train_tokenizer
 
 SHAPES = [
     ModelShape(3, 64, 4, 2, 96, 320),
@@ -114,7 +114,7 @@ def test_generation_with_a_cache_chooses_what_the_whole_sequence_chooses() -> No
 def test_products_are_in_bfloat16_where_the_processor_has_it(
     has_unit: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("secondguess.train.model.has_bfloat16", lambda device: has_unit)
+    monkeypatch.setattr("builtin_pair.model.has_bfloat16", lambda device: has_unit)
     decoder = Decoder(ModelShape(1, 32, 2, 1, 64, 300))
     decoder.initialise(0)
     assert decoder(torch.zeros(1, 3, dtype=torch.long)).dtype == expected

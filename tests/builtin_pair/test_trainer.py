@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from builtin_pair.checkpoints import read_checkpoint
+from builtin_pair.growth import deepened, layer_sources
+from builtin_pair.model import Decoder, ModelShape
+from builtin_pair.threads import threads_to_use
+from builtin_pair.tokens import TokenStore
+from builtin_pair.trainer import Trainer
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.train.checkpoints import read_checkpoint
 from secondguess.train.files import write_atomically
-from secondguess.train.growth import deepened, layer_sources
-from secondguess.train.model import Decoder, ModelShape
+from secondguess.train.lessons import shuffled_index
 from secondguess.train.schedule import Budget, Phase, RunSettings
-from secondguess.train.threads import threads_to_use
-from secondguess.train.tokens import TokenStore, shuffled_index
-from secondguess.train.trainer import Trainer
 
 SHAPE = ModelShape(4, 32, 2, 1, 64, 512)
 PHASES = (Phase(0.5, 2, 16, 64), Phase(1.0, 4, 32, 128))

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from builtin_pair.data import Corpus, Document
+from builtin_pair.tokenizer import end_token_id
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.train.data import Corpus, Document
 from secondguess.train.files import write_atomically
-from secondguess.train.tokenizer import end_token_id
+from secondguess.train.lessons import shuffled_index
 
 PARTS = ("files", "functions", "held_out")
 
@@ -143,14 +144,3 @@ class TokenStore:
         # The grid of windows shifts with the step, so that no token is always first in its window.
         shift = step * 37 % length
         return [self.files[start + shift : start + shift + length + 1] for start in starts]
-
-
-def shuffled_index(seed: int, purpose: int, index: int, size: int) -> int:
-    """Return an element of an endless sequence that visits ``range(size)`` once per epoch."""
-    epoch, place = divmod(index, size)
-    # An affine map with a factor coprime to ``size`` is a permutation that need not be stored.
-    generator = numpy.random.default_rng((seed, purpose, epoch))
-    multiple = int(generator.integers(1, size + 1))
-    while numpy.gcd(multiple, size) != 1:
-        multiple += 1
-    return int((place * multiple + int(generator.integers(size))) % size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from builtin_pair import pair as stages
+from builtin_pair.__main__ import main
+from builtin_pair.distill import MixedStore, initial_drafter
+from builtin_pair.evaluate import acceptance
+from builtin_pair.model import Decoder, ModelShape
+from builtin_pair.pair import PairRecipe, export_checkpoint, install_pair, train_pair
+from builtin_pair.tokenizer import load_tokenizer
+from builtin_pair.tokens import TokenStore
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.train import pair as stages
-from secondguess.train.distill import MixedStore, initial_drafter
-from secondguess.train.evaluate import acceptance
-from secondguess.train.model import Decoder, ModelShape
-from secondguess.train.pair import PairRecipe, export_checkpoint, install_pair, train_pair
 from secondguess.train.schedule import Budget
-from secondguess.train.tokenizer import load_tokenizer
-from secondguess.train.tokens import TokenStore
 
 
 def test_the_recipe_makes_a_pair_that_transformers_loads(recipe: PairRecipe, tmp_path: Path) -> None:
@@ -116,28 +116,29 @@ def test_a_scaled_recipe_keeps_the_proportions() -> None:
     assert minutes[0] == pytest.approx(10 * 127 / 184)
 
 
-def test_the_module_ends_with_one_line_and_code_2_on_bad_input(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "secondguess.train",
-        "export",
-        str(tmp_path / "none"),
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: there is no training checkpoint")
-    assert "Traceback" not in done.stderr
-
-
-def test_the_module_calls_its_options_what_the_command_calls_them(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "secondguess.train", "run", str(tmp_path / "run")]
-    corpus = ["--corpus", str(tmp_path / "nowhere"), "--exclude-prompts", str(tmp_path / "none.jsonl")]
-    done = subprocess.run([*command, *corpus, "--minutes", "1"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "nowhere" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["export", "none", "out"], "there is no training checkpoint"),
+        (["run", "run", "--corpus", "nowhere", "--minutes", "1"], "nowhere"),
+        (["run", "run", "--minutes", "-1"], "minutes above 0"),
+        (["run", "run", "--seed", "-1"], "negative"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["builtin_pair", *arguments])
+    assert main() == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert words in err
+    assert err.count("\n") == 1
 
 
 def test_the_box_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

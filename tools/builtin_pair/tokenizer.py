@@ -77,7 +77,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     if not path.is_file():
         raise CheckpointError(
-            f"there is no tokenizer at {path}; run `secondguess train pair`, which makes one"
+            f"there is no tokenizer at {path}; run `python -m builtin_pair run`, which makes one"
         )
     try:
         return Tokenizer.from_file(str(path))
@@ -96,6 +96,6 @@ def end_token_id(tokenizer: Tokenizer) -> int:
     token: int | None = tokenizer.token_to_id(END_TOKEN)
     if token is None:
         raise CheckpointError(
-            f"the tokenizer has no {END_TOKEN} token; use one that `secondguess train pair` made"
+            f"the tokenizer has no {END_TOKEN} token; use one that `python -m builtin_pair run` made"
         )
     return token

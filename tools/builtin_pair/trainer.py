@@ -22,13 +22,13 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch.nn import functional
 
+from builtin_pair.checkpoints import decoder_from, read_checkpoint
+from builtin_pair.growth import deepened
+from builtin_pair.model import Decoder, ModelShape
+from builtin_pair.threads import SpareThreads
 from secondguess.errors import CheckpointError
-from secondguess.train.checkpoints import decoder_from, read_checkpoint
 from secondguess.train.files import write_atomically
-from secondguess.train.growth import deepened
-from secondguess.train.model import Decoder, ModelShape
 from secondguess.train.schedule import RunSettings
-from secondguess.train.threads import SpareThreads
 
 Report = Callable[[str], None]
 LossFunction = Callable[[Decoder, Tensor], Tensor]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secondguess.errors import BadInputError
-from secondguess.train.data import (
+from builtin_pair.data import (
     Corpus,
     build_corpus,
     documented_functions,
@@ -16,6 +15,7 @@ from secondguess.train.data import (
     is_permissive,
     looks_handwritten,
 )
+from secondguess.errors import BadInputError
 
 FUNCTION = '''def area_{0}(width: float, height: float) -> float:
     """Return the area number {0} of a rectangle.

@@ -1,0 +1,78 @@
+"""A corpus of a few hundred small files, and the tokens made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from builtin_pair.pair import PairRecipe, prepare_data
+from builtin_pair.tokens import TokenStore
+
+MODULE = '''"""Numbers about the {name} of things."""
+
+import math
+
+
+def {name}_of(first: float, second: float) -> float:
+    """Return the {name} of two numbers, {number} times.
+
+    >>> {name}_of(1.0, {number}.0) > 0
+    True
+    """
+    total = 0.0
+    for step in range({number}):
+        if first > second:
+            total += math.sqrt(first * step)
+        else:
+            total -= second / (step + {number})
+    return total
+
+
+class {name}Keeper:
+    def __init__(self, limit={number}):
+        self.limit = limit
+        self.items = []
+
+    def add(self, item):
+        if len(self.items) < self.limit:
+            self.items.append(item)
+        return self
+'''
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Models this small lose time to every parallel region, most of all beside other test processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    record = folder / "things-1.0.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text(
+        "Metadata-Version: 2.4\nName: things\nVersion: 1.0\nLicense-Expression: MIT\n"
+    )
+    (folder / "things").mkdir()
+    names = [f"{word}{number}" for word in ("size", "weight", "colour", "speed") for number in range(200)]
+    for index, name in enumerate(names):
+        (folder / "things" / f"{name}.py").write_text(MODULE.format(name=name, number=index % 9 + 2))
+    (record / "RECORD").write_text("".join(f"things/{name}.py,,\n" for name in names))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def recipe(corpus_folder: Path) -> PairRecipe:
+    return PairRecipe.small(corpus=(corpus_folder,), include_standard_library=False)
+
+
+@pytest.fixture(scope="session")
+def store(recipe: PairRecipe, tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    return prepare_data(recipe, tmp_path_factory.mktemp("run"), lambda line: None)
