@@ -676,8 +676,10 @@ def test_a_benchmark_that_cannot_be_saved_any_more_has_been_shown(secondguess_co
 
 
 def test_training_tries_its_folder_before_it_begins(secondguess_command, tmp_path, monkeypatch):
-    monkeypatch.setattr("secondguess.jobs.acceptance.train_acceptance", lambda *_: pytest.fail("trained"))
-    monkeypatch.setattr("secondguess.jobs.head_training.train_head", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(
+        "secondguess.train.acceptance_training.train_acceptance", lambda *_: pytest.fail("trained")
+    )
+    monkeypatch.setattr("secondguess.train.head_training.train_head", lambda *_: pytest.fail("trained"))
     (tmp_path / "file").write_text("")
     inside = tmp_path / "file" / "folder"
     done = secondguess_command("train", "eagle", "--out", inside)

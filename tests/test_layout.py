@@ -28,18 +28,17 @@ LAYERS = [
         "heads",
         "verifiers",
         "controllers",
-        "train",
     ),
     ("decode", "testing", "configuration", "pairing", "prompts", "round_lock"),
     ("generation",),
     ("api", "certify", "enumeration"),
     ("drop_in", "export"),
     ("bench",),
-    ("jobs",),
+    ("train",),
     ("cli",),
 ]
-# Inside the second layer: contracts speak of noise and sampling, what is in the box is found by those who read it, a
-# trainer writes what a controller reads; the rest are strangers to each other.
+# Inside the second layer: contracts speak of noise and sampling, what is in the box is found by those who read it;
+# the rest are strangers to each other.
 SIDEWAYS = {
     "drafters": {"noise", "sampling", "runtime", "heads"},
     "heads": {"builtin", "runtime"},
@@ -47,7 +46,6 @@ SIDEWAYS = {
     "sampling": {"runtime"},
     "runtime": {"builtin"},
     "controllers": {"builtin", "runtime"},
-    "train": {"builtin", "runtime", "controllers", "heads", "sampling"},
 }
 FOLDERS_OF_VARIANTS = {
     "drafters": "DRAFTERS",
@@ -195,7 +193,7 @@ def test_the_loop_reads_in_one_sitting():
 def test_nothing_committed_names_this_machine():
     text = "".join(
         path.read_text()
-        for folder in ("src", "docs", "examples", "benchmarks")
+        for folder in ("src", "tools", "docs", "examples", "benchmarks")
         for suffix in ("*.py", "*.md", "*.json")
         for path in (REPOSITORY / folder).rglob(suffix)
     )

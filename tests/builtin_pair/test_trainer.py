@@ -16,8 +16,8 @@ from builtin_pair.tokens import TokenStore
 from builtin_pair.trainer import Trainer
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.files import write_atomically
-from secondguess.train.lessons import shuffled_index
 from secondguess.train.schedule import Budget, Phase, RunSettings
+from secondguess.train.training_data import shuffled_index
 
 SHAPE = ModelShape(4, 32, 2, 1, 64, 512)
 PHASES = (Phase(0.5, 2, 16, 64), Phase(1.0, 4, 32, 128))

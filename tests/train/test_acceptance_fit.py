@@ -11,7 +11,7 @@ import torch
 from secondguess.controllers.acceptance_features import FEATURES
 from secondguess.controllers.predictor import Calibration, Predictor, PredictorNetwork
 from secondguess.errors import BadInputError
-from secondguess.train.acceptance import AcceptanceNet, Examples, FitOptions, Nodes, fit, weighted_loss
+from secondguess.train.acceptance_fit import AcceptanceNet, Examples, FitOptions, Nodes, fit, weighted_loss
 from secondguess.train.calibration import (
     HIGHEST_SCALE,
     LOWEST_SCALE,

@@ -10,7 +10,7 @@ import torch
 from secondguess.errors import BadInputError
 from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import GIGABYTE, LiveCapture, StoredCapture, frozen_float32_ends
-from secondguess.train.lessons import Batch, TrainingText
+from secondguess.train.training_data import Batch, TrainingText
 
 TEXTS = [
     TrainingText([(7 * number + 3 * place) % 300 for place in range(5 + number)], [True] * (5 + number))

@@ -11,8 +11,8 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import LiveCapture, frozen_float32_ends
 from secondguess.train.draft_model import DraftModel, project_embeddings
-from secondguess.train.lessons import Batch, TrainingText
 from secondguess.train.losses import objective
+from secondguess.train.training_data import Batch, TrainingText
 
 BATCH = Batch.of(
     [

@@ -37,9 +37,9 @@ from secondguess.train.head_trainer import (
     acceptance_length,
     nothing,
 )
-from secondguess.train.lessons import TextSplit, TrainingText
 from secondguess.train.losses import objective
 from secondguess.train.schedule import Budget
+from secondguess.train.training_data import TextSplit, TrainingText
 
 SETTINGS = TrainSettings(
     Budget(steps=12),

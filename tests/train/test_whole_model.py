@@ -10,8 +10,8 @@ import torch
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import LiveCapture, frozen_float32_ends
-from secondguess.train.lessons import Batch, TrainingText
 from secondguess.train.losses import objective
+from secondguess.train.training_data import Batch, TrainingText
 from secondguess.train.whole_model import WholeModel, decoder_layers, exit_weights, read_trainable, skip_rates
 
 BATCH = Batch.of([(0, TrainingText([5, 6, 7, 8], [True] * 4)), (1, TrainingText([9, 3], [True] * 2))])

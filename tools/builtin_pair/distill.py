@@ -21,8 +21,8 @@ from builtin_pair.tokens import TokenStore
 from builtin_pair.trainer import LossFunction, Report
 from secondguess.errors import BadInputError
 from secondguess.train.files import write_atomically
-from secondguess.train.lessons import shuffled_index
 from secondguess.train.losses import mean_hybrid_lk_loss
+from secondguess.train.training_data import shuffled_index
 
 OWN_LENGTH = 256
 TEMPERATURES = (0.0, 1.0, 0.7, 1.0)

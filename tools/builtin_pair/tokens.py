@@ -21,7 +21,7 @@ from builtin_pair.data import Corpus, Document
 from builtin_pair.tokenizer import end_token_id
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.files import write_atomically
-from secondguess.train.lessons import shuffled_index
+from secondguess.train.training_data import shuffled_index
 
 PARTS = ("files", "functions", "held_out")
 

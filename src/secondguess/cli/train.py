@@ -67,8 +67,8 @@ def acceptance(
 
     require_folder(out.parent, "--out")
 
-    from secondguess.jobs.acceptance import AcceptanceRecipe, train_acceptance
-    from secondguess.train.acceptance import FitOptions
+    from secondguess.train.acceptance_fit import FitOptions
+    from secondguess.train.acceptance_training import AcceptanceRecipe, train_acceptance
 
     given = {
         "drafter": drafter or ("model:builtin-draft" if model == "builtin" else None),

@@ -143,8 +143,8 @@ def _layer_skip(
     Nothing is trained: layers are removed one at a time, and the rest is evaluated on
     the target's own answers to the prompts. Use the result as layer-skip:OUT.
     """
-    from secondguess.jobs.lesson_texts import DEFAULT_TEMPERATURES, AnswerSettings
-    from secondguess.jobs.skip_training import SkipJob, search_layers
+    from secondguess.train.skip_training import SkipJob, search_layers
+    from secondguess.train.training_texts import DEFAULT_TEMPERATURES, AnswerSettings
 
     answers = AnswerSettings(
         tuple(temperature or DEFAULT_TEMPERATURES), max_tokens=max_tokens, length=length, seed=seed
@@ -208,10 +208,10 @@ def _refuse_answer_options(context: Context) -> None:
 
 
 def _train(kind: str, given: dict[str, Any]) -> int:
-    from secondguess.jobs.head_training import HeadJob, train_head
-    from secondguess.jobs.lesson_texts import DEFAULT_TEMPERATURES, AnswerSettings
     from secondguess.train.head_card import displayed_figures
+    from secondguess.train.head_training import HeadJob, train_head
     from secondguess.train.schedule import Budget
+    from secondguess.train.training_texts import DEFAULT_TEMPERATURES, AnswerSettings
 
     options_of_job = dict(given)
     answers = AnswerSettings(

@@ -25,7 +25,7 @@ from secondguess.heads.learning import TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.train.files import write_atomically
-from secondguess.train.lessons import Batch, TrainingText
+from secondguess.train.training_data import Batch, TrainingText
 
 LAST_LAYER = -1
 """Index of the last, normalised hidden states, from which the LM head computes the logits."""

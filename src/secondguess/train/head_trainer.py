@@ -29,8 +29,8 @@ from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.capture import Capture
 from secondguess.train.files import write_atomically
-from secondguess.train.lessons import Batch, TextSplit, TrainingText, batches_in_order, training_batches
 from secondguess.train.schedule import Budget
+from secondguess.train.training_data import Batch, TextSplit, TrainingText, batches_in_order, training_batches
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 

@@ -17,16 +17,16 @@ from secondguess.controllers.predictor import Predictor
 from secondguess.core import Candidate, Draft, Row
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
-from secondguess.jobs.acceptance import (
+from secondguess.noise import KeyedNoise
+from secondguess.sampling import SamplingParams, compute_target_probs
+from secondguess.testing import TableModel, random_probs
+from secondguess.train.acceptance_training import (
     AcceptanceRecipe,
     examples_of,
     split,
     train_acceptance,
 )
-from secondguess.jobs.acceptance_prompts import MAX_PROMPT_CHARACTERS, standard_library_prompts
-from secondguess.noise import KeyedNoise
-from secondguess.sampling import SamplingParams, compute_target_probs
-from secondguess.testing import TableModel, random_probs
+from secondguess.train.stdlib_prompts import MAX_PROMPT_CHARACTERS, standard_library_prompts
 from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 6
@@ -214,7 +214,7 @@ def test_the_command_passes_its_options_on(
         seen.append(recipe)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("secondguess.jobs.acceptance.train_acceptance", stop)
+    monkeypatch.setattr("secondguess.train.acceptance_training.train_acceptance", stop)
     more = ["--temperature", 0.5, "--temperature", 0, "--num-prompts", 9, "--reject-weight", 2]
     done = secondguess_command(
         "train", "acceptance", *words(command), *more, "--seed", 4, "--dtype", "float32"

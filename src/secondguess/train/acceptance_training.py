@@ -2,7 +2,7 @@
 
 The target generates text, the drafter drafts at every position of it (`bench/traces.py`), and each
 node is labelled with the probability that the target accepts it. The predictor and its fit are in
-`secondguess.train.acceptance`.
+`secondguess.train.acceptance_fit`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from secondguess.controllers.predictor import Predictor
 from secondguess.core import MAX_DRAFT_LENGTH, Row
 from secondguess.drafters import draft_model_paths
 from secondguess.errors import BadInputError
-from secondguess.jobs.acceptance_prompts import STANDARD_LIBRARY, standard_library_prompts
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import find_checkpoint
 from secondguess.sampling import SamplingParams
-from secondguess.train.acceptance import Examples, FitOptions, Fitted, fit
+from secondguess.train.acceptance_fit import Examples, FitOptions, Fitted, fit
+from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts
 
 HELD_OUT_EVERY = 5
 """One in this many prompts is held out."""

@@ -23,11 +23,11 @@ from secondguess.bench.prompt_files import (
 )
 from secondguess.bench.workloads import evenly_spaced
 from secondguess.errors import BadInputError
-from secondguess.jobs.acceptance_prompts import STANDARD_LIBRARY, standard_library_prompts
 from secondguess.names import check_range
 from secondguess.runtime.loading import LoadedModel
 from secondguess.sampling import SamplingParams
-from secondguess.train.lessons import TrainingText, read_texts, windows, write_texts
+from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts
+from secondguess.train.training_data import TrainingText, read_texts, windows, write_texts
 
 ANSWER_KEYS = ("completion", "response", "answer", "output")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}

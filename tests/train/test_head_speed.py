@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from secondguess.heads.files import Provenance
-from secondguess.jobs import head_speed
-from secondguess.jobs.head_speed import measure_speed
+from secondguess.train import head_speed
 from secondguess.train.head_card import NOT_DRAFTED, card_text, displayed_figures
-from secondguess.train.lessons import TrainingText
+from secondguess.train.head_speed import measure_speed
+from secondguess.train.training_data import TrainingText
 
 TEXT = TrainingText(list(range(20, 60)), [False] * 8 + [True] * 32)
 

@@ -9,7 +9,7 @@ import pytest
 
 from secondguess.api import Generation, load
 from secondguess.errors import BadInputError
-from secondguess.jobs.lesson_texts import (
+from secondguess.train.training_texts import (
     AnswerSettings,
     Document,
     prompt_ids,
@@ -124,7 +124,7 @@ def test_stored_answers_are_not_written_again(llm, tmp_path: Path, monkeypatch: 
             raise KeyboardInterrupt
         return Generation(llm, prompts, params)
 
-    monkeypatch.setattr("secondguess.jobs.lesson_texts.Generation", counting)
+    monkeypatch.setattr("secondguess.train.training_texts.Generation", counting)
     with pytest.raises(KeyboardInterrupt):
         write_answers(llm, documents, SETTINGS, tmp_path / "cut", lambda *_: None, lambda: None)
     again = write_answers(llm, documents, SETTINGS, tmp_path / "cut", lambda *_: None, lambda: None)

@@ -10,20 +10,20 @@ from secondguess.api import load
 from secondguess.bench.systems import public_name
 from secondguess.errors import UnsupportedModelError
 from secondguess.heads.files import Provenance
-from secondguess.jobs.head_training import DEFAULT_PROMPTS, ProgressDisplay
-from secondguess.jobs.lesson_texts import (
+from secondguess.names import check_range
+from secondguess.runtime.fingerprint import hash_weights
+from secondguess.runtime.fused import FusedRuntime
+from secondguess.train.files import require_folder
+from secondguess.train.head_training import DEFAULT_PROMPTS, ProgressDisplay
+from secondguess.train.run_folder import check_or_record_options, identity_of_texts
+from secondguess.train.skip_search import Candidate, SkipSearch, save_layers, stack_prefixes
+from secondguess.train.training_texts import (
     AnswerSettings,
     default_documents,
     read_documents,
     sample_evenly,
     write_answers,
 )
-from secondguess.jobs.run_folder import check_or_record_options, identity_of_texts
-from secondguess.names import check_range
-from secondguess.runtime.fingerprint import hash_weights
-from secondguess.runtime.fused import FusedRuntime
-from secondguess.train.files import require_folder
-from secondguess.train.skip_search import Candidate, SkipSearch, save_layers, stack_prefixes
 
 MAX_SEARCH_TOKENS = 128
 """Maximum number of tokens of each text that are searched on."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.jobs.lesson_texts import AnswerSettings
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import find_checkpoint
 from secondguess.train.files import write_atomically
+from secondguess.train.training_texts import AnswerSettings
 
 
 def identity_of_texts(

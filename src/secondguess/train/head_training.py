@@ -22,17 +22,6 @@ from secondguess.drafters import DRAFTERS
 from secondguess.errors import BadInputError
 from secondguess.heads.files import NAMED, Provenance
 from secondguess.heads.learning import TrainableHead
-from secondguess.jobs.head_speed import measure_speed
-from secondguess.jobs.lesson_texts import (
-    AnswerSettings,
-    Document,
-    default_documents,
-    read_documents,
-    sample_evenly,
-    texts_as_they_stand,
-    write_answers,
-)
-from secondguess.jobs.run_folder import check_or_record_options, identity_of_texts
 from secondguess.names import check_range
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import pick_device, read_config
@@ -40,6 +29,7 @@ from secondguess.train.capture import Capture, LiveCapture, StoredCapture, froze
 from secondguess.train.export import saved_dtype
 from secondguess.train.files import require_folder
 from secondguess.train.head_card import write_card
+from secondguess.train.head_speed import measure_speed
 from secondguess.train.head_trainer import (
     HeadTrainer,
     Progress,
@@ -48,10 +38,20 @@ from secondguess.train.head_trainer import (
     TrainSettings,
     acceptance_length,
 )
-from secondguess.train.lessons import TextSplit, TrainingText
 from secondguess.train.losses import objective
 from secondguess.train.recipes import Recipe, TargetInfo, make_recipe
+from secondguess.train.run_folder import check_or_record_options, identity_of_texts
 from secondguess.train.schedule import Budget
+from secondguess.train.training_data import TextSplit, TrainingText
+from secondguess.train.training_texts import (
+    AnswerSettings,
+    Document,
+    default_documents,
+    read_documents,
+    sample_evenly,
+    texts_as_they_stand,
+    write_answers,
+)
 
 DEFAULT_PROMPTS = 400
 """Number of prompts from the standard library if no data is given."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.train.lessons import (
+from secondguess.train.training_data import (
     Batch,
     SeededBatches,
     TextSplit,

@@ -11,7 +11,7 @@ from secondguess.controllers import make_controller
 from secondguess.drafters.none import NoDrafter
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
-from secondguess.train.lessons import TrainingText
+from secondguess.train.training_data import TrainingText
 
 NUM_PROMPTS, NUM_TOKENS, NUM_REPETITIONS = 4, 48, 2
 DEFAULT_PROMPT_LENGTH = 16
