@@ -162,6 +162,12 @@ def test_g_test_knows_chi_square():
 
 def test_g_test_pools_rare_cells_and_refuses_the_impossible():
     assert g_test([50, 50, 1], [50, 48.5, 1.5]) == pytest.approx(g_test([50, 51], [50, 50]), abs=1e-9)
+    # The last cell is too rare to stand alone, and no rarer one is left to be pooled with it.
+    assert g_test([6, 2, 4], [4, 4, 4]) == 1.0, "one pool: nothing to compare"
+    left_over = g_test([0, 0, 12, 4], [4, 4, 4, 4])
+    assert left_over == pytest.approx(g_test([0, 16], [8, 8]), abs=1e-9)
+    assert g_test([9, 0, 0], [3, 3, 3]) == 1.0
+    assert g_test([3, 3, 3, 3, 9], [3, 3, 3, 3, 3]) == pytest.approx(g_test([6, 15], [6, 9]), abs=1e-9)
     assert g_test([99, 1], [100, 0]) == 0.0
     assert g_test([100, 0], [100, 0]) == 1.0
 

@@ -419,8 +419,8 @@ def _sample(
 def g_test(observed: Sequence[int], expected: Sequence[float]) -> float:
     """Return the p-value of the G-test of observed against expected counts.
 
-    Cells with an expected count below `MIN_EXPECTED` are pooled with the next rarest. The result
-    is 0 if a cell of probability zero was observed, and 1 if fewer than two pooled cells remain.
+    Cells with an expected count below `MIN_EXPECTED` are pooled with the next rarest, and those
+    left over with the last pool. The result is 0 if a cell of probability zero was observed, and 1 if fewer than two pooled cells remain.
     """
     pooled: list[tuple[float, int]] = []
     rare_expected, rare_observed = 0.0, 0
@@ -433,6 +433,7 @@ def g_test(observed: Sequence[int], expected: Sequence[float]) -> float:
             rare_expected, rare_observed = 0.0, 0
     if len(pooled) < 2:
         return 1.0
+    pooled[-1] = (pooled[-1][0] + rare_expected, pooled[-1][1] + rare_observed)
     statistic = 2 * sum(count * math.log(count / mass) for mass, count in pooled if count)
     half_degrees = torch.tensor((len(pooled) - 1) / 2, dtype=torch.float64)
     half_statistic = torch.tensor(max(statistic, 0.0) / 2, dtype=torch.float64)

@@ -158,7 +158,7 @@ def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
         for plan, wish, choices in zip(plans, wishes, candidates, strict=True)
     ]
     go_on = partial(_go_on, controller, rows, wishes)
-    return Budgets(lengths, go_on, controller.uses_probs, parts)
+    return Budgets(lengths, go_on, controller.uses_probs and None in wishes, parts)
 
 
 def _go_on(

@@ -93,6 +93,17 @@ def test_a_server_that_refuses_ignore_eos_is_asked_without_and_never_again_with(
     assert ["ignore_eos" in request for request in fake.requests] == [True, False, False]
 
 
+def test_a_request_refused_for_another_reason_does_not_end_ignore_eos():
+    fake = Fake(status=400, answer={"error": "prompt too long"})
+    with serve(fake) as url:
+        server = connect(url)
+        with pytest.raises(BadInputError):
+            server.generate([5], 4, 0.0, 0)
+        fake.status, fake.answer = 200, None
+        server.generate([5], 4, 0.0, 0)
+    assert ["ignore_eos" in request for request in fake.requests] == [True, False, True]
+
+
 def test_the_key_is_that_of_the_environment(monkeypatch):
     fake = Fake()
     with serve(fake) as url:

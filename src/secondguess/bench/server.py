@@ -137,9 +137,11 @@ class Server(System):
             status, answer, seconds = self._ask("POST", "completions", {**request, "ignore_eos": True})
             if status not in (400, 422):
                 return self._read(status, answer, seconds)
-            # OpenAI's own protocol has no such field, and some servers refuse unknown fields.
-            self._supports_ignore_eos = False
-        return self._read(*self._ask("POST", "completions", request))
+        # OpenAI's own protocol has no such field, and some servers refuse unknown fields. A request
+        # that is refused without it too was refused for another reason.
+        status, answer, seconds = self._ask("POST", "completions", request)
+        self._supports_ignore_eos &= status in (400, 422)
+        return self._read(status, answer, seconds)
 
     def _read(self, status: int, answer: bytes, seconds: float) -> Run:
         count = _at(self._json(status, answer, "completions"), "usage", "completion_tokens")

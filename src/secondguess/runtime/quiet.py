@@ -12,7 +12,7 @@ from contextlib import contextmanager
 def quiet() -> Iterator[None]:
     """Suppress warnings and log records below ERROR, for imports and for loading checkpoints."""
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(max(level, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,0 +1,22 @@
+"""Other libraries are silenced, and stricter settings of the caller stay."""
+
+import logging
+import warnings
+
+import pytest
+
+from secondguess.runtime.quiet import quiet
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING, logging.CRITICAL])
+def test_warnings_are_suppressed_and_the_callers_level_comes_back(level, caplog):
+    logging.disable(level)
+    try:
+        with quiet():
+            warnings.warn("not shown", stacklevel=1)
+            logging.getLogger("library").warning("not logged")
+            assert logging.root.manager.disable >= level
+        assert logging.root.manager.disable == level
+    finally:
+        logging.disable(logging.NOTSET)
+    assert caplog.records == []
