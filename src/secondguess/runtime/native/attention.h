@@ -31,17 +31,17 @@ inline void normalise(const bf16* from, int64_t size, const Norm& norm, bf16* to
 
 constexpr int64_t LARGEST_HEAD = 512;
 
-// Rotary embedding of one head, rounded where the Transformers modules round. `turns` holds the
+// Rotary embedding of one head, rounded where the Transformers modules round. `cos_sin` holds the
 // cosines, then the sines with their first half negated.
-inline void rotate(const bf16* from, int64_t size, const bf16* turns, bf16* to) {
+inline void rotate(const bf16* from, int64_t size, const bf16* cos_sin, bf16* to) {
     bf16 other[LARGEST_HEAD], turned[LARGEST_HEAD];  // `other`: halves swapped; `to` may be `from`
     const int64_t half = size / 2;
     std::memcpy(other, from + half, half * sizeof(bf16));
     std::memcpy(other + half, from, half * sizeof(bf16));
     for (int64_t i = 0; i < size; i += 16) {
         const Lanes part = lanes(size - i);
-        const Floats straight = rounded(load(from + i, part) * load(turns + i, part));
-        const Floats crossed = rounded(load(other + i, part) * load(turns + size + i, part));
+        const Floats straight = rounded(load(from + i, part) * load(cos_sin + i, part));
+        const Floats crossed = rounded(load(other + i, part) * load(cos_sin + size + i, part));
         store(turned + i, straight + crossed, part);
     }
     std::memcpy(to, turned, size * sizeof(bf16));
@@ -62,7 +62,7 @@ inline Floats dot(const bf16* query, const bf16* key, int64_t size) {
 // Weighted sum of the values for 64 numbers of a head, or the `left` last ones; `shares` are the
 // unnormalised attention weights. Two alternating sums hide the latency of the addition.
 template <int SIZE>
-inline void mix(const bf16* values, int64_t size, int64_t left, const int32_t* positions, int64_t count, const float* shares,
+inline void add_weighted(const bf16* values, int64_t size, int64_t left, const int32_t* positions, int64_t count, const float* shares,
                 Floats factor, bf16* to) {
     Lanes within[4];
     Floats sums[2][4];
@@ -71,12 +71,12 @@ inline void mix(const bf16* values, int64_t size, int64_t left, const int32_t* p
         sums[0][part] = sums[1][part] = zeros();
     }
     for (int64_t i = 0; i < count; i += 2) {
-        for (int turn = 0; turn < 2 && i + turn < count; turn++) {
-            const bf16* value = values + positions[i + turn] * (SIZE > 0 ? SIZE : size);
-            const Floats share = all(shares[i + turn]);
+        for (int half = 0; half < 2 && i + half < count; half++) {
+            const bf16* value = values + positions[i + half] * (SIZE > 0 ? SIZE : size);
+            const Floats share = all(shares[i + half]);
             for (int part = 0; part < 4; part++) {
                 const Floats numbers = SIZE > 0 ? load(value + part * 16) : load(value + part * 16, within[part]);
-                sums[turn][part] = add_product(sums[turn][part], share, numbers);
+                sums[half][part] = add_product(sums[half][part], share, numbers);
             }
         }
     }
@@ -108,7 +108,7 @@ inline void attend_sized(const bf16* query, const bf16* keys, const bf16* values
     }
     const Floats factor = all(1.0f / sum_of(total));
     for (int64_t j = 0; j < size; j += 64)
-        mix<SIZE>(values + j, size, size - j, positions, count, scores, factor, to + j);
+        add_weighted<SIZE>(values + j, size, size - j, positions, count, scores, factor, to + j);
 }
 
 // Attention of one query over the keys and values at `positions`: softmax(q k * scaling) v, in

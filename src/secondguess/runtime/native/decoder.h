@@ -19,9 +19,9 @@ enum Activation { SILU, GELU, GELU_TANH };
 
 struct Layer {
     Norm attention_norm, query_norm, key_norm, attention_output_norm, mlp_norm, mlp_output_norm;
-    Weight joint, output, gate_up, down;
+    Weight qkv, output, gate_up, down;
     int64_t window;    // sliding window in tokens, 0 for full attention
-    int64_t rotary;    // index into `Forward::turns`
+    int64_t rotary;    // index into `Forward::cos_sin`
 };
 
 struct Decoder {
@@ -38,13 +38,13 @@ struct Decoder {
 // counts from the first token of the step, including the known ones.
 struct Forward {
     int64_t num_rows, num_tokens, num_known, num_logits, first_layer, last_layer, capacity, context_length, num_threads;
-    int64_t shows_floats;        // `hidden` is float32, for processors with slow bfloat16 in torch
+    int64_t hidden_is_float32;   // `hidden` is float32, for processors with slow bfloat16 in torch
     const int64_t* tokens;       // [row][token]
     const bf16* states;          // [row][token][width], input of the first layer; null: embeddings
     const int64_t* starts;       // [row], cached positions before index 0
     const int64_t* slots;        // [row]
     const uint8_t* closure;      // [row][index][index], 1 at ancestors and itself; null for chains
-    const bf16* const* turns;    // rotary tables [position][2 * head_size], cosines then sines
+    const bf16* const* cos_sin;  // rotary tables [position][2 * head_size], cosines then sines
     bf16* const* keys;           // per layer [slot][head][capacity][size]
     bf16* const* values;
     void* const* hidden;         // per level 0..num_layers the output [row][token][width], or null
@@ -100,7 +100,7 @@ struct Rows {
     static bool needs_form(const Weight& weight) { return weight.scale || VectorUnit::WIDE; }
     void form(int64_t index, const Weight& weight) {
         if (weight.scale)
-            scale[index] = shrink(row(index), stride, small.data() + index * stride);
+            scale[index] = quantise(row(index), stride, small.data() + index * stride);
         else if (VectorUnit::WIDE)
             for (int64_t i = index * stride; i < (index + 1) * stride; i += 16) store(wide.data() + i, load(numbers.data() + i));
     }
@@ -113,7 +113,7 @@ struct Rows {
 // normalised rows are computed by each thread for itself, which is cheaper than a barrier.
 struct Workspace {
     int64_t num_rows = 0, num_threads = 0, num_keys = 0;
-    Rows states, joint, mixed, gated, added;
+    Rows states, qkv, mixed, gated, added;
     std::vector<Rows> normalised;  // per thread
     std::vector<std::vector<float>> scores;
     std::vector<std::vector<int32_t>> positions;
@@ -125,7 +125,7 @@ struct Workspace {
             num_rows = num_threads = num_keys = 0;
             const int64_t mixed_width = decoder.num_queries * decoder.head_size;
             states.reserve(rows, decoder.width);
-            joint.reserve(rows, mixed_width + 2 * decoder.num_keys * decoder.head_size);
+            qkv.reserve(rows, mixed_width + 2 * decoder.num_keys * decoder.head_size);
             mixed.reserve(rows, mixed_width);
             gated.reserve(rows, decoder.inner_width);
             added.reserve(rows, decoder.width);
@@ -151,14 +151,14 @@ struct Worker {
     const int thread, num_threads;
     const int64_t num_rows = forward.num_rows * forward.num_tokens;  // all tokens of all rows
     const int64_t num_indices = forward.num_known + forward.num_tokens;
-    const bool alone = num_rows <= TILE;  // each thread normalises all rows for itself
+    const bool normalises_all = num_rows <= TILE;  // each thread normalises all rows for itself
 
     void wait() const { Team::get().barrier(); }
 
-    // Rows that this thread normalises: all if `alone`, else its share for all threads.
-    int64_t first_row() const { return alone ? 0 : thread * num_rows / num_threads; }
-    int64_t last_row() const { return alone ? num_rows : (thread + 1) * num_rows / num_threads; }
-    Rows& own() const { return space.normalised[alone ? thread : 0]; }
+    // Rows that this thread normalises: all if `normalises_all`, else its share for all threads.
+    int64_t first_row() const { return normalises_all ? 0 : thread * num_rows / num_threads; }
+    int64_t last_row() const { return normalises_all ? num_rows : (thread + 1) * num_rows / num_threads; }
+    Rows& normalised_rows() const { return space.normalised[normalises_all ? thread : 0]; }
 
     template <class Finish>
     void product(const Values& values, const Weight& weight, Finish finish) const {
@@ -170,12 +170,12 @@ struct Worker {
 
     // Return the normalised states as inputs of a product by `weight`.
     Values read_states(const Norm& norm, const Weight& weight) const {
-        Rows& to = own();
+        Rows& to = normalised_rows();
         for (int64_t row = first_row(); row < last_row(); row++) {
             normalise(space.states.row(row), decoder.width, norm, to.row(row));
             to.form(row, weight);
         }
-        if (!alone) wait();
+        if (!normalises_all) wait();
         return to.values(num_rows);
     }
 
@@ -239,8 +239,8 @@ struct Worker {
 
     // List the cache positions that an index attends to, in order. Returns their number.
     int64_t list_visible(int64_t row, int64_t index, int64_t window, int32_t* positions) const {
-        const int64_t start = forward.starts[row], own = position(row, index);
-        const int64_t oldest = window ? std::max<int64_t>(0, own - window + 1) : 0;
+        const int64_t start = forward.starts[row], own_position = position(row, index);
+        const int64_t oldest = window ? std::max<int64_t>(0, own_position - window + 1) : 0;
         int64_t count = 0;
         for (int64_t key = oldest; key < start; key++) positions[count++] = key;
         const uint8_t* line = ancestors(row, index);
@@ -260,26 +260,26 @@ struct Worker {
         return {forward.keys[index] + offset, forward.values[index] + offset};
     }
 
-    void turn(const Layer& layer, bf16* from, const Norm& norm, int64_t row, int64_t index, bf16* to) const {
+    void rotate_head(const Layer& layer, bf16* from, const Norm& norm, int64_t row, int64_t index, bf16* to) const {
         if (norm.weight) normalise(from, decoder.head_size, norm, from);
         const int64_t at = std::min(position(row, index), forward.context_length - 1);
-        rotate(from, decoder.head_size, forward.turns[layer.rotary] + at * 2 * decoder.head_size, to);
+        rotate(from, decoder.head_size, forward.cos_sin[layer.rotary] + at * 2 * decoder.head_size, to);
     }
 
     // Rotate the new keys of one key head of one row, and write keys and values to the cache.
-    void remember(const Layer& layer, int64_t index, int64_t row, int64_t head) const {
+    void write_cache(const Layer& layer, int64_t index, int64_t row, int64_t head) const {
         const int64_t size = decoder.head_size;
         const Block at = block_of(index, row, head);
         for (int64_t token = 0; token < forward.num_tokens; token++) {
-            bf16* joint = space.joint.row(row * forward.num_tokens + token);
+            bf16* qkv = space.qkv.row(row * forward.num_tokens + token);
             const int64_t index_of_token = forward.num_known + token, place = (forward.starts[row] + index_of_token) * size;
-            turn(layer, joint + (decoder.num_queries + head) * size, layer.key_norm, row, index_of_token, at.keys + place);
-            std::memcpy(at.values + place, joint + (decoder.num_queries + decoder.num_keys + head) * size, size * sizeof(bf16));
+            rotate_head(layer, qkv + (decoder.num_queries + head) * size, layer.key_norm, row, index_of_token, at.keys + place);
+            std::memcpy(at.values + place, qkv + (decoder.num_queries + decoder.num_keys + head) * size, size * sizeof(bf16));
         }
     }
 
     // Attention of tokens `first` to `last - 1` for the query heads of one key head.
-    void look(const Layer& layer, int64_t index, int64_t row, int64_t head, int64_t first, int64_t last) const {
+    void attend_tokens(const Layer& layer, int64_t index, int64_t row, int64_t head, int64_t first, int64_t last) const {
         const int64_t size = decoder.head_size, group = decoder.num_queries / decoder.num_keys;
         const Block at = block_of(index, row, head);
         bf16 turned[LARGEST_HEAD];
@@ -289,7 +289,7 @@ struct Worker {
             const int64_t count = list_visible(row, index_of_token, layer.window, positions);
             const int64_t line = row * forward.num_tokens + token;
             for (int64_t query = head * group; query < (head + 1) * group; query++) {
-                turn(layer, space.joint.row(line) + query * size, layer.query_norm, row, index_of_token, turned);
+                rotate_head(layer, space.qkv.row(line) + query * size, layer.query_norm, row, index_of_token, turned);
                 attend(turned, at.keys, at.values, size, positions, count, decoder.scaling, space.scores[thread].data(),
                        space.mixed.row(line) + query * size);
             }
@@ -299,26 +299,26 @@ struct Worker {
     // Attention of all rows. Key heads are divided among the threads. If they cannot be divided
     // evenly and there are enough tokens, the tokens of each head are divided instead, after a
     // barrier for the keys.
-    void mix(const Layer& layer, int64_t index) const {
+    void run_attention(const Layer& layer, int64_t index) const {
         const int64_t num_heads = forward.num_rows * decoder.num_keys;
         const int64_t first = thread * num_heads / num_threads, last = (thread + 1) * num_heads / num_threads;
-        for (int64_t item = first; item < last; item++) remember(layer, index, item / decoder.num_keys, item % decoder.num_keys);
+        for (int64_t item = first; item < last; item++) write_cache(layer, index, item / decoder.num_keys, item % decoder.num_keys);
         if (num_heads % num_threads == 0 || forward.num_tokens < num_threads) {
             for (int64_t item = first; item < last; item++)
-                look(layer, index, item / decoder.num_keys, item % decoder.num_keys, 0, forward.num_tokens);
+                attend_tokens(layer, index, item / decoder.num_keys, item % decoder.num_keys, 0, forward.num_tokens);
             return;
         }
         wait();
         // tokens alternate between threads, because later ones attend to more keys
         for (int64_t item = 0; item < num_heads; item++)
             for (int64_t token = thread; token < forward.num_tokens; token += num_threads)
-                look(layer, index, item / decoder.num_keys, item % decoder.num_keys, token, token + 1);
+                attend_tokens(layer, index, item / decoder.num_keys, item % decoder.num_keys, token, token + 1);
     }
 
     void run_layer(const Layer& layer, int64_t index) const {
-        write(space.joint, read_states(layer.attention_norm, layer.joint), layer.joint);
+        write(space.qkv, read_states(layer.attention_norm, layer.qkv), layer.qkv);
         wait();
-        mix(layer, index);
+        run_attention(layer, index);
         wait();
         add(read_shared(space.mixed, layer.output), layer.output, layer.attention_output_norm);
         // A block holds 16 gates and the 16 values that they multiply.
@@ -332,7 +332,7 @@ struct Worker {
     }
 
     // Start from hidden states that the caller passes in.
-    void take() const {
+    void load_states() const {
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++)
             std::memcpy(space.states.row(row), forward.states + row * decoder.width, decoder.width * sizeof(bf16));
         wait();
@@ -351,36 +351,36 @@ struct Worker {
     }
 
     // Copy the hidden states of all tokens to the caller if this level was requested.
-    void show(int64_t level) const {
+    void copy_hidden(int64_t level) const {
         if (!forward.hidden[level]) return;
-        const int64_t size = decoder.width * (forward.shows_floats ? sizeof(float) : sizeof(bf16));
+        const int64_t size = decoder.width * (forward.hidden_is_float32 ? sizeof(float) : sizeof(bf16));
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
             void* to = (char*)forward.hidden[level] + row * size;
             if (level == decoder.num_layers)
                 normalise(space.states.row(row), decoder.width, decoder.norm, (bf16*)to);
             else
                 std::memcpy(to, space.states.row(row), decoder.width * sizeof(bf16));
-            if (forward.shows_floats) widen_in_place((float*)to, decoder.width);
+            if (forward.hidden_is_float32) widen_in_place((float*)to, decoder.width);
         }
     }
 
-    void say() const {
-        Rows& rows = own();
-        const int64_t num_said = forward.num_rows * forward.num_logits, skipped = forward.num_tokens - forward.num_logits;
-        const int64_t first = alone ? 0 : thread * num_said / num_threads;
-        const int64_t last = alone ? num_said : (thread + 1) * num_said / num_threads;
-        for (int64_t said = first; said < last; said++) {
-            const int64_t row = said / forward.num_logits * forward.num_tokens + skipped + said % forward.num_logits;
+    void compute_logits() const {
+        Rows& rows = normalised_rows();
+        const int64_t num_selected = forward.num_rows * forward.num_logits, skipped = forward.num_tokens - forward.num_logits;
+        const int64_t first = normalises_all ? 0 : thread * num_selected / num_threads;
+        const int64_t last = normalises_all ? num_selected : (thread + 1) * num_selected / num_threads;
+        for (int64_t selected = first; selected < last; selected++) {
+            const int64_t row = selected / forward.num_logits * forward.num_tokens + skipped + selected % forward.num_logits;
             if (decoder.norm.weight)
-                normalise(space.states.row(row), decoder.width, decoder.norm, rows.row(said));
+                normalise(space.states.row(row), decoder.width, decoder.norm, rows.row(selected));
             else
-                std::memcpy(rows.row(said), space.states.row(row), decoder.width * sizeof(bf16));
-            rows.form(said, decoder.head);
+                std::memcpy(rows.row(selected), space.states.row(row), decoder.width * sizeof(bf16));
+            rows.form(selected, decoder.head);
         }
-        if (!alone) wait();
+        if (!normalises_all) wait();
         const int64_t vocab = decoder.head.num_outputs;
-        product(rows.values(num_said), decoder.head, [&](int64_t said, int64_t block, Floats low, Floats high) {
-            float* at = forward.logits + said * vocab + block * BLOCK;
+        product(rows.values(num_selected), decoder.head, [&](int64_t selected, int64_t block, Floats low, Floats high) {
+            float* at = forward.logits + selected * vocab + block * BLOCK;
             store(at, rounded(low), lanes(vocab - block * BLOCK));
             store(at + TILE, rounded(high), lanes(vocab - block * BLOCK - TILE));
         });
@@ -388,15 +388,15 @@ struct Worker {
 
     void run() const {
         if (forward.states)
-            take();
+            load_states();
         else
             embed();
         for (int64_t index = forward.first_layer; index < forward.last_layer; index++) {
-            show(index);
+            copy_hidden(index);
             run_layer(decoder.layers[index], index);
         }
-        show(forward.last_layer);
-        if (forward.num_logits) say();
+        copy_hidden(forward.last_layer);
+        if (forward.num_logits) compute_logits();
 #ifdef __AMX_TILE__
         if (decoder.amx) _tile_release();
 #endif

@@ -141,7 +141,7 @@ class NativeDecoder:
             attention_output_norm=self._norm(layer.attention_output_norm),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp_output_norm=self._norm(layer.mlp_output_norm),
-            joint=self._weight(layer.joint).weight,
+            qkv=self._weight(layer.qkv).weight,
             output=self._weight(layer.output).weight,
             gate_up=self._blocks(
                 interleave_rows(*gate_up.weight.chunk(2)),

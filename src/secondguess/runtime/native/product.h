@@ -15,10 +15,10 @@
 constexpr int BLOCK = 32;          // outputs
 constexpr int TILE = 16;           // rows, or outputs
 constexpr int TILE_BYTES = 1024;   // 16 rows of 64 bytes
-constexpr long AHEAD = 4096;       // prefetch distance in bytes
+constexpr long PREFETCH_BYTES = 4096;  // prefetch distance in bytes
 
 // Prefetch the two tiles that one step reads.
-inline void ask_for(const char* tiles) {
+inline void prefetch(const char* tiles) {
     for (int line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(tiles + line, _MM_HINT_T0);
 }
 
@@ -99,7 +99,7 @@ inline void multiply(const Values& values, const Weight& weight, int thread, int
 }
 
 // Quantise a row to 8 bits, with its largest magnitude at 127. Returns the scale.
-inline float shrink(const bf16* row, int64_t count, int8_t* to) {
+inline float quantise(const bf16* row, int64_t count, int8_t* to) {
     Floats most = zeros();
     for (int64_t i = 0; i < count; i += 16) most = largest(most, absolute(load(row + i)));
     const float scale = std::max(largest_of(most), 1e-30f) / 127;

@@ -19,7 +19,7 @@ inline void tile_sums(const Number* rows, int64_t stride, bool two, const char* 
     }
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = block + step * 2 * TILE_BYTES;
-        ask_for(tile + AHEAD);
+        prefetch(tile + PREFETCH_BYTES);
         _tile_loadd(4, rows + step * NUMBERS, stride * sizeof(Number));
         _tile_loadd(6, tile, 64);
         _tile_loadd(7, tile + TILE_BYTES, 64);

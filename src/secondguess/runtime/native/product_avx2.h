@@ -11,7 +11,7 @@ inline void vector_sums(const float* rows, int64_t stride, const char* first_til
         for (int part = 0; part < 2 * TILES; part++) found[row][part] = _mm256_setzero_ps();
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = first_tile + step * 2 * TILE_BYTES;
-        ask_for(tile + AHEAD);
+        prefetch(tile + PREFETCH_BYTES);
         for (int pair = 0; pair < 16; pair++) {
             __m256i pairs[2 * TILES];
             for (int part = 0; part < 2 * TILES; part++)
@@ -44,7 +44,7 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* first_ti
     const __m256i ones = _mm256_set1_epi16(1);
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = first_tile + step * 2 * TILE_BYTES;
-        ask_for(tile + AHEAD);
+        prefetch(tile + PREFETCH_BYTES);
         for (int four = 0; four < 16; four++) {
             for (int part = 0; part < 2 * TILES; part++) {
                 const char* at = tile + part / 2 * TILE_BYTES + four * 64 + part % 2 * 32;

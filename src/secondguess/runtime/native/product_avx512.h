@@ -7,7 +7,7 @@ inline void vector_sums(const bf16* rows, int64_t stride, const char* block, int
     for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_ps();
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = block + step * 2 * TILE_BYTES;
-        ask_for(tile + AHEAD);
+        prefetch(tile + PREFETCH_BYTES);
         for (int pair = 0; pair < 16; pair++) {
             const __m512bh first = (__m512bh)_mm512_loadu_si512(tile + pair * 64);
             const __m512bh second = (__m512bh)_mm512_loadu_si512(tile + TILE_BYTES + pair * 64);
@@ -33,7 +33,7 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
     const __m512i shift = _mm512_set1_epi32((int)0x80808080);
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = block + step * 2 * TILE_BYTES;
-        ask_for(tile + AHEAD);
+        prefetch(tile + PREFETCH_BYTES);
         for (int four = 0; four < 16; four++) {
             const __m512i first = _mm512_loadu_si512(tile + four * 64);
             const __m512i second = _mm512_loadu_si512(tile + TILE_BYTES + four * 64);

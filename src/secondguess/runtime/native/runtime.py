@@ -93,14 +93,14 @@ class NativeRuntime(LayeredRuntime):
         self._in_order = torch.arange(NUM_PREALLOCATED_SLOTS)
         self._forward = library.Forward(
             context_length=self.context_length,
-            turns=ctypes.addressof(self._turns),
+            cos_sin=ctypes.addressof(self._turns),
             keys=ctypes.addressof(self._keys),
             values=ctypes.addressof(self._values),
         )
         self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
         # Drafters process hidden states with torch, which is slow in bfloat16 on many processors.
         self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
-        self._forward.shows_floats = self._dtype_of_states == torch.float32
+        self._forward.hidden_is_float32 = self._dtype_of_states == torch.float32
         self._differentiable_head: Tensor | None = None
 
     def ends(self) -> EmbeddingAndHead:

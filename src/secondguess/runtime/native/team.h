@@ -32,7 +32,7 @@ class Signal {
     static constexpr int NUM_SPINS_BUSY = 50;             // about 1 microsecond
     static constexpr int64_t LONGEST_YIELD = 500'000;  // ns; a longer yield shows a busy machine
     static constexpr int64_t BUSY_TIME = 20'000'000;   // ns for which it then counts as busy
-    static constexpr int64_t PATIENCE = 5'000'000;     // ns without a change until a thread sleeps
+    static constexpr int64_t MAX_SPIN_TIME = 5'000'000;     // ns without a change until a thread sleeps
 
     static inline std::atomic<int64_t> busy_until{0};
 
@@ -52,7 +52,7 @@ class Signal {
             _mm_pause();
         }
         if (busy) return false;
-        for (const int64_t end = start + PATIENCE; start < end;) {
+        for (const int64_t end = start + MAX_SPIN_TIME; start < end;) {
             start = now();
             sched_yield();
             if (now() - start > LONGEST_YIELD) busy_until.store(now() + BUSY_TIME, std::memory_order_relaxed);
