@@ -244,14 +244,14 @@ class Layer:
             self.mlp_output_norm = family.norm(module.post_feedforward_layernorm)
         else:
             self.mlp_norm = family.norm(module.post_attention_layernorm)
-        self.joint = PackableLinear.joined(attention_inputs(attention, family), packed)
+        self.qkv = PackableLinear.joined(attention_inputs(attention, family), packed)
         self.output = PackableLinear.joined([attention.o_proj], packed)
         self.gate_up = PackableLinear.joined(mlp_inputs(mlp, family), packed)
         self.down = PackableLinear.joined([mlp.down_proj], packed)
 
     def release(self) -> None:
         """Drop the weights of the products, which the caller holds in another form."""
-        for product in (self.joint, self.output, self.gate_up, self.down):
+        for product in (self.qkv, self.output, self.gate_up, self.down):
             product.weight = torch.empty(0)
 
     def forward(
@@ -268,15 +268,15 @@ class Layer:
         """
         rows, width, _ = states.shape
         heads = self.heads
-        joint = self.joint(self.attention_norm(states)).view(rows, width, -1, heads.size)
+        qkv = self.qkv(self.attention_norm(states)).view(rows, width, -1, heads.size)
         num_turned = heads.num_queries + heads.num_keys
-        turned = joint[:, :, :num_turned]
+        turned = qkv[:, :, :num_turned]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = turned[:, :, : heads.num_queries], turned[:, :, heads.num_queries :]
             turned = torch.cat((self.query_norm(query), self.key_norm(key)), 2)
         turned = rotate(turned, *rotary)
         keys, values = cache.update(
-            turned[:, :, heads.num_queries :].transpose(1, 2), joint[:, :, num_turned:].transpose(1, 2), index
+            turned[:, :, heads.num_queries :].transpose(1, 2), qkv[:, :, num_turned:].transpose(1, 2), index
         )
         mixed = heads.attend(turned[:, :, : heads.num_queries], keys, values, view)
         added = self.output(mixed)

@@ -100,7 +100,7 @@ class SkipSearch:
     def _cost_ratio(self, skipped: Sequence[int]) -> float:
         decoder = self._target.decoder
         layers = [
-            sum(product.weight.numel() for product in (layer.joint, layer.output, layer.gate_up, layer.down))
+            sum(product.weight.numel() for product in (layer.qkv, layer.output, layer.gate_up, layer.down))
             for layer in decoder.layers
         ]
         head = decoder.head.weight.numel()
