@@ -517,7 +517,7 @@ def test_the_most_likely_token_and_its_probability(width: int, special: str) -> 
         logits[2, middle] = math.inf
     elif special == "all masked":
         logits[:] = -math.inf
-    tokens, confidences = library.most_likely(logits)
+    tokens, confidences = library.with_confidences(logits)
     assert tokens == logits.numpy().argmax(-1).tolist()
     expected = logits.double().softmax(-1).amax(-1)
     torch.testing.assert_close(

@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from secondguess.runtime.native.library import most_likely
+from secondguess.runtime.native.library import with_confidences
 
 SMALLEST = numpy.finfo(numpy.float32).tiny
 """Lower bound on probabilities in logarithms."""
@@ -51,7 +51,7 @@ class DraftProbs:
         # Used after every draft step: `cached_property` would take as long as the computation.
         found = self._confidences
         if found is None:
-            _, found = most_likely(self.logits)
+            _, found = with_confidences(self.logits)
             self._confidences = found
         return found
 

@@ -21,8 +21,9 @@ from secondguess.drafters.trees import TreeShape, draft_trees
 from secondguess.errors import BadInputError
 from secondguess.noise import Noise
 from secondguess.runtime.base import HiddenStates
-from secondguess.runtime.native.library import most_likely
+from secondguess.runtime.native.library import with_confidences
 from secondguess.sampling import compute_draft_probs
+from secondguess.truncation import most_likely
 
 
 class SamplingDrafter(Drafter):
@@ -103,8 +104,10 @@ class SamplingDrafter(Drafter):
             depth = max(map(len, chains))
             logits = self._of_target_width(self.chain_logits(rows, active))
             confidences = None
-            if plain:
-                as_list, confidences = most_likely(logits)
+            if plain and not budgets.uses_probs:
+                as_list = most_likely(logits).tolist()
+            elif plain:
+                as_list, confidences = with_confidences(logits)
             else:
                 try:
                     dist = compute_draft_probs(

@@ -180,7 +180,7 @@ def _open(kind: str) -> ctypes.CDLL | None:
     return kernels if list(sizes) == expected else None
 
 
-def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
+def with_confidences(logits: Tensor) -> tuple[list[int], list[float]]:
     """Return the most likely token of each row, the lowest id among equals, and its softmax.
 
     Args:
@@ -189,7 +189,7 @@ def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
     available = units()
     stride, step = logits.stride()
     if not available or step != 1 or not logits.is_cpu or logits.dtype is not torch.float32:
-        return _most_likely_in_torch(logits)
+        return _with_confidences_in_torch(logits)
     num_rows, width = logits.shape
     tokens, confidences = (c_int64 * num_rows)(), (c_double * num_rows)()
     available[0].kernels.secondguess_most_likely(
@@ -197,11 +197,11 @@ def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
     )
     found = confidences[:]
     if min(found) * width < LEAST_MASS:  # NaN or infinity
-        return _most_likely_in_torch(logits)
+        return _with_confidences_in_torch(logits)
     return tokens[:], found
 
 
-def _most_likely_in_torch(logits: Tensor) -> tuple[list[int], list[float]]:
+def _with_confidences_in_torch(logits: Tensor) -> tuple[list[int], list[float]]:
     tokens = logits.max(-1).indices
     confidences = logits.softmax(-1).gather(-1, tokens[:, None])
     return tokens.tolist(), confidences[:, 0].tolist()
