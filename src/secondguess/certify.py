@@ -420,7 +420,8 @@ def g_test(observed: Sequence[int], expected: Sequence[float]) -> float:
     """Return the p-value of the G-test of observed against expected counts.
 
     Cells with an expected count below `MIN_EXPECTED` are pooled with the next rarest, and those
-    left over with the last pool. The result is 0 if a cell of probability zero was observed, and 1 if fewer than two pooled cells remain.
+    left over with the last pool. The result is 0 if a cell of probability zero was observed, and 1
+    if fewer than two pooled cells remain.
     """
     pooled: list[tuple[float, int]] = []
     rare_expected, rare_observed = 0.0, 0

@@ -684,9 +684,31 @@ def test_free_trials_come_soon_after_a_change_and_then_more_rarely() -> None:
 def test_a_free_trial_ends_when_it_has_lost_enough() -> None:
     probe_budget = ProbeBudget()
     probe_budget.grant()
-    assert probe_budget.may_begin(100.0, plain=1.0)
+    assert probe_budget.may_begin(5.0, plain=1.0)
     probe_budget.pay(FREE_SERIES_LOSS)
     assert not probe_budget.may_go_on(0.25)
+
+
+def test_an_expensive_probe_is_not_free() -> None:
+    """Such as one of the target as its own drafter, which prefills the prompt first."""
+    probe_budget = ProbeBudget()
+    probe_budget.grant()
+    assert not probe_budget.may_begin(100.0, plain=1.0)
+    assert not probe_budget.is_due, "it is not asked about in every round"
+
+
+def test_grants_in_quick_succession_are_of_one_series() -> None:
+    """On a noisy machine, whose speed seems to change all the time."""
+    probe_budget, num_series = ProbeBudget(), []
+    for _ in range(8):
+        probe_budget.grant()
+        num_series.append(0)
+        for _ in range(100):
+            if probe_budget.is_due:
+                assert probe_budget.may_begin(1.0, plain=1.0)
+                num_series[-1] += 1
+            probe_budget.count_round()
+    assert num_series == [3, 1, 3, 1, 3, 1, 3, 1]
 
 
 def test_a_series_is_saved_up_for_whatever_it_is_believed_to_cost() -> None:

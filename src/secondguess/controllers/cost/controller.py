@@ -97,6 +97,7 @@ class CostController(Controller):
         self._cost_model.times = times
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
+        self.probe_budget.count_round()
         if self._drafted.repeats(rows, candidates):
             return self._repeat(rows)
         self._learn_drafted()
@@ -106,7 +107,6 @@ class CostController(Controller):
         self._place = _place(candidates)
         plans = [PLAIN] * num_rows
         # A series of probes is continued even if all candidates are in backoff.
-        self.probe_budget.count_round()
         paused = self._backoffs.cover(rows, candidates)
         self._in_backoff = paused and not was_probing and not self.probe_budget.is_due
         if self._in_backoff:

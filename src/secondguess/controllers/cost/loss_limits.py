@@ -48,6 +48,13 @@ NUM_FREE_SERIES, FIRST_SERIES_WAIT = 3, 8
 They are granted at the beginning, and again (without the first wait) after the machine has changed
 its speed or become quiet. The number of rounds between two of them doubles.
 """
+FULL_GRANT_ROUNDS = 128
+"""Number of rounds between two grants of `NUM_FREE_SERIES`; grants in between are of one series.
+
+On a noisy machine the speed seems to change every hundred rounds.
+"""
+MAX_FREE_PRICE = 1.5
+"""Expected cost of a probe, in plain rounds, above which it is not free."""
 FREE_SERIES_LOSS = 1.0
 """Loss at which a free series ends, in plain rounds."""
 MAX_LOSS = 16.0
@@ -84,12 +91,16 @@ class ProbeBudget:
         self._halvings = 0
         self._num_free = NUM_FREE_SERIES  # free series left
         self._wait = FIRST_SERIES_WAIT  # rounds until the next of them
+        self._num_rounds = 0  # since the last grant of several series
         self._free_probes = 0  # probes left in the current free series
         self._free_loss = 0.0  # seconds that it may still lose
 
     def grant(self) -> None:
         """Grant free series, the first at once: earlier results are from another machine speed."""
-        self._halvings, self._num_free, self._wait = 0, NUM_FREE_SERIES, 0
+        self._halvings, self._wait = 0, 0
+        self._num_free = max(self._num_free, 1)
+        if self._num_rounds >= FULL_GRANT_ROUNDS:
+            self._num_free, self._num_rounds = NUM_FREE_SERIES, 0
 
     def earn(self, seconds: float, plain: float) -> None:
         """Add the income of some rounds.
@@ -103,6 +114,7 @@ class ProbeBudget:
 
     def count_round(self) -> None:
         """Count a round, until the next free series is due."""
+        self._num_rounds += 1
         if self._wait:
             self._wait -= 1
 
@@ -121,6 +133,8 @@ class ProbeBudget:
         if self.is_due:
             self._wait = FIRST_SERIES_WAIT << (NUM_FREE_SERIES + 1 - self._num_free)
             self._num_free -= 1
+            if price > SERIES * MAX_FREE_PRICE * plain:
+                return False
             self._free_probes, self._free_loss = SERIES, FREE_SERIES_LOSS * plain
             return True
         # Half of the maximum budget is always enough: `price` may be wrong, and only a probe can
