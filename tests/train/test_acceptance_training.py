@@ -132,7 +132,7 @@ def test_examples_hold_what_the_traces_say() -> None:
     assert examples.features[0, :, 0] == pytest.approx(numpy.log([0.5, 0.6, 0.7]))
     assert examples.features[0, :, 5] == pytest.approx(numpy.log([1.0, 0.5, 0.3]))
     assert examples.features[0, 0, 6:].tolist() == [0.5, 1.0]
-    with pytest.raises(BadInputError, match="guesses with laws"):
+    with pytest.raises(BadInputError, match="drafts with distributions"):
         examples_of([Trace("", 2, 0.0, [[deterministic]])])
 
 
