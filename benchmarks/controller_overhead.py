@@ -36,7 +36,7 @@ class FixedConfidences(DraftProbs):
 
     def __init__(self, confidences: Sequence[float]) -> None:
         self.acceptance_probs = None
-        self.__dict__["confidences"] = confidences
+        self._confidences = confidences
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from secondguess.stats import Clock
 
 
 class RecordedProbs(DraftProbs):
-    """The laws of a trace's nodes, one per row: their summaries, for nobody kept them whole or foretold anything."""
+    """Summaries of the distributions of a trace's nodes, one per row."""
 
     def __init__(self, dists: Sequence[NodeProbs]) -> None:
         self.acceptance_probs = None
-        self.__dict__["confidences"] = [dist.confidence for dist in dists]
+        self._confidences = [dist.confidence for dist in dists]
         self.__dict__["entropies"] = [dist.entropy for dist in dists]
         self.__dict__["runners_up"] = [dist.runner_up for dist in dists]
 

@@ -600,7 +600,7 @@ def test_what_is_foretold_is_the_papers_and_of_the_tokens_before(make, tmp_path:
     drafter = named(f"dspark:{folder}")
     told: list[list[float]] = []
 
-    def go_on(dists: Tensor, depth: int, acceptance_probs: list[float]) -> list[bool]:
+    def go_on(dists: Tensor, depth: int, acceptance_probs: list[float], *_: object) -> list[bool]:
         told.append(acceptance_probs)
         return [True]
 
@@ -623,7 +623,7 @@ def test_without_a_confidence_head_the_distribution_is_all_there_is(tmp_path: Pa
     drafter = named(f"dspark:{folder}")
     asked: list[tuple[int, object]] = []
 
-    def go_on(dists: Tensor, depth: int, acceptance_probs: object) -> list[bool]:
+    def go_on(dists: Tensor, depth: int, acceptance_probs: object, *_: object) -> list[bool]:
         asked.append((depth, acceptance_probs))
         return [True]
 

@@ -319,7 +319,7 @@ def test_a_fresh_head_knows_the_targets_words() -> None:
 def test_words_must_be_a_vocabulary(words: list[int] | None) -> None:
     layer = LayerConfig(WIDTH, 2, 1, 16, 32)
     shape = EagleConfig(layer, VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
-    with pytest.raises(BadInputError, match="words"):
+    with pytest.raises(BadInputError, match="tokens"):
         EagleHead(shape, ENDS, None if words is None else torch.tensor(words))
 
 

@@ -34,7 +34,7 @@ def card_text(provenance: Provenance, how_to_use: str) -> str:
     return (
         f"# A {provenance.kind} drafter for {provenance.target}\n\n"
         f"Made by `secondguess train {provenance.kind}` for the weights with SHA-256 `{provenance.fingerprint}`. For other "
-        "weights the text stays right and the guesses become poor.\n\n"
+        "weights the output stays correct, but few drafts are accepted.\n\n"
         f"```\n{how_to_use}\n```\n\n"
         f"## Results\n\n{_conditions(provenance)}\n\n{figures}\n"
         f"## Training\n\n{training}"
