@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/secondguess verify
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: setup
 	$(BIN)/ruff format --check src tests tools examples benchmarks setup.py
