@@ -76,7 +76,7 @@ def test_cost_drafts_whole_trees_where_they_pay_and_learns_what_they_cost() -> N
 @pytest.mark.parametrize(("per_node", "same_dists"), [(0.8, True), (0.3, False)], ids=["dear", "poor"])
 def test_cost_gives_trees_up_where_they_do_not_pay(per_node: float, same_dists: bool) -> None:
     stats, _ = play("cost", per_node, same_dists)
-    assert stats.tokens_per_second > 0.95, "of 400 tokens, exploration may take the time of 20"
+    assert stats.tokens_per_second > 0.97
     assert play(f"fixed:{LEVELS}", per_node, same_dists)[0].tokens_per_second < 0.9
 
 

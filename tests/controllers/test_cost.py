@@ -29,7 +29,6 @@ from secondguess.controllers.cost.loss_limits import (
     ProbeBudget,
     loss_bound,
 )
-from secondguess.controllers.cost.round_buffers import MAX_UNBOOKED
 from secondguess.controllers.cost.round_times import MAX_PLAIN_AGE, NUM_CHECKS, NUM_DEVIATIONS, RoundTimes
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
@@ -173,9 +172,7 @@ def test_the_loss_over_any_stretch_is_within_the_bound(
     for start in range(0, 1500, 50):
         for stretch in (10, 50, 128, 400, 1000):
             if start + stretch <= 1500:
-                assert lost[start + stretch] - lost[start] <= loss_bound(
-                    stretch, 16 * (step + 0.05) + MAX_UNBOOKED
-                )
+                assert lost[start + stretch] - lost[start] <= loss_bound(stretch, 16 * (step + 0.05))
 
 
 def book(guard: LossGuard, won: float, *rows: Row) -> bool:

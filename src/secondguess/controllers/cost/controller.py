@@ -261,18 +261,17 @@ class CostController(Controller):
             self._book(self._place, rows, num_rows, time.total, 0.0, time.total)
             return
         accepted = verdict.lengths.tolist()
-        drafted_round = DraftedRound(
-            drafted, [proposal.seen for proposal in drafted], lengths, accepted, time
-        )
-        won = 1 + sum(accepted) / num_rows - time.total / self.times.plain(num_rows)
-        has_room = self._drafted.add(drafted_round, won)
-        if not has_room or not self._is_settled:
+        won = 1 + sum(accepted) / num_rows - time.total / self._mean_plain(num_rows)
+        seen = [proposal.seen for proposal in drafted]
+        drafted_round = DraftedRound(drafted, seen, lengths, accepted, time, won)
+        has_room = self._drafted.add(drafted_round)
+        if not has_room or not self._is_settled or self.guard.would_stop(self._drafted.won):
             self._learn_drafted()
 
     def _learn_drafted(self) -> None:
         """Learn from the buffered rounds with drafts."""
         rows = self._drafted.rows
-        for drafted, seen, lengths, accepted, time in self._drafted.take():
+        for drafted, seen, lengths, accepted, time, _ in self._drafted.take():
             clipped = self._learn_times(len(rows), max(lengths), drafted, lengths, time)
             for proposal, levels in zip(drafted, seen, strict=True):
                 row, length = rows[proposal.row], lengths[proposal.row]
@@ -373,14 +372,17 @@ class CostController(Controller):
         num_rows = len(rows)
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
-        # Disturbed rounds are included in this mean, as they are in `seconds`.
-        mean = plain * self.times.load_detector.slowdown
+        mean = self._mean_plain(num_rows)
         self._cost_model.book(place, clipped / plain, num_tokens / num_rows, worthwhile=not self._probing)
         self.probe_budget.earn(seconds, plain)
         if self._probing:
             self.probe_budget.pay(seconds - plain_seconds)
         won = num_tokens / num_rows - (seconds - spread) / mean
         self.guard.book(won, rows, seconds - spread, mean)
+
+    def _mean_plain(self, num_rows: int) -> float:
+        """Return the mean seconds of a plain round, disturbed ones included."""
+        return self.times.plain(num_rows) * self.times.load_detector.slowdown
 
     def end(self, row: Row) -> None:
         self._learn_drafted()

@@ -21,7 +21,7 @@ drafting plus all of that prefill, the loss over any N rounds is, in plain round
 (`loss_bound`; for N up to 2 ** MOST_DOUBLINGS * STOP_ROUNDS, about 65,000 rounds). The balance is
 at most MAX_BALANCE at the beginning and above -MAX_LOSS until the first stop. In addition there is
 either outstanding prefill, or at the stop one round's loss and the prefill outstanding then: R in
-both cases. R includes MAX_UNBOOKED, as several rounds are booked together (`round_buffers.py`).
+both cases. (Rounds that are booked together are booked before they would exceed the limit.)
 Until each further stop it is MAX_LOSS / 2 + R again. All of it starts anew when the machine changes
 its speed (`LossGuard.reset`), since the losses were booked at another speed: the bound holds
 between two such changes.
@@ -75,9 +75,8 @@ def loss_bound(num_rounds: int, worst_round: float) -> float:
 
     Args:
         num_rounds: number of rounds.
-        worst_round: maximum loss that is booked at once, in plain rounds: of a single round at
-            full length, of the rounds buffered before it, and the drafter's prefill of all rows
-            in flight.
+        worst_round: maximum loss of a single round, in plain rounds: drafting at full length, and
+            the drafter's prefill of all rows in flight.
     """
     num_further_stops = math.log2(1 + num_rounds / STOP_ROUNDS)
     return MAX_BALANCE + MAX_LOSS + worst_round + (MAX_LOSS / 2 + worst_round) * num_further_stops
@@ -238,6 +237,17 @@ class LossGuard:
             self._doublings, self._limit = 0, -MAX_LOSS
         elif self._balance <= self._limit:
             self._stop()
+
+    def would_stop(self, won: Sequence[float]) -> bool:
+        """Return whether drafting stops if rounds with these gains, in plain rounds, are booked."""
+        balance, limit = self._balance, self._limit
+        for each in won:
+            balance = min(balance + each, MAX_BALANCE)
+            if balance <= limit:
+                return True
+            if balance >= 0:
+                limit = -MAX_LOSS
+        return False
 
     def _stop(self) -> None:
         self._review = Review(tuple(self._booked), self._limit, self._doublings)

@@ -32,6 +32,7 @@ class DraftedRound(NamedTuple):
         lengths: levels drafted, per row.
         accepted: nodes accepted, per row.
         time: duration.
+        won: plain rounds gained (negative: lost).
     """
 
     drafted: Sequence[DraftProposal]
@@ -39,6 +40,7 @@ class DraftedRound(NamedTuple):
     lengths: Sequence[int]
     accepted: Sequence[int]
     time: RoundTime
+    won: float
 
 
 class DraftedRoundBuffer:
@@ -48,7 +50,6 @@ class DraftedRoundBuffer:
         self.rows: tuple[Row, ...] = ()
         self._candidates: list[Sequence[Candidate]] = []
         self._rounds: list[DraftedRound] = []
-        self._won = 0.0
 
     def decide(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> None:
         """Set the rows and candidates of the current decision."""
@@ -63,15 +64,19 @@ class DraftedRoundBuffer:
             and all([row.room > 1 for row in rows])
         )
 
-    def add(self, drafted_round: DraftedRound, won: float) -> bool:
-        """Add a round that won so many plain rounds; return False if the buffer is full now."""
+    def add(self, drafted_round: DraftedRound) -> bool:
+        """Add a round; return False if the buffer is full now."""
         self._rounds.append(drafted_round)
-        self._won += won
-        return self._won > -MAX_UNBOOKED and len(self._rounds) < MOST_DRAFTED
+        return sum(self.won) > -MAX_UNBOOKED and len(self._rounds) < MOST_DRAFTED
+
+    @property
+    def won(self) -> list[float]:
+        """Plain rounds gained by each round."""
+        return [each.won for each in self._rounds]
 
     def take(self) -> list[DraftedRound]:
         """Return the rounds and empty the buffer."""
-        rounds, self._rounds, self._won = self._rounds, [], 0.0
+        rounds, self._rounds = self._rounds, []
         return rounds
 
 
