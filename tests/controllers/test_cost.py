@@ -191,6 +191,23 @@ def test_the_guard_stops_what_estimates_do_not_see() -> None:
     assert lost <= loss_bound(10_000, 1.0)
 
 
+@pytest.mark.parametrize(
+    "won", [[-1.0] * 8, [-MAX_LOSS], [9.0, *[-6.0] * 7], [-5.0, 6.0, *[-5.0] * 4], [1.0] * 8]
+)
+@pytest.mark.parametrize("before", [0.0, -12.0, MAX_BALANCE])
+def test_rounds_that_are_booked_together_stop_drafting_when_they_would_one_by_one(
+    won: list[float], before: float
+) -> None:
+    guard = LossGuard()
+    guard.book(before)
+    foretold = guard.would_stop(won)
+    stopped = False
+    for each in won:
+        guard.book(each)
+        stopped |= guard.is_stopped
+    assert foretold is stopped
+
+
 def test_debts_that_are_paid_back_in_part_do_not_renew_the_patience() -> None:
     """An adversary that wins a little after each stop, and then loses on."""
     guard, total, worst, lows = LossGuard(), 0.0, 0.0, [0.0]

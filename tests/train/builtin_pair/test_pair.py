@@ -141,6 +141,30 @@ def test_bad_input_is_one_line_and_code_2(
     assert err.count("\n") == 1
 
 
+def test_options_reach_the_recipe_and_an_interruption_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[PairRecipe, Path]] = []
+
+    def interrupted(recipe: PairRecipe, directory: Path, report: object) -> None:
+        seen.append((recipe, directory))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtin_pair.__main__.train_pair", interrupted)
+    options = ["--seed", "5", "--minutes", "10", "--corpus", str(tmp_path), "--most-threads", "2"]
+    monkeypatch.setattr(
+        sys, "argv", ["builtin_pair", "run", str(tmp_path), *options, "--start", str(tmp_path)]
+    )
+    assert main() == 130
+    assert capsys.readouterr().err.count("\n") == 1
+    ((recipe, directory),) = seen
+    assert directory == tmp_path
+    assert (recipe.seed, recipe.corpus) == (5, (tmp_path,))
+    assert (recipe.start, recipe.most_threads) == (tmp_path, 2)
+    budgets = (recipe.target_budget, recipe.drafter_budget, recipe.distill_budget)
+    assert sum(budget.minutes or 0 for budget in budgets) == pytest.approx(10)
+
+
 def test_the_box_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import secondguess.builtin as box
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from builtin_pair.pair import PairRecipe, prepare_data
 from builtin_pair.tokens import TokenStore
@@ -41,15 +39,6 @@ class {name}Keeper:
             self.items.append(item)
         return self
 '''
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Models this small lose time to every parallel region, most of all beside other test processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
