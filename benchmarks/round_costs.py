@@ -22,9 +22,9 @@ from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
+from secondguess.proof.fakes import ScriptedDrafter
 from secondguess.runtime.base import Runtime
 from secondguess.stats import Clock, StatsRecorder
-from secondguess.testing import ScriptedDrafter
 from secondguess.verifiers.base import Verifier
 
 Curve = Mapping[int, float]

@@ -4,9 +4,9 @@ from secondguess.controllers import make_controller
 from secondguess.core import Budgets, Draft, Row
 from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
-from secondguess.noise import Noise
+from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.sampling import SamplingParams
-from secondguess.testing import TableModel, random_probs
+from secondguess.sampling.noise import Noise
 from secondguess.verifiers import make_verifier
 
 

@@ -21,10 +21,10 @@ from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import TreeOptions
-from secondguess.enumeration import Branch, enumerate_rounds, exact_dist, largest_difference, text_dist
-from secondguess.noise import Noise
+from secondguess.proof.enumeration import Branch, enumerate_rounds, exact_dist, largest_difference, text_dist
+from secondguess.proof.fakes import DistTreeDrafter, NextTokenDist, ScriptedDrafter, TableModel, random_probs
 from secondguess.sampling import SamplingParams
-from secondguess.testing import DistTreeDrafter, NextTokenDist, ScriptedDrafter, TableModel, random_probs
+from secondguess.sampling.noise import Noise
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Verifier
 

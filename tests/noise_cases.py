@@ -6,10 +6,10 @@ from itertools import product
 
 import torch
 
-from secondguess.certify import g_test
 from secondguess.core import Draft, Row
-from secondguess.noise import KeyedNoise
+from secondguess.proof.certificate import g_test
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier
 
 # First-order laws over three tokens: row t is the law behind token t.

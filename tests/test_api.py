@@ -7,7 +7,7 @@ import pytest
 import secondguess
 from secondguess import SamplingParams, load
 from secondguess.errors import BadInputError
-from secondguess.sampling import MAX_SAMPLES
+from secondguess.sampling.params import MAX_SAMPLES
 
 PROMPT = "def quicksort(items):"
 OTHER_PROMPT = "class Stack:\n"

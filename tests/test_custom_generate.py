@@ -15,9 +15,9 @@ from drop_in_cases import PROMPT, tiny_model
 from secondguess.errors import MismatchWarning
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
+from secondguess.proof.fakes import DistTreeDrafter
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import wrap_model
-from secondguess.testing import DistTreeDrafter
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from secondguess.core import Row
 from secondguess.decode import Components, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.none import NoDrafter
+from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
-from secondguess.testing import TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
 

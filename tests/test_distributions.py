@@ -1,6 +1,6 @@
 """Every verifier, drafter and controller, enumerated: the law of the text is the target's to 1e-12.
 
-The shipping loop runs once with every answer that chance could give (`secondguess.enumeration`); nothing is sampled.
+The shipping loop runs once with every answer that chance could give (`secondguess.proof.enumeration`); nothing is sampled.
 """
 
 import itertools
@@ -29,10 +29,11 @@ from secondguess.core import Draft, Row
 from secondguess.decode import Components
 from secondguess.drafters import make_drafter
 from secondguess.drafters.model import ModelDrafter
-from secondguess.enumeration import enumerate_rounds, joint_race_probability
 from secondguess.errors import BadInputError
-from secondguess.sampling import SamplingParams, compute_target_probs
-from secondguess.testing import TableModel, random_probs
+from secondguess.proof.enumeration import enumerate_rounds, joint_race_probability
+from secondguess.proof.fakes import TableModel, random_probs
+from secondguess.sampling import SamplingParams
+from secondguess.sampling.probs import compute_target_probs
 
 CONTROLLERS = [
     "fixed:1",

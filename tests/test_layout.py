@@ -16,12 +16,10 @@ REPOSITORY = PACKAGE.parents[1]
 # A module may import from its own layer only inside its own folder, and from every lower layer.
 LAYERS = [
     ("core", "errors"),
-    ("names", "penalties", "truncation"),
+    ("names",),
     (
         "builtin",
         "sampling",
-        "text",
-        "noise",
         "stats",
         "runtime",
         "drafters",
@@ -29,9 +27,9 @@ LAYERS = [
         "verifiers",
         "controllers",
     ),
-    ("decode", "testing", "configuration", "pairing", "prompts", "round_lock"),
+    ("decode", "configuration", "pairing", "prompts", "round_lock"),
     ("generation",),
-    ("api", "certify", "enumeration"),
+    ("api", "proof"),
     ("drop_in", "export"),
     ("bench",),
     ("train",),
@@ -40,10 +38,9 @@ LAYERS = [
 # Inside the second layer: contracts speak of noise and sampling, what is in the box is found by those who read it;
 # the rest are strangers to each other.
 SIDEWAYS = {
-    "drafters": {"noise", "sampling", "runtime", "heads"},
+    "drafters": {"sampling", "runtime", "heads"},
     "heads": {"builtin", "runtime"},
-    "verifiers": {"noise"},
-    "sampling": {"runtime"},
+    "verifiers": {"sampling"},
     "runtime": {"builtin"},
     "controllers": {"builtin", "runtime"},
 }

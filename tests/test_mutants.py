@@ -1,6 +1,6 @@
 """The field's real mistakes, each put into the shipping code on purpose: the proofs must notice every one.
 
-A mutant patches the package; a check is one of the proofs of test_distributions, test_noise or test_certify in small. Each
+A mutant patches the package; a check is one of the proofs of test_distributions, test_noise or test_certificate in small. Each
 check passes on the code as it ships and fails with the mutant in place.
 """
 
@@ -38,7 +38,6 @@ from secondguess.drafters.feature import FeatureDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import StaticTree
-from secondguess.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.heads import unrolled
 from secondguess.heads.context import FeatureCache
 from secondguess.heads.dspark import DsparkHead
@@ -47,7 +46,8 @@ from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.runtime import FeatureHeadRuntime
 from secondguess.heads.unrolled import ChainsOfPlaces
-from secondguess.noise import KeyedNoise, Purpose
+from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
+from secondguess.proof.fakes import ScriptedDrafter, TableModel
 from secondguess.runtime import tree
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
@@ -56,8 +56,9 @@ from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
-from secondguess.sampling import SamplingParams, compute_target_probs
-from secondguess.testing import ScriptedDrafter, TableModel
+from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise, Purpose
+from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import base, block, coupled, make_verifier, rejection
 from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head
 

@@ -32,14 +32,14 @@ from secondguess.core import Budgets, Row
 from secondguess.decode import Components, decode
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.none import NoDrafter
-from secondguess.enumeration import enumerate_rounds, largest_difference
 from secondguess.errors import BadInputError
-from secondguess.noise import KeyedNoise
+from secondguess.proof.enumeration import enumerate_rounds, largest_difference
+from secondguess.proof.fakes import TableModel
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
-from secondguess.testing import TableModel
+from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.traversal import TraversalVerifier
 from test_distributions import SETTINGS, plain_dist

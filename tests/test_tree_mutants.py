@@ -26,15 +26,15 @@ from secondguess.core import Draft, Row
 from secondguess.decode import Components
 from secondguess.drafters import optimal_tree
 from secondguess.drafters.trees import TreeBuilder
-from secondguess.enumeration import enumerate_rounds
-from secondguess.noise import KeyedNoise
+from secondguess.proof.enumeration import enumerate_rounds
+from secondguess.proof.fakes import DistTreeDrafter, random_probs
 from secondguess.runtime import tree
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
-from secondguess.testing import DistTreeDrafter, random_probs
+from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier, traversal, trees
 from secondguess.verifiers.traversal import TraversalVerifier
 from test_mutants import Check, Mutant, Patch, check, exact_model_dist, places_share_accept_numbers

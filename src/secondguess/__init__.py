@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     )
     from secondguess.generation import Output
     from secondguess.sampling import SamplingParams
+    from secondguess.sampling.text import Piece
     from secondguess.stats import Stats
-    from secondguess.text import Piece
 
 __version__ = "0.1.0"
 
@@ -52,7 +52,7 @@ _MODULES = {
     "custom_generate": "drop_in",
     "SamplingParams": "sampling",
     "Stats": "stats",
-    "Piece": "text",
+    "Piece": "sampling.text",
 }
 
 

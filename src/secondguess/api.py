@@ -31,7 +31,7 @@ from secondguess.runtime.loading import (
 )
 from secondguess.runtime.memory import MemoryEstimate, check_memory
 from secondguess.sampling import SamplingParams
-from secondguess.text import Piece
+from secondguess.sampling.text import Piece
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Verifier
 

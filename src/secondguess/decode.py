@@ -28,9 +28,9 @@ from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Commit, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
-from secondguess.noise import KeyedNoise, Noise
 from secondguess.runtime.base import ForwardOutput, Runtime
-from secondguess.sampling import commit_logprobs, compute_target_probs
+from secondguess.sampling.noise import KeyedNoise, Noise
+from secondguess.sampling.probs import commit_logprobs, compute_target_probs
 from secondguess.stats import StatsRecorder
 from secondguess.verifiers.base import Verifier
 

@@ -14,8 +14,8 @@ from secondguess.prompts import Prompt, encode
 from secondguess.runtime.loading import LoadedModel
 from secondguess.runtime.memory import check_cache_memory
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
 from secondguess.stats import Stats, StatsRecorder
-from secondguess.text import Piece, StreamingDetokenizer, text_of_token
 from secondguess.verifiers.base import Exactness, Verifier
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import pytest
 
 from secondguess.bench import costs
 from secondguess.bench.costs import ForwardTimer
-from secondguess.testing import TableModel, random_probs
+from secondguess.proof.fakes import TableModel, random_probs
 
 
 class SlowModel(TableModel):

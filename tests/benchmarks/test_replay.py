@@ -11,8 +11,8 @@ from round_costs import PartCosts, RoundCosts, Stage, fit_line, in_turns, make_c
 from secondguess.bench.traces import NodeProbs, RecordedDraft, Trace
 from secondguess.controllers import make_controller
 from secondguess.core import Candidate, Row
+from secondguess.proof.fakes import ScriptedDrafter, TableModel, random_probs
 from secondguess.sampling import SamplingParams
-from secondguess.testing import ScriptedDrafter, TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
 NOTHING = RecordedDraft(Candidate(longest=0, deterministic=True), (), ())

@@ -18,8 +18,8 @@ from secondguess.core import Candidate, Plan, Row
 from secondguess.decode import Components, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
+from secondguess.proof.fakes import TableModel
 from secondguess.sampling import SamplingParams
-from secondguess.testing import TableModel
 from secondguess.verifiers import make_verifier
 
 

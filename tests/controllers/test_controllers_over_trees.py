@@ -15,10 +15,10 @@ from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import StaticTree
+from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.runtime.base import ForwardOutput
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats, StatsRecorder
-from secondguess.testing import TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE, LEVELS = 6, 3

@@ -16,9 +16,9 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.ngram import NgramDrafter, NgramOptions
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
+from secondguess.proof.fakes import NextTokenDist, TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
-from secondguess.testing import NextTokenDist, TableModel, random_probs
 from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 6

@@ -19,8 +19,8 @@ from secondguess.drafters import (
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.names import Name
+from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.runtime.base import Runtime
-from secondguess.testing import TableModel, random_probs
 
 
 def make(text: str) -> Drafter:

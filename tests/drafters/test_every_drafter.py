@@ -12,8 +12,8 @@ from drafter_cases import ADAPTIVE, CONTROLLERS, DRAFTERS, GREEDY, PROMPTS, gree
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
-from secondguess.noise import KeyedNoise, Noise
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise, Noise
 
 Propose = Callable[[Drafter, Sequence[Row], Budgets, Noise], Draft]
 

@@ -19,8 +19,7 @@ from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import DynamicTree, StaticTree, TreeShape
-from secondguess.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
-from secondguess.noise import KeyedNoise
+from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.native import library
@@ -28,6 +27,7 @@ from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 31

@@ -22,10 +22,11 @@ from secondguess.drafters.base import DrafterResources
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
 from secondguess.names import parse_name
-from secondguess.noise import KeyedNoise
+from secondguess.proof.fakes import NextTokenDist, TableModel, random_probs
 from secondguess.runtime.base import ForwardOutput, HiddenStates
-from secondguess.sampling import SamplingParams, compute_draft_probs
-from secondguess.testing import NextTokenDist, TableModel, random_probs
+from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
+from secondguess.sampling.probs import compute_draft_probs
 
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0)
 

@@ -25,8 +25,8 @@ from secondguess.drafters.optimal_tree import (
     plan_tree,
 )
 from secondguess.errors import BadInputError
+from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.runtime.base import ForwardOutput
-from secondguess.testing import TableModel, random_probs
 
 
 def costs_of(at_thirteen: float, draft: float = 0.05) -> Costs:

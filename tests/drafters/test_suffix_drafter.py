@@ -13,8 +13,8 @@ from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_asked, run
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.suffix import MAX_COUNTED_CONTEXTS, SuffixAutomaton, SuffixDrafter, SuffixOptions
 from secondguess.errors import BadInputError
-from secondguess.noise import KeyedNoise
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
 
 TEXTS = {
     "one letter": lambda length: [0] * length,

@@ -8,9 +8,9 @@ import torch
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import StaticTree, draft_trees
-from secondguess.noise import KeyedNoise
+from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.sampling import SamplingParams
-from secondguess.testing import TableModel, random_probs
+from secondguess.sampling.noise import KeyedNoise
 
 VOCAB_SIZE = 50
 

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.base import Drafter
 from secondguess.heads.learning import Objective, TrainingBatch
-from secondguess.noise import KeyedNoise
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
 
 VOCAB_SIZE, WIDTH = 31, 32
 TEXT = [3, 5, 7, 5, 7, 5, 7, 5, 11, 2, 30, 8, 4]

@@ -36,14 +36,14 @@ from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
 from secondguess.drafters.dspark import DsparkDrafter
-from secondguess.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.dspark import NUM_ANCHORS, DsparkHead
-from secondguess.noise import KeyedNoise
+from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, MLP_SIZE, RANK, NUM_WORDS = 4, 2, 8, 40, 5, 11

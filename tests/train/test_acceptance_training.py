@@ -17,9 +17,10 @@ from secondguess.controllers.predictor import Predictor
 from secondguess.core import Candidate, Draft, Row
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
-from secondguess.noise import KeyedNoise
-from secondguess.sampling import SamplingParams, compute_target_probs
-from secondguess.testing import TableModel, random_probs
+from secondguess.proof.fakes import TableModel, random_probs
+from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
+from secondguess.sampling.probs import compute_target_probs
 from secondguess.train.acceptance_training import (
     AcceptanceRecipe,
     examples_of,

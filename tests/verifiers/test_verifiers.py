@@ -6,8 +6,8 @@ import torch
 
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
-from secondguess.noise import KeyedNoise
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import VERIFIERS, make_verifier
 from secondguess.verifiers.base import Exactness, accept_matching, query_depths
 from secondguess.verifiers.block import prefix_weights

@@ -20,8 +20,8 @@ from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
-from secondguess.noise import Noise
 from secondguess.runtime.base import Runtime
+from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import Verifier, query_depths
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from secondguess.api import LLM, Output
     from secondguess.cli.prompts import Request
     from secondguess.core import FinishReason, TokenLogprob
-    from secondguess.text import Piece
+    from secondguess.sampling.text import Piece
 
 PROMPT_STYLE, DRAFTED_STYLE, TARGET_STYLE, NOTE_STYLE = "dim", "green", "bright_blue", "dim"
 

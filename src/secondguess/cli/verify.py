@@ -13,7 +13,7 @@ from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
-    from secondguess.certify import CertifiedSystem
+    from secondguess.proof.certificate import CertifiedSystem
     from secondguess.sampling import SamplingParams
 
 TEST = "How hard to look"
@@ -92,7 +92,7 @@ def verify(
         raise BadInputError(f"expected --seed from 0 to {2**64 - 1}, got {seed}")
 
     with progress_bar("loading") as progress:
-        from secondguess.certify import CertifyOptions, certify
+        from secondguess.proof.certificate import CertifyOptions, certify
         from secondguess.sampling import SamplingParams
 
         how = CertifyOptions(
@@ -129,7 +129,7 @@ def verify(
 
 def _random_subject(drafter: str | None, verifier: str, controller: str | None) -> CertifiedSystem:
     from secondguess.api import check_verifier, choose_controller
-    from secondguess.certify import tiny_system
+    from secondguess.proof.certificate import tiny_system
 
     subject = tiny_system(
         "model" if drafter is None else drafter, verifier, "fixed:2" if controller is None else controller
@@ -142,7 +142,7 @@ def _random_subject(drafter: str | None, verifier: str, controller: str | None) 
 
 def _loaded_subject(settings: dict[str, Any], prompt: str | None, params: SamplingParams) -> CertifiedSystem:
     from secondguess.api import check_request, encode, load
-    from secondguess.certify import system_of
+    from secondguess.proof.certificate import system_of
 
     llm = load(**settings)
     ids = encode(llm.target, "def quicksort(items):" if prompt is None else prompt)

@@ -15,8 +15,8 @@ from pathlib import Path
 from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.errors import BadInputError
 from secondguess.names import Name, refuse_argument, refuse_options
-from secondguess.noise import Noise
 from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.sampling.noise import Noise
 
 
 def _refuse_without_target(name: Name) -> Path:

@@ -18,8 +18,8 @@ from torch.nn.functional import one_hot
 from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
-from secondguess.noise import Noise
 from secondguess.runtime.base import HiddenStates
+from secondguess.sampling.noise import Noise
 
 
 def check_parts(kinds: Sequence[str]) -> None:

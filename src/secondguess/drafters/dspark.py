@@ -26,8 +26,8 @@ from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.heads.context import FeatureCache
 from secondguess.heads.dspark import DsparkHead
 from secondguess.names import Name
-from secondguess.noise import Noise
 from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.sampling.noise import Noise
 
 
 class Block(NamedTuple):

@@ -23,8 +23,8 @@ from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.names import Name
-from secondguess.noise import Noise
 from secondguess.runtime.base import Runtime
+from secondguess.sampling.noise import Noise
 
 
 class EarlyExitDrafter(SamplingDrafter):

@@ -20,8 +20,8 @@ from secondguess.drafters.sampling_drafter import SamplingDrafter, expand_to_bat
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.heads.medusa import LAST_HIDDEN, MedusaHead
 from secondguess.names import Name
-from secondguess.noise import Noise
 from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.sampling.noise import Noise
 
 
 class MedusaDrafter(SamplingDrafter):

@@ -9,8 +9,8 @@ from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter, DrafterResources
 from secondguess.errors import BadInputError
 from secondguess.names import Name, check_range, format_options, read_options, refuse_argument
-from secondguess.noise import Noise
 from secondguess.runtime.base import HiddenStates
+from secondguess.sampling.noise import Noise
 
 MAX_NGRAM = 32
 

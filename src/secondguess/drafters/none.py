@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.base import Drafter
-from secondguess.noise import Noise
+from secondguess.sampling.noise import Noise
 
 
 class NoDrafter(Drafter):

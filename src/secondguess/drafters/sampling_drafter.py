@@ -19,11 +19,11 @@ from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.trees import TreeShape, draft_trees
 from secondguess.errors import BadInputError
-from secondguess.noise import Noise
 from secondguess.runtime.base import HiddenStates
 from secondguess.runtime.native.library import with_confidences
-from secondguess.sampling import compute_draft_probs
-from secondguess.truncation import most_likely
+from secondguess.sampling.noise import Noise
+from secondguess.sampling.probs import compute_draft_probs
+from secondguess.sampling.truncation import most_likely
 
 
 class SamplingDrafter(Drafter):

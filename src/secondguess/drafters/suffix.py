@@ -14,8 +14,8 @@ from functools import lru_cache
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter, DrafterResources
 from secondguess.names import Name, check_range, format_options, read_options, refuse_argument
-from secondguess.noise import Noise
 from secondguess.runtime.base import HiddenStates
+from secondguess.sampling.noise import Noise
 
 MAX_COUNTED_CONTEXTS = 32
 """Number of contexts counted per position, longest first; bounds the work per token."""

@@ -27,8 +27,8 @@ from torch import Tensor
 from secondguess.core import MAX_DRAFT_LENGTH, Draft, GoOn, Row
 from secondguess.errors import BadInputError
 from secondguess.names import Name, check_range, read_options
-from secondguess.noise import Noise
-from secondguess.sampling import compute_target_probs
+from secondguess.sampling.noise import Noise
+from secondguess.sampling.probs import compute_target_probs
 
 NodePath = tuple[int, ...]
 """Path of a node: rank among siblings of each of its ancestors and of itself, root first."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
-from secondguess.noise import Noise
+from secondguess.sampling.noise import Noise
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Exactness, Verifier
 

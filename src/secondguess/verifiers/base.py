@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -16,11 +15,8 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.errors import BadInputError
-from secondguess.noise import Noise
-
-if TYPE_CHECKING:
-    from secondguess.sampling import SamplingParams
-
+from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import Noise
 
 FloatArray = NDArray[numpy.float64]
 SMALLEST = torch.finfo(torch.float32).tiny

@@ -25,7 +25,7 @@ import numpy
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
-from secondguess.noise import Noise
+from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
     FloatArray,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
-from secondguess.noise import Noise
+from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import Exactness, Verifier, accept_matching, query_depths
 
 

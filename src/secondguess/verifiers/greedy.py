@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.errors import BadInputError
-from secondguess.noise import Noise
-from secondguess.truncation import most_likely
+from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import Noise
+from secondguess.sampling.truncation import most_likely
 from secondguess.verifiers.base import Exactness, Verifier, accept_matching
-
-if TYPE_CHECKING:
-    from secondguess.sampling import SamplingParams
 
 
 class GreedyVerifier(Verifier):

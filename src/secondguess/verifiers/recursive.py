@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
-from secondguess.noise import Noise
+from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import Exactness, FloatArray
 from secondguess.verifiers.trees import Level, Shape, TokenProbs, TreeVerifier, make_tree_verdict
 

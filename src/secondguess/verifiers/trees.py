@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
-from secondguess.noise import Noise
+from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import (
     SMALLEST,
     FloatArray,

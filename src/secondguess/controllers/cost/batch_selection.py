@@ -2,7 +2,7 @@
 
 The rows of a batch wait for the longest draft and share the cost of draft steps. Rows with equal
 values are treated alike. If positions in the batch decided, whether a row is drafted for would
-depend on something unrelated to it, and the exact enumeration (`enumeration.py`), whose batch
+depend on something unrelated to it, and the exact enumeration (`proof/enumeration.py`), whose batch
 holds all possible outcomes of a row, would report that as anticipation. If only a few of many rows
 can be taken, ties are broken by their tokens.
 """

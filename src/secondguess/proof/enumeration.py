@@ -3,7 +3,7 @@
 A custom verifier, drafter or controller is lossless if `text_dist` of `enumerate_rounds` equals
 `exact_dist` up to rounding. Test it on distributions with zeros, one-hot distributions, p = q, and
 disjoint supports of p and q. Nothing is sampled: each row of one large batch follows one branch of
-the tree of outcomes and carries its probability. Intended for `secondguess.testing.TableModel`
+the tree of outcomes and carries its probability. Intended for `secondguess.proof.fakes.TableModel`
 with a few tokens and draft lengths up to about four.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from secondguess.core import Row
 from secondguess.decode import Components, begin, release, run_round
 from secondguess.errors import BadInputError, SecondGuessError
-from secondguess.noise import Noise
+from secondguess.sampling.noise import Noise
 from secondguess.stats import StatsRecorder
 
 MAX_BRANCHES = 300_000

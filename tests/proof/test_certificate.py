@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from secondguess.certify import (
+from secondguess.errors import BadInputError
+from secondguess.proof.certificate import (
     OTHER_TOKEN,
     Cells,
     CertifyOptions,
@@ -13,8 +14,7 @@ from secondguess.certify import (
     g_test,
     tiny_system,
 )
-from secondguess.errors import BadInputError
-from secondguess.testing import random_probs
+from secondguess.proof.fakes import random_probs
 from secondguess.verifiers import base
 
 SMALL = CertifyOptions(num_samples=4000, limit=0.08, batch_size=1000)

@@ -11,14 +11,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from secondguess.sampling import SamplingParams
+from secondguess.sampling.params import SamplingParams
 
 
 class Rule(ABC):

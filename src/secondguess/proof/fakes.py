@@ -18,8 +18,8 @@ from torch import Tensor
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
-from secondguess.noise import Noise
 from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime
+from secondguess.sampling.noise import Noise
 
 NextTokenDist = Callable[[tuple[int, ...]], Tensor]
 

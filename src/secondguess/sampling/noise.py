@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row
-from secondguess.truncation import most_likely
+from secondguess.sampling.truncation import most_likely
 
 
 class Purpose(IntEnum):

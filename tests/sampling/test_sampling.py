@@ -21,8 +21,9 @@ from transformers import (
 
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError, SecondGuessError
-from secondguess.sampling import SamplingParams, commit_logprobs, compute_draft_probs, compute_target_probs
-from secondguess.truncation import Greedy, most_likely
+from secondguess.sampling import SamplingParams
+from secondguess.sampling.probs import commit_logprobs, compute_draft_probs, compute_target_probs
+from secondguess.sampling.truncation import Greedy, most_likely
 
 VOCAB = 12
 EVERYTHING = SamplingParams(

@@ -8,7 +8,12 @@ from transformers import PreTrainedTokenizerFast
 
 from secondguess.core import Row
 from secondguess.sampling import SamplingParams
-from secondguess.text import MAX_WINDOW_TOKENS, IncrementalDecoder, StreamingDetokenizer, text_of_token
+from secondguess.sampling.text import (
+    MAX_WINDOW_TOKENS,
+    IncrementalDecoder,
+    StreamingDetokenizer,
+    text_of_token,
+)
 
 CORPUS = [
     "def naïve(items): return [item for item in items if item]\n",

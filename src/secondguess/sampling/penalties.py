@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from secondguess.core import Row
-
-if TYPE_CHECKING:
-    from secondguess.sampling import SamplingParams
+from secondguess.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from noise_cases import ONE_SIDED, TREE, chained_text_p_value, chained_texts
-from secondguess import noise as noise_module
-from secondguess.certify import g_test
 from secondguess.core import Row
-from secondguess.enumeration import joint_race_probability
-from secondguess.noise import KeyedNoise, Purpose, draw_by_inversion
+from secondguess.proof.certificate import g_test
+from secondguess.proof.enumeration import joint_race_probability
+from secondguess.proof.fakes import random_probs
 from secondguess.sampling import SamplingParams
-from secondguess.testing import random_probs
+from secondguess.sampling import noise as noise_module
+from secondguess.sampling.noise import KeyedNoise, Purpose, draw_by_inversion
 
 SAMPLED = SamplingParams(temperature=1.0)
 NUM_ROWS = 20_000

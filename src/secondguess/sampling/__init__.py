@@ -1,0 +1,5 @@
+"""Sampling: settings, probabilities, noise, and the text of sampled tokens."""
+
+from secondguess.sampling.params import SamplingParams
+
+__all__ = ["SamplingParams"]
