@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpoints import write_llama
-from secondguess import load
+from secondguess import generation, load
 from secondguess.builtin import head_path
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime import memory
@@ -518,16 +518,47 @@ def test_running_out_of_memory_is_no_bug(ask, monkeypatch, fail, words):
     assert "alloc_cpu" not in done.err
 
 
-def test_a_batch_whose_caches_do_not_fit_is_told_before_any_is_made(tiny_checkpoint, monkeypatch):
+def test_a_prompt_whose_cache_does_not_fit_is_refused_before_it_is_allocated(tiny_checkpoint, monkeypatch):
     llm = load(tiny_checkpoint, "none", dtype="float32")
-    monkeypatch.setattr(llm.target.runtime, "begin", lambda _: pytest.fail("a row was begun"))
-    prompts = [[5] * 200, [5], [6], [7], [8]]
-    needed = 8 * 256 * llm.cache_bytes  # slots and positions grow by doubling
-    monkeypatch.setattr(memory, "available_memory", lambda _: needed - 1)
-    with pytest.raises(OutOfMemoryError, match=r"2048 cached tokens.*fewer prompts"):
-        llm.generate(prompts)
-    with pytest.raises(pytest.fail.Exception, match="begun"):  # four of them do fit
-        llm.generate(prompts[:4])
+    monkeypatch.setattr(llm.target.runtime, "admit", lambda *_: pytest.fail("a row was admitted"))
+    monkeypatch.setattr(memory, "available_memory", lambda _: 256 * llm.cache_bytes - 1)
+    with pytest.raises(OutOfMemoryError, match=r"256 cached tokens.*shorter"):
+        llm.generate([[5] * 200, [6]])
+    monkeypatch.setattr(memory, "available_memory", lambda _: 256 * llm.cache_bytes)
+    with pytest.raises(pytest.fail.Exception, match="admitted"):
+        llm.generate([[5] * 200, [6]])
+
+
+@pytest.mark.parametrize("limit", ["memory", "rows"])
+def test_prompts_that_do_not_fit_together_decode_one_after_the_other(tiny_checkpoint, monkeypatch, limit):
+    llm = load(tiny_checkpoint, "none", dtype="float32")
+    prompts = [[5] * 50, [6, 7], [7], [8, 8, 8]]
+    together = llm.generate(prompts, max_tokens=8)
+    llm.target.runtime.release()
+    if limit == "rows":
+        monkeypatch.setattr(generation, "MAX_ROWS", 2)
+    else:
+        needed = 2 * 256 * llm.cache_bytes + 2 * llm.target.runtime.vocab_size * generation.PROBS_BYTES
+        monkeypatch.setattr(memory, "available_memory", lambda _: needed / generation.MEMORY_SHARE)
+    most, score = [], llm.target.runtime.score
+    monkeypatch.setattr(
+        llm.target.runtime, "score", lambda rows, *_: most.append(len(rows)) or score(rows, *_)
+    )
+    in_turn = llm.generate(prompts, max_tokens=8)
+    assert max(most) == 2
+    assert [output.token_ids for output in in_turn] == [output.token_ids for output in together]
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_is_prefilled_from_where_it_differs(tiny_checkpoint):
+    llm = load(tiny_checkpoint, "none", dtype="float32")
+    runtime = llm.target.runtime
+    admitted, admit = [], runtime.admit
+    runtime.admit = lambda *given: admitted.append(admit(*given)) or [*admitted[-1]]
+    text = llm.generate([5] * 100, max_tokens=4).token_ids
+    assert llm.generate([5] * 100, max_tokens=4).token_ids == text
+    llm.reset_prefix_cache()
+    assert llm.generate([5] * 100, max_tokens=4).token_ids == text
+    assert admitted == [[0], [99], [0]]
 
 
 def test_a_cache_that_is_held_already_is_not_asked_for_again(tiny_checkpoint, monkeypatch):

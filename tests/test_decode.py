@@ -57,7 +57,7 @@ def test_a_draft_models_interrupted_prefill_leaves_nothing_behind(monkeypatch):
         make_controller("fixed:2"),
     )
 
-    def interrupt(states, with_hidden=False):
+    def interrupt(*arguments):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

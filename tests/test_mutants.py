@@ -508,9 +508,9 @@ def stale_cache_after_a_rejection(patch: Patch) -> None:
 
     def keep(self, rows, paths):
         moves = [
-            (self._states[row].slot, self._states[row].length, [node + 1 for node in path])
+            (self.slots[row].slot, self.slots[row].length, [node + 1 for node in path])
             for row, path in zip(rows, paths, strict=True)
-            if path and path[-1] + 1 < self._states[row].num_nodes
+            if path and path[-1] + 1 < self.slots[row].num_nodes
         ]
         original(self, rows, paths)
         if moves:

@@ -59,7 +59,8 @@ class LLM:
 
     Calls share the controller, which learns the costs and acceptance rates of drafts from each
     call. Later calls may therefore use other draft lengths and run faster or slower; the output
-    distribution does not change. Calls from several threads alternate, one round at a time.
+    distribution does not change. A prompt that begins like an earlier one is prefilled only from
+    where it differs. Calls from several threads alternate, one round at a time.
 
     Args:
         target: model whose distribution the output follows, with its tokenizer and load settings.
@@ -126,6 +127,11 @@ class LLM:
             return samples[0] if single else samples
         alone = [output for (output,) in samples]
         return alone[0] if single else alone
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the prompts of earlier calls, so that none of their cache entries is reused."""
+        self.target.runtime.reset_prefix_cache()
+        self.drafter.reset_prefix_cache()
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: object

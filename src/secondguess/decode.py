@@ -18,6 +18,7 @@ empty draft. `generate`, `stream`, the command line and the benchmarks all run t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,7 @@ from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Commit, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
-from secondguess.runtime.base import ForwardOutput, Runtime
+from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime, join_hidden
 from secondguess.sampling.noise import KeyedNoise, Noise
 from secondguess.sampling.probs import commit_logprobs, compute_target_probs
 from secondguess.stats import StatsRecorder
@@ -63,7 +64,89 @@ class Components:
         return self.make_noise(rows) if self.make_noise else KeyedNoise.from_rows(rows, self.target.device)
 
 
-def decode(components: Components, rows: Sequence[Row]) -> Generator[list[Commit], None, None]:
+class Batch:
+    """Rows that decode together; rows join and leave between rounds.
+
+    Args:
+        components: components of the loop.
+        max_prefill_tokens: maximum number of prompt tokens that a step prefills before its round;
+            None for all of them. It bounds how long rows that join delay the others.
+    """
+
+    def __init__(self, components: Components, max_prefill_tokens: int | None = None) -> None:
+        self.components = components
+        self.max_prefill_tokens = max_prefill_tokens
+        self._decoding: list[Row] = []
+        self._prefilling: dict[Row, list[HiddenStates]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of rows, those that are still prefilled included."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @inference_mode()
+    def add(self, rows: Sequence[Row]) -> None:
+        """Admit rows, whose prompts the next steps prefill in this order."""
+        # Registered first, so that `close` releases them even if this is interrupted.
+        self._prefilling.update((row, []) for row in rows)
+        self.components.target.request_hidden_states(self.components.drafter.hidden_layers)
+        self.components.target.admit(rows, self.components.drafter.admit(rows))
+
+    def step(self) -> list[Commit]:
+        """Prefill, then run a round over the rows whose prompts are cached, and release finished rows.
+
+        Returns:
+            One `Commit` per row that took part in the round; empty if there was none.
+        """
+        if self._prefilling:
+            self._prefill()
+        if not self._decoding:
+            return []
+        commits = run_round(self.components, self._decoding)
+        # Slots stay contiguous: releasing the last row first moves the fewest cache entries.
+        for row in reversed(self._decoding.copy()):
+            if row.finished:
+                self.remove(row)
+        return commits
+
+    def remove(self, row: Row) -> None:
+        """Release a row, finished or not."""
+        self._prefilling.pop(row, None)
+        self._decoding = [other for other in self._decoding if other is not row]
+        release(self.components, row)
+
+    def close(self) -> None:
+        """Release all rows."""
+        for row in reversed([*self._decoding, *self._prefilling]):
+            self.remove(row)
+
+    @inference_mode()
+    def _prefill(self) -> None:
+        target, recorder = self.components.target, self.components.recorder
+        with recorder.round([*self._decoding, *self._prefilling]), recorder.phase("prefill"):
+            if self.max_prefill_tokens is None:
+                rows = list(self._prefilling)
+                self._store(rows, target.prefill(rows))
+            else:
+                left = self.max_prefill_tokens
+                for row in list(self._prefilling):
+                    before = target.num_to_prefill(row)
+                    self._store([row], target.prefill([row], left))
+                    left -= before - target.num_to_prefill(row)
+            ready = [row for row in self._prefilling if not target.num_to_prefill(row)]
+            self.components.drafter.begin(ready, [join_hidden(self._prefilling[row]) for row in ready])
+        for row in ready:
+            del self._prefilling[row]
+        self._decoding += ready
+
+    def _store(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
+        for row, of_row in zip(rows, hidden, strict=True):
+            if of_row:
+                self._prefilling[row].append(of_row)
+
+
+def decode(
+    components: Components, rows: Sequence[Row], max_rows: int | None = None
+) -> Generator[list[Commit], None, None]:
     """Decode rows until all are finished, yielding the commits of each round.
 
     If the generator is closed early, the state of all unfinished rows is released.
@@ -71,35 +154,26 @@ def decode(components: Components, rows: Sequence[Row]) -> Generator[list[Commit
     Args:
         components: components of the loop.
         rows: extended in place, with a finish reason at the end. Finished rows are skipped.
+        max_rows: maximum number of rows that decode at the same time; the others join when a row
+            has finished. None for no limit.
 
     Yields:
-        One `Commit` per unfinished row.
+        One `Commit` per row that took part in the round.
 
     Raises:
         BadInputError: a draft or a row that the verifier cannot verify exactly.
     """
-    held = [row for row in rows if not row.finished]
+    waiting = deque(row for row in rows if not row.finished)
+    batch = Batch(components)
     try:
-        begin(components, held)
-        while held:
-            yield run_round(components, held)
-            # Slots stay contiguous: releasing the last row first moves the fewest cache entries.
-            for row in reversed(held):
-                if row.finished:
-                    release(components, row)
-            held = [row for row in held if not row.finished]
+        while waiting or batch:
+            num_free = len(waiting) if max_rows is None else max_rows - len(batch)
+            joining = [waiting.popleft() for _ in range(min(num_free, len(waiting)))]
+            if joining:
+                batch.add(joining)
+            yield batch.step()
     finally:
-        for row in held:
-            release(components, row)
-
-
-@inference_mode()
-def begin(components: Components, rows: Sequence[Row]) -> None:
-    """Prefill rows: cache all tokens of each prompt except the last one."""
-    with components.recorder.round(rows), components.recorder.phase("prefill"):
-        components.target.request_hidden_states(components.drafter.hidden_layers)
-        hidden = components.target.begin(rows)
-        components.drafter.begin(rows, hidden)
+        batch.close()
 
 
 def release(components: Components, row: Row) -> None:

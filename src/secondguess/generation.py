@@ -11,8 +11,8 @@ from secondguess.core import Commit, FinishReason, Row, TokenLogprob
 from secondguess.decode import Components, decode
 from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode
+from secondguess.runtime import memory
 from secondguess.runtime.loading import LoadedModel
-from secondguess.runtime.memory import check_cache_memory
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
 from secondguess.stats import Stats, StatsRecorder
@@ -20,6 +20,13 @@ from secondguess.verifiers.base import Exactness, Verifier
 
 if TYPE_CHECKING:
     from secondguess.api import LLM
+
+MAX_ROWS = 256
+"""Maximum number of rows that decode at the same time; each adds a copy of the logits."""
+PROBS_BYTES = 128
+"""Bytes per row and token of the vocabulary: logits and probabilities of about ten nodes."""
+MEMORY_SHARE = 0.7
+"""Share of the available memory that caches and probabilities may take; they are copied to grow."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,11 @@ class Output:
 class Generation:
     """Decoding of a batch of prompts.
 
-    Iterate for `(row index, piece)`, then call `outputs()`. The samples of all prompts decode as
-    one batch: one row for each of the `n` samples of the first prompt, then those of the second,
-    and so on. `generate`, `stream` and the command line all use this class. After an interruption,
-    `outputs()` returns the text committed so far.
+    Iterate for `(row index, piece)`, then call `outputs()`. The samples of all prompts decode
+    together: one row for each of the `n` samples of the first prompt, then those of the second,
+    and so on. Rows that do not fit into memory with the others join when a row has finished.
+    `generate`, `stream` and the command line all use this class. After an interruption, `outputs()`
+    returns the text committed so far.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
@@ -77,8 +85,9 @@ class Generation:
                 self._commits.append([])
                 self._pieces.append([])
         longest = max((len(row.tokens) for row in self._rows), default=0)
-        num_new = llm.target.runtime.cache.num_tokens_to_allocate(len(self._rows), longest)
-        check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
+        self._max_rows = rows_that_fit(llm, self._rows)
+        num_new = llm.target.runtime.cache.num_tokens_to_allocate(self._max_rows, longest)
+        memory.check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
 
     def run(self) -> list[Output]:
         """Decode all rows until they finish and return the outputs."""
@@ -98,7 +107,7 @@ class Generation:
         llm = self._llm
         components = Components(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._ledger)
         index_of = {row: index for index, row in enumerate(self._rows)}
-        loop = decode(components, self._rows)
+        loop = decode(components, self._rows, self._max_rows)
         try:
             while (commits := llm.round_lock.run_round(loop)) is not None:
                 yield [self._take(index_of[commit.row], commit) for commit in commits]
@@ -143,6 +152,23 @@ class Generation:
         alternative_texts = {token: text_of_token(tokenizer, token) for token in logprob.alternatives}
         text = text_of_token(tokenizer, logprob.token)
         return replace(logprob, text=text, alternative_texts=alternative_texts)
+
+
+def rows_that_fit(llm: LLM, rows: Sequence[Row]) -> int:
+    """Return how many rows can decode at the same time, each grown to its full length; at least 1."""
+    runtime, count = llm.target.runtime, min(len(rows), MAX_ROWS)
+    available = memory.available_memory(runtime.device)
+    if available is None or not rows:
+        return count
+    longest = max(len(row.tokens) + row.room for row in rows)
+
+    def needed(num_rows: int) -> int:
+        cached = runtime.cache.num_tokens_to_allocate(num_rows, longest) * llm.cache_bytes
+        return cached + num_rows * runtime.vocab_size * PROBS_BYTES
+
+    while count > 1 and needed(count) > MEMORY_SHARE * available:
+        count = (count + 1) // 2
+    return count
 
 
 def check_request(

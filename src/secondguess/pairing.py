@@ -91,10 +91,13 @@ class UnloadedTarget(Runtime):
         remaining_layers(skipped, self.num_layers)
         raise _TargetRequested
 
-    def begin(self, rows: Sequence[Row]) -> Sequence[HiddenStates]:
+    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         raise _TargetRequested
 
-    def catch_up(self, rows: Sequence[Row]) -> None:
+    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
+        raise _TargetRequested
+
+    def num_to_prefill(self, row: Row) -> int:
         raise _TargetRequested
 
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:

@@ -48,8 +48,7 @@ def family(request, tmp_path_factory):
 @pytest.fixture
 def runtime(family):
     yield family.runtime
-    for row in list(family.runtime._states):
-        family.runtime.end(row)
+    family.runtime.release()
 
 
 def begun(runtime, tokens):

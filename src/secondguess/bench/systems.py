@@ -263,6 +263,9 @@ class SecondguessSystem(System):
             self._row(prompt, num_tokens, temperature, seed, stream) for stream, prompt in enumerate(prompts)
         ]
         controller = self.controller(temperature, len(prompts))
+        # Every system prefills every prompt, whichever has decoded it before.
+        self._target.runtime.reset_prefix_cache()
+        self._drafter.reset_prefix_cache()
         return RunningBatch(Components(self._target.runtime, self._drafter, self._verifier, controller), rows)
 
     def controller(self, temperature: float, batch_size: int) -> Controller:

@@ -88,14 +88,25 @@ class Drafter(ABC):
         refuse_options(name, "drafter")
         return cls()
 
+    def admit(self, rows: Sequence[Row]) -> list[int | None]:
+        """Add rows, which hold their whole prompt, before it is prefilled.
+
+        Returns:
+            Per row, the number of leading tokens whose hidden states `begin` does not need, so
+            that the target may reuse their cache entries; None for all.
+        """
+        return [0 if self.hidden_layers else None] * len(rows)
+
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        """Admit rows, which hold their whole prompt.
+        """Begin to draft for rows whose prompt has been prefilled.
 
         Leave work that may never be needed to `prepare`.
 
         Args:
-            hidden: per row, the target's hidden states `[position, width]` of all tokens but the
-                last, by layer, for the layers in `hidden_layers`.
+            rows: rows that have been admitted.
+            hidden: per row, the target's hidden states `[position, width]` by layer, for the layers
+                in `hidden_layers`, of all tokens but the last and those whose cache entries the
+                target has reused.
         """
 
     def candidates(self, rows: Sequence[Row]) -> Sequence[Sequence[Candidate]]:
@@ -151,6 +162,9 @@ class Drafter(ABC):
 
     def end(self, row: Row) -> None:
         """Release the state held for a row."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cache entries of released rows, if any are kept."""
 
 
 @lru_cache(maxsize=4096)

@@ -55,6 +55,10 @@ class CombinedDrafter(Drafter):
         )
         self._vocab_size = vocab_size
 
+    def admit(self, rows: Sequence[Row]) -> list[int | None]:
+        limits = zip(*(part.admit(rows) for part in self.parts), strict=True)
+        return [min((limit for limit in of_row if limit is not None), default=None) for of_row in limits]
+
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for part in self.parts:
             part.begin(rows, hidden)
@@ -97,6 +101,10 @@ class CombinedDrafter(Drafter):
     def end(self, row: Row) -> None:
         for part in self.parts:
             part.end(row)
+
+    def reset_prefix_cache(self) -> None:
+        for part in self.parts:
+            part.reset_prefix_cache()
 
     def _merged_distinct(self, drafts: Sequence[Draft]) -> bool:
         """Return the value of `Draft.distinct` for the merged draft; chains fit either value.

@@ -39,9 +39,22 @@ class FeatureDrafter(MirroringDrafter):
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
         self._features = torch.empty(0)
 
+    def admit(self, rows: Sequence[Row]) -> list[int | None]:
+        return [self._admit_mirror_row(row).num_committed if len(row.tokens) > 1 else 0 for row in rows]
+
+    def _admit_mirror_row(self, row: Row, reuse_limit: int | None = None) -> MirrorRow:
+        mirror_row = MirrorRow(Row(row.tokens[1:], row.params), num_committed=0)
+        (mirror_row.num_committed,) = self.runtime.admit([mirror_row.row], [reuse_limit])
+        self._mirror_rows[row] = mirror_row
+        return mirror_row
+
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
+            if of_row:
+                num_reused = len(row.tokens) - 1 - len(of_row[self.hidden_layers[0]])
+                mirror_row = self._mirror_rows.get(row) or self._admit_mirror_row(row, num_reused)
+                mirror_row.num_committed = num_reused
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         super().observe(rows, verdict, hidden)
@@ -53,25 +66,19 @@ class FeatureDrafter(MirroringDrafter):
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
         held = [row for row in rows if self.room(row) > 0]
-        known = [self._mirror_rows[row] for row in held if row in self._mirror_rows]
+        mirror_rows = [self._mirror_rows.get(row) or self._admit_mirror_row(row, 0) for row in held]
         self.runtime.rewind(
-            [mirror_row.row for mirror_row in known], [mirror_row.num_committed for mirror_row in known]
+            [mirror_row.row for mirror_row in mirror_rows],
+            [mirror_row.num_committed for mirror_row in mirror_rows],
         )
-        new = [row for row in held if row not in self._mirror_rows]
-        for row in new:
-            # Registered before the prefill, so that `end` releases them even if it is interrupted.
-            self._mirror_rows[row] = MirrorRow(Row([], row.params), num_committed=0)
         far = []
-        for row in held:
-            mirror_row = self._mirror_rows[row]
-            if row not in new and len(row.tokens) - 1 - mirror_row.num_committed > PREFILL_THRESHOLD:
+        for row, mirror_row in zip(held, mirror_rows, strict=True):
+            if len(row.tokens) - 1 - mirror_row.num_committed > PREFILL_THRESHOLD:
                 far.append(mirror_row.row)
             self._sync_tokens(mirror_row, row.tokens)
             self._feed(row, mirror_row)
         if far:
-            self.runtime.catch_up(far)
-        if new:
-            self.runtime.begin([self._mirror_rows[row].row for row in new])
+            self.runtime.prefill(far)
 
     def _sync_tokens(self, mirror_row: MirrorRow, tokens: list[int]) -> None:
         """Set the shadow's tokens to the committed ones; `_feed` adds the target's features."""
@@ -102,5 +109,8 @@ class FeatureDrafter(MirroringDrafter):
         return super().tree_logits(rows, active, tree)
 
     def end(self, row: Row) -> None:
+        mirror_row = self._mirror_rows.get(row)
+        if mirror_row is not None:  # entries of draft nodes have features of the head's own: not reused
+            self.runtime.rewind([mirror_row.row], [mirror_row.num_committed])
         super().end(row)
         self._hidden_buffer.end(row)

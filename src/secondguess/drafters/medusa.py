@@ -49,6 +49,9 @@ class MedusaDrafter(SamplingDrafter):
         argument = "" if name.argument is None else f":{name.argument}"
         return cls(head, target, f"{name.kind}{argument}{options}", shape)
 
+    def admit(self, rows: Sequence[Row]) -> list[int | None]:
+        return [max(0, len(row.tokens) - 2) for row in rows]
+
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             if of_row:

@@ -93,7 +93,7 @@ class MirroringDrafter(SamplingDrafter):
             if len(mirror_row.row.tokens) - mirror_row.num_committed > PREFILL_THRESHOLD
         ]
         if far:
-            self.runtime.catch_up(far)
+            self.runtime.prefill(far)
         if new:
             self._admit(new)
 
@@ -126,6 +126,9 @@ class MirroringDrafter(SamplingDrafter):
         mirror_row = self._mirror_rows.pop(row, None)
         if mirror_row is not None:
             self.runtime.end(mirror_row.row)
+
+    def reset_prefix_cache(self) -> None:
+        self.runtime.reset_prefix_cache()
 
     def room(self, row: Row) -> int:
         """Return how many levels fit the draft model's context; the last is never forwarded."""

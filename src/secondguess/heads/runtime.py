@@ -18,7 +18,8 @@ from secondguess.core import Row
 from secondguess.heads.layer import AttentionFunction, CosSin, LayerConfig, cos_sin_at
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import HiddenStates
-from secondguess.runtime.cached import CachedRow, CachedRuntime, Output
+from secondguess.runtime.cached import CachedRuntime, Output
+from secondguess.runtime.slots import CachedRow
 
 FEATURE_KEY = 0
 """Key of the drafter head's output in `ForwardOutput.hidden`: the feature of the next node."""

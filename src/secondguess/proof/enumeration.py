@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row
-from secondguess.decode import Components, begin, release, run_round
+from secondguess.decode import Batch, Components
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.sampling.noise import Noise
 from secondguess.stats import StatsRecorder
@@ -320,17 +320,16 @@ def _run_rounds(
     components = replace(components, controller=copy.deepcopy(components.controller))
     rows = [row for _ in range(script.num_rows // num_input_rows) for row in make_rows()]
     num_accepted = dict.fromkeys(rows, 0)
+    batch = Batch(replace(components, recorder=StatsRecorder()))
     try:
-        begin(replace(components, recorder=StatsRecorder()), rows)
+        batch.add(rows)
         for number in range(num_rounds):
             live = [index for index, row in enumerate(rows) if not row.finished]
-            for commit in run_round(
-                _scripted(components, script, number, live), [rows[index] for index in live]
-            ):
+            batch.components = _scripted(components, script, number, live)
+            for commit in batch.step():
                 num_accepted[commit.row] += commit.num_accepted
     finally:
-        for row in rows:
-            release(components, row)
+        batch.close()
     branches: list[list[Branch]] = [[] for _ in range(num_input_rows)]
     for index in script.real().nonzero()[:, 0].tolist():
         row = rows[index]

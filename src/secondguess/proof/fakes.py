@@ -45,16 +45,23 @@ class TableModel(Runtime):
         self._cached: dict[Row, list[int]] = {}
         self._held: dict[Row, list[list[int]]] = {}
 
-    def begin(self, rows: Sequence[Row]) -> list[HiddenStates]:
+    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         for row in rows:
             if row in self._cached:
                 raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
-            self._cached[row] = row.tokens[:-1]
+            self._cached[row] = []
+        return [0] * len(rows)
+
+    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
+        left = sum(map(self.num_to_prefill, rows)) if max_tokens is None else max_tokens
+        for row in rows:
+            num_cached = len(self._cached[row])
+            self._cached[row] += row.tokens[num_cached : min(num_cached + left, len(row.tokens) - 1)]
+            left -= len(self._cached[row]) - num_cached
         return [{}] * len(rows)
 
-    def catch_up(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._cached[row] = row.tokens[:-1]
+    def num_to_prefill(self, row: Row) -> int:
+        return max(0, len(row.tokens) - 1 - len(self._cached[row]))
 
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         self.num_forwards += 1

@@ -138,19 +138,47 @@ class Runtime(ABC):
         raise _partial_forward_error()
 
     @abstractmethod
-    def begin(self, rows: Sequence[Row]) -> Sequence[HiddenStates]:
-        """Add rows and prefill all of their tokens but the last, in chunks.
+    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
+        """Add rows, which hold their whole prompt.
+
+        A row starts with the cache entries of the longest prefix that it has in common with a live
+        row or with a released one whose slot is still free.
+
+        Args:
+            rows: new rows.
+            reuse_limits: per row, the maximum number of tokens whose entries are reused, for
+                callers that need the hidden states of the others; None for no limit.
 
         Returns:
-            Per row, the requested hidden states of the cached tokens, `[position, width]` each.
+            Per row, the number of leading tokens that are cached already.
         """
 
     @abstractmethod
-    def catch_up(self, rows: Sequence[Row]) -> None:
-        """Prefill all uncached tokens of rows but the last, in chunks.
+    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
+        """Cache the uncached tokens of rows, except each row's last token.
 
         `score` would process these tokens too, which makes all rows of its batch wait.
+
+        Args:
+            rows: admitted rows.
+            max_tokens: maximum number of tokens, over all rows; None for no limit.
+
+        Returns:
+            Per row, the requested hidden states of the tokens cached by this call, `[position,
+            width]` each; empty if there are none.
         """
+
+    @abstractmethod
+    def num_to_prefill(self, row: Row) -> int:
+        """Return how many tokens of a row, except its last, are not cached yet."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cache entries of released rows, so that new rows do not reuse them."""
+
+    def begin(self, rows: Sequence[Row]) -> list[HiddenStates]:
+        """Admit rows and prefill them; return the hidden states as `prefill` does."""
+        self.admit(rows)
+        return self.prefill(rows)
 
     @abstractmethod
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
@@ -176,7 +204,12 @@ class Runtime(ABC):
 
     @abstractmethod
     def end(self, row: Row) -> None:
-        """Release the cache slot of a row; do nothing for a row that never began."""
+        """Release the cache slot of a row; do nothing for a row that was never admitted."""
+
+
+def join_hidden(pieces: Sequence[HiddenStates]) -> HiddenStates:
+    """Return the hidden states of successive tokens, concatenated."""
+    return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]} if pieces else {}
 
 
 def _partial_forward_error() -> UnsupportedModelError:

@@ -83,7 +83,7 @@ class KeyValueCache:
         Row `i` writes `num_queries` tokens from position `starts[i]` of slot `slots[i]` and reads
         the first `num_keys` positions.
         """
-        self._reserve(max(slots) + 1, num_keys)
+        self.reserve(max(slots) + 1, num_keys)
         in_order = all(slot == index for index, slot in enumerate(slots))
         uniform = all(start == starts[0] for start in starts)
         slot_index = None if in_order else torch.tensor(slots, device=self.device)
@@ -145,6 +145,13 @@ class KeyValueCache:
         for block in (*self.keys, *self.values):
             block[target, :, :length] = block[source, :, :length]
 
+    def swap(self, first: int, second: int, length: int) -> None:
+        """Exchange the first `length` positions of two slots."""
+        if not length:
+            return
+        for block in (*self.keys, *self.values):
+            block[[first, second], :, :length] = block[[second, first], :, :length]
+
     def num_tokens_to_allocate(self, num_slots: int, num_positions: int) -> int:
         """Return the tokens to allocate for so many slots and positions, 0 if they fit already."""
         if num_slots <= self.num_slots and num_positions <= self.capacity:
@@ -156,7 +163,8 @@ class KeyValueCache:
         slots = _doubled(self.num_slots or 1, num_slots)
         return slots, _doubled(self.capacity or MIN_CAPACITY, num_positions)
 
-    def _reserve(self, num_slots: int, num_positions: int) -> None:
+    def reserve(self, num_slots: int, num_positions: int) -> None:
+        """Grow the cache, if needed, to so many slots and positions."""
         if num_slots <= self.num_slots and num_positions <= self.capacity:
             return
         slots, capacity = self._grown_size(num_slots, num_positions)

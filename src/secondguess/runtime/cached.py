@@ -17,8 +17,9 @@ from secondguess.core import Draft, Row, token_tensor
 from secondguess.errors import BadInputError
 from secondguess.runtime import tree
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime
+from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime, join_hidden
 from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.slots import CachedRow, SlotTable
 
 UNLIMITED = 2**31
 KEY_MULTIPLE = 32
@@ -27,16 +28,6 @@ KEY_MULTIPLE = 32
 Keys after the last whole vector are summed by other instructions. Without padding, a token's bits
 would depend on how many tokens are scored with it.
 """
-
-
-@dataclass
-class CachedRow:
-    """State of a row in the cache: `length` committed tokens in `slot`, then `num_nodes` nodes."""
-
-    row: Row
-    slot: int
-    length: int = 0
-    num_nodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,8 +96,7 @@ class CachedRuntime(Runtime):
         self.hidden_layers: tuple[int, ...] = ()
         self.prefill_chunk = prefill_chunk
         self.cache = KeyValueCache(device)
-        self._states: dict[Row, CachedRow] = {}
-        self._by_slot: list[CachedRow] = []
+        self.slots = SlotTable(self.cache)
         # On a CPU rows are prefilled one at a time: a row's bits must not depend on other rows,
         # and a single prompt keeps the processor busy.
         self._prefills_together = device.type != "cpu"
@@ -142,10 +132,9 @@ class CachedRuntime(Runtime):
         Raises:
             BadInputError: if there are rows in the cache.
         """
-        if self._by_slot:
-            raise BadInputError(
-                f"expected no row in the cache, got {len(self._by_slot)}; call end(row) first"
-            )
+        if len(self.slots):
+            raise BadInputError(f"expected no row in the cache, got {len(self.slots)}; call end(row) first")
+        self.slots.forget()
         num_rows, width = tokens.shape
         starts = [0] * num_rows
         with torch.inference_mode():
@@ -156,53 +145,33 @@ class CachedRuntime(Runtime):
     def release(self) -> None:
         """Remove every row and free the cache."""
         self.cache = KeyValueCache(self.device)
-        self._states.clear()
-        self._by_slot.clear()
+        self.slots = SlotTable(self.cache)
 
     @property
     def num_live_rows(self) -> int:
         """Number of rows that have begun and not ended."""
-        return len(self._by_slot)
+        return len(self.slots)
 
-    def begin(self, rows: Sequence[Row]) -> list[HiddenStates]:
-        for row in rows:
-            if row in self._states:
-                raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
-            if not row.tokens:
-                raise BadInputError("expected a row of at least one token, got an empty one")
-        for row in rows:
-            state = CachedRow(row, slot=len(self._by_slot))
-            self._states[row] = state
-            self._by_slot.append(state)
-        seen = self._prefill([self._states[row] for row in rows], with_hidden=bool(self.hidden_layers))
-        return [seen.get(row, {}) for row in rows]
-
-    def catch_up(self, rows: Sequence[Row]) -> None:
-        self._prefill([self._states[row] for row in rows])
+    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
+        limits = reuse_limits or [None] * len(rows)
+        return [self.slots.admit(row, limit).length for row, limit in zip(rows, limits, strict=True)]
 
     def end(self, row: Row) -> None:
-        state = self._states.pop(row, None)
-        if state is None:
-            return
-        last = self._by_slot.pop()
-        if last is not state:  # slots stay contiguous: the last row moves to the free slot
-            num_cached = last.length + last.num_nodes
-            if num_cached:  # the slot of a row whose prefill failed may not be allocated
-                with torch.inference_mode():
-                    self.cache.move(last.slot, state.slot, num_cached)
-            last.slot = state.slot
-            self._by_slot[state.slot] = last
+        self.slots.release(row)
+
+    def reset_prefix_cache(self) -> None:
+        self.slots.forget()
 
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
-            state = self._states[row]
+            state = self.slots[row]
             state.length = min(state.length, length)
             state.num_nodes = 0
 
     def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:
         scattered = []
         for row, path in zip(rows, paths, strict=True):
-            state = self._states[row]
+            state = self.slots[row]
             if path and path[-1] >= state.num_nodes:
                 raise BadInputError(
                     f"expected a path through the {state.num_nodes} nodes scored last, got {list(path)}"
@@ -217,13 +186,13 @@ class CachedRuntime(Runtime):
                 self.cache.compact(slots, starts, moved)
 
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
-        slots = [self._states[row].slot for row in rows]
+        slots = [self.slots[row].slot for row in rows]
         if slots == sorted(slots):
-            return self._score([self._states[row] for row in rows], draft)
+            return self._score([self.slots[row] for row in rows], draft)
         # Ended rows change the slot order. With rows in slot order the cache is read without a
         # copy.
         order = torch.tensor(slots, device=self.device).argsort()
-        scores = self._score([self._states[rows[index]] for index in order.tolist()], draft.select(order))
+        scores = self._score([self.slots[rows[index]] for index in order.tolist()], draft.select(order))
         back = order.argsort()
         hidden = {layer: states[back] for layer, states in scores.hidden.items()}
         return ForwardOutput(scores.logits[back], hidden)
@@ -262,26 +231,35 @@ class CachedRuntime(Runtime):
         for state in states:
             state.length = min(state.length, len(state.row.tokens) - 1)
             state.num_nodes = 0
-        drop_first = [state for state in states if len(state.row.tokens) - state.length > self.prefill_chunk]
-        if drop_first:
-            self._prefill(drop_first)
+        self._prefill([state for state in states if state.num_to_prefill >= self.prefill_chunk])
         return [len(state.row.tokens) - state.length for state in states]
 
-    def _prefill(self, states: Sequence[CachedRow], with_hidden: bool = False) -> dict[Row, HiddenStates]:
-        """Cache all tokens but the last, in forward passes of at most `prefill_chunk` tokens.
+    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
+        hidden = self._prefill([self.slots[row] for row in rows], max_tokens, bool(self.hidden_layers))
+        return [hidden.get(row, {}) for row in rows]
+
+    def num_to_prefill(self, row: Row) -> int:
+        return self.slots[row].num_to_prefill
+
+    def _prefill(
+        self, states: Sequence[CachedRow], max_tokens: int | None = None, with_hidden: bool = False
+    ) -> dict[Row, HiddenStates]:
+        """Cache tokens but the last, in forward passes of at most `prefill_chunk` tokens.
 
         Rows with similar numbers of uncached tokens are run together.
 
         Returns:
-            The hidden states of the cached tokens by row; empty unless `with_hidden`.
+            The hidden states of the tokens cached now, by row; empty unless `with_hidden`.
         """
         pieces: dict[Row, list[HiddenStates]] = {}
+        left = sum(state.num_to_prefill for state in states) if max_tokens is None else max_tokens
         waiting = sorted(states, key=_num_to_prefill)
-        while waiting and _num_to_prefill(waiting[-1]) > 0:
-            width = min(_num_to_prefill(waiting[-1]), self.prefill_chunk)
-            num_rows = self.prefill_chunk // width if self._prefills_together else 1
-            group = [state for state in waiting[-num_rows:] if _num_to_prefill(state) > 0]
-            counts = [min(_num_to_prefill(state), width) for state in group]
+        while left > 0 and waiting and waiting[-1].num_to_prefill > 0:
+            most = min(left, self.prefill_chunk)
+            width = min(waiting[-1].num_to_prefill, most)
+            num_rows = most // width if self._prefills_together else 1
+            group = [state for state in waiting[-num_rows:] if state.num_to_prefill > 0]
+            counts = [min(state.num_to_prefill, width) for state in group]
             texts = [
                 state.row.tokens[state.length : state.length + count] + [0] * (width - count)
                 for state, count in zip(group, counts, strict=True)
@@ -290,13 +268,14 @@ class CachedRuntime(Runtime):
                 hidden = self._prefill_forward(group, torch.tensor(texts, device=self.device), with_hidden)
             for place, (state, count) in enumerate(zip(group, counts, strict=True)):
                 state.length += count
+                left -= count
                 if with_hidden:
                     piece = {
                         layer: states_of_layer[place, :count] for layer, states_of_layer in hidden.items()
                     }
                     pieces.setdefault(state.row, []).append(piece)
             waiting.sort(key=_num_to_prefill)
-        return {row: _joined(of_row) for row, of_row in pieces.items()}
+        return {row: join_hidden(of_row) for row, of_row in pieces.items()}
 
     def _prefill_forward(
         self, states: Sequence[CachedRow], tokens: Tensor, with_hidden: bool
@@ -367,13 +346,8 @@ def build_queries(states: Sequence[CachedRow], num_uncached: Sequence[int], draf
     return Queries(tokens, tree.ancestor_closure(hung))
 
 
-def _joined(pieces: Sequence[HiddenStates]) -> HiddenStates:
-    """Return the hidden states of successive chunks, concatenated."""
-    return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]}
-
-
 def _num_to_prefill(state: CachedRow) -> int:
-    return len(state.row.tokens) - 1 - state.length
+    return state.num_to_prefill
 
 
 def _columns(values: Tensor, num_queries: int, width: int, offsets: Tensor | None) -> Tensor:

@@ -13,7 +13,8 @@ from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
-from secondguess.runtime.cached import CachedRow, CachedRuntime, Output, build_queries
+from secondguess.runtime.cached import CachedRuntime, Output, build_queries
+from secondguess.runtime.slots import CachedRow
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,13 @@ class LayeredRuntime(CachedRuntime):
         self._partial = None
         super().release()
 
-    def begin(self, rows: Sequence[Row]) -> list[HiddenStates]:
+    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         self._partial = None
-        return super().begin(rows)
+        return super().admit(rows, reuse_limits)
+
+    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
+        self._partial = None
+        return super().prefill(rows, max_tokens)
 
     def end(self, row: Row) -> None:
         self._partial = None
@@ -119,9 +124,9 @@ class LayeredRuntime(CachedRuntime):
         super().rewind(rows, lengths)
 
     def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
-        slots = torch.tensor([self._states[row].slot for row in rows])
+        slots = torch.tensor([self.slots[row].slot for row in rows])
         order = slots.argsort()
-        members = [self._states[rows[index]] for index in order.tolist()]
+        members = [self.slots[rows[index]] for index in order.tolist()]
         draft = draft.select(order.to(self.device))
         if any(len(state.row.tokens) - state.length != 1 for state in members):
             raise BadInputError(

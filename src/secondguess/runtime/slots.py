@@ -1,0 +1,159 @@
+"""Slot table of a KV cache: live rows in the first slots, remembered texts in the others.
+
+The slots of live rows are 0 to n - 1, so that a round over all rows reads views of the cache. A
+slot that a row released keeps its entries until another row needs the slot. A new row starts with
+the entries of the longest prefix that it shares with any slot, and is prefilled from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from secondguess.core import Row
+from secondguess.errors import BadInputError
+from secondguess.runtime.cache import KeyValueCache
+
+
+@dataclass(eq=False)
+class CachedRow:
+    """State of a row in the cache: `length` committed tokens in `slot`, then `num_nodes` nodes."""
+
+    row: Row
+    slot: int
+    length: int = 0
+    num_nodes: int = 0
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Number of tokens, all but the last, that are not cached yet."""
+        return len(self.row.tokens) - 1 - self.length
+
+    @property
+    def cached_tokens(self) -> list[int]:
+        """Tokens whose entries are in the cache."""
+        return self.row.tokens[: self.length]
+
+
+class SlotTable:
+    """Slots of live rows and the tokens that are still cached in free slots.
+
+    Args:
+        cache: cache whose slots these are.
+    """
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        self._cache = cache
+        self._rows: dict[Row, CachedRow] = {}
+        self._by_slot: list[CachedRow] = []
+        self._remembered: dict[int, list[int]] = {}
+        """Cached tokens by free slot, the slot that was released first coming first."""
+
+    def __len__(self) -> int:
+        """Return the number of live rows."""
+        return len(self._by_slot)
+
+    def __contains__(self, row: Row) -> bool:
+        return row in self._rows
+
+    def __getitem__(self, row: Row) -> CachedRow:
+        return self._rows[row]
+
+    def admit(self, row: Row, reuse_limit: int | None = None) -> CachedRow:
+        """Give a row a slot, with the entries of the longest prefix that any slot has in common with it.
+
+        Args:
+            row: a new row, with its whole prompt.
+            reuse_limit: maximum number of tokens whose entries are reused; None for no limit.
+
+        Raises:
+            BadInputError: if the row has a slot already, or has no token.
+        """
+        if row in self._rows:
+            raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
+        if not row.tokens:
+            raise BadInputError("expected a row of at least one token, got an empty one")
+        source, length = self._longest_prefix(row.tokens[: len(row.tokens) - 1][:reuse_limit])
+        slot = len(self._by_slot)
+        with torch.inference_mode():
+            self._fill(slot, source, length)
+        state = CachedRow(row, slot, length)
+        self._rows[row] = state
+        self._by_slot.append(state)
+        return state
+
+    def release(self, row: Row) -> None:
+        """Free the slot of a row, whose entries stay in the cache; do nothing for an unknown row."""
+        state = self._rows.pop(row, None)
+        if state is None:
+            return
+        kept, last = state.cached_tokens, self._by_slot.pop()
+        if last is not state:
+            # The last row moves into the free slot, and its own slot gets the released entries.
+            last_slot, num_cached = last.slot, last.length + last.num_nodes
+            if last_slot >= self._cache.num_slots:  # the prefill of the last row has failed
+                kept = []
+            self._by_slot[state.slot] = last
+            with torch.inference_mode():
+                self._cache.swap(state.slot, last_slot, max(num_cached, len(kept)))
+            last.slot, state.slot = state.slot, last_slot
+        if kept:
+            self._remembered[state.slot] = kept
+
+    def forget(self) -> None:
+        """Forget the tokens of free slots."""
+        self._remembered.clear()
+
+    def _longest_prefix(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return the slot with the longest common prefix, a free slot among equals, and its length."""
+        lengths = {slot: common_prefix(tokens, text, len(text)) for slot, text in self._remembered.items()}
+        for state in self._by_slot:
+            lengths[state.slot] = common_prefix(tokens, state.row.tokens, state.length)
+        slot = max(lengths, key=lambda slot: (lengths[slot], slot in self._remembered), default=0)
+        return slot, lengths.get(slot, 0)
+
+    def _fill(self, slot: int, source: int, length: int) -> None:
+        """Copy or move `length` entries of the slot `source` to the first free slot, `slot`."""
+        remembered = self._remembered
+        victim = self._slot_to_overwrite(slot)
+        if length and source in remembered and (victim == source or 2 * length > len(remembered[source])):
+            # This row continues the text, or the text would be the next to be overwritten.
+            text = remembered.pop(source)
+            if source != slot:
+                other = remembered.pop(slot, [])
+                self._cache.swap(slot, source, max(len(text), len(other)))
+                if other:
+                    remembered[source] = other
+            return
+        text = remembered.pop(slot, [])
+        if victim != slot:
+            remembered.pop(victim, None)
+            self._cache.move(slot, victim, len(text))
+            remembered[victim] = text
+        if length:
+            self._cache.reserve(slot + 1, length)
+            self._cache.move(source, slot, length)
+
+    def _slot_to_overwrite(self, slot: int) -> int:
+        """Return the free slot whose entries are given up for a new row in `slot`."""
+        free = range(slot, self._cache.num_slots)
+        if slot not in self._remembered:
+            return slot
+        unused = next((each for each in free if each not in self._remembered), None)
+        return next(iter(self._remembered)) if unused is None else unused
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int], limit: int) -> int:
+    """Return the length of the longest common prefix, at most `limit`."""
+    low, high = 0, min(len(first), len(second), limit)
+    if high and first[0] != second[0]:
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,179 @@
+"""Rows that join and leave between rounds: prefill in pieces, reuse of prefixes, a limit of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from head_cases import HEADS, tiny_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secondguess.controllers import make_controller
+from secondguess.core import Row
+from secondguess.decode import Batch, Components, decode
+from secondguess.drafters.base import Drafter
+from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.none import NoDrafter
+from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.sampling import SamplingParams
+from secondguess.verifiers import make_verifier
+
+VOCAB_SIZE = 31
+TARGET = fuse(tiny_target(VOCAB_SIZE), packed=False)
+DRAFT_MODEL = fuse(tiny_target(VOCAB_SIZE, num_layers=1, seed=3), packed=False)
+
+
+def fused(decoder: object) -> FusedRuntime:
+    return FusedRuntime(decoder)  # type: ignore[arg-type]
+
+
+DRAFTERS: dict[str, Callable[[Runtime], Drafter]] = {
+    "none": lambda target: NoDrafter(),
+    "suffix": lambda target: SuffixDrafter(SuffixOptions(min=1)),
+    "model": lambda target: ModelDrafter(fused(DRAFT_MODEL), "model:tiny", VOCAB_SIZE),
+    **{kind: lambda target, make=make: make(target, None) for kind, make in HEADS.items()},
+}
+every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
+
+
+def components_of(drafter: str, controller: str = "fixed:3") -> Components:
+    target = fused(TARGET)
+    return Components(target, DRAFTERS[drafter](target), make_verifier("auto"), make_controller(controller))
+
+
+def row_of(prompt: Sequence[int], max_tokens: int = 12, temperature: float = 0.0) -> Row:
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=5)
+    return Row(list(prompt), params, seed=5, coupled=temperature > 0)
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def plain_text(row: Row) -> list[int]:
+    """The output of a row that decodes alone, without drafts."""
+    alone = Row(
+        row.tokens[: len(row.tokens) - row.num_output], row.params, seed=row.seed, coupled=row.coupled
+    )
+    for _ in decode(components_of("none"), [alone]):
+        pass
+    return alone.output
+
+
+class CountsTokens:
+    """Count the tokens of each forward pass of a runtime."""
+
+    def __init__(self, runtime: CachedRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.widths: list[int] = []
+        run = runtime.run
+
+        def counting(tokens: torch.Tensor, *arguments: object, **named: object) -> object:
+            self.widths.append(tokens.numel())
+            return run(tokens, *arguments, **named)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(runtime, "run", counting)
+
+
+@every_drafter
+def test_a_long_prompt_delays_the_other_rows_by_one_budget_per_round(drafter, monkeypatch):
+    components = components_of(drafter)
+    counter = CountsTokens(components.target, monkeypatch)
+    batch = Batch(components, max_prefill_tokens=16)
+    early = [row_of([1, 2, 3], max_tokens=40), row_of([4, 5], max_tokens=40)]
+    batch.add(early)
+    batch.step()
+    late = row_of(text(80), max_tokens=12)
+    batch.add([late])
+    for _ in range(4):  # 79 tokens in pieces of 16
+        del counter.widths[:]
+        commits = batch.step()
+        assert [commit.row for commit in commits] == early
+        assert counter.widths[0] == 16
+        assert sum(counter.widths[1:]) <= 2 * (3 + 1)
+    assert late in [commit.row for commit in batch.step()]
+    while batch:
+        batch.step()
+    for row in [*early, late]:
+        assert row.output == plain_text(row)
+
+
+@every_drafter
+@pytest.mark.parametrize("is_live", [False, True], ids=["released", "live"])
+def test_only_what_a_prompt_does_not_share_is_prefilled(drafter, is_live, monkeypatch):
+    components = components_of(drafter)
+    first, second = row_of(text(60)), row_of([*text(54), *text(6, seed=1)])
+    batch = Batch(components)
+    batch.add([first])
+    batch.step()
+    while batch and not is_live:
+        batch.step()
+    counter = CountsTokens(components.target, monkeypatch)
+    drafted = isinstance(getattr(components.drafter, "runtime", None), CachedRuntime)
+    of_drafter = CountsTokens(components.drafter.runtime, monkeypatch) if drafted else None
+    batch.add([second])
+    while batch:
+        batch.step()
+    if drafter == "dspark":  # its own cache is not kept
+        assert 59 in counter.widths
+    else:
+        assert max(counter.widths) <= 16
+    assert of_drafter is None or max(of_drafter.widths) <= 16
+    assert [first.output, second.output] == [plain_text(first), plain_text(second)]
+    fresh, alone = components_of(drafter), row_of([*text(54), *text(6, seed=1)])
+    for _ in decode(fresh, [alone]):
+        pass
+    assert components.recorder.of(second).num_accepted == fresh.recorder.of(alone).num_accepted
+
+
+@every_drafter
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_beyond_the_limit_wait_for_others_to_finish(drafter, temperature):
+    components = components_of(drafter, "cost")
+    rows = [row_of(text(4 + index, index), 3 + 2 * index, temperature) for index in range(7)]
+    for commits in decode(components, rows, max_rows=2):
+        assert len(commits) <= 2
+    assert [row.output for row in rows] == [plain_text(row) for row in rows]
+
+
+@every_drafter
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 40),
+            st.integers(0, 40),
+            st.integers(1, 9),
+            st.sampled_from([0.0, 1.0]),
+            st.booleans(),
+        ),
+        min_size=3,
+        max_size=8,
+    ),
+    st.integers(1, 30),
+)
+def test_texts_are_the_targets_whoever_joins_and_leaves(drafter, arrivals, budget):
+    """Prompts share prefixes of one text; between any two rounds a row joins, or one is cancelled."""
+    components = components_of(drafter, "cost")
+    batch = Batch(components, budget)
+    rows, cancelled = [], []
+    for length, num_shared, max_tokens, temperature, cancels in arrivals:
+        prompt = [*text(40)[: min(num_shared, length - 1)], *text(length, seed=length)][:length]
+        rows.append(row_of(prompt, max_tokens, temperature))
+        batch.add(rows[-1:])
+        batch.step()
+        if cancels and not rows[0].finished and rows[0] not in cancelled:
+            cancelled.append(rows[0])
+            batch.remove(rows[0])
+    while batch:
+        batch.step()
+    for row in rows:
+        expected = plain_text(row)
+        assert row.output == expected[: row.num_output]
+        assert row.finished or row in cancelled
+    assert components.target.num_live_rows == 0

@@ -1,0 +1,139 @@
+"""Slots: entries of live rows and of released rows stay with their tokens, and prefixes are reused."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from secondguess.core import Row
+from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.slots import CachedRow, SlotTable, common_prefix
+from secondguess.sampling import SamplingParams
+
+
+class TokenCache:
+    """Cache whose entries are the tokens themselves, with the slot table under test."""
+
+    def __init__(self) -> None:
+        self.cache = KeyValueCache(torch.device("cpu"))
+        self.slots = SlotTable(self.cache)
+        self.num_written = 0
+
+    def admit(self, tokens: list[int], reuse_limit: int | None = None) -> Row:
+        row = Row(list(tokens), SamplingParams())
+        self.slots.admit(row, reuse_limit)
+        self.write(row)
+        return row
+
+    @torch.inference_mode()
+    def write(self, row: Row) -> None:
+        """Write what is not cached yet, as a prefill does."""
+        state = self.slots[row]
+        missing = row.tokens[state.length : -1]
+        self.num_written += len(missing)
+        if missing:
+            self.cache.place([state.length], len(missing), [state.slot], len(row.tokens))
+            entries = torch.tensor(missing, dtype=torch.float)[None, None, :, None]
+            self.cache.update(entries, entries + 0.5, 0)
+            state.length += len(missing)
+
+    def entries(self, state: CachedRow) -> list[int]:
+        return self.cache.keys[0][state.slot, 0, : state.length, 0].int().tolist() if state.length else []
+
+    def check(self, rows: list[Row]) -> None:
+        assert sorted(self.slots[row].slot for row in rows) == list(range(len(rows)))
+        for row in rows:
+            assert self.entries(self.slots[row]) == row.tokens[: self.slots[row].length]
+
+
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["admit", "release", "extend", "rewind"]), st.integers(0, 5), TEXTS),
+        max_size=30,
+    )
+)
+def test_every_row_finds_its_own_entries_whatever_joins_and_leaves(steps):
+    held = TokenCache()
+    rows: list[Row] = []
+    for action, number, tokens in steps:
+        if action == "admit":
+            rows.append(held.admit(tokens))
+        elif rows:
+            row = rows[number % len(rows)]
+            if action == "release":
+                rows.remove(row)
+                held.slots.release(row)
+            elif action == "extend":
+                row.tokens += tokens
+                held.write(row)
+            else:
+                state = held.slots[row]
+                state.length = min(state.length, number)
+                del row.tokens[state.length + 1 :]
+        held.check(rows)
+
+
+def test_a_released_prompt_is_continued_in_its_own_slot():
+    held = TokenCache()
+    held.slots.release(held.admit([1, 2, 3, 4, 5]))
+    row = held.admit([1, 2, 3, 4, 6, 7])
+    assert held.num_written == 4 + 1
+    held.check([row])
+
+
+def test_a_prefix_that_a_live_row_still_uses_is_copied():
+    held = TokenCache()
+    first = held.admit([1, 2, 3, 4, 5])
+    second = held.admit([1, 2, 3, 9, 9])
+    assert held.num_written == 4 + 1
+    held.check([first, second])
+
+
+def test_a_limit_bounds_what_is_reused():
+    held = TokenCache()
+    held.slots.release(held.admit([1, 2, 3, 4, 5]))
+    row = held.admit([1, 2, 3, 4, 5], reuse_limit=2)
+    assert held.num_written == 4 + 2
+    held.check([row])
+
+
+def test_the_text_released_first_gives_way():
+    held = TokenCache()
+    rows = [held.admit([number] * 9) for number in (1, 2, 3, 4)]
+    for row in (rows[2], rows[0], rows[3], rows[1]):
+        held.slots.release(row)
+    held.num_written = 0
+    new = [held.admit([number] * 9) for number in (8, 4, 2, 1)]
+    assert held.num_written == 8  # 8 took the slot of 3, and all others were found again
+    held.check(new)
+
+
+def test_a_short_prefix_of_a_long_text_leaves_the_text_where_it_is():
+    held = TokenCache()
+    long, other = held.admit(list(range(20))), held.admit([50, 51])
+    held.slots.release(other)
+    held.slots.release(long)
+    held.slots.release(held.admit([0, 1, 70, 71]))  # takes the slot of the other text
+    held.num_written = 0
+    held.admit(list(range(20)))
+    assert held.num_written == 0
+
+
+def test_forgotten_texts_are_not_reused():
+    held = TokenCache()
+    held.slots.release(held.admit([1, 2, 3]))
+    held.slots.forget()
+    held.admit([1, 2, 3])
+    assert held.num_written == 2 + 2
+
+
+@given(TEXTS, TEXTS, st.integers(0, 12))
+def test_common_prefix(first, second, limit):
+    expected = 0
+    while expected < min(len(first), len(second), limit) and first[expected] == second[expected]:
+        expected += 1
+    assert common_prefix(first, second, limit) == expected
