@@ -44,12 +44,17 @@ def run_together(options: argparse.Namespace, model: str, count: int) -> list[fl
     command += ["--seconds", str(options.seconds), "--threads", str(options.threads)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(count)]  # type: ignore[call-overload]
-    for process in processes:
-        assert process.stdout.readline().strip() == "ready"
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    return [float(process.communicate()[0]) for process in processes]
+    try:
+        for process in processes:
+            if process.stdout.readline().strip() != "ready":
+                raise SystemExit("expected a worker that decodes, got one that ended; see its error above")
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return [float(process.communicate()[0]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def measure(options: argparse.Namespace, model: str) -> dict[str, object]:

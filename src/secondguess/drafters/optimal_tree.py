@@ -229,6 +229,8 @@ def measure_costs(
     counts = sorted({1, *(count for count in (2, 3, 5, 9, 17) if count <= most_nodes), most_nodes + 1})
     try:
         times = [_time_passes(model, counts, clock) for model in (target, draft_model)]
+    except BadInputError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise _not_timed(str(error)) from error
     if not all(seconds > 0 for passes in times for seconds in passes):
