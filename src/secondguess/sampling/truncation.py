@@ -1,8 +1,7 @@
 """Conversion of edited logits to probabilities: temperature, top-k, top-p, min-p.
 
-Rows of a batch are grouped by the operations that they need. The probabilities of a row are
-computed by the same operations whatever the other rows use, and a setting that no row uses costs
-nothing.
+Rows of a batch are grouped by the operations that they need. The probabilities of a row do not
+depend on the settings of other rows, and a setting that no row uses costs nothing.
 """
 
 from __future__ import annotations
@@ -48,42 +47,27 @@ class Greedy(Rule):
 
 @dataclass(frozen=True)
 class Softmax(Rule):
-    """Temperature only.
-
-    Args:
-        temperature: `[row, 1, 1]`, None if it is 1 for all rows.
-    """
-
-    temperature: Tensor | None
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
-        return cls(_temperatures(params, device))
-
-    def dists(self, logits: Tensor) -> Tensor:
-        return _apply_temperature(logits, self.temperature).softmax(-1)
-
-
-@dataclass(frozen=True)
-class MinP(Rule):
     """Temperature and min-p: a threshold below the largest logit, found without sorting.
 
     Args:
-        temperature: as in `Softmax`.
-        log_min_p: `[row, 1, 1]` float64.
+        temperature: `[row, 1, 1]` float64, None if it is 1 for all rows.
+        log_min_p: `[row, 1, 1]` float64, -inf where it is disabled; None if no row uses min-p.
     """
 
     temperature: Tensor | None
-    log_min_p: Tensor
+    log_min_p: Tensor | None
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
-        return cls(_temperatures(params, device), _log_min_p(params, device))
+        log_min_p = _log_min_p(params, device) if any(each.min_p for each in params) else None
+        return cls(_temperatures(params, device), log_min_p)
 
     def dists(self, logits: Tensor) -> Tensor:
         logits = _apply_temperature(logits, self.temperature)
-        threshold = logits.amax(-1, keepdim=True) + self.log_min_p.to(logits.dtype)
-        return logits.masked_fill(logits < threshold, -math.inf).softmax(-1)
+        if self.log_min_p is not None:
+            threshold = logits.amax(-1, keepdim=True) + self.log_min_p.to(logits.dtype)
+            logits = logits.masked_fill(logits < threshold, -math.inf)
+        return logits.softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -99,7 +83,7 @@ class TopKTopP(Rule):
         top_k: `[row, 1, 1]` int64, 0 where it is disabled.
         top_p: `[row, 1, 1]` float64, infinity where it is disabled, so that rounding drops no
             token.
-        log_min_p: `[row, 1, 1]` float64, -inf where it is disabled.
+        log_min_p: as in `Softmax`, but never None.
         width: number of largest logits to select first.
         needs_full_softmax: True if a row has no top-k, so that its top-p is relative to the whole
             vocabulary.
@@ -241,9 +225,7 @@ class RowRules:
 def _kind_of_rule(params: SamplingParams) -> type[Rule]:
     if params.temperature == 0:
         return Greedy
-    if params.top_k or params.top_p < 1:
-        return TopKTopP
-    return MinP if params.min_p else Softmax
+    return TopKTopP if params.top_k or params.top_p < 1 else Softmax
 
 
 def _per_row(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
