@@ -24,7 +24,7 @@ from secondguess.core import Commit, Draft, Row, TokenLogprob
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.sampling.params import SamplingParams
 from secondguess.sampling.penalties import LogitProcessors
-from secondguess.sampling.truncation import RowRules
+from secondguess.sampling.truncation import Rule, make_rule
 
 
 def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
@@ -68,11 +68,11 @@ def compute_draft_probs(logits: Tensor, rows: Sequence[Row], drafted: Tensor) ->
 def _probs(logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Callable[[], Tensor]) -> Tensor:
     """Return probabilities `[row, query, vocab]`; arguments as in `LogitProcessors.apply`."""
     params = tuple([row.params for row in rows])
-    edits, rules = _setting_tensors(params, logits.shape[-1], logits.device)
+    edits, rule = _setting_tensors(params, logits.shape[-1], logits.device)
     scores = _at_least_float32(logits)
     if edits.change_logits(rows):
         scores = edits.apply(scores, rows, nodes, visible())
-    return _check_finite(rules.dists(scores), logits)
+    return _check_finite(rule(scores), logits)
 
 
 def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Commit:
@@ -107,9 +107,9 @@ def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Comm
 @lru_cache(maxsize=256)
 def _setting_tensors(
     params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device
-) -> tuple[LogitProcessors, RowRules]:
+) -> tuple[LogitProcessors, Rule]:
     """Convert settings to tensors; cached while the same requests decode together."""
-    return LogitProcessors.of(params, vocab_size, device), RowRules.of(params, device)
+    return LogitProcessors.of(params, vocab_size, device), make_rule(params, device)
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

@@ -136,16 +136,10 @@ def to_host(values: Tensor) -> FloatArray:
     return values.cpu().numpy().astype(numpy.float64)
 
 
-def node_mask(draft: Draft) -> NDArray[numpy.bool_]:
-    """Return `[row, node]` on the host, True where a node is real and False for padding."""
-    return _first_nodes(tuple(draft.lengths.tolist()), draft.num_nodes)
-
-
-@lru_cache(maxsize=256)
-def _first_nodes(lengths: tuple[int, ...], num_nodes: int) -> NDArray[numpy.bool_]:
-    """Return the mask of each row's first nodes; cached, as few shapes occur."""
-    mask: NDArray[numpy.bool_] = numpy.arange(num_nodes) < numpy.array(lengths)[:, None]
-    return mask
+def accepted_prefix(draft: Draft, accepted: NDArray[numpy.bool_]) -> NDArray[numpy.int64]:
+    """Return the lengths `[row]` of the accepted prefixes of chains, padding excluded."""
+    lengths: NDArray[numpy.int64] = numpy.minimum(accepted.cumprod(1).sum(1), draft.lengths.cpu().numpy())
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -162,9 +156,6 @@ class Residual:
 
     def at(self, places: NDArray[numpy.int64]) -> Residual:
         """Select one position per row, `places` `[row]`, from residuals `[row, position]`."""
-        if _all_equal(places):
-            place = int(places[0])
-            return Residual(self.dists[:, place], self.masses[:, place])
         return Residual(at(self.dists, places), self.masses[numpy.arange(len(places)), places])
 
 
@@ -188,13 +179,9 @@ def residual(
     return Residual(dists, to_host(dists.sum(-1)))
 
 
-def _all_equal(places: NDArray[numpy.int64]) -> bool:
-    return len(places) == 1 or bool((places == places[0]).all())
-
-
 def at(values: Tensor, places: NDArray[numpy.int64]) -> Tensor:
     """Select one position per row, `places` `[row]`, from `values` `[row, position, ...]`."""
-    if _all_equal(places):
+    if (places == places[0]).all():
         return values[:, int(places[0])]
     rows = torch.arange(len(places), device=values.device)
     return values[rows, torch.from_numpy(places).to(values.device)]

@@ -15,10 +15,10 @@ from secondguess.verifiers.base import (
     Exactness,
     IndependentVerifier,
     Residual,
+    accepted_prefix,
     at,
     likelihood_ratios,
     make_chain_verdict,
-    node_mask,
     residual,
 )
 
@@ -36,8 +36,7 @@ class RejectionVerifier(IndependentVerifier):
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         chances = likelihood_ratios(draft, target_probs).clip(max=1.0)
-        accepted = noise.accept(chances) & node_mask(draft)
-        lengths = accepted.cumprod(1).sum(1)
+        lengths = accepted_prefix(draft, noise.accept(chances))
 
         def residual_at(nodes: NDArray[numpy.int64]) -> Residual:
             draft_probs = None if draft.probs is None else at(draft.probs, nodes)

@@ -25,8 +25,8 @@ from secondguess.verifiers.base import (
     SMALLEST,
     FloatArray,
     IndependentVerifier,
+    accepted_prefix,
     at,
-    node_mask,
     residual,
     to_host,
     verify_groups,
@@ -304,8 +304,7 @@ def accept_matching(draft: Draft, chosen: Tensor) -> Verdict:
     if not draft.num_nodes:
         return Verdict.from_chain(draft.lengths, chosen[:, 0])
     if draft.is_chain:
-        agrees = (draft.tokens == chosen[:, :-1]).cpu().numpy() & node_mask(draft)
-        lengths = agrees.cumprod(1).sum(1)
+        lengths = accepted_prefix(draft, (draft.tokens == chosen[:, :-1]).cpu().numpy())
         return Verdict.from_chain(torch.from_numpy(lengths).to(chosen.device), at(chosen, lengths))
     matches = (draft.tokens == chosen.gather(1, draft.parents + 1)).tolist()
     shapes = [shape_of(parents) for parents in draft.shapes]
