@@ -136,7 +136,7 @@ def test_a_drafter_of_trees_with_a_rule_for_chains_is_refused_before_any_text(mo
     monkeypatch.setattr(
         secondguess.drop_in, "make_drafter", lambda *_, **__: DistTreeDrafter(40, None, (2, 2))
     )
-    with pytest.raises(secondguess.BadInputError, match=r"law-tree.*'block'"):
+    with pytest.raises(secondguess.BadInputError, match=r"sampled-tree.*'block'"):
         model.generate(
             PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, verifier="block"
         )

@@ -48,7 +48,7 @@ from secondguess.heads.runtime import FeatureHeadRuntime
 from secondguess.heads.unrolled import ChainsOfPlaces
 from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
-from secondguess.runtime import tree
+from secondguess.runtime import cached, tree
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
@@ -59,7 +59,7 @@ from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise, Purpose
 from secondguess.sampling.probs import compute_target_probs
-from secondguess.verifiers import base, block, coupled, make_verifier, rejection
+from secondguess.verifiers import base, block, coupled, make_verifier, rejection, trees
 from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head
 
 Patch = pytest.MonkeyPatch
@@ -464,7 +464,7 @@ def padding_counts_as_rejected(patch: Patch) -> None:
 
 
 def tree_walk_ignores_parents(patch: Patch) -> None:
-    original = base.accept_matching
+    original = trees.accept_matching
 
     def accept_matching(draft, chosen):
         flat = torch.arange(-1, draft.num_nodes - 1).expand_as(draft.parents)
@@ -544,8 +544,8 @@ def kernels_look_beyond_the_cache(patch: Patch) -> None:
 
 def siblings_see_each_other(patch: Patch) -> None:
     """Every node is taken for a descendant of those before it."""
-    original = tree.ancestor_closure
-    patch.setattr(tree, "ancestor_closure", lambda parents: torch.ones_like(original(parents)).tril())
+    original = cached.ancestor_closure
+    patch.setattr(cached, "ancestor_closure", lambda parents: torch.ones_like(original(parents)).tril())
 
 
 def purposes_share_numbers(one: Purpose, other: Purpose) -> Callable[[Patch], None]:

@@ -180,13 +180,13 @@ def test_dynamic_trees_of_a_draft_model():
 def test_growing_trees_have_different_forms(monkeypatch):
     """Else the tests of them would be those of static trees."""
     forms = set()
-    original = TraversalVerifier.judge_alike
+    original = TraversalVerifier.verify_shape
 
-    def judge_alike(self, shape, *others):
+    def verify_shape(self, shape, *others):
         forms.add(shape.parents)
         return original(self, shape, *others)
 
-    monkeypatch.setattr(TraversalVerifier, "judge_alike", judge_alike)
+    monkeypatch.setattr(TraversalVerifier, "verify_shape", verify_shape)
     assert tree_error(PAIRS["zeros"], "traversal", (2, 1), False, least_chance=0.3) < ROUNDING
     assert forms == {(-1, -1), (-1, -1, 0), (-1, -1, 1), (-1, -1, 0, 1)}
 

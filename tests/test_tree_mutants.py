@@ -28,7 +28,7 @@ from secondguess.drafters import optimal_tree
 from secondguess.drafters.trees import TreeBuilder
 from secondguess.proof.enumeration import enumerate_rounds
 from secondguess.proof.fakes import DistTreeDrafter, random_probs
-from secondguess.runtime import tree
+from secondguess.runtime import cached, tree
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime
@@ -275,14 +275,14 @@ def corrections_come_from_the_untouched_distribution(patch: Patch) -> None:
 
 def the_distribution_behind_another_node(patch: Patch) -> None:
     """Children are judged by what follows their parent's sibling."""
-    original = TraversalVerifier.judge_alike
+    original = TraversalVerifier.verify_shape
 
-    def judge_alike(self, shape, draft, target_probs, noise):
+    def verify_shape(self, shape, draft, target_probs, noise):
         exchanged = target_probs.clone()
         exchanged[:, 1], exchanged[:, 2] = target_probs[:, 2], target_probs[:, 1]
         return original(self, shape, draft, exchanged, noise)
 
-    patch.setattr(TraversalVerifier, "judge_alike", judge_alike)
+    patch.setattr(TraversalVerifier, "verify_shape", verify_shape)
 
 
 def parents_come_up_before_their_children(patch: Patch) -> None:
@@ -300,8 +300,8 @@ def nodes_of_one_depth_share_their_number(patch: Patch) -> None:
 
 
 def siblings_see_each_other(patch: Patch) -> None:
-    original = tree.ancestor_closure
-    patch.setattr(tree, "ancestor_closure", lambda parents: torch.ones_like(original(parents)).tril())
+    original = cached.ancestor_closure
+    patch.setattr(cached, "ancestor_closure", lambda parents: torch.ones_like(original(parents)).tril())
 
 
 def grandparents_are_not_seen(patch: Patch) -> None:
@@ -309,7 +309,7 @@ def grandparents_are_not_seen(patch: Patch) -> None:
         nodes = torch.arange(parents.shape[1])
         return (parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
 
-    patch.setattr(tree, "ancestor_closure", ancestor_closure)
+    patch.setattr(cached, "ancestor_closure", ancestor_closure)
 
 
 def positions_are_indices(patch: Patch) -> None:

@@ -5,7 +5,7 @@ This module validates input and loads models; all tokens are decided in `decode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from os import PathLike, fspath
@@ -120,7 +120,10 @@ class LLM:
                 "give its settings without a list"
             )
         else:
-            chosen = [self._checked_params(place, each, **settings) for place, each in enumerate(params)]
+            chosen = [
+                _with_settings(each, settings, f"params[{place}]", "give one SamplingParams per prompt")
+                for place, each in enumerate(params)
+            ]
         outputs = iter(Generation(self, batch, chosen).run())
         samples = [list(islice(outputs, each.n)) for each in chosen]
         if any(each.n > 1 for each in chosen):
@@ -151,15 +154,6 @@ class LLM:
             )
         return (piece for _, piece in Generation(self, [prompt], [chosen]))
 
-    @classmethod
-    def _checked_params(cls, place: int, params: object, **settings: object) -> SamplingParams:
-        if not isinstance(params, SamplingParams):
-            raise BadInputError(
-                f"expected params[{place}] to be SamplingParams, got {type(params).__name__}; "
-                "give one SamplingParams per prompt"
-            )
-        return cls.sampling(params, **settings)
-
     @staticmethod
     def sampling(params: SamplingParams | None = None, **settings: object) -> SamplingParams:
         """Return sampling settings made of a base and changes to it.
@@ -167,16 +161,18 @@ class LLM:
         Raises:
             BadInputError: `params` of another type, an unknown name, or an invalid value.
         """
-        if params is not None and not isinstance(params, SamplingParams):
-            raise BadInputError(
-                f"expected params to be SamplingParams, got {type(params).__name__}; "
-                "give single settings by name, such as max_tokens=64"
-            )
-        known = SamplingParams.__dataclass_fields__
-        for name in settings:
-            if name not in known:
-                raise BadInputError(f"unknown setting {name!r}; expected one of {', '.join(known)}")
-        return replace(params or SamplingParams(), **settings)  # type: ignore[arg-type]
+        advice = "give single settings by name, such as max_tokens=64"
+        return _with_settings(SamplingParams() if params is None else params, settings, "params", advice)
+
+
+def _with_settings(params: object, settings: Mapping[str, object], name: str, advice: str) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise BadInputError(f"expected {name} to be SamplingParams, got {type(params).__name__}; {advice}")
+    known = SamplingParams.__dataclass_fields__
+    for setting in settings:
+        if setting not in known:
+            raise BadInputError(f"unknown setting {setting!r}; expected one of {', '.join(known)}")
+    return replace(params, **settings)  # type: ignore[arg-type]
 
 
 def load(
@@ -224,11 +220,12 @@ def load(
     """
     model = fspath(model) if isinstance(model, PathLike) else model
     name = default_drafter(model) if drafter is None else drafter
+    texts = {"model": model, "drafter": name, "verifier": verifier, "dtype": dtype, "device": device}
     optional = {"controller": controller, "quantize": quantize, "drafter_quantize": drafter_quantize}
-    given = {option: value for option, value in optional.items() if value is not None}
-    _require_strings(
-        model=model, drafter=name, verifier=verifier, dtype=dtype, device=device, runtime=runtime, **given
-    )
+    texts |= {"runtime": runtime} | {key: value for key, value in optional.items() if value is not None}
+    for option, value in texts.items():
+        if not isinstance(value, str):
+            raise BadInputError(f"expected {option} to be a text, got {value!r}")
     # Checked first: names are cheap to check, weights are expensive to load.
     draft_model_names = draft_model_paths(name)
     chosen_verifier = make_verifier(verifier)
@@ -319,12 +316,6 @@ def check_verifier(verifier: Verifier, drafter: Drafter) -> None:
             f"expected a verifier that supports trees for the drafter {drafter.name}, got {verifier.name!r}, which verifies "
             "single paths only; use verifier 'auto', 'recursive', 'traversal' or 'coupled', or a drafter of chains"
         )
-
-
-def _require_strings(**values: object) -> None:
-    for name, value in values.items():
-        if not isinstance(value, str):
-            raise BadInputError(f"expected {name} to be a text, got {value!r}")
 
 
 def default_drafter(model: str) -> str:

@@ -25,9 +25,9 @@ candidate for absolute position `len(row.tokens) + d`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy
@@ -111,9 +111,8 @@ class Row:
     def commit(self, accepted: Sequence[int], next_token: int) -> Commit:
         """Append the accepted tokens and the next token, up to the token that ends the row.
 
-        Tokens after an end token, a stop string or the last free position are dropped: they are
-        not returned, streamed or counted. Tokens are dropped only when the row finishes, so the KV
-        cache of an unfinished row always matches its tokens.
+        Tokens are dropped only when the row finishes, so the KV cache of an unfinished row always
+        matches its tokens.
         """
         tokens = [*accepted, next_token]
         for count, token in enumerate(tokens, start=1):
@@ -206,12 +205,9 @@ class Draft:
     def empty(cls, num_rows: int, device: torch.device | str = "cpu", vocab_size: int | None = None) -> Draft:
         """Return a draft without nodes, which makes the round plain decoding.
 
-        Args:
-            num_rows: number of rows.
-            device: device of the tensors.
-            vocab_size: vocabulary size of `probs`; None for a deterministic draft, without `probs`.
-                It selects the verification rule, and a row's text must not depend on whether
-                another row had room to draft.
+        `vocab_size` is that of `probs`; None for a deterministic draft, without `probs`. It selects
+        the verification rule, and a row's text must not depend on whether another row had room to
+        draft.
         """
         return _empty_draft(num_rows, torch.device(device), vocab_size)
 
@@ -227,11 +223,10 @@ class Draft:
         >>> Draft.chains([[5, 6], [7]]).parents.tolist()
         [[-1, 0], [-1, -1]]
         """
+        device = torch.device(device)
         lengths = tuple([len(chain) for chain in chains])
-        width = max(lengths, default=0)
-        tokens = [[*chain, *([0] * (width - len(chain)))] for chain in chains]
-        as_tensor = token_tensor(tokens, torch.device(device)).reshape(len(chains), width)
-        return cls(as_tensor, *_chain_parents_and_lengths(lengths, torch.device(device)), probs)
+        tokens = padded_tensor(chains, 0, device)
+        return cls(tokens, *_chain_parents_and_lengths(lengths, device), probs)
 
     @property
     def num_rows(self) -> int:
@@ -273,12 +268,7 @@ class Draft:
 
     def ancestors(self) -> Tensor:
         """Return `[row, node, node]` bool, True where the second is the first or its ancestor."""
-        nodes = torch.arange(self.num_nodes, device=self.tokens.device)
-        reach = (self.parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
-        # Each squaring doubles the number of generations that `reach` spans.
-        for _ in range(max(self.num_nodes - 1, 0).bit_length()):
-            reach = (reach.float() @ reach.float()) > 0
-        return reach
+        return ancestor_closure(self.parents)
 
     def select(self, rows: Tensor) -> Draft:
         """Return the drafts of some rows, in the given order (`[n]` int64 indices)."""
@@ -286,22 +276,43 @@ class Draft:
         return Draft(self.tokens[rows], self.parents[rows], self.lengths[rows], probs, self.distinct)
 
 
-def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return an int64 tensor from lists of equal length.
+def ancestor_closure(parents: Tensor) -> Tensor:
+    """Return `[row, node, node]` bool, True if the second node is the first or its ancestor.
 
-    After a forward pass, which evicts CPU caches, it takes a fraction of the time of
-    `torch.tensor`.
+    The relation "itself or parent" is squared until paths of any depth are covered, which takes
+    log2(nodes) products.
+
+    Args:
+        parents: `[row, node]` int64, -1 at a root.
     """
+    num_nodes = parents.shape[1]
+    nodes = torch.arange(num_nodes, device=parents.device)
+    reach = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
+    covered = 1
+    while covered < num_nodes - 1:
+        reach = (reach @ reach).clamp_(max=1.0)
+        covered *= 2
+    return reach > 0
+
+
+def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return an int64 tensor from lists of equal length, much faster than `torch.tensor`."""
     on_host = torch.from_numpy(numpy.array(ids, numpy.int64))
     return on_host if device.type == "cpu" else on_host.to(device)
+
+
+def padded_tensor(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
+    """Return int64 `[row, i]` from lists of any lengths, padded on the right."""
+    width = max(map(len, rows), default=0)
+    padded = [[*row, *([filler] * (width - len(row)))] for row in rows]
+    return token_tensor(padded, device).reshape(len(rows), width)
 
 
 @lru_cache(maxsize=256)
 def _empty_draft(num_rows: int, device: torch.device, vocab_size: int | None) -> Draft:
     """Build an empty draft; cached, because rounds in backoff use the same one."""
-    nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
     dists = None if vocab_size is None else torch.empty(num_rows, 0, vocab_size, device=device)
-    return Draft(nothing, nothing, torch.zeros(num_rows, dtype=torch.long, device=device), dists)
+    return Draft.chains([()] * num_rows, dists, device)
 
 
 @lru_cache(maxsize=256)
@@ -315,10 +326,8 @@ def _first_nodes(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 @lru_cache(maxsize=256)
 def _chain_parents_and_lengths(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return parents and lengths of chains; cached, because the same few lengths recur."""
-    width = max(lengths, default=0)
-    parents = [[*range(-1, length - 1), *([-1] * (width - length))] for length in lengths]
-    as_tensor = partial(torch.tensor, dtype=torch.long, device=device)
-    return as_tensor(parents).reshape(len(lengths), width), as_tensor(lengths)
+    parents = [range(-1, length - 1) for length in lengths]
+    return padded_tensor(parents, -1, device), token_tensor(lengths, device)
 
 
 @dataclass(frozen=True)
@@ -342,9 +351,15 @@ class Verdict:
         return cls(_first_nodes(tuple(lengths.tolist()), lengths.device), lengths, next_tokens)
 
     @classmethod
-    def merged(cls, parts: Iterable[tuple[Tensor, Verdict]], num_rows: int) -> Verdict:
+    def from_paths(cls, paths: Sequence[Sequence[int]], next_tokens: Tensor) -> Verdict:
+        """Return the verdict with these paths, one per row."""
+        device = next_tokens.device
+        lengths = token_tensor([len(path) for path in paths], device)
+        return cls(padded_tensor(paths, -1, device), lengths, next_tokens)
+
+    @classmethod
+    def merged(cls, parts: Sequence[tuple[Tensor, Verdict]], num_rows: int) -> Verdict:
         """Combine the verdicts of disjoint groups of rows, each with its `[n]` row indices."""
-        parts = list(parts)
         depth = max((verdict.paths.shape[1] for _, verdict in parts), default=0)
         device = parts[0][1].lengths.device if parts else torch.device("cpu")
         paths = torch.full((num_rows, depth), -1, dtype=torch.long, device=device)
@@ -437,13 +452,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class RoundTime:
-    """Duration of a round, in seconds.
-
-    Args:
-        prefill: part spent on preparing the drafter, such as prefill of the draft model.
-        draft: part spent on drafting.
-        total: whole round.
-    """
+    """Seconds of a round: to prepare the drafter (its prefill), to draft, and in total."""
 
     prefill: float
     draft: float

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from secondguess.core import Commit, FinishReason, Row, TokenLogprob
+from secondguess.core import Commit, FinishReason, Row, StopChecker, TokenLogprob
 from secondguess.decode import Components, decode
 from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode
@@ -55,6 +55,16 @@ class Output:
     index: int = 0
 
 
+@dataclass
+class _Sample:
+    """One row with its text so far."""
+
+    row: Row
+    detokenizer: StreamingDetokenizer
+    pieces: list[Piece] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
 class Generation:
     """Decoding of a batch of prompts.
 
@@ -67,11 +77,8 @@ class Generation:
 
     def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         self._llm = llm
-        self._ledger = StatsRecorder()
-        self._texts: list[StreamingDetokenizer] = []
-        self._rows: list[Row] = []
-        self._commits: list[list[Commit]] = []
-        self._pieces: list[list[Piece]] = []
+        self._recorder = StatsRecorder()
+        self._samples: list[_Sample] = []
         if len(prompts) != len(params):
             raise BadInputError(
                 f"expected sampling settings for each of {len(prompts)} prompts, got {len(params)}; give one per prompt"
@@ -79,13 +86,12 @@ class Generation:
         for prompt, settings in zip(prompts, params, strict=True):
             ids = encode(llm.target, prompt)
             for sample in range(settings.n):
-                stop_checker = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
-                self._rows.append(make_row(llm.target, llm.verifier, ids, settings, stop_checker, sample))
-                self._texts.append(stop_checker)
-                self._commits.append([])
-                self._pieces.append([])
-        longest = max((len(row.tokens) for row in self._rows), default=0)
-        self._max_rows = rows_that_fit(llm, self._rows)
+                detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
+                row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample)
+                self._samples.append(_Sample(row, detokenizer))
+        rows = [sample.row for sample in self._samples]
+        self._max_rows = rows_that_fit(llm, rows)
+        longest = max((len(row.tokens) for row in rows), default=0)
         num_new = llm.target.runtime.cache.num_tokens_to_allocate(self._max_rows, longest)
         memory.check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
 
@@ -105,9 +111,9 @@ class Generation:
         Rows, caches and texts are consistent between rounds: to stop early, stop iterating.
         """
         llm = self._llm
-        components = Components(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._ledger)
-        index_of = {row: index for index, row in enumerate(self._rows)}
-        loop = decode(components, self._rows, self._max_rows)
+        components = Components(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._recorder)
+        index_of = {sample.row: index for index, sample in enumerate(self._samples)}
+        loop = decode(components, list(index_of), self._max_rows)
         try:
             while (commits := llm.round_lock.run_round(loop)) is not None:
                 yield [self._take(index_of[commit.row], commit) for commit in commits]
@@ -115,37 +121,36 @@ class Generation:
             llm.round_lock.close(loop)
 
     def _take(self, index: int, commit: Commit) -> tuple[int, Piece]:
-        self._commits[index].append(commit)
-        piece = self._texts[index].take(commit)
-        self._pieces[index].append(piece)
-        return index, piece
+        sample = self._samples[index]
+        sample.pieces.append(sample.detokenizer.take(commit))
+        sample.logprobs += map(self._with_texts, commit.logprobs)
+        return index, sample.pieces[-1]
 
     def flush(self) -> list[tuple[int, Piece]]:
         """Return, after an interruption, the text still held back for unfinished rows, once."""
-        held = [
-            (index, self._texts[index].flush()) for index, row in enumerate(self._rows) if not row.finished
-        ]
-        for index, piece in held:
-            self._pieces[index].append(piece)
+        held = []
+        for index, sample in enumerate(self._samples):
+            if not sample.row.finished:
+                sample.pieces.append(sample.detokenizer.flush())
+                held.append((index, sample.pieces[-1]))
         return held
 
     def outputs(self) -> list[Output]:
         """Return one output per row, in order."""
         self.flush()
-        return [self._output(index) for index in range(len(self._rows))]
-
-    def _output(self, index: int) -> Output:
-        row, commits = self._rows[index], self._commits[index]
-        return Output(
-            text="".join(piece.text for piece in self._pieces[index]),
-            token_ids=row.output,
-            drafted=[drafted for commit in commits for drafted in commit.drafted],
-            finish_reason=row.finish_reason,
-            exactness=self._llm.verifier.guarantee(row),
-            stats=self._ledger.of(row),
-            logprobs=[self._with_texts(each) for commit in commits for each in commit.logprobs],
-            index=row.stream,
-        )
+        return [
+            Output(
+                text="".join(piece.text for piece in sample.pieces),
+                token_ids=sample.row.output,
+                drafted=[drafted for piece in sample.pieces for drafted in piece.drafted],
+                finish_reason=sample.row.finish_reason,
+                exactness=self._llm.verifier.guarantee(sample.row),
+                stats=self._recorder.of(sample.row),
+                logprobs=sample.logprobs,
+                index=sample.row.stream,
+            )
+            for sample in self._samples
+        ]
 
     def _with_texts(self, logprob: TokenLogprob) -> TokenLogprob:
         tokenizer = self._llm.target.tokenizer
@@ -195,7 +200,7 @@ def make_row(
     verifier: Verifier,
     ids: list[int],
     params: SamplingParams,
-    stop_checker: StreamingDetokenizer | None = None,
+    stop_checker: StopChecker | None = None,
     sample: int = 0,
 ) -> Row:
     """Return the row of one sample of a prompt; without a seed, random bits key its noise.
@@ -204,13 +209,12 @@ def make_row(
         BadInputError: as in `check_request`.
     """
     check_request(target, verifier, ids, params)
-    seeded = params.seed is not None
     return Row(
         tokens=list(ids),
         params=params,
-        seed=params.seed if params.seed is not None else secrets.randbits(64),
+        seed=secrets.randbits(64) if params.seed is None else params.seed,
         stream=sample,
-        coupled=verifier.uses_coupling(seeded),
+        coupled=verifier.uses_coupling(seeded=params.seed is not None),
         end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
         context_length=target.runtime.context_length,
         stop_checker=stop_checker,

@@ -76,8 +76,11 @@ class Stats:
         self.num_tokens += len(commit.tokens)
         self.num_drafted += num_drafted
         self.num_accepted += commit.num_accepted
-        _count_positions(self.drafted_per_position, depth)
-        _count_positions(self.accepted_per_position, depth, up_to=commit.num_accepted)
+        positions = ((self.drafted_per_position, depth), (self.accepted_per_position, commit.num_accepted))
+        for counters, reached in positions:
+            counters.extend([0] * (depth - len(counters)))
+            for position in range(reached):
+                counters[position] += 1
 
     def as_dict(self) -> dict[str, object]:
         """Return counters and ratios by their public names."""
@@ -102,12 +105,6 @@ class Stats:
             f"{'nothing drafted' if rate is None else f'acceptance {rate:.0%}'}, "
             f"{self.acceptance_length:.2f} tokens per target pass"
         )
-
-
-def _count_positions(counters: list[int], width: int, up_to: int | None = None) -> None:
-    counters.extend([0] * (max(width, up_to or 0) - len(counters)))
-    for position in range(width if up_to is None else up_to):
-        counters[position] += 1
 
 
 class _PhaseTimer:

@@ -7,7 +7,7 @@ from families import root_path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secondguess.core import Draft
+from secondguess.core import Draft, ancestor_closure
 from secondguess.runtime import tree
 
 
@@ -20,7 +20,7 @@ def forests(draw):
 
 @given(forests())
 def test_the_closure_is_the_set_of_root_paths(parents):
-    closure = tree.ancestor_closure(torch.tensor([parents]))
+    closure = ancestor_closure(torch.tensor([parents]))
     for node in range(len(parents)):
         assert closure[0, node].nonzero().flatten().tolist() == root_path(parents, node)
         assert tree.depths(closure)[0, node] == len(root_path(parents, node)) - 1
@@ -44,7 +44,7 @@ def test_a_chain_is_a_forest_whose_nodes_follow_one_another(parents):
 
 @given(forests(), st.lists(st.integers(0, 5), min_size=1, max_size=3))
 def test_a_tree_mask_shows_the_cached_tokens_and_the_ancestors(parents, starts):
-    closure = tree.ancestor_closure(torch.tensor([parents] * len(starts)))
+    closure = ancestor_closure(torch.tensor([parents] * len(starts)))
     num_keys = max(starts) + len(parents) + 1
     mask = tree.tree_mask(torch.tensor(starts), closure, num_keys)
     assert mask.shape == (len(starts), 1, len(parents), num_keys)
@@ -56,7 +56,7 @@ def test_a_tree_mask_shows_the_cached_tokens_and_the_ancestors(parents, starts):
 
 @given(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=3))
 def test_a_chain_mask_is_the_tree_mask_of_a_chain(length, starts):
-    closure = tree.ancestor_closure(torch.arange(-1, length - 1).expand(len(starts), -1))
+    closure = ancestor_closure(torch.arange(-1, length - 1).expand(len(starts), -1))
     num_keys = max(starts) + length
     tree_mask = tree.tree_mask(torch.tensor(starts), closure, num_keys)
     assert torch.equal(tree.chain_mask(torch.tensor(starts), length, num_keys), tree_mask)

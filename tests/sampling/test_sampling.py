@@ -23,7 +23,7 @@ from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.probs import commit_logprobs, compute_draft_probs, compute_target_probs
-from secondguess.sampling.truncation import Greedy, most_likely
+from secondguess.sampling.truncation import greedy_dists, most_likely
 
 VOCAB = 12
 EVERYTHING = SamplingParams(
@@ -226,7 +226,7 @@ def test_the_most_likely_is_the_first_among_equals_in_every_precision(dtype):
 
 def test_a_number_that_is_none_makes_a_greedy_distribution_undefined():
     logits = torch.tensor([[[1.0, math.nan, 2.0]], [[1.0, math.inf, 2.0]], [[0.0, 1.0, -math.inf]]])
-    dists = Greedy().dists(logits)
+    dists = greedy_dists(logits)
     assert dists.isnan().all(-1).tolist() == [[True], [True], [False]]
     assert dists[2, 0].tolist() == [0.0, 1.0, 0.0]
 

@@ -9,10 +9,10 @@ from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import VERIFIERS, make_verifier
-from secondguess.verifiers.base import Exactness, accept_matching, query_depths
+from secondguess.verifiers.base import Exactness, query_depths
 from secondguess.verifiers.block import prefix_weights
 from secondguess.verifiers.traversal import traverse
-from secondguess.verifiers.trees import shape_of
+from secondguess.verifiers.trees import accept_matching, shape_of
 
 TREE = Draft(
     # pending -> 4 -> 6, pending -> 5 -> {6, 7}

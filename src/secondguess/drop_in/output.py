@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondguess.core import Row
+from secondguess.core import Row, padded_tensor
 from secondguess.drop_in.processors import StoppingConditions, token_ids
 from secondguess.errors import BadInputError
 
@@ -83,6 +83,5 @@ class StreamedRows:
 
 def padded_output(input_ids: Tensor, rows: Sequence[Row], padding: int) -> Tensor:
     """Return `[row, position]` prompts as given, each followed by its right-padded output."""
-    width = max(row.num_output for row in rows)
-    new = [[*row.output, *([padding] * (width - row.num_output))] for row in rows]
-    return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1)
+    new = padded_tensor([row.output for row in rows], padding, input_ids.device)
+    return torch.cat([input_ids, new], dim=1)

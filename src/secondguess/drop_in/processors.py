@@ -8,8 +8,8 @@ config.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,79 +89,24 @@ def token_ids(name: str, value: Any) -> list[int]:
     return [int(token) for token in ids.tolist()]
 
 
-@dataclass
-class _ProcessorReader:
-    """Sampling settings collected from logits processors.
-
-    Args:
-        width: tokens of each prompt, padding included.
-        padding: number of padding tokens per row.
-        end_tokens: token ids that end a row.
-        settings: keyword arguments for `SamplingParams`.
-    """
-
-    width: int
-    padding: list[int]
-    end_tokens: frozenset[int]
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def repetition_penalty(self, processor: Any) -> None:
-        ignored = processor.prompt_ignore_length
-        ignored = (
-            ignored.tolist() if isinstance(ignored, torch.Tensor) else [ignored or 0] * len(self.padding)
-        )
-        if ignored != self.padding:
-            raise BadInputError(
-                f"expected prompt_ignore_length of {type(processor).__name__} to be the padding of each row, "
-                f"{self.padding}, got {ignored}: custom_generate penalises the whole prompt and no padding; "
-                "use repetition_penalty=..."
-            )
-        self.settings["repetition_penalty"] = processor.penalty
-
-    def min_length(self, processor: Any) -> None:
-        self._ban_end_tokens(processor, processor.min_length)
-
-    def min_new_tokens(self, processor: Any) -> None:
-        self._ban_end_tokens(processor, processor.prompt_length_to_skip + processor.min_new_tokens)
-
-    def _ban_end_tokens(self, processor: Any, min_length: int) -> None:
-        banned = token_ids("eos_token_id", processor.eos_token_id)
-        if frozenset(token for token in banned if token >= 0) != self.end_tokens:
-            raise BadInputError(
-                f"expected {type(processor).__name__} to ban the end tokens {sorted(self.end_tokens)}, got {banned}; "
-                "use min_new_tokens=... and eos_token_id=..."
-            )
-        self.settings["min_tokens"] = max(self.settings.get("min_tokens", 0), min_length - self.width)
-
-    def temperature(self, processor: Any) -> None:
-        self.settings["temperature"] = processor.temperature
-
-    def top_k(self, processor: Any) -> None:
-        _require(processor, filter_value=-math.inf)
-        self.settings["top_k"] = processor.top_k
-
-    def top_p(self, processor: Any) -> None:
-        _require(processor, filter_value=-math.inf, min_tokens_to_keep=1)
-        self.settings["top_p"] = processor.top_p
-
-    def min_p(self, processor: Any) -> None:
-        _require(processor, filter_value=-math.inf, min_tokens_to_keep=1)
-        self.settings["min_p"] = processor.min_p
-
-
-_ORDER: dict[type, tuple[int, Callable[[_ProcessorReader, Any], None]]] = {
-    RepetitionPenaltyLogitsProcessor: (0, _ProcessorReader.repetition_penalty),
-    MinLengthLogitsProcessor: (0, _ProcessorReader.min_length),
-    MinNewTokensLengthLogitsProcessor: (0, _ProcessorReader.min_new_tokens),
-    TemperatureLogitsWarper: (1, _ProcessorReader.temperature),
-    TopKLogitsWarper: (2, _ProcessorReader.top_k),
-    TopPLogitsWarper: (3, _ProcessorReader.top_p),
-    MinPLogitsWarper: (4, _ProcessorReader.min_p),
+_WARPERS: dict[type, dict[str, object]] = {
+    TemperatureLogitsWarper: {},
+    TopKLogitsWarper: {"filter_value": -math.inf},
+    TopPLogitsWarper: {"filter_value": -math.inf, "min_tokens_to_keep": 1},
+    MinPLogitsWarper: {"filter_value": -math.inf, "min_tokens_to_keep": 1},
 }
-"""Class -> its position in our order of processing, and the method that reads it.
+"""Processors that follow the penalties, in our order -> the values that they must have."""
 
-Processors with the same position may come in any order.
-"""
+_SETTING_OF = {
+    RepetitionPenaltyLogitsProcessor: "repetition_penalty",
+    MinLengthLogitsProcessor: "min_tokens",
+    MinNewTokensLengthLogitsProcessor: "min_tokens",
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+"""Supported processors -> the field of `SamplingParams`, for warpers also their attribute."""
 
 
 def read_logits_processors(
@@ -180,27 +125,65 @@ def read_logits_processors(
         BadInputError: a processor has an unsupported class (subclasses are not supported), occurs
             twice, comes in an order other than ours, or has values without an equivalent.
     """
-    reading = _ProcessorReader(width, padding, end_tokens, {"temperature": 1.0 if do_sample else 0.0})
-    last = -1
+    settings: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
+    positions = {kind: place for place, kind in enumerate(_WARPERS, start=1)}
+    last = 0
     for number, processor in enumerate(processors):
-        name = type(processor).__name__
-        if type(processor) not in _ORDER:
+        kind = type(processor)
+        if kind not in _SETTING_OF:
             raise _unsupported("logits processor", processor)
-        place, read = _ORDER[type(processor)]
-        if place > 0 and not do_sample:
+        if kind in _WARPERS and not do_sample:
             raise BadInputError(
-                f"expected no {name} without sampling, got one in logits_processor; give do_sample=True or remove it"
+                f"expected no {kind.__name__} without sampling, got one in logits_processor; "
+                "give do_sample=True or remove it"
             )
-        repeated = any(type(processor) is type(earlier) for earlier in processors[:number])
-        if repeated or place < last:
+        position = positions.get(kind, 0)
+        repeated = any(kind is type(earlier) for earlier in processors[:number])
+        if repeated or position < last:
             raise BadInputError(
-                f"expected one logits processor of each kind, in the order in which Transformers makes them, got {name} "
-                f"{'twice' if repeated else 'too late'}; remove it from logits_processor and use generate's own settings, "
-                "such as top_k=0 to switch off the default"
+                "expected one logits processor of each kind, in the order in which Transformers makes them, got "
+                f"{kind.__name__} {'twice' if repeated else 'too late'}; remove it from logits_processor and use "
+                "generate's own settings, such as top_k=0 to switch off the default"
             )
-        last = place
-        read(reading, processor)
-    return reading.settings
+        last = position
+        name = _SETTING_OF[kind]
+        if kind in _WARPERS:
+            _require(processor, **_WARPERS[kind])
+            settings[name] = getattr(processor, name)
+        elif kind is RepetitionPenaltyLogitsProcessor:
+            settings[name] = _read_penalty(processor, padding)
+        else:
+            settings[name] = max(settings.get(name, 0), _read_min_length(processor, end_tokens) - width)
+    return settings
+
+
+def _read_penalty(processor: Any, padding: list[int]) -> float:
+    ignored = processor.prompt_ignore_length
+    ignored = ignored.tolist() if isinstance(ignored, torch.Tensor) else [ignored or 0] * len(padding)
+    if ignored != padding:
+        raise BadInputError(
+            f"expected prompt_ignore_length of {type(processor).__name__} to be the padding of each row, "
+            f"{padding}, got {ignored}: custom_generate penalises the whole prompt and no padding; "
+            "use repetition_penalty=..."
+        )
+    penalty: float = processor.penalty
+    return penalty
+
+
+def _read_min_length(processor: Any, end_tokens: frozenset[int]) -> int:
+    """Return the length, prompt included, before which a processor bans the end tokens."""
+    banned = token_ids("eos_token_id", processor.eos_token_id)
+    if frozenset(token for token in banned if token >= 0) != end_tokens:
+        raise BadInputError(
+            f"expected {type(processor).__name__} to ban the end tokens {sorted(end_tokens)}, got {banned}; "
+            "use min_new_tokens=... and eos_token_id=..."
+        )
+    length: int = (
+        processor.min_length
+        if type(processor) is MinLengthLogitsProcessor
+        else processor.prompt_length_to_skip + processor.min_new_tokens
+    )
+    return length
 
 
 def _require(processor: Any, **values: object) -> None:

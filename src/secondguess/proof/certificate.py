@@ -54,10 +54,6 @@ Progress = Callable[[int, int, str], None]
 """Callback with (done, total, description)."""
 
 
-def _no_progress(done: int, total: int, what: str) -> None:
-    """Ignore progress."""
-
-
 @dataclass(frozen=True)
 class CertifyOptions:
     """Sample size and thresholds of a certificate.
@@ -194,11 +190,8 @@ def tiny_system(
 ) -> CertifiedSystem:
     """Return a random model with a vocabulary of three tokens and a real KV cache.
 
-    Args:
-        drafter: drafter name; `model` drafts with a perturbed copy of the target.
-        verifier: verifier name.
-        controller: controller name.
-        seed: seed of the weights.
+    The parts are given by name; the drafter `model` is a perturbed copy of the target. `seed` is
+    that of the weights.
 
     Raises:
         BadInputError: an unknown name, or a drafter with a model of its own.
@@ -263,24 +256,20 @@ def _eager_attention(model: Any) -> Iterator[None]:
 def certify(
     subject: CertifiedSystem,
     options: CertifyOptions = CertifyOptions(),
-    progress: Progress = _no_progress,
+    progress: Progress = lambda *_: None,
 ) -> Certificate:
     """Sample texts with the decoding loop and compare their distribution with the target's.
 
-    Args:
-        subject: configuration to test; see `tiny_system` and `system_of`.
-        options: sample size and thresholds.
-        progress: called with the number of cells whose exact probability is computed, then with
-            the number of texts sampled.
+    `progress` is called with the number of cells whose exact probability is computed, then with
+    the number of texts sampled.
     """
     start = time.perf_counter()
     cells = Cells.of(
         _next_dist(subject, options.temperature), options.num_tokens, options.num_cells, progress
     )
     counts, (num_drafted, num_accepted, num_rounds) = _sample(subject, options, cells, progress)
-    distance = 0.5 * sum(
-        abs(counts[cell] / options.num_samples - mass) for cell, mass in cells.masses.items()
-    )
+    expected = {cell: options.num_samples * mass for cell, mass in cells.masses.items()}
+    distance = sum(abs(counts[cell] - count) for cell, count in expected.items()) / (2 * options.num_samples)
     components = subject.components
     return Certificate(
         model=subject.model,
@@ -298,10 +287,7 @@ def certify(
         bound=distance + options.slack,
         limit=options.limit,
         delta=options.delta,
-        p_value=g_test(
-            [counts[cell] for cell in cells.masses],
-            [options.num_samples * mass for mass in cells.masses.values()],
-        ),
+        p_value=g_test([counts[cell] for cell in expected], list(expected.values())),
         acceptance_rate=acceptance_rate_of(num_accepted, num_drafted),
         acceptance_length=options.num_samples * options.num_tokens / num_rounds,
         seconds=time.perf_counter() - start,
@@ -342,18 +328,13 @@ class Cells:
         next_dist: Callable[[Text], Tensor],
         num_tokens: int,
         num_cells: int,
-        progress: Progress = _no_progress,
+        progress: Progress = lambda *_: None,
     ) -> Cells:
         """Build cells by repeatedly splitting the most probable prefix.
 
         Each split gives the prefix's four most probable tokens a branch each, and the others one
-        cell together, until there are about `num_cells` cells.
-
-        Args:
-            next_dist: returns the target's distribution `[vocab]` after an output.
-            num_tokens: tokens per text.
-            num_cells: approximate number of cells.
-            progress: called with the number of cells so far.
+        cell together, until there are about `num_cells` cells of texts of `num_tokens` tokens.
+        `next_dist` returns the target's distribution `[vocab]` after an output.
         """
         masses: dict[Text, float] = {}
         branches: dict[Text, frozenset[int]] = {}

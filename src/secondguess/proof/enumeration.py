@@ -47,26 +47,6 @@ class Branch:
 
 
 @dataclass
-class DraftedTokens:
-    """Tokens drafted for one decision, over all rows.
-
-    Attributes:
-        dists: `[row, vocab]` draft distributions.
-        tokens: `[row]` drafted tokens.
-        depths: `[row]` depths of the drafted nodes; -1 for rows without this decision.
-    """
-
-    dists: Tensor
-    tokens: Tensor
-    depths: Tensor
-
-    @classmethod
-    def nothing(cls, num_rows: int, vocab_size: int) -> DraftedTokens:
-        dists = torch.zeros(num_rows, vocab_size, dtype=torch.float64)
-        return cls(dists, torch.zeros(num_rows, dtype=torch.long), torch.full((num_rows,), -1))
-
-
-@dataclass
 class OutcomeScript:
     """Scripted outcomes of the random decisions of every row.
 
@@ -78,7 +58,8 @@ class OutcomeScript:
     Attributes:
         probabilities: `[row]` probability of the outcomes used so far.
         asked: `[row]` bool for each decision, True for rows that have used it.
-        drafts: drafted tokens of each draft decision.
+        coupled_drafts: by round and depth, the draft distributions `[row, vocab]` and tokens
+            `[row]` of coupled rows; token -1 for other rows.
     """
 
     num_rows: int
@@ -86,7 +67,7 @@ class OutcomeScript:
     digits: dict[Decision, Tensor]
     probabilities: Tensor = field(init=False)
     asked: dict[Decision, Tensor] = field(init=False, default_factory=dict)
-    drafts: dict[Decision, DraftedTokens] = field(init=False, default_factory=dict)
+    coupled_drafts: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.probabilities = torch.ones(self.num_rows, dtype=torch.float64)
@@ -156,10 +137,10 @@ class EnumeratingNoise(Noise):
     """Noise of one round whose outcomes come from a script.
 
     In a coupled row, the draft and the race at one depth share their exponential variables, so
-    their outcomes follow the joint distribution of `joint_race_probability`. Several drafts at one depth have
-    no joint distribution in closed form, so trees of coupled rows are refused. Races of several
-    queries at one depth are treated as independent, because verification reads one query per
-    depth. Rounds are treated as independent, too.
+    their outcomes follow the joint distribution of `joint_race_probability`. Several drafts at one
+    depth have none in closed form, so trees of coupled rows are refused. Races of several queries
+    at one depth are treated as independent, because verification reads one query per depth. Rounds
+    are treated as independent, too.
     """
 
     def __init__(
@@ -174,15 +155,9 @@ class EnumeratingNoise(Noise):
     def draft(self, dists: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
         if isinstance(node, Sequence):
             return self._draft_each(dists, depth, torch.tensor(node))
-        question = (self.number, "draft", depth if node is None else node)
-        self._refuse_coupled_siblings(depth)
-        tokens = self._decide(*question[1:], dists)
-        if question not in self.script.drafts:
-            self.script.drafts[question] = DraftedTokens.nothing(self.script.num_rows, dists.shape[-1])
-        drawn = self.script.drafts[question]
-        drawn.dists[self.rows] = dists.double()
-        drawn.tokens[self.rows] = tokens
-        drawn.depths[self.rows] = depth
+        tokens = self._decide("draft", depth if node is None else node, dists)
+        if self.coupled.any():
+            self._record_coupled(dists[self.coupled].double(), tokens[self.coupled], depth)
         return tokens
 
     def _draft_each(self, dists: Tensor, depth: int, nodes: Tensor) -> Tensor:
@@ -192,15 +167,17 @@ class EnumeratingNoise(Noise):
             tokens[rows] = self.select(rows).draft(dists[rows], depth, node)
         return tokens
 
-    def _refuse_coupled_siblings(self, depth: int) -> None:
-        coupled = self.rows[self.coupled]
-        for (number, _, node), drawn in self.script.drafts.items():
-            if number == self.number and bool((drawn.depths[coupled] == depth).any()):
-                raise BadInputError(
-                    f"expected one draft per depth of a coupled row, got a second one at depth {depth} beside "
-                    f"node {node}: several winners of one race have no joint distribution in closed form; enumerate chains, and "
-                    "compare the text of coupled trees with plain decoding's"
-                )
+    def _record_coupled(self, dists: Tensor, tokens: Tensor, depth: int) -> None:
+        rows, num_rows = self.rows[self.coupled], self.script.num_rows
+        nothing = (dists.new_zeros(num_rows, dists.shape[-1]), tokens.new_full((num_rows,), -1))
+        all_dists, all_tokens = self.script.coupled_drafts.setdefault((self.number, depth), nothing)
+        if bool((all_tokens[rows] >= 0).any()):
+            raise BadInputError(
+                f"expected one draft per depth of a coupled row, got a second one at depth {depth}: several winners of "
+                "one race have no joint distribution in closed form; enumerate chains, and compare the text of coupled "
+                "trees with plain decoding's"
+            )
+        all_dists[rows], all_tokens[rows] = dists, tokens
 
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         answers = numpy.zeros(chances.shape, dtype=numpy.bool_)
@@ -225,22 +202,20 @@ class EnumeratingNoise(Noise):
 
     def _decide(self, what: str, where: int, dists: Tensor) -> Tensor:
         answers = self.script.answer((self.number, what, where), self.rows, dists.shape[-1])
-        self.script.weigh(self.rows, dists.gather(-1, answers[:, None])[:, 0])
+        self.script.weigh(self.rows, _at(dists, answers)[:, 0])
         return answers
 
     def _race(self, query: int, dists: Tensor, depths: Tensor) -> Tensor:
         dists = dists.double()
         tokens = self.script.answer((self.number, "race", query), self.rows, dists.shape[-1])
-        chances = dists.gather(-1, tokens[:, None])[:, 0]
-        for (number, _, _), drawn in self.script.drafts.items():
-            if number != self.number:
-                continue
-            joined = self.coupled & (depths == drawn.depths[self.rows])
-            members = self.rows[joined]
-            drafted = drawn.tokens[members]
-            both = joint_race_probability(drawn.dists[members], dists[joined], drafted, tokens[joined])
-            alone = drawn.dists[members].gather(-1, drafted[:, None])[:, 0]
-            chances[joined] = torch.where(alone > 0, both / alone, 0.0)
+        chances = _at(dists, tokens)[:, 0]
+        for (number, depth), (draft_dists, drafted) in self.script.coupled_drafts.items():
+            if number == self.number:
+                joined = self.coupled & (depths == depth) & (drafted[self.rows] >= 0)
+                q, x = draft_dists[self.rows[joined]], drafted[self.rows[joined]]
+                both = joint_race_probability(q, dists[joined], x, tokens[joined])
+                alone = _at(q, x)[:, 0]
+                chances[joined] = torch.where(alone > 0, both / alone, 0.0)
         self.script.weigh(self.rows, chances)
         return tokens
 
@@ -293,7 +268,7 @@ def enumerate_rounds(
     controller must decide the same in every repetition.
 
     Args:
-        components: target, drafter, verifier and controller; `make_noise` and ledger are replaced.
+        components: target, drafter, verifier and controller; `make_noise` and recorder are replaced.
         make_rows: returns the same fresh rows on every call.
         num_rounds: rounds to enumerate, fewer for rows that finish earlier. The number of branches
             grows exponentially with it.
@@ -359,15 +334,10 @@ def text_dist(
     num_tokens: int,
     end_tokens: frozenset[int] = frozenset(),
 ) -> TextProbs:
-    """Return the distribution of the first `num_tokens` tokens, given enumerated rounds.
+    """Return the distribution of the first `num_tokens` tokens, given the enumerated rounds of a row.
 
-    Branches with fewer tokens are continued by plain decoding.
-
-    Args:
-        branches: outcomes of the rounds, of one row.
-        next_dist: returns the target's distribution `[vocab]` after an output.
-        num_tokens: text length; later tokens of branches are marginalised out.
-        end_tokens: tokens that end a text.
+    Later tokens of branches are marginalised out; branches with fewer tokens are continued by
+    plain decoding. `next_dist` returns the target's distribution `[vocab]` after an output.
     """
     dist: TextProbs = {}
     for branch in branches:

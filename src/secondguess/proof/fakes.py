@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from secondguess.core import Budgets, Draft, Row
+from secondguess.core import Budgets, Draft, Row, padded_tensor, token_tensor
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime
@@ -147,38 +147,41 @@ class ScriptedDrafter(Drafter):
 
 
 @dataclass
-class _TreeBuilder:
+class _Tree:
     """Draft tree of one row under construction.
 
     Attributes:
         context: token ids of the row.
         num_levels: largest number of levels.
-        tokens, parents, dists: token, parent index and draft distribution of each node.
-        places: parents of the nodes to draw next, in order.
+        queue: parents of the nodes to draw next, in order; -1 is pending.
+        paths: nodes on the path to each node, itself included.
+        tokens, parents, dists: token, parent and draft distribution of each node.
     """
 
     context: tuple[int, ...]
     num_levels: int
+    queue: deque[int] = field(default_factory=deque)
+    paths: list[list[int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     dists: list[Tensor] = field(default_factory=list)
-    places: deque[int] = field(default_factory=deque)
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes on the path to a node, itself included; empty for pending (-1)."""
-        return [] if node < 0 else [*self.path(self.parents[node]), node]
+        return [] if node < 0 else self.paths[node]
 
-    def siblings(self, parent: int) -> list[int]:
-        """Return the tokens of a node's children drawn so far."""
-        return [token for token, above in zip(self.tokens, self.parents, strict=True) if above == parent]
+    def text(self, node: int) -> tuple[int, ...]:
+        """Return the context followed by the tokens on the path to a node."""
+        return (*self.context, *(self.tokens[step] for step in self.path(node)))
+
+    def add(self, token: int, parent: int, dist: Tensor) -> None:
+        self.paths.append([*self.path(parent), len(self.tokens)])
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.dists.append(dist)
 
     def chance(self, node: int) -> float:
         """Return the probability of a node's path under the reported draft distributions."""
         return float(torch.stack([self.dists[step][self.tokens[step]] for step in self.path(node)]).prod())
-
-    def dist_below(self, parent: int, dist: NextTokenDist) -> Tensor:
-        """Return the draft distribution after a node."""
-        return dist((*self.context, *(self.tokens[node] for node in self.path(parent))))
 
 
 class DistTreeDrafter(Drafter):
@@ -196,7 +199,7 @@ class DistTreeDrafter(Drafter):
             always. It decides about nodes that are not drawn yet, so it may depend on drawn ones.
     """
 
-    name = "law-tree"
+    name = "sampled-tree"
     deterministic = False
     can_draft_trees = True
 
@@ -215,66 +218,56 @@ class DistTreeDrafter(Drafter):
         self.grows = grows
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        trees = [
-            _TreeBuilder(tuple(row.tokens), limit) for row, limit in zip(rows, budgets.lengths, strict=True)
-        ]
+        trees = [_Tree(tuple(row.tokens), limit) for row, limit in zip(rows, budgets.lengths, strict=True)]
         for tree in trees:
             self._queue_children(tree, -1)
         node = 0
-        while any(tree.places for tree in trees):
+        while any(tree.queue for tree in trees):
             by_depth: dict[int, list[int]] = {}
             for index, tree in enumerate(trees):
-                if tree.places:
-                    by_depth.setdefault(len(tree.path(tree.places[0])), []).append(index)
+                if tree.queue:
+                    by_depth.setdefault(len(tree.path(tree.queue[0])), []).append(index)
             for depth, members in by_depth.items():
                 chosen = noise.select(torch.tensor(members))
                 self._draw([trees[index] for index in members], chosen, depth, node)
             node += 1
         return self._draft(trees)
 
-    def _queue_children(self, tree: _TreeBuilder, node: int) -> None:
+    def _queue_children(self, tree: _Tree, node: int) -> None:
         """Queue a node's children to be drawn, if it gets any."""
         depth = len(tree.path(node))
         if depth < min(len(self.widths), tree.num_levels) and (
             node < 0 or self.grows is None or self.grows(tree.chance(node))
         ):
-            tree.places.extend([node] * self.widths[depth])
+            tree.queue.extend([node] * self.widths[depth])
 
-    def _draw(self, trees: Sequence[_TreeBuilder], noise: Noise, depth: int, node: int) -> None:
-        parents = [tree.places.popleft() for tree in trees]
-        dists = [tree.dist_below(parent, self.dist) for tree, parent in zip(trees, parents, strict=True)]
-        offers = [
-            self._sibling_probs(dist, tree.siblings(parent))
-            for tree, parent, dist in zip(trees, parents, dists, strict=True)
-        ]
+    def _draw(self, trees: Sequence[_Tree], noise: Noise, depth: int, node: int) -> None:
+        parents = [tree.queue.popleft() for tree in trees]
+        dists = [self.dist(tree.text(parent)) for tree, parent in zip(trees, parents, strict=True)]
+        offers = [self._sibling_probs(*each) for each in zip(trees, parents, dists, strict=True)]
         tokens = noise.draft(torch.stack(offers), depth, node).tolist()
         for tree, parent, dist, token in zip(trees, parents, dists, tokens, strict=True):
-            tree.tokens.append(token)
-            tree.parents.append(parent)
-            tree.dists.append(dist)
+            tree.add(token, parent, dist)
             self._queue_children(tree, node)
 
-    def _sibling_probs(self, dist: Tensor, siblings: Sequence[int]) -> Tensor:
-        """Return the distribution of the next child, given the tokens of earlier siblings."""
+    def _sibling_probs(self, tree: _Tree, parent: int, dist: Tensor) -> Tensor:
+        """Return the distribution of a node's next child, without its earlier children if distinct."""
+        siblings = [token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent]
         if not self.distinct or not siblings:
             return dist
         rest = dist.clone()
-        rest[list(siblings)] = 0.0
+        rest[siblings] = 0.0
         if rest.sum() <= 0:
             rest[0] = 1.0
         return rest / rest.sum()
 
-    def _draft(self, trees: Sequence[_TreeBuilder]) -> Draft:
-        width = max(len(tree.tokens) for tree in trees)
-
-        def padded(rows: list[list[int]], filler: int) -> Tensor:
-            return torch.tensor([[*row, *([filler] * (width - len(row)))] for row in rows]).long()
-
-        tokens = padded([tree.tokens for tree in trees], 0).reshape(len(trees), width)
-        parents = padded([tree.parents for tree in trees], -1).reshape(len(trees), width)
-        probs = torch.full((len(trees), width, self.vocab_size), 1 / self.vocab_size, dtype=torch.float64)
+    def _draft(self, trees: Sequence[_Tree]) -> Draft:
+        host = torch.device("cpu")
+        tokens = padded_tensor([tree.tokens for tree in trees], 0, host)
+        parents = padded_tensor([tree.parents for tree in trees], -1, host)
+        lengths = token_tensor([len(tree.tokens) for tree in trees], host)
+        probs = torch.full((*tokens.shape, self.vocab_size), 1 / self.vocab_size, dtype=torch.float64)
         for row, tree in enumerate(trees):
             if tree.dists:
                 probs[row, : len(tree.dists)] = torch.stack(tree.dists)
-        lengths = torch.tensor([len(tree.tokens) for tree in trees])
         return Draft(tokens, parents, lengths, probs, self.distinct)

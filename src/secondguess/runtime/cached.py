@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row, token_tensor
+from secondguess.core import Draft, Row, ancestor_closure, token_tensor
 from secondguess.errors import BadInputError
 from secondguess.runtime import tree
 from secondguess.runtime.attention import ForwardStep
@@ -36,7 +36,7 @@ class Queries:
 
     Args:
         tokens: `[row, query]`.
-        closure: `[row, query, query]` bool, from `tree.ancestor_closure`; None if all rows are
+        closure: `[row, query, query]` bool, from `ancestor_closure`; None if all rows are
             chains.
     """
 
@@ -343,7 +343,7 @@ def build_queries(states: Sequence[CachedRow], num_uncached: Sequence[int], draf
         return Queries(tokens, None)
     parents, lengths = draft.parents.tolist(), draft.lengths.tolist()
     hung = torch.tensor(tree.attach_drafts(parents, lengths, num_uncached), device=device)
-    return Queries(tokens, tree.ancestor_closure(hung))
+    return Queries(tokens, ancestor_closure(hung))
 
 
 def _num_to_prefill(state: CachedRow) -> int:

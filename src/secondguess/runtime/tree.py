@@ -34,30 +34,11 @@ def attach_drafts(
     return queries
 
 
-def ancestor_closure(parents: Tensor) -> Tensor:
-    """Return `[row, node, node]` bool, True if the second node is the first or its ancestor.
-
-    The relation "itself or parent" is squared until paths of any depth are covered, which takes
-    log2(nodes) products.
-
-    Args:
-        parents: `[row, node]` int64, -1 at a root.
-    """
-    num_nodes = parents.shape[1]
-    nodes = torch.arange(num_nodes, device=parents.device)
-    reach = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
-    covered = 1
-    while covered < num_nodes - 1:
-        reach = (reach @ reach).clamp_(max=1.0)
-        covered *= 2
-    return reach > 0
-
-
 def depths(closure: Tensor) -> Tensor:
     """Return the number of proper ancestors of each node, `[row, node]` int64.
 
     Args:
-        closure: `[row, node, node]` bool, from `ancestor_closure`.
+        closure: `[row, node, node]` bool, from `core.ancestor_closure`.
     """
     return closure.sum(-1) - 1
 
@@ -125,7 +106,7 @@ def tree_mask(starts: Tensor, closure: Tensor, num_keys: int) -> Tensor:
     Args:
         starts: `[row]` int64, cached tokens per row; query `t` is written to cache position
             `starts[row] + t`.
-        closure: `[row, query, query]` bool, from `ancestor_closure`.
+        closure: `[row, query, query]` bool, from `core.ancestor_closure`.
         num_keys: width of the mask, at least `starts + queries` of every row.
     """
     num_rows, num_queries, _ = closure.shape

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from secondguess.core import Row
+from secondguess.core import Row, token_tensor
 from secondguess.sampling.truncation import most_likely
 
 
@@ -128,9 +128,10 @@ class KeyedNoise(Noise):
     @classmethod
     def from_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
         """Return the noise of the round in which these rows continue from their current length."""
+        keys = [_row_key(row.seed, row.stream) for row in rows]
         return cls(
-            keys=_on_host([_row_key(row.seed, row.stream) for row in rows], numpy.int64),
-            positions=_on_host([len(row.tokens) for row in rows], numpy.int64),
+            keys=torch.from_numpy(numpy.array(keys, numpy.uint64).view(numpy.int64)),
+            positions=token_tensor([len(row.tokens) for row in rows], torch.device("cpu")),
             coupled=_bool_tensor(tuple([row.coupled for row in rows])),
             greedy=_bool_tensor(tuple([row.params.temperature == 0 for row in rows])),
             device=device,
@@ -186,11 +187,16 @@ class KeyedNoise(Noise):
         return draw_by_inversion(dists, columns if dists.ndim == 2 else columns[..., None])
 
     def _uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
-        """Return `[row, i]` uniforms, one per place (a depth or node index) of this round."""
+        """Return `[row, i]` uniforms, one per place (a depth or node index) of this round.
+
+        They are the top 52 bits of a hash plus one half, strictly between 0 and 1; with 53 bits,
+        adding one half would round up to 1.
+        """
         # For a few numbers, the overhead of an array exceeds the computation.
         if sum(map(len, places)) > _MAX_SCALAR_HASHES:
             keys = _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
-            return _to_uniform(_hash(keys[:, None], numpy.array(places), purpose))
+            hashes = _hash(keys[:, None], numpy.array(places), purpose)
+            return (_shift_right(hashes, 12).astype(numpy.float64) + 0.5) * 2.0**-52
         uniforms = [
             [((_mix_integer(key ^ _place_hash(place, purpose)) >> 12) + 0.5) * 2.0**-52 for place in row]
             for key, row in zip(self._round_keys, places, strict=True)
@@ -205,33 +211,26 @@ class KeyedNoise(Noise):
         ]
 
     def _race(self, dists: Tensor, depths: Tensor) -> Tensor:
-        """Return the first token to arrive; v waits an exponential time of rate `dists[v]`.
-
-        The first token is v with probability `dists[v]`, normalised.
-        """
+        """Return the first token to arrive: v, with probability `dists[v]`, normalised."""
         return self.arrival_times(dists, depths).argmin(-1)
 
     def arrival_times(self, dists: Tensor, depths: Tensor) -> Tensor:
-        """Return the arrival time of each token of `dists` `[..., vocab]` at `depths` `[...]`."""
+        """Return the time at which each token of `dists` `[..., vocab]` arrives at `depths` `[...]`.
+
+        Token v waits an exponential time of rate `dists[v]`.
+        """
         on_host = dists.device.type == "cpu"
         uniforms = (self._host_uniforms if on_host else self._device_uniforms)(dists, depths)
         return -uniforms.log() / dists
 
     def _host_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
-        keys, positions, places = self.keys.numpy(), self.positions.numpy(), depths.numpy()
-        hashes = _hash(_expand_rows(keys, places), _expand_rows(positions, places) + places, Purpose.RACE)
+        hashes = _race_hashes(self.keys.numpy(), self.positions.numpy(), depths.numpy())
         return torch.from_numpy(_uniform_per_token(hashes, dists.shape[-1]))
 
     def _device_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
         device = dists.device
-        keys, positions, places = self.keys.to(device), self.positions.to(device), depths.to(device)
-        hashes = _hash(_expand_rows(keys, places), _expand_rows(positions, places) + places, Purpose.RACE)
+        hashes = _race_hashes(self.keys.to(device), self.positions.to(device), depths.to(device))
         return _uniform_per_token_on_device(hashes, dists.shape[-1])
-
-
-def _on_host(values: Sequence[int], dtype: type) -> Tensor:
-    """Return a small host tensor, in a fraction of the time of `torch.tensor`."""
-    return torch.from_numpy(numpy.array(values, dtype))
 
 
 @lru_cache(maxsize=256)
@@ -285,7 +284,7 @@ def _mix(values: IntArray) -> IntArray:
 
 @lru_cache(maxsize=4096)
 def _row_key(seed: int, stream: int) -> int:
-    return _signed(_mix_integer(_mix_integer(seed) ^ stream))
+    return _mix_integer(_mix_integer(seed) ^ stream)
 
 
 def _mix_integer(value: int) -> int:
@@ -306,31 +305,21 @@ def _place_hash(place: int, purpose: int) -> int:
     return _mix_integer(place * len(Purpose) + purpose)
 
 
-def _expand_rows(per_row: IntArray, places: IntArray) -> IntArray:
-    """Reshape `[row]` values to broadcast over `[row, ...]` places."""
-    return per_row.reshape(-1, *([1] * (places.ndim - 1)))
-
-
-def _to_uniform(hashes: NDArray[numpy.int64]) -> NDArray[numpy.float64]:
-    """Return the top 52 bits as a float64 strictly between 0 and 1.
-
-    With 53 bits, adding one half would round up to 1.
-    """
-    return (_shift_right(hashes, 12).astype(numpy.float64) + 0.5) * 2.0**-52
+def _race_hashes(keys: IntArray, positions: IntArray, depths: IntArray) -> IntArray:
+    """Return the hashes `[...]` of races at `depths` `[row, ...]` behind `positions` `[row]`."""
+    shape = (-1, *([1] * (depths.ndim - 1)))
+    return _hash(keys.reshape(shape), positions.reshape(shape) + depths, Purpose.RACE)
 
 
 def _uniform_per_token_on_device(hashes: Tensor, width: int) -> Tensor:
-    """Return `[..., token]` uniforms as `_to_uniform` does, without a copy from the device."""
+    """Return `[..., token]` uniforms, without a copy from the device."""
     tokens = torch.arange(width, device=hashes.device)
     mixed = _mix(hashes[..., None] + tokens * _GOLDEN)
     return (_shift_right(mixed, 12).double() + 0.5) * 2.0**-52
 
 
 def _uniform_per_token(hashes: NDArray[numpy.int64], width: int) -> NDArray[numpy.float64]:
-    """Return the same uniforms on the host.
-
-    Unsigned arrays that are modified in place take a third of the time.
-    """
+    """Return the same uniforms on the host, in a third of the time of signed copies."""
     mixed = hashes[..., None].view(numpy.uint64) + _token_offsets(width)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed ^= mixed >> numpy.uint64(shift)
@@ -347,8 +336,3 @@ def _uniform_per_token(hashes: NDArray[numpy.int64], width: int) -> NDArray[nump
 def _token_offsets(width: int) -> NDArray[numpy.uint64]:
     """Return `(v + 1) * _GOLDEN` for each token v; this includes the first addition of `_mix`."""
     return numpy.arange(1, width + 1, dtype=numpy.uint64) * numpy.uint64(_GOLDEN & _ALL_BITS)
-
-
-def _signed(seed: int) -> int:
-    seed &= _ALL_BITS
-    return seed - (1 << 64) if seed >= 1 << 63 else seed

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from secondguess.core import Row
+from secondguess.core import Row, padded_tensor
 from secondguess.sampling.params import SamplingParams
 
 
@@ -128,12 +128,10 @@ def _padded_tokens(rows: Sequence[Row], logits: Tensor) -> tuple[Tensor, Tensor,
     A weight is 1 where the token counts. Padding and tokens outside of this vocabulary are token 0
     with weight 0.
     """
-    longest = max(len(row.tokens) for row in rows)
-    padded = [row.tokens + [logits.shape[-1]] * (longest - len(row.tokens)) for row in rows]
-    tokens = torch.tensor(padded, device=logits.device)
+    tokens = padded_tensor([row.tokens for row in rows], logits.shape[-1], logits.device)
     known = tokens < logits.shape[-1]
     starts = torch.tensor([[row.num_prompt] for row in rows], device=logits.device)
-    in_output = known & (torch.arange(longest, device=logits.device) >= starts)
+    in_output = known & (torch.arange(tokens.shape[1], device=logits.device) >= starts)
     return tokens.masked_fill(~known, 0), known.to(logits.dtype), in_output.to(logits.dtype)
 
 
@@ -163,11 +161,9 @@ def _ban_end_tokens_(logits: Tensor, rows: Sequence[Row], depths: Tensor) -> Non
     """
     for own, depth, row in zip(logits, depths, rows, strict=True):
         num_missing = row.params.min_tokens - row.num_output
-        ends = [token for token in _end_tokens(row) if token < logits.shape[-1]]
+        ends = [
+            token for token in row.end_tokens.union(row.params.stop_token_ids) if token < logits.shape[-1]
+        ]
         if num_missing > 0 and ends:
             tokens = torch.tensor(ends, device=logits.device)
             own[:, tokens] = own[:, tokens].masked_fill(depth[:, None] < num_missing, -math.inf)
-
-
-def _end_tokens(row: Row) -> frozenset[int]:
-    return row.end_tokens.union(row.params.stop_token_ids)

@@ -13,7 +13,7 @@ would not be lossless otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -24,7 +24,7 @@ from secondguess.core import Commit, Draft, Row, TokenLogprob
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.sampling.params import SamplingParams
 from secondguess.sampling.penalties import LogitProcessors
-from secondguess.sampling.truncation import RowRules
+from secondguess.sampling.truncation import Rule, make_rule
 
 
 def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
@@ -42,13 +42,10 @@ def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> T
         BadInputError: the settings ban every token.
         SecondGuessError: the model's logits are not finite.
     """
-    edits, rules = _settings(rows, logits)
-    scores = _at_least_float32(logits)
-    if edits.change_logits(rows):
-        # Query 0 follows `pending`: no drafted node precedes it.
-        visible = torch.nn.functional.pad(draft.ancestors(), (0, 0, 1, 0))
-        scores = edits.apply(scores, rows, draft.tokens, visible)
-    return _check_finite(rules.dists(scores), logits)
+    # Query 0 follows `pending`: no drafted node precedes it.
+    return _probs(
+        logits, rows, draft.tokens, lambda: torch.nn.functional.pad(draft.ancestors(), (0, 0, 1, 0))
+    )
 
 
 def compute_draft_probs(logits: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor:
@@ -61,18 +58,21 @@ def compute_draft_probs(logits: Tensor, rows: Sequence[Row], drafted: Tensor) ->
         drafted: `[row, i]` nodes drawn so far in this round.
 
     Returns:
-        Probabilities `[row, vocab]` in the logits' dtype (float32 for half precision).
-
-    Raises:
-        BadInputError: the settings ban every token.
-        SecondGuessError: the model's logits are not finite.
+        Probabilities `[row, vocab]`; dtype and errors as in `compute_target_probs`.
     """
-    edits, rules = _settings(rows, logits)
-    scores = _at_least_float32(logits)[:, None]
+    return _probs(
+        logits[:, None], rows, drafted, lambda: torch.ones_like(drafted, dtype=torch.bool)[:, None]
+    )[:, 0]
+
+
+def _probs(logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Callable[[], Tensor]) -> Tensor:
+    """Return probabilities `[row, query, vocab]`; arguments as in `LogitProcessors.apply`."""
+    params = tuple([row.params for row in rows])
+    edits, rule = _setting_tensors(params, logits.shape[-1], logits.device)
+    scores = _at_least_float32(logits)
     if edits.change_logits(rows):
-        visible = torch.ones(len(rows), 1, drafted.shape[1], dtype=torch.bool, device=logits.device)
-        scores = edits.apply(scores, rows, drafted, visible)
-    return _check_finite(rules.dists(scores), logits)[:, 0]
+        scores = edits.apply(scores, rows, nodes, visible())
+    return _check_finite(rule(scores), logits)
 
 
 def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Commit:
@@ -104,17 +104,12 @@ def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Comm
     return replace(commit, logprobs=[TokenLogprob(*report) for report in reports])
 
 
-def _settings(rows: Sequence[Row], logits: Tensor) -> tuple[LogitProcessors, RowRules]:
-    """Return the batch's settings as tensors."""
-    return _setting_tensors(tuple([row.params for row in rows]), logits.shape[-1], logits.device)
-
-
 @lru_cache(maxsize=256)
 def _setting_tensors(
     params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device
-) -> tuple[LogitProcessors, RowRules]:
+) -> tuple[LogitProcessors, Rule]:
     """Convert settings to tensors; cached while the same requests decode together."""
-    return LogitProcessors.of(params, vocab_size, device), RowRules.of(params, device)
+    return LogitProcessors.of(params, vocab_size, device), make_rule(params, device)
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

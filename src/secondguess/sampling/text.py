@@ -66,12 +66,20 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = _context(tokenizer, prompt_ids)
-        text = self._decode(self._window)
+        width = CONTEXT_TOKENS
+        while True:  # until the text begins with a whole character
+            window = list(prompt_ids[-width:])
+            text = self._decode(window)
+            if width >= len(prompt_ids) or (text and not text.startswith(REPLACEMENT)):
+                break
+            width *= 2
+        self._set_window(window, text)
+
+    def _set_window(self, window: list[int], text: str) -> None:
+        self._window = window
         # A prompt may end inside a character, which the output completes.
         self._num_given = len(text) - _num_incomplete(text)
-        self._num_settled = len(self._window)
-        self._boundary = len(self._window)
+        self._num_settled = self._boundary = len(window)
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; empty inside a character.
@@ -107,9 +115,7 @@ class IncrementalDecoder:
         rest = self._window[start:]
         text = self._decode(rest)
         if text:
-            self._window = rest
-            self._num_given = len(text) - _num_incomplete(text)
-            self._num_settled = self._boundary = len(rest)
+            self._set_window(rest, text)
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -123,17 +129,6 @@ def text_of_token(tokenizer: Any, token: int) -> str:
     name = tokenizer.convert_ids_to_tokens(token) or ""
     num_spaces = len(name) - len(name.lstrip(SENTENCEPIECE_SPACE))
     return " " * num_spaces + text.lstrip(" ") if num_spaces else text
-
-
-def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
-    """Return the end of the prompt, long enough for text that begins with a whole character."""
-    width = CONTEXT_TOKENS
-    while True:
-        window = list(prompt_ids[-width:])
-        text = tokenizer.decode(window, skip_special_tokens=True)
-        if width >= len(prompt_ids) or (text and not text.startswith(REPLACEMENT)):
-            return window
-        width *= 2
 
 
 def _num_incomplete(text: str) -> int:
@@ -160,9 +155,9 @@ class StreamingDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._decoder = IncrementalDecoder(tokenizer, prompt_ids)
         self._stop = tuple(stop)
-        self._segments: list[tuple[str, bool]] = []  # not returned yet, of commits passed to `take`
-        self._new: list[str] = []  # text of each token pushed since the last commit
-        self._held = ""  # all text that is not returned yet
+        # Text of each token that is not returned yet, and True if a drafter proposed the token.
+        self._segments: list[tuple[str, bool]] = []
+        self._held = ""  # the same as one string
         self._search_from = 0  # offset in `_held` at which the next stop string may begin
         self._match: tuple[int, int] | None = None  # span in `_held` that the last token completed
 
@@ -170,10 +165,11 @@ class StreamingDetokenizer:
         """Add the row's next token; return True if it completes a stop string."""
         self._skip_match()
         text = self._decoder.push(token)
-        self._new.append(text)
+        self._segments.append((text, False))
         num_known = len(self._held)
         self._held += text
-        self._match = self._find(num_known) if text else None
+        if text:
+            self._match = self._find(num_known)
         return self._match is not None
 
     def take(self, commit: Commit) -> Piece:
@@ -181,8 +177,9 @@ class StreamingDetokenizer:
 
         Text that may be the beginning of a stop string is held back until the row is finished.
         """
-        self._segments += zip(self._new, commit.drafted, strict=True)
-        self._new = []
+        first = len(self._segments) - len(commit.tokens)
+        for index, drafted in enumerate(commit.drafted, first):
+            self._segments[index] = (self._segments[index][0], drafted)
         if self._match and commit.row.finish_reason == "stop":
             size = self._match[0]
         elif commit.row.finished:
@@ -193,15 +190,11 @@ class StreamingDetokenizer:
         else:
             self._skip_match()
             size = len(self._held) - self._num_held_back()
-        segments = self._release(size)
-        return Piece("".join(text for text, _ in segments), commit.tokens, commit.drafted, segments)
+        return self._release(size, commit.tokens, commit.drafted)
 
     def flush(self) -> Piece:
         """Return the text still held back for a row that was interrupted: no commit follows."""
-        self._segments += [(text, False) for text in self._new]
-        self._new = []
-        segments = self._release(len(self._held))
-        return Piece("".join(text for text, _ in segments), [], [], segments)
+        return self._release(len(self._held), [], [])
 
     def _skip_match(self) -> None:
         if self._match is not None:
@@ -219,30 +212,27 @@ class StreamingDetokenizer:
 
     def _num_held_back(self) -> int:
         """Return the length of the longest end of the held text that can begin a stop string."""
-        sizes = range(max(map(len, self._stop), default=1) - 1, 0, -1)
-        for size in sizes:
-            start = len(self._held) - size
-            if start >= self._search_from and self._held.startswith(self._prefixes(size), start):
+        unmatched = self._held[self._search_from :]
+        longest = max(map(len, self._stop), default=1) - 1
+        for size in range(min(longest, len(unmatched)), 0, -1):
+            end = unmatched[-size:]
+            if any(len(stop) > size and stop.startswith(end) for stop in self._stop):
                 return size
         return 0
 
-    def _prefixes(self, size: int) -> tuple[str, ...]:
-        return tuple(stop[:size] for stop in self._stop if len(stop) > size)
-
-    def _release(self, size: int) -> list[tuple[str, bool]]:
+    def _release(self, size: int, tokens: list[int], drafted: list[bool]) -> Piece:
         """Return the first `size` characters; adjacent segments with equal flags are joined."""
-        released: list[tuple[str, bool]] = []
-        left = size
-        while left > 0:
-            text, drafted = self._segments.pop(0)
-            if len(text) > left:
-                self._segments.insert(0, (text[left:], drafted))
-            text = text[:left]
-            left -= len(text)
-            if released and released[-1][1] == drafted:
-                released[-1] = (released[-1][0] + text, drafted)
-            elif text:
-                released.append((text, drafted))
-        self._held = self._held[size:]
+        text, self._held = self._held[:size], self._held[size:]
         self._search_from = max(0, self._search_from - size)
-        return released
+        segments: list[tuple[str, bool]] = []
+        while size > 0:
+            part, flag = self._segments.pop(0)
+            if len(part) > size:
+                self._segments.insert(0, (part[size:], flag))
+                part = part[:size]
+            size -= len(part)
+            if segments and segments[-1][1] == flag:
+                segments[-1] = (segments[-1][0] + part, flag)
+            elif part:
+                segments.append((part, flag))
+        return Piece(text, tokens, drafted, segments)

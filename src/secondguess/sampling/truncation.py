@@ -1,17 +1,14 @@
 """Conversion of edited logits to probabilities: temperature, top-k, top-p, min-p.
 
-Rows of a batch are grouped by the operations that they need. The probabilities of a row are
-computed by the same operations whatever the other rows use, and a setting that no row uses costs
-nothing.
+Rows of a batch are grouped by the operations that they need. The probabilities of a row do not
+depend on the settings of other rows, and a setting that no row uses costs nothing.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy
 import torch
@@ -19,75 +16,77 @@ from torch import Tensor
 
 from secondguess.sampling.params import SamplingParams
 
-
-class Rule(ABC):
-    """Conversion of logits to probabilities for rows that need the same operations."""
-
-    @classmethod
-    @abstractmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
-        """Return the rule with the settings of these rows."""
-
-    @abstractmethod
-    def dists(self, logits: Tensor) -> Tensor:
-        """Return probabilities `[row, query, vocab]`; all NaN where no token is possible."""
+Rule = Callable[[Tensor], Tensor]
+"""Conversion of logits `[row, query, vocab]` to probabilities, all NaN where no token is possible."""
 
 
-class Greedy(Rule):
-    """Temperature 0: probability 1 for the largest logit, the lowest id among equals."""
+def make_rule(params: Sequence[SamplingParams], device: torch.device) -> Rule:
+    """Return the rule for a batch of rows with these settings."""
+    members: dict[Callable[..., Rule], list[int]] = {}
+    for index, each in enumerate(params):
+        members.setdefault(_maker_of(each), []).append(index)
+    groups = [
+        (torch.tensor(rows, device=device), make([params[row] for row in rows], device))
+        for make, rows in members.items()
+    ]
+    if len(groups) == 1:
+        return groups[0][1]
 
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
-        return cls()
+    def rule(logits: Tensor) -> Tensor:
+        dists = torch.empty_like(logits)
+        for rows, rule_of_rows in groups:
+            dists[rows] = rule_of_rows(logits[rows])
+        return dists
 
-    def dists(self, logits: Tensor) -> Tensor:
-        tokens = most_likely(logits)[..., None]
-        dists = torch.zeros_like(logits).scatter_(-1, tokens, 1.0)
-        return _nan_where_not_finite(dists, logits.gather(-1, tokens))
+    return rule
+
+
+def _maker_of(params: SamplingParams) -> Callable[[Sequence[SamplingParams], torch.device], Rule]:
+    if params.temperature == 0:
+        return _make_greedy
+    return _make_top_k_top_p if params.top_k or params.top_p < 1 else _make_softmax
+
+
+def _make_greedy(params: Sequence[SamplingParams], device: torch.device) -> Rule:
+    return greedy_dists
+
+
+def greedy_dists(logits: Tensor) -> Tensor:
+    """Return probability 1 for the largest logit, the lowest id among equals."""
+    tokens = most_likely(logits)[..., None]
+    dists = torch.zeros_like(logits).scatter_(-1, tokens, 1.0)
+    return _nan_where_not_finite(dists, logits.gather(-1, tokens))
+
+
+def _make_softmax(params: Sequence[SamplingParams], device: torch.device) -> Rule:
+    """Return the rule for temperature and min-p: a threshold below the largest logit, without sorting."""
+    temperature = _temperatures(params, device)
+    log_min_p = _log_min_p(params, device) if any(each.min_p for each in params) else None
+
+    def rule(logits: Tensor) -> Tensor:
+        logits = _apply_temperature(logits, temperature)
+        if log_min_p is not None:
+            threshold = logits.amax(-1, keepdim=True) + log_min_p.to(logits.dtype)
+            logits = logits.masked_fill(logits < threshold, -math.inf)
+        return logits.softmax(-1)
+
+    return rule
+
+
+def _make_top_k_top_p(params: Sequence[SamplingParams], device: torch.device) -> Rule:
+    top_p = [each.top_p if each.top_p < 1 else math.inf for each in params]
+    return TopKTopP(
+        _temperatures(params, device),
+        _per_row([each.top_k for each in params], torch.long, device),
+        _per_row(top_p, torch.float64, device),
+        _log_min_p(params, device),
+        width=max(each.top_k + 16 if each.top_k else 128 for each in params),
+        needs_full_softmax=any(each.top_k == 0 for each in params),
+    ).dists
 
 
 @dataclass(frozen=True)
-class Softmax(Rule):
-    """Temperature only.
-
-    Args:
-        temperature: `[row, 1, 1]`, None if it is 1 for all rows.
-    """
-
-    temperature: Tensor | None
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
-        return cls(_temperatures(params, device))
-
-    def dists(self, logits: Tensor) -> Tensor:
-        return _apply_temperature(logits, self.temperature).softmax(-1)
-
-
-@dataclass(frozen=True)
-class MinP(Rule):
-    """Temperature and min-p: a threshold below the largest logit, found without sorting.
-
-    Args:
-        temperature: as in `Softmax`.
-        log_min_p: `[row, 1, 1]` float64.
-    """
-
-    temperature: Tensor | None
-    log_min_p: Tensor
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
-        return cls(_temperatures(params, device), _log_min_p(params, device))
-
-    def dists(self, logits: Tensor) -> Tensor:
-        logits = _apply_temperature(logits, self.temperature)
-        threshold = logits.amax(-1, keepdim=True) + self.log_min_p.to(logits.dtype)
-        return logits.masked_fill(logits < threshold, -math.inf).softmax(-1)
-
-
-@dataclass(frozen=True)
-class TopKTopP(Rule):
+class TopKTopP:
     """Top-k, top-p and min-p in this order, computed on little more than the tokens they keep.
 
     The largest logits are selected and sorted. If tokens beyond them may have to be kept (a flat
@@ -95,7 +94,7 @@ class TopKTopP(Rule):
     in float64, so that their number does not affect the probabilities.
 
     Args:
-        temperature: as in `Softmax`.
+        temperature: `[row, 1, 1]` float64, None if it is 1 for all rows.
         top_k: `[row, 1, 1]` int64, 0 where it is disabled.
         top_p: `[row, 1, 1]` float64, infinity where it is disabled, so that rounding drops no
             token.
@@ -111,17 +110,6 @@ class TopKTopP(Rule):
     log_min_p: Tensor
     width: int
     needs_full_softmax: bool
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
-        return cls(
-            _temperatures(params, device),
-            _per_row([each.top_k for each in params], torch.long, device),
-            _per_row([each.top_p if each.top_p < 1 else math.inf for each in params], torch.float64, device),
-            _log_min_p(params, device),
-            width=max(each.top_k + 16 if each.top_k else 128 for each in params),
-            needs_full_softmax=any(each.top_k == 0 for each in params),
-        )
 
     def dists(self, logits: Tensor) -> Tensor:
         width = self.width
@@ -208,42 +196,6 @@ def _candidates(logits: Tensor, width: int) -> Tensor:
     left_over = torch.arange(size * num_blocks, vocab_size, device=logits.device)
     inside = (blocks[..., None] + steps).flatten(-2)
     return torch.cat([inside, left_over.expand(*inside.shape[:-1], -1)], -1)
-
-
-@dataclass(frozen=True)
-class RowRules:
-    """Rules of a batch, each with the `[n]` indices of its rows."""
-
-    groups: tuple[tuple[Tensor, Rule], ...]
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> RowRules:
-        members: dict[type[Rule], list[int]] = {}
-        for index, each in enumerate(params):
-            members.setdefault(_kind_of_rule(each), []).append(index)
-        return cls(
-            tuple(
-                (torch.tensor(rows, device=device), kind.of([params[row] for row in rows], device))
-                for kind, rows in members.items()
-            )
-        )
-
-    def dists(self, logits: Tensor) -> Tensor:
-        """Return probabilities `[row, query, vocab]`; all NaN where no token is possible."""
-        if len(self.groups) == 1:
-            return self.groups[0][1].dists(logits)
-        dists = torch.empty_like(logits)
-        for rows, rule in self.groups:
-            dists[rows] = rule.dists(logits[rows])
-        return dists
-
-
-def _kind_of_rule(params: SamplingParams) -> type[Rule]:
-    if params.temperature == 0:
-        return Greedy
-    if params.top_k or params.top_p < 1:
-        return TopKTopP
-    return MinP if params.min_p else Softmax
 
 
 def _per_row(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

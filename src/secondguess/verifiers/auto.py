@@ -8,7 +8,7 @@ from torch import Tensor
 from secondguess.core import Draft, Row, Verdict
 from secondguess.sampling.noise import Noise
 from secondguess.verifiers import make_verifier
-from secondguess.verifiers.base import Exactness, Verifier
+from secondguess.verifiers.base import Exactness, Verifier, verify_groups
 
 
 class AutoVerifier(Verifier):
@@ -47,11 +47,5 @@ class AutoVerifier(Verifier):
             (self._traversal, branches & ~noise.coupled),
             (self._block, ~branches & ~noise.coupled),
         ]
-        parts = []
-        for verifier, members in groups:
-            rows = members.nonzero()[:, 0]
-            if len(rows):
-                there = rows.to(target_probs.device)
-                part = verifier.verify(draft.select(there), target_probs[there], noise.select(rows))
-                parts.append((there, part))
-        return Verdict.merged(parts, draft.num_rows)
+        indices = [(verifier, members.nonzero()[:, 0]) for verifier, members in groups]
+        return verify_groups(indices, draft, target_probs, noise)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -49,8 +49,7 @@ class Verifier(ABC):
     def uses_coupling(self, seeded: bool) -> bool:
         """Return True if drafts are drawn by the race that samples the row's text (`Row.coupled`).
 
-        Args:
-            seeded: whether the request gave a seed.
+        `seeded` tells whether the request gave a seed.
         """
         return False
 
@@ -80,42 +79,48 @@ class Verifier(ABC):
         """
 
 
-def require_independent_chains(name: str, draft: Draft, noise: Noise) -> None:
-    """Check that all drafts are chains and no row is coupled.
+class IndependentVerifier(Verifier):
+    """Base class of rules that accept a node with a probability.
 
-    Raises:
-        BadInputError: a draft branches, or a row is coupled.
+    They need noise that is independent of the draft. The nodes of a coupled row are drawn by races
+    that later rounds use again, so a rejection here would condition those races.
     """
-    if not draft.is_chain:
-        raise BadInputError(
-            f"verifier '{name}' expects a chain, got a draft that branches; "
-            "use a drafter that proposes chains, or verifier 'auto', 'traversal' or 'coupled'"
-        )
-    require_independent(name, noise)
+
+    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+        if not self.supports_trees and not draft.is_chain:
+            raise BadInputError(
+                f"verifier '{self.name}' expects a chain, got a draft that branches; "
+                "use a drafter that proposes chains, or verifier 'auto', 'traversal' or 'coupled'"
+            )
+        if noise.any_coupled:
+            raise BadInputError(
+                f"verifier '{self.name}' expects drafts drawn independently of the text, got coupled rows; "
+                "use verifier 'auto' or 'coupled' with them"
+            )
+        if draft.num_nodes == 0:
+            return Verdict.from_chain(draft.lengths, noise.draw(target_probs.select(1, 0), draft.lengths))
+        return self.verify_nodes(draft, target_probs, noise)
+
+    @abstractmethod
+    def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+        """Verify drafts of at least one node, as `verify` does."""
 
 
-def require_independent(name: str, noise: Noise) -> None:
-    """Check that no row is coupled.
-
-    Rules that accept with a probability need noise that is independent of the draft. The nodes of
-    a coupled row are drawn by races that later rounds use again, so a rejection here would
-    condition those races.
-
-    Raises:
-        BadInputError: a row is coupled.
-    """
-    if noise.any_coupled:
-        raise BadInputError(
-            f"verifier '{name}' expects drafts drawn independently of the text, got coupled rows; "
-            "use verifier 'auto' or 'coupled' with them"
-        )
+def verify_groups(
+    groups: Iterable[tuple[Verifier, Tensor]], draft: Draft, target_probs: Tensor, noise: Noise
+) -> Verdict:
+    """Verify each group of rows (`[n]` int64 indices on the host) with its own verifier."""
+    parts = []
+    for verifier, rows in groups:
+        if len(rows):
+            there = rows.to(target_probs.device)
+            part = verifier.verify(draft.select(there), target_probs[there], noise.select(rows))
+            parts.append((there, part))
+    return Verdict.merged(parts, draft.num_rows)
 
 
 def likelihood_ratios(draft: Draft, target_probs: Tensor) -> FloatArray:
-    """Return `p(x) / q(x)` `[row, node]` for the tokens x of chains.
-
-    q(x) is 1 if the draft has no probabilities.
-    """
+    """Return `p(x) / q(x)` `[row, node]` for the tokens x of chains; q(x) is 1 without `probs`."""
     nodes = draft.tokens[..., None]
     target = to_host(target_probs[:, :-1].gather(-1, nodes))
     if draft.probs is not None:
@@ -131,16 +136,10 @@ def to_host(values: Tensor) -> FloatArray:
     return values.cpu().numpy().astype(numpy.float64)
 
 
-def node_mask(draft: Draft) -> NDArray[numpy.bool_]:
-    """Return `[row, node]` on the host, True where a node is real and False for padding."""
-    return _first_nodes(tuple(draft.lengths.tolist()), draft.num_nodes)
-
-
-@lru_cache(maxsize=256)
-def _first_nodes(lengths: tuple[int, ...], num_nodes: int) -> NDArray[numpy.bool_]:
-    """Return the mask of each row's first nodes; cached, as few shapes occur."""
-    mask: NDArray[numpy.bool_] = numpy.arange(num_nodes) < numpy.array(lengths)[:, None]
-    return mask
+def accepted_prefix(draft: Draft, accepted: NDArray[numpy.bool_]) -> NDArray[numpy.int64]:
+    """Return the lengths `[row]` of the accepted prefixes of chains, padding excluded."""
+    lengths: NDArray[numpy.int64] = numpy.minimum(accepted.cumprod(1).sum(1), draft.lengths.cpu().numpy())
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -157,9 +156,6 @@ class Residual:
 
     def at(self, places: NDArray[numpy.int64]) -> Residual:
         """Select one position per row, `places` `[row]`, from residuals `[row, position]`."""
-        if _all_equal(places):
-            place = int(places[0])
-            return Residual(self.dists[:, place], self.masses[:, place])
         return Residual(at(self.dists, places), self.masses[numpy.arange(len(places)), places])
 
 
@@ -183,13 +179,9 @@ def residual(
     return Residual(dists, to_host(dists.sum(-1)))
 
 
-def _all_equal(places: NDArray[numpy.int64]) -> bool:
-    return len(places) == 1 or bool((places == places[0]).all())
-
-
 def at(values: Tensor, places: NDArray[numpy.int64]) -> Tensor:
     """Select one position per row, `places` `[row]`, from `values` `[row, position, ...]`."""
-    if _all_equal(places):
+    if (places == places[0]).all():
         return values[:, int(places[0])]
     rows = torch.arange(len(places), device=values.device)
     return values[rows, torch.from_numpy(places).to(values.device)]
@@ -201,16 +193,11 @@ def next_token_probs(
     lengths: NDArray[numpy.int64],
     residual_at: Callable[[NDArray[numpy.int64]], Residual],
 ) -> Tensor:
-    """Return the distribution `[row, vocab]` of the token after the accepted nodes.
+    """Return the distribution `[row, vocab]` of the token after the first `lengths` nodes of chains.
 
     After a fully accepted draft it is the target distribution (bonus token), otherwise the
     residual at the first node that was not accepted (correction token), not normalised.
-
-    Args:
-        draft: chains.
-        target_probs: `[row, node + 1, vocab]`.
-        lengths: `[row]`, number of accepted nodes.
-        residual_at: returns the residuals at nodes `[row]`.
+    `residual_at` returns the residuals at nodes `[row]`.
     """
     is_early = lengths < draft.lengths.cpu().numpy()
     if not is_early.any():
@@ -233,67 +220,21 @@ def make_chain_verdict(
 ) -> Verdict:
     """Accept each chain's first `lengths` `[row]` nodes and draw the next token.
 
-    The arguments are those of `next_token_probs`; `noise` draws the token.
+    `residual_at` as in `next_token_probs`.
     """
     dist = next_token_probs(draft, target_probs, lengths, residual_at)
     on_device = torch.from_numpy(lengths).to(draft.tokens.device)
     return Verdict.from_chain(on_device, noise.draw(dist, on_device))
 
 
-def sample_without_draft(target_probs: Tensor, noise: Noise) -> Verdict:
-    """Return the verdict of a round without drafts: one token per row, sampled from the target."""
-    nothing = no_nodes(len(target_probs), target_probs.device)
-    return Verdict.from_chain(nothing, noise.draw(target_probs.select(1, 0), nothing))
-
-
-@lru_cache(maxsize=64)
-def no_nodes(num_rows: int, device: torch.device) -> Tensor:
-    """Return `[row]` zeros, the lengths of empty drafts; cached."""
-    return torch.zeros(num_rows, dtype=torch.long, device=device)
-
-
 def query_depths(draft: Draft) -> Tensor:
     """Return `[row, query]`, the number of nodes on the path to each query; 0 for pending."""
-    depths = _chain_depths(draft.num_rows, draft.num_nodes, draft.tokens.device)
     if draft.is_chain:
-        return depths
-    depths = depths.clone()
-    for node in range(draft.num_nodes):
-        depths[:, node + 1] = depths.gather(1, draft.parents[:, node, None] + 1)[:, 0] + 1
-    return depths
+        return _chain_depths(draft.num_rows, draft.num_nodes, draft.tokens.device)
+    return torch.nn.functional.pad(draft.ancestors().sum(-1), (1, 0))
 
 
 @lru_cache(maxsize=256)
 def _chain_depths(num_rows: int, num_nodes: int, device: torch.device) -> Tensor:
     """Return the `query_depths` of chains; cached, as few shapes occur."""
     return torch.arange(num_nodes + 1, device=device).repeat(num_rows, 1)
-
-
-def accept_matching(draft: Draft, chosen: Tensor) -> Verdict:
-    """Accept the path from pending on which every node has the token chosen at its parent.
-
-    Args:
-        draft: chains or trees.
-        chosen: `[row, query]`, the token that follows each query.
-    """
-    if not draft.num_nodes:
-        return Verdict.from_chain(no_nodes(draft.num_rows, chosen.device), chosen[:, 0])
-    if draft.is_chain:
-        agrees = (draft.tokens == chosen[:, :-1]).cpu().numpy() & node_mask(draft)
-        lengths = agrees.cumprod(1).sum(1)
-        return Verdict.from_chain(torch.from_numpy(lengths).to(chosen.device), at(chosen, lengths))
-    query = torch.zeros(draft.num_rows, 1, dtype=torch.long, device=chosen.device)
-    steps: list[Tensor] = []
-    while True:
-        children = (draft.parents == query - 1) & draft.mask
-        matches = children & (draft.tokens == chosen.gather(1, query))
-        found = matches.any(1, keepdim=True)
-        if steps:
-            found &= steps[-1] >= 0
-        if not bool(found.any()):
-            break
-        child = matches.long().argmax(1, keepdim=True)
-        steps.append(torch.where(found, child, -1))
-        query = torch.where(found, child + 1, query)
-    paths = torch.cat(steps, 1) if steps else query[:, :0]
-    return Verdict(paths, (paths >= 0).sum(1), chosen.gather(1, query)[:, 0])

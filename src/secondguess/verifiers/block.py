@@ -18,7 +18,6 @@ the residual after the prefix. P(at least i tokens accepted | x_1..x_i) = w_i.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy
@@ -29,32 +28,27 @@ from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
     FloatArray,
-    Verifier,
+    IndependentVerifier,
     likelihood_ratios,
     make_chain_verdict,
-    node_mask,
-    require_independent_chains,
     residual,
-    sample_without_draft,
 )
 
 
-class BlockVerifier(Verifier):
+class BlockVerifier(IndependentVerifier):
     """Verifier that accepts the longest prefix that passes; optimal for a single path (chains)."""
 
     name = "block"
     exactness = Exactness.LOSSLESS
     supports_trees = False
 
-    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        require_independent_chains(self.name, draft, noise)
-        if draft.num_nodes == 0:
-            return sample_without_draft(target_probs, noise)
+    def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
         left = residual(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
-        real = node_mask(draft)
-        chances = prefix_chances(weights, left.masses, draft.lengths.tolist())
-        accepted = noise.accept(chances) & real
+        chances = numpy.zeros_like(left.masses)
+        for row, length in enumerate(draft.lengths.tolist()):
+            chances[row, :length] = prefix_chances(weights[row].tolist(), left.masses[row].tolist(), length)
+        accepted = noise.accept(chances)
         lengths = numpy.array([_last_true(row) for row in accepted.tolist()])
         return make_chain_verdict(draft, target_probs, lengths, left.at, noise)
 
@@ -78,21 +72,14 @@ def _last_true(answers: list[bool]) -> int:
     return max((length for length, accepted in enumerate(answers, start=1) if accepted), default=0)
 
 
-def prefix_chances(weights: FloatArray, masses: FloatArray, lengths: Sequence[int]) -> FloatArray:
-    """Return `h_1..h_L` `[row, node]`; each row ends at its own length.
+def prefix_chances(weights: list[float], masses: list[float], length: int) -> list[float]:
+    """Return `h_1..h_L` for a chain of `length` nodes, given `w_0, w_1, ...` and `s_0, s_1, ...`.
 
-    Args:
-        weights: `w_0..w_L` `[row, node + 1]`.
-        masses: `s_0..s_(L-1)` `[row, node]`.
-        lengths: draft length of each row.
+    0 / 0 occurs only where w = 1 and p = q: a longer prefix then passes for certain, so this
+    probability has no effect.
     """
-    chances = weights[:, 1:].copy()
-    for row, length in enumerate(lengths):
-        for node in range(1, length):
-            surplus = masses[row, node]
-            total = surplus + 1 - weights[row, node]
-            # 0 / 0 occurs only where w = 1 and p = q: a longer prefix then passes for certain, so
-            # this probability has no effect.
-            if total > 0:
-                chances[row, node - 1] = surplus / total
-    return chances
+    chances = [
+        mass / total if (total := mass + 1 - weight) > 0 else 1.0
+        for weight, mass in zip(weights[1:length], masses[1:length], strict=True)
+    ]
+    return [*chances, weights[length]] if length else []

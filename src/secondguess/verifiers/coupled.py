@@ -14,7 +14,8 @@ from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
-from secondguess.verifiers.base import Exactness, Verifier, accept_matching, query_depths
+from secondguess.verifiers.base import Exactness, Verifier, query_depths
+from secondguess.verifiers.trees import accept_matching
 
 
 class CoupledVerifier(Verifier):

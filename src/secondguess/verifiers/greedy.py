@@ -9,7 +9,8 @@ from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.truncation import most_likely
-from secondguess.verifiers.base import Exactness, Verifier, accept_matching
+from secondguess.verifiers.base import Exactness, Verifier
+from secondguess.verifiers.trees import accept_matching
 
 
 class GreedyVerifier(Verifier):

@@ -13,13 +13,12 @@ token-level rejection. `traversal` accepts more; this rule serves as its baselin
 from __future__ import annotations
 
 import numpy
-from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import Exactness, FloatArray
-from secondguess.verifiers.trees import Level, Shape, TokenProbs, TreeVerifier, make_tree_verdict
+from secondguess.verifiers.trees import Level, Shape, TokenProbs, TreeVerifier, descend, make_tree_verdict
 
 
 class RecursiveVerifier(TreeVerifier):
@@ -28,7 +27,7 @@ class RecursiveVerifier(TreeVerifier):
     name = "recursive"
     exactness = Exactness.LOSSLESS
 
-    def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+    def verify_shape(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         sheet = TokenProbs.of(shape, draft, target_probs)
         chances: FloatArray = numpy.zeros(draft.tokens.shape)
         dists = list(target_probs.unbind(1))
@@ -37,19 +36,5 @@ class RecursiveVerifier(TreeVerifier):
             for rank in ranks:
                 chances[:, rank.node_index] = level.ratios(rank).clip(max=1.0)
                 level.refuse(rank, numpy.ones((draft.num_rows, len(rank.nodes))))
-        return make_tree_verdict(shape, deepest_accepted(shape, noise.accept(chances)), dists, noise)
-
-
-def deepest_accepted(shape: Shape, accepted: NDArray[numpy.bool_]) -> NDArray[numpy.int64]:
-    """Return the query `[row]` at which the descent through first accepted children ends."""
-    ends = [_descend(shape, answers) for answers in accepted.tolist()]
-    return numpy.array(ends, numpy.int64)
-
-
-def _descend(shape: Shape, accepted: list[bool]) -> int:
-    query = 0
-    while True:
-        chosen = next((node for node in shape.children[query] if accepted[node]), None)
-        if chosen is None:
-            return query
-        query = chosen + 1
+        ends = [descend(shape, answers) for answers in noise.accept(chances).tolist()]
+        return make_tree_verdict(shape, numpy.array(ends, numpy.int64), dists, noise)

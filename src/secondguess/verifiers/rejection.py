@@ -13,19 +13,17 @@ from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
+    IndependentVerifier,
     Residual,
-    Verifier,
+    accepted_prefix,
     at,
     likelihood_ratios,
     make_chain_verdict,
-    node_mask,
-    require_independent_chains,
     residual,
-    sample_without_draft,
 )
 
 
-class RejectionVerifier(Verifier):
+class RejectionVerifier(IndependentVerifier):
     """Verifier that accepts node x with probability min(1, p(x) / q(x)) (chains).
 
     After the first rejection the next token is drawn from max(p - q, 0), normalised. Given that
@@ -36,13 +34,9 @@ class RejectionVerifier(Verifier):
     exactness = Exactness.LOSSLESS
     supports_trees = False
 
-    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        require_independent_chains(self.name, draft, noise)
-        if draft.num_nodes == 0:
-            return sample_without_draft(target_probs, noise)
+    def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         chances = likelihood_ratios(draft, target_probs).clip(max=1.0)
-        accepted = noise.accept(chances) & node_mask(draft)
-        lengths = accepted.cumprod(1).sum(1)
+        lengths = accepted_prefix(draft, noise.accept(chances))
 
         def residual_at(nodes: NDArray[numpy.int64]) -> Residual:
             draft_probs = None if draft.probs is None else at(draft.probs, nodes)

@@ -33,7 +33,7 @@ class TraversalVerifier(TreeVerifier):
     name = "traversal"
     exactness = Exactness.LOSSLESS
 
-    def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+    def verify_shape(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         chances, dists = traverse(shape, draft, target_probs)
         accepted = noise.accept(chances)
         return make_tree_verdict(shape, first_accepted(shape.post_order, accepted), dists, noise)

@@ -24,12 +24,12 @@ from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import (
     SMALLEST,
     FloatArray,
-    Verifier,
+    IndependentVerifier,
+    accepted_prefix,
     at,
-    require_independent,
     residual,
-    sample_without_draft,
     to_host,
+    verify_groups,
 )
 
 
@@ -122,30 +122,20 @@ def shape_of(parents: tuple[int, ...]) -> Shape:
     return Shape(parents)
 
 
-class TreeVerifier(Verifier):
+class TreeVerifier(IndependentVerifier):
     """Base class of rules for trees and chains; rows with drafts of the same shape are batched."""
 
-    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        require_independent(self.name, noise)
-        if draft.num_nodes == 0:
-            return sample_without_draft(target_probs, noise)
+    def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         groups: dict[tuple[int, ...], list[int]] = {}
         for row, parents in enumerate(draft.shapes):
             groups.setdefault(parents, []).append(row)
         if len(groups) == 1:
-            return self.judge_alike(shape_of(draft.shapes[0]), draft, target_probs, noise)
-        parts = []
-        for parents, members in groups.items():
-            rows = torch.tensor(members)
-            there = rows.to(target_probs.device)
-            verdict = self.judge_alike(
-                shape_of(parents), draft.select(there), target_probs[there], noise.select(rows)
-            )
-            parts.append((there, verdict))
-        return Verdict.merged(parts, draft.num_rows)
+            return self.verify_shape(shape_of(draft.shapes[0]), draft, target_probs, noise)
+        members = [(self, torch.tensor(rows)) for rows in groups.values()]
+        return verify_groups(members, draft, target_probs, noise)
 
     @abstractmethod
-    def judge_alike(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+    def verify_shape(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         """Verify rows whose first nodes have this shape; further nodes are padding."""
 
 
@@ -179,7 +169,7 @@ class TokenProbs:
 
     @classmethod
     def of(cls, shape: Shape, draft: Draft, target_probs: Tensor) -> TokenProbs:
-        """Build the sheet of a draft whose first nodes have this shape.
+        """Return those of a draft whose first nodes have this shape.
 
         Without `draft.probs` every node has its own one-hot distribution, so that a sibling that
         repeats a token has no mass left.
@@ -291,20 +281,33 @@ def _pick(values: Tensor, nodes: Sequence[int]) -> Tensor:
 def make_tree_verdict(
     shape: Shape, queries: NDArray[numpy.int64], dists: Sequence[Tensor], noise: Noise
 ) -> Verdict:
-    """Accept the path to one query per row and draw the next token.
+    """Accept the path to one query per row (`[row]`, 0 accepts nothing) and draw the next token.
 
-    Args:
-        shape: shape of the rows' drafts.
-        queries: `[row]`, the query at which the path ends; 0 accepts nothing.
-        dists: for each query `[row, vocab]`, the distribution of the next token, not normalised.
-        noise: draws the next token.
+    `dists` has for each query the distribution `[row, vocab]` of that token, not normalised.
     """
-    found = [shape.paths[query] for query in queries.tolist()]
-    counts = [len(path) for path in found]
-    width = max(counts, default=0)
-    padded = [[*path, *([-1] * (width - len(path)))] for path in found]
-    device = dists[0].device
-    paths = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(found), width)
-    lengths = torch.tensor(counts, dtype=torch.long, device=device)
+    paths = [shape.paths[query] for query in queries.tolist()]
     dist = dists[int(queries[0])] if len(queries) == 1 else at(torch.stack(list(dists), 1), queries)
-    return Verdict(paths, lengths, noise.draw(dist, lengths))
+    lengths = torch.tensor([len(path) for path in paths], device=dist.device)
+    return Verdict.from_paths(paths, noise.draw(dist, lengths))
+
+
+def descend(shape: Shape, accepted: Sequence[bool]) -> int:
+    """Return the query at which the descent through the first accepted children ends."""
+    query = 0
+    while (child := next((node for node in shape.children[query] if accepted[node]), None)) is not None:
+        query = child + 1
+    return query
+
+
+def accept_matching(draft: Draft, chosen: Tensor) -> Verdict:
+    """Accept the path on which every node has the token `chosen` `[row, query]` at its parent."""
+    if not draft.num_nodes:
+        return Verdict.from_chain(draft.lengths, chosen[:, 0])
+    if draft.is_chain:
+        lengths = accepted_prefix(draft, (draft.tokens == chosen[:, :-1]).cpu().numpy())
+        return Verdict.from_chain(torch.from_numpy(lengths).to(chosen.device), at(chosen, lengths))
+    matches = (draft.tokens == chosen.gather(1, draft.parents + 1)).tolist()
+    shapes = [shape_of(parents) for parents in draft.shapes]
+    queries = [descend(shape, row) for shape, row in zip(shapes, matches, strict=True)]
+    paths = [shape.paths[query] for shape, query in zip(shapes, queries, strict=True)]
+    return Verdict.from_paths(paths, at(chosen, numpy.array(queries)))
