@@ -11,9 +11,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from checkpoints import write_llama, write_tokenizer
 from secondguess.api import load
+from secondguess.cli.train_heads import LOSSES
 from secondguess.errors import BadInputError
 from secondguess.heads.files import read_provenance
 from secondguess.runtime.fingerprint import hash_weights
+from secondguess.train.losses import OBJECTIVES
 from secondguess.train.recipes import RECIPES, make_recipe
 
 OPTIONS = [
@@ -168,6 +170,10 @@ def test_every_kind_has_a_command_and_a_recipe_with_weights(secondguess_command)
         assert len(weights) == 4
         assert weights == sorted(weights, reverse=True)
         assert weights[0] == 1.0
+
+
+def test_the_command_knows_every_loss() -> None:
+    assert tuple(OBJECTIVES) == LOSSES
 
 
 def test_weights_are_those_of_the_papers() -> None:
