@@ -134,7 +134,7 @@ def test_a_target_that_could_not_be_left_early_is_refused_before_anything_is_wri
     [
         (["--loss", "mse"], "loss among"),
         (["--set", "widht=3"], "option 'widht'"),
-        (["--set", "width"], "NAME=VALUE"),
+        (["--set", "width"], "key=value"),
         (["--set", "width=wide"], "whole number"),
         (["--set", "learning_rate=-1"], "learning rate"),
         (["--steps", "0"], "positive"),

@@ -8,16 +8,18 @@ states take two bytes per number: 1,000 texts of 512 tokens with 4 layers of wid
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Row
 from secondguess.errors import BadInputError, UnsupportedModelError
@@ -62,7 +64,7 @@ class LiveCapture:
 
     def training_batch(self, batch: Batch) -> TrainingBatch:
         texts = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.lengths, strict=True)]
-        return padded_batch(batch, self.states(texts), self.target.device)
+        return _padded_batch(batch, self.states(texts), self.target.device)
 
     def states(self, texts: Sequence[list[int]]) -> list[HiddenStates]:
         """Return per text and layer the states `[position, width]`, in the target's dtype."""
@@ -96,14 +98,16 @@ class StoredCapture:
     ) -> None:
         self.folder, self.texts, self.target, self.dtype = folder, texts, target, dtype
         self.layers = tuple(dict.fromkeys([*layers, LAST_LAYER]))
-        self._starts = [0, *accumulate(len(text.tokens) for text in texts)]
+        ends = accumulate((len(text.tokens) for text in texts), initial=0)
+        self._slices = [slice(*pair) for pair in pairwise(ends)]
+        self._shape = (sum(len(text.tokens) for text in texts), target.ends().width)
         self._maps: dict[int, numpy.memmap] = {}
 
     @property
     def num_bytes(self) -> int:
         """Size of all files in bytes."""
         itemsize: int = self.dtype.itemsize
-        return self._starts[-1] * self.target.ends().width * itemsize * len(self.layers)
+        return math.prod(self._shape) * itemsize * len(self.layers)
 
     def fill(self, gigabytes: float, report: Report, pause: Callable[[], None] = lambda: None) -> None:
         """Compute and store the states of all texts, continuing an interrupted call.
@@ -120,7 +124,7 @@ class StoredCapture:
         self.folder.mkdir(parents=True, exist_ok=True)
         done = self._num_done()
         needed = self.num_bytes / GIGABYTE
-        what = f"the states of {self._starts[-1]} tokens in {len(self.layers)} layers"
+        what = f"the states of {self._shape[0]} tokens in {len(self.layers)} layers"
         if needed > gigabytes:
             raise BadInputError(
                 f"expected --capture-gb of at least {needed:.3g} for {what}, got {gigabytes:g}; give more, fewer "
@@ -147,8 +151,14 @@ class StoredCapture:
         self._open("r")
 
     def training_batch(self, batch: Batch) -> TrainingBatch:
-        hidden = [{layer: self._states(index, layer) for layer in self.layers} for index in batch.indices]
-        return padded_batch(batch, hidden, self.target.device)
+        hidden = [
+            {
+                layer: torch.from_numpy(stored[self._slices[index]].copy()).view(self.dtype)
+                for layer, stored in self._maps.items()
+            }
+            for index in batch.indices
+        ]
+        return _padded_batch(batch, hidden, self.target.device)
 
     def _num_done(self) -> int:
         """Return the number of texts whose states are on disk.
@@ -164,15 +174,11 @@ class StoredCapture:
         """Return the layers and dtype of the files, as recorded with the progress."""
         return {"layers": list(self.layers), "dtype": str(self.dtype)}
 
-    def _open(self, mode: str) -> None:
-        shape = (self._starts[-1], self.target.ends().width)
+    def _open(self, mode: Literal["w+", "r+", "r"]) -> None:
+        # NumPy has no bfloat16: the bits are stored as int16. Dtype and shape are ignored for existing files.
         for layer in self.layers:
-            # NumPy has no bfloat16: the bits are stored as int16.
             path = self.folder / f"layer_{layer}.npy"
-            if mode == "w+":
-                self._maps[layer] = numpy.lib.format.open_memmap(path, "w+", numpy.int16, shape)
-            else:
-                self._maps[layer] = numpy.lib.format.open_memmap(path, mode)
+            self._maps[layer] = numpy.lib.format.open_memmap(path, mode, numpy.int16, self._shape)
 
     def _store(self, index: int, hidden: HiddenStates) -> None:
         for layer, states in hidden.items():
@@ -182,28 +188,16 @@ class StoredCapture:
                     f"expected states of layer {layer} that {self.dtype} can hold, got larger ones; "
                     "leave out --capture-gb, or use --dtype bfloat16"
                 )
-            place = slice(self._starts[index], self._starts[index + 1])
-            self._maps[layer][place] = stored.view(torch.int16).numpy()
-
-    def _states(self, index: int, layer: int) -> Tensor:
-        place = slice(self._starts[index], self._starts[index + 1])
-        return torch.from_numpy(self._maps[layer][place].copy()).view(self.dtype)
+            self._maps[layer][self._slices[index]] = stored.view(torch.int16).numpy()
 
 
-def padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.device) -> TrainingBatch:
+def _padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.device) -> TrainingBatch:
     """Return a batch with hidden states per row, padded with zeros, all on one device."""
-    width = batch.tokens.shape[1]
     layers = {
-        layer: torch.stack([_padded(of_row[layer].float(), width) for of_row in hidden]).to(device)
+        layer: pad_sequence([of_row[layer].float() for of_row in hidden], batch_first=True).to(device)
         for layer in hidden[0]
     }
     return TrainingBatch(batch.tokens.to(device), batch.counts.to(device), layers)
-
-
-def _padded(states: Tensor, length: int) -> Tensor:
-    padded = states.new_zeros(length, states.shape[-1])
-    padded[: len(states)] = states
-    return padded
 
 
 def frozen_float32_ends(target: Runtime) -> EmbeddingAndHead:

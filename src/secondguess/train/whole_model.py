@@ -22,7 +22,6 @@ from secondguess.heads.learning import (
     Objective,
     TrainableHead,
     TrainingBatch,
-    masked_mean,
     overlap,
 )
 from secondguess.runtime.base import EmbeddingAndHead
@@ -69,14 +68,13 @@ class WholeModel(TrainableHead):
         with torch.no_grad():
             before = ends.unembed(training_batch.hidden[-1][:, :-1][counts])
             now = self._logits(self._exits[-1], counts)
-        there = torch.ones(len(before), dtype=torch.bool, device=before.device)
-        losses, accepted = [], []
+        losses, accepted, num_counted = [], [], max(1, len(before))
         for index, states in enumerate(self._exits):
             logits = self._logits(states, counts)
-            losses.append(masked_mean(objective(before, logits), there))
+            losses.append(objective(before, logits).sum() / num_counted)
             # Exits draft for the new model; the new model is compared with the original one.
-            judge = before if index == len(self._exits) - 1 else now
-            accepted.append(masked_mean(overlap(judge, logits), there))
+            reference = before if index == len(self._exits) - 1 else now
+            accepted.append(overlap(reference, logits).sum() / num_counted)
         self._exits.clear()
         return DepthLosses(losses, accepted)
 
