@@ -64,7 +64,7 @@ def test_the_texts_of_another_run_are_not_taken_for_those_of_this_one(
     done = searching(*arguments)
     assert done.code == 2
     assert differing in done.err
-    assert "choose another --out" in done.err
+    assert "choose another folder" in done.err
     assert (tmp_path / "skip" / "config.json").read_bytes() == found
 
 

@@ -35,6 +35,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_decoder(path: Path) -> Decoder:
+    """Return the decoder of a training checkpoint."""
+    return decoder_from(read_checkpoint(path))
+
+
 def decoder_from(content: dict[str, Any]) -> Decoder:
     decoder = Decoder(ModelShape(**content["shape"]))
     decoder.load_state_dict(content["weights"])

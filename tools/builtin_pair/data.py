@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.metadata
-import json
 import re
 import sys
 import sysconfig
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from secondguess.bench.prompt_files import read_any
 from secondguess.errors import BadInputError
 
 PERMISSIVE = re.compile(
@@ -35,6 +35,8 @@ SKIPPED = (
 SKIPPED_FOLDERS = frozenset(SKIPPED.split())
 MAX_FILE_CHARACTERS = 120_000
 MAX_PACKAGE_BYTES = 3_000_000
+SHORTEST_FRAGMENT = 10
+"""Minimum number of word characters of an evaluation prompt that are searched for."""
 
 
 @dataclass(frozen=True)
@@ -184,42 +186,38 @@ def installed_packages(directory: Path) -> Iterator[tuple[Package, list[Path]]]:
             yield Package(distribution.metadata["Name"], distribution.version, licence), files
 
 
-def forbidden_fingerprints(prompts: Path | None) -> list[str]:
-    """Return the last signature and docstring of each evaluation prompt, word characters only.
+class _Screen:
+    """Detector of evaluation prompts in a text.
+
+    Compared are the first 40 word characters of each prompt from its last ``def`` on, or of the
+    whole prompt without one. A text may therefore also be excluded because of a function that
+    merely begins alike.
 
     Args:
         prompts: JSON-lines file with a ``prompt`` per line; None for no prompts.
+
+    Raises:
+        BadInputError: a file that cannot be read, or a prompt that is too short.
     """
-    if prompts is None:
-        return []
-    fingerprints = []
-    for line in prompts.read_text(encoding="utf-8").splitlines():
-        prompt = json.loads(line)["prompt"]
-        start = prompt.rfind("def ")
-        fingerprints.append(_normalised(prompt[start:]))
-    return fingerprints
+
+    def __init__(self, prompts: Path | None) -> None:
+        texts = [prompt.text for prompt in read_any(prompts)] if prompts else []
+        self.num_prompts = len(texts)
+        fragments = {_normalised(text[max(0, text.rfind("def ")) :])[:40] for text in texts}
+        shortest = min(fragments, key=len, default="")
+        if fragments and len(shortest) < SHORTEST_FRAGMENT:
+            raise BadInputError(
+                f"expected evaluation prompts of at least {SHORTEST_FRAGMENT} word characters after their last 'def', "
+                f"got {shortest!r}, which too many files contain; leave it out of {prompts}"
+            )
+        self.pattern = re.compile("|".join(sorted(fragments)))
+
+    def contains(self, text: str) -> bool:
+        return self.num_prompts > 0 and self.pattern.search(_normalised(text)) is not None
 
 
 def _normalised(text: str) -> str:
     return re.sub(r"\W+", "", text)
-
-
-class _Screen:
-    """Detector of evaluation prompts in a text.
-
-    Only the first 40 word characters of each signature and docstring are compared, so a text may
-    also be excluded because of a function that merely begins alike.
-    """
-
-    def __init__(self, prompts: Path | None) -> None:
-        self.fingerprints = forbidden_fingerprints(prompts)
-        self.fragments = [fingerprint[:40] for fingerprint in self.fingerprints]
-        self.pattern = (
-            re.compile("|".join(sorted(map(re.escape, self.fragments)))) if self.fragments else None
-        )
-
-    def contains(self, text: str) -> bool:
-        return self.pattern is not None and self.pattern.search(_normalised(text)) is not None
 
 
 def build_corpus(
@@ -280,4 +278,4 @@ def build_corpus(
         raise BadInputError(
             "no usable Python file was found; give a directory with permissively licensed packages"
         )
-    return Corpus(training, held_out, packages, len(screen.fingerprints))
+    return Corpus(training, held_out, packages, screen.num_prompts)

@@ -15,11 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from builtin_pair.generate import RowGenerator
+from builtin_pair.generate import generate_rows
 from builtin_pair.model import Decoder, ModelShape
 from builtin_pair.tokens import TokenStore
 from builtin_pair.trainer import LossFunction, Report
+from secondguess.api import LLM
 from secondguess.errors import BadInputError
+from secondguess.train.draft_model import project_embeddings
 from secondguess.train.files import write_atomically
 from secondguess.train.losses import mean_hybrid_lk_loss
 from secondguess.train.training_data import shuffled_index
@@ -29,27 +31,20 @@ TEMPERATURES = (0.0, 1.0, 0.7, 1.0)
 
 
 def initial_drafter(shape: ModelShape, target: Decoder, seed: int) -> Decoder:
-    """Return a drafter with random layers and an embedding derived from the target's.
-
-    The tied embedding is the projection of the target's on its leading singular directions, which
-    best preserves the inner products between tokens, on the input side and on the output side.
+    """Return a drafter with random layers and the projection of the target's tied embedding.
 
     Raises:
         BadInputError: target and drafter have different vocabulary sizes.
     """
+    table = target.model.embed_tokens.weight.detach()
+    if len(table) != shape.vocab_size:
+        raise BadInputError(
+            f"the target has {len(table)} tokens and the drafter {shape.vocab_size}; use one tokenizer"
+        )
     drafter = Decoder(shape)
     drafter.initialise(seed)
-    embedding = target.model.embed_tokens.weight.detach()
-    if embedding.shape[0] != shape.vocab_size:
-        raise BadInputError(
-            f"the target has {embedding.shape[0]} tokens and the drafter {shape.vocab_size}; use one tokenizer"
-        )
-    left, values, _ = torch.linalg.svd(embedding, full_matrices=False)
-    width = min(shape.hidden_size, len(values))
     with torch.no_grad():
-        drafter.model.embed_tokens.weight[:, :width] = left[:, :width] * values[:width]
-        # With rows of norm 1 on average, logits have the spread of a fresh, not a trained model.
-        drafter.model.embed_tokens.weight /= drafter.model.embed_tokens.weight.norm(dim=1).mean()
+        drafter.model.embed_tokens.weight.copy_(project_embeddings(table, shape.hidden_size))
     return drafter
 
 
@@ -65,13 +60,11 @@ def overlap_loss(target: Decoder) -> LossFunction:
     return loss
 
 
-def write_own_text(
-    target: Decoder, store: TokenStore, path: Path, num_rows: int, seed: int, report: Report
-) -> None:
-    """Generate rows with ``target`` from prefixes of training rows, at several temperatures.
+def write_own_text(llm: LLM, store: TokenStore, path: Path, num_rows: int, seed: int, report: Report) -> None:
+    """Generate rows with the target from prefixes of training rows, at several temperatures.
 
     Args:
-        target: model that generates.
+        llm: the exported target.
         store: source of the prefixes.
         path: file in which the rows are stored.
         num_rows: minimum number of rows; a multiple of the generation batch is stored.
@@ -79,22 +72,17 @@ def write_own_text(
         report: callback for progress lines.
     """
     rows_at_once = min(128, num_rows)
-    generator = torch.Generator().manual_seed(seed)
-    made: list[NDArray[numpy.uint16]] = []
+    made: list[Tensor] = []
     for turn in range(-(-num_rows // rows_at_once)):
         prompt_length = (12, 24, 48, 96)[turn // len(TEMPERATURES) % 4]
-        temperature = TEMPERATURES[turn % len(TEMPERATURES)]
         prompts = store.batch(seed + 1, turn, rows_at_once, OWN_LENGTH, 0.7)[:, :prompt_length]
         new_tokens = OWN_LENGTH + 1 - prompt_length
-        rows = RowGenerator(target, rows_at_once, OWN_LENGTH + 1).run(
-            prompts, new_tokens, temperature, generator
-        )
-        made.append(rows.numpy().astype(numpy.uint16))
+        temperature = TEMPERATURES[turn % len(TEMPERATURES)]
+        made.append(generate_rows(llm, prompts, new_tokens, temperature, seed + turn * rows_at_once))
         if turn % 8 == 7:
-            report(f"the target wrote {sum(len(rows) for rows in made)} of {num_rows} rows")
-    path.parent.mkdir(parents=True, exist_ok=True)
+            report(f"the target wrote {rows_at_once * len(made)} of {num_rows} rows")
     with write_atomically(path) as stream:
-        numpy.save(stream, numpy.concatenate(made))
+        numpy.save(stream, torch.cat(made).numpy().astype(numpy.uint16))
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,18 @@ continues those that it finds there. Export, figures and model cards are written
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 
 from builtin_pair.card import write_cards
-from builtin_pair.checkpoints import decoder_from, read_checkpoint
+from builtin_pair.checkpoints import read_decoder
 from builtin_pair.data import build_corpus
 from builtin_pair.distill import (
     OWN_LENGTH,
@@ -32,8 +34,11 @@ from builtin_pair.model import ModelShape
 from builtin_pair.tokenizer import load_tokenizer, train_tokenizer
 from builtin_pair.tokens import TokenStore, write_tokens
 from builtin_pair.trainer import Report, Trainer
+from secondguess.api import load
 from secondguess.errors import BadInputError
+from secondguess.runtime.fingerprint import hash_weights
 from secondguess.train.files import write_atomically
+from secondguess.train.run_folder import check_or_record_options
 from secondguess.train.schedule import Budget, Phase, RunSettings
 
 TARGET_SHAPE = ModelShape(16, 256, 4, 2, 768, 6144)
@@ -95,25 +100,32 @@ class PairRecipe:
             raise BadInputError(
                 "nothing to learn from: name a corpus directory or include the standard library"
             )
+        if self.forbidden_prompts and not self.forbidden_prompts.is_file():
+            raise BadInputError(
+                f"expected a file of evaluation prompts, found none at {self.forbidden_prompts}"
+            )
         if self.seed < 0 or self.most_threads < 0:
             raise BadInputError(
                 f"seed and most_threads cannot be negative, got {self.seed} and {self.most_threads}"
             )
 
-    @classmethod
-    def small(cls, **changes: object) -> PairRecipe:
-        """Return a recipe for tests: a few steps of two tiny models on a fraction of the text."""
-        recipe = cls(
-            target=ModelShape(4, 64, 2, 1, 128, 512),
-            drafter=ModelShape(1, 32, 2, 1, 64, 512),
-            target_budget=Budget(steps=12),
-            drafter_budget=Budget(steps=4),
-            distill_budget=Budget(steps=4),
-            most_corpus_bytes=400_000,
-            own_rows=4,
-            compile=False,
-        )
-        return replace(recipe, **changes)  # type: ignore[arg-type]
+    def identity(self) -> dict[str, Any]:
+        """Return the options and hashes that determine the stages; a run is continued with the same.
+
+        Budgets and threads may change, and so may compilation.
+        """
+        prompts = self.forbidden_prompts
+        return {
+            "corpus": [str(path.resolve()) for path in self.corpus],
+            "exclude_prompts_sha256": prompts and hashlib.sha256(prompts.read_bytes()).hexdigest(),
+            "include_standard_library": self.include_standard_library,
+            "most_corpus_bytes": self.most_corpus_bytes,
+            "start_sha256": self.start and hash_weights(self.start),
+            "target": asdict(self.target),
+            "drafter": asdict(self.drafter),
+            "own_rows": self.own_rows,
+            "seed": self.seed,
+        }
 
     def scaled(self, minutes: float) -> PairRecipe:
         """Return the recipe with its three training budgets scaled to ``minutes`` in total.
@@ -176,18 +188,27 @@ def train_pair(recipe: PairRecipe, directory: Path, report: Report = print) -> P
     distil_drafter(recipe, directory, report)
     for name in ("target", "drafter"):
         export_checkpoint(directory, name, directory / name)
-    figures = measure(recipe, directory, report)
-    write_cards(directory, figures, recipe.seed)
-    report(f"finished: {directory / 'target'} and {directory / 'drafter'}")
+    target, drafter = (read_decoder(directory / f"{name}.pt") for name in ("target", "drafter"))
+    llm, store = load(str(directory / "target"), "none"), prepare_data(recipe, directory, report)
+    figures = measure_pair(target, drafter, llm, store, seed=recipe.seed)
+    content = json.dumps(asdict(figures), indent=2)
+    with write_atomically(directory / "figures.json") as stream:
+        stream.write(content.encode())
+    write_cards(directory, figures, llm, recipe.seed)
+    report(f"finished: {directory / 'target'} and {directory / 'drafter'}\n{content}")
     return figures
 
 
 def prepare_data(recipe: PairRecipe, directory: Path, report: Report) -> TokenStore:
-    """Return the token store; corpus, tokenizer and tokens are created by the first call only."""
+    """Return the token store; corpus, tokenizer and tokens are created by the first call only.
+
+    Raises:
+        BadInputError: the directory holds a run with other options.
+    """
+    check_or_record_options(directory, recipe.identity())
     tokens = directory / "tokens"
     if (tokens / "summary.json").is_file():
         return TokenStore.open(tokens)
-    directory.mkdir(parents=True, exist_ok=True)
     report("collecting Python source")
     corpus = build_corpus(
         recipe.corpus,
@@ -223,15 +244,10 @@ def train_target(recipe: PairRecipe, directory: Path, report: Report) -> None:
     initial = None
     if recipe.start is not None:
         initial, _ = deepened(load_exported(recipe.start), recipe.target.num_layers)
-    trainer = Trainer(
-        recipe.target,
-        recipe.target_settings(),
-        store,
-        directory / "target.pt",
-        initial=initial,
-        report=report,
+    checkpoint = directory / "target.pt"
+    Trainer(recipe.target, recipe.target_settings(), store, checkpoint, initial=initial, report=report).run(
+        after_checkpoint=_held_out_teller(store, report)
     )
-    trainer.run(after_checkpoint=_held_out_teller(store, report))
 
 
 def _held_out_teller(store: TokenStore, report: Report) -> Callable[[Trainer], None]:
@@ -245,7 +261,7 @@ def _held_out_teller(store: TokenStore, report: Report) -> Callable[[Trainer], N
 def train_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
     """Train the drafter alone: cross-entropy on the corpus, from the target's embedding."""
     store = prepare_data(recipe, directory, report)
-    target = decoder_from(read_checkpoint(directory / "target.pt"))
+    target = read_decoder(directory / "target.pt")
     start = initial_drafter(recipe.drafter, target, recipe.seed)
     checkpoint = directory / "drafter-alone.pt"
     Trainer(recipe.drafter, recipe.drafter_settings(), store, checkpoint, initial=start, report=report).run(
@@ -256,33 +272,21 @@ def train_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
 def distil_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
     """Distil the drafter: overlap loss on the corpus and on text generated by the target."""
     store = prepare_data(recipe, directory, report)
-    target = decoder_from(read_checkpoint(directory / "target.pt"))
+    target = read_decoder(directory / "target.pt")
     own = directory / "own-text.npy"
     if not own.is_file():
-        write_own_text(target, store, own, recipe.own_rows, recipe.seed, report)
-    alone = decoder_from(read_checkpoint(directory / "drafter-alone.pt"))
+        export_checkpoint(directory, "target", directory / "target")
+        llm = load(str(directory / "target"), "none")
+        write_own_text(llm, store, own, recipe.own_rows, recipe.seed, report)
     Trainer(
         recipe.drafter,
         recipe.distill_settings(),
         MixedStore(store, numpy.load(own, mmap_mode="r")),
         directory / "drafter.pt",
-        initial=alone,
+        initial=read_decoder(directory / "drafter-alone.pt"),
         loss=overlap_loss(target),
         report=report,
     ).run()
-
-
-def measure(recipe: PairRecipe, directory: Path, report: Report, rows: int = 64) -> PairFigures:
-    """Measure and store the figures of the model cards, for the current checkpoints."""
-    target, drafter = (
-        decoder_from(read_checkpoint(directory / f"{name}.pt")) for name in ("target", "drafter")
-    )
-    store = prepare_data(recipe, directory, report)
-    figures = measure_pair(target, drafter, store, rows=rows, seed=recipe.seed)
-    with write_atomically(directory / "figures.json") as stream:
-        stream.write(json.dumps(figures.as_dict(), indent=2).encode())
-    report(json.dumps(figures.as_dict()))
-    return figures
 
 
 def export_checkpoint(directory: Path, name: str, destination: Path) -> None:
@@ -290,7 +294,7 @@ def export_checkpoint(directory: Path, name: str, destination: Path) -> None:
 
     This is possible at any time during a run.
     """
-    decoder = decoder_from(read_checkpoint(directory / f"{name}.pt"))
+    decoder = read_decoder(directory / f"{name}.pt")
     export_model(decoder, load_tokenizer(directory / "tokenizer.json"), destination)
 
 

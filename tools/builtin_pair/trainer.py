@@ -139,15 +139,6 @@ class Trainer:
             f"{self.tokens / 1e6:.2f} M tokens  layers {self.decoder.shape.num_layers}  threads {torch.get_num_threads()}"
         )
 
-    def held_out_loss(self, rows: int = 64, length: int = 256) -> float:
-        """Return the cross-entropy on fixed held-out windows, in nats per token."""
-        batch = self.store.held_out_batch(rows, length)
-        with torch.no_grad():
-            losses = [
-                float(next_token_loss(self.decoder, part)) * len(part) for part in torch.split(batch, 8)
-            ]
-        return sum(losses) / len(batch)
-
     def _take_step(self) -> float:
         self._keep_before_decay()
         phase = self.settings.phase_at(self.progress)

@@ -84,6 +84,19 @@ def test_an_evaluation_prompt_keeps_its_file_out_however_it_is_spaced(tmp_path: 
     assert not any("area_5" in document.text for document in collect(tmp_path, prompts).training)
 
 
+def test_prompts_without_a_function_exclude_the_files_that_contain_them(tmp_path: Path) -> None:
+    install(tmp_path, "leaky", "MIT", {"a.py": module(5), "b.py": module(6)})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Return the area, number 5, of a rectangle."}) + "\n")
+    corpus = collect(tmp_path, prompts)
+    assert [sum(name in each.text for each in corpus.training) for name in ("area_5", "area_6")] == [0, 2]
+    assert corpus.num_forbidden == 1
+    for short in ("f", "import os\n\ndef f():"):
+        prompts.write_text(json.dumps({"prompt": short}) + "\n")
+        with pytest.raises(BadInputError, match="at least 10 word characters"):
+            collect(tmp_path, prompts)
+
+
 def test_functions_come_out_whole_documented_and_runnable() -> None:
     functions = list(documented_functions(module(3) + "\n\ndef bare(x):\n    return x\n"))
     assert functions == [FUNCTION.format(3)]

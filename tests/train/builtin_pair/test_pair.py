@@ -57,6 +57,26 @@ def test_a_pair_can_be_the_start_of_the_next(recipe: PairRecipe, tmp_path: Path)
     assert (weights[0][name] - weights[1][name]).norm() < 0.2 * weights[0][name].norm()
 
 
+def test_a_run_is_continued_with_its_options(recipe: PairRecipe, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Return the smallest of three numbers"}')
+    first = replace(recipe, forbidden_prompts=prompts)
+    stages.prepare_data(first, tmp_path / "run", lambda line: None)
+    stages.prepare_data(
+        replace(first, target_budget=Budget(steps=99), most_threads=1), tmp_path / "run", lambda line: None
+    )
+    prompts.write_text('{"prompt": "Return the largest of three numbers"}')
+    others = {
+        "exclude prompts": first,
+        "seed": replace(first, seed=1),
+        "own rows": replace(first, own_rows=8),
+    }
+    for name, other in others.items():
+        with pytest.raises(BadInputError, match=f"another {name}"):
+            stages.prepare_data(other, tmp_path / "run", lambda line: None)
+        prompts.write_text('{"prompt": "Return the smallest of three numbers"}')
+
+
 def test_a_drafter_starts_from_the_embedding_that_best_keeps_its_targets_inner_products() -> None:
     target = Decoder(ModelShape(1, 64, 2, 1, 64, 300))
     target.initialise(0)
@@ -123,6 +143,7 @@ def test_a_scaled_recipe_keeps_the_proportions() -> None:
         (["run", "run", "--corpus", "nowhere", "--minutes", "1"], "nowhere"),
         (["run", "run", "--minutes", "-1"], "minutes above 0"),
         (["run", "run", "--seed", "-1"], "negative"),
+        (["run", "run", "--exclude-prompts", "nowhere"], "none at nowhere"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
