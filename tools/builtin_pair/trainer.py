@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
@@ -26,6 +26,7 @@ from builtin_pair.checkpoints import decoder_from, read_checkpoint
 from builtin_pair.growth import deepened
 from builtin_pair.model import Decoder, ModelShape
 from builtin_pair.threads import SpareThreads
+from builtin_pair.tokens import TokenStore
 from secondguess.errors import CheckpointError
 from secondguess.train.files import write_atomically
 from secondguess.train.schedule import RunSettings
@@ -39,17 +40,6 @@ def next_token_loss(decoder: Decoder, rows: Tensor) -> Tensor:
     """Return the mean cross-entropy, in nats, of each token given those before it."""
     logits = decoder(rows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-
-
-class Rows(Protocol):
-    """Source of token rows: training rows by step, and a fixed set of held-out rows."""
-
-    @property
-    def bytes_per_token(self) -> float: ...
-
-    def batch(self, seed: int, step: int, rows: int, length: int, function_share: float = ...) -> Tensor: ...
-
-    def held_out_batch(self, rows: int, length: int) -> Tensor: ...
 
 
 class Trainer:
@@ -72,7 +62,7 @@ class Trainer:
         self,
         shape: ModelShape,
         settings: RunSettings,
-        store: Rows,
+        store: TokenStore,
         checkpoint: Path,
         *,
         initial: Decoder | None = None,

@@ -12,7 +12,7 @@ import torch
 
 from builtin_pair import pair as stages
 from builtin_pair.__main__ import main
-from builtin_pair.distill import MixedStore, initial_drafter
+from builtin_pair.distill import initial_drafter
 from builtin_pair.evaluate import acceptance
 from builtin_pair.model import Decoder, ModelShape
 from builtin_pair.pair import PairRecipe, export_checkpoint, install_pair, train_pair
@@ -98,11 +98,12 @@ def test_a_drafter_starts_from_the_embedding_that_best_keeps_its_targets_inner_p
 
 def test_half_of_a_mixed_batch_is_the_targets_own_text(store: TokenStore) -> None:
     own = torch.full((3, 65), 7).numpy().astype("uint16")
-    batch = MixedStore(store, own).batch(0, 0, 8, 64)
+    mixed = replace(store, own=own)
+    batch = mixed.batch(0, 0, 8, 64)
     assert batch.shape == (8, 65)
     assert int((batch == 7).all(dim=1).sum()) == 4
     with pytest.raises(BadInputError, match="rows of 65"):
-        MixedStore(store, own).batch(0, 0, 8, 65)
+        mixed.batch(0, 0, 8, 65)
 
 
 def test_a_model_accepts_itself_always() -> None:
