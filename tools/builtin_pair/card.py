@@ -52,7 +52,7 @@ def _shape(decoder: Decoder) -> str:
         f"Llama architecture, {shape.num_layers} layer{'s' if shape.num_layers > 1 else ''} of width {shape.hidden_size}, "
         f"{shape.num_heads} heads of {shape.head_size} ({shape.num_kv_heads} for keys and values), "
         f"feed-forward width {shape.mlp_size}, tied embeddings, {shape.vocab_size:,} tokens, "
-        f"{shape.num_parameters / 1e6:.1f} million parameters, bf16."
+        f"{sum(each.numel() for each in decoder.parameters()) / 1e6:.1f} million parameters, bf16."
     )
 
 

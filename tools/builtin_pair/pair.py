@@ -30,6 +30,7 @@ from builtin_pair.evaluate import PairFigures, bits_per_byte, measure_pair
 from builtin_pair.export import export_model, load_exported
 from builtin_pair.growth import deepened
 from builtin_pair.model import ModelShape
+from builtin_pair.schedule import Phase, RunSettings
 from builtin_pair.tokenizer import load_tokenizer, train_tokenizer
 from builtin_pair.tokens import TokenStore, write_tokens
 from builtin_pair.trainer import Report, Trainer
@@ -38,7 +39,7 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.train.files import write_atomically
 from secondguess.train.run_folder import check_or_record_options
-from secondguess.train.schedule import Budget, Phase, RunSettings
+from secondguess.train.schedule import Budget
 
 TARGET_SHAPE = ModelShape(16, 256, 4, 2, 768, 6144)
 # One layer: on a CPU, a one-token forward pass is mostly call overhead, which grows with layers.

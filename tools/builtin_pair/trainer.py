@@ -25,11 +25,11 @@ from torch.nn import functional
 from builtin_pair.checkpoints import decoder_from, read_checkpoint
 from builtin_pair.growth import deepened
 from builtin_pair.model import Decoder, ModelShape
+from builtin_pair.schedule import RunSettings
 from builtin_pair.threads import SpareThreads
 from builtin_pair.tokens import TokenStore
 from secondguess.errors import CheckpointError
 from secondguess.train.files import write_atomically
-from secondguess.train.schedule import RunSettings
 
 Report = Callable[[str], None]
 LossFunction = Callable[[Decoder, Tensor], Tensor]

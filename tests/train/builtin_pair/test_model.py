@@ -74,11 +74,6 @@ def test_an_export_comes_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
     ]
 
 
-def test_the_parameter_count_is_that_of_the_module() -> None:
-    for shape in SHAPES:
-        assert shape.num_parameters == sum(parameter.numel() for parameter in Decoder(shape).parameters())
-
-
 def test_gradients_reach_every_weight_and_match_finite_differences() -> None:
     decoder = random_decoder(SHAPES[0])
     tokens = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(2))
@@ -140,7 +135,7 @@ def test_shapes_that_cannot_be_are_refused() -> None:
         ModelShape(1, 64, 4, 3, 64, 300)
     with pytest.raises(BadInputError, match="even multiple of num_heads"):
         ModelShape(1, 60, 4, 2, 64, 300)
-    with pytest.raises(BadInputError, match="num_layers must be at least 1"):
+    with pytest.raises(BadInputError, match="num_layers between 1"):
         ModelShape(0, 64, 4, 2, 64, 300)
 
 

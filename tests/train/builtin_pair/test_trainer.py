@@ -13,12 +13,13 @@ from builtin_pair.checkpoints import read_checkpoint
 from builtin_pair.evaluate import bits_per_byte
 from builtin_pair.growth import deepened, layer_sources
 from builtin_pair.model import Decoder, ModelShape
+from builtin_pair.schedule import Phase, RunSettings
 from builtin_pair.threads import threads_to_use
 from builtin_pair.tokens import TokenStore
 from builtin_pair.trainer import Trainer
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.files import write_atomically
-from secondguess.train.schedule import Budget, Phase, RunSettings
+from secondguess.train.schedule import Budget
 from secondguess.train.training_data import shuffled_index
 
 SHAPE = ModelShape(4, 32, 2, 1, 64, 512)
@@ -220,7 +221,7 @@ def test_absurd_settings_are_refused() -> None:
         replace(SETTINGS, phases=PHASES[:1])
     with pytest.raises(BadInputError, match="cannot have fewer layers"):
         replace(SETTINGS, phases=(Phase(0.5, 4, 16, 64), Phase(1.0, 3, 16, 64)))
-    with pytest.raises(BadInputError, match="one window per step"):
+    with pytest.raises(BadInputError, match="tokens of a step"):
         Phase(1.0, 1, 64, 32)
 
 
