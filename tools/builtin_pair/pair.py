@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from builtin_pair.distill import (
     overlap_loss,
     write_own_text,
 )
-from builtin_pair.evaluate import PairFigures, bits_per_byte, measure_pair
+from builtin_pair.evaluate import PairFigures, measure_pair
 from builtin_pair.export import export_model, load_exported
 from builtin_pair.growth import deepened
 from builtin_pair.model import ModelShape
@@ -36,6 +35,7 @@ from builtin_pair.tokens import TokenStore, write_tokens
 from builtin_pair.trainer import Report, Trainer
 from secondguess.api import load
 from secondguess.errors import BadInputError
+from secondguess.names import check_range
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.train.files import write_atomically
 from secondguess.train.run_folder import check_or_record_options
@@ -92,10 +92,9 @@ class PairRecipe:
                 f"target and drafter share a tokenizer: got vocabularies of {self.target.vocab_size} and "
                 f"{self.drafter.vocab_size}; give both the same vocab_size"
             )
-        if self.own_rows < 1:
-            raise BadInputError(
-                f"the distillation needs at least 1 row of the target's own text, got {self.own_rows}"
-            )
+        check_range("own_rows", self.own_rows, 1, 10_000_000)
+        check_range("--seed", self.seed, 0, 2**31 - 1)
+        check_range("--most-threads", self.most_threads, 0, 1024)
         if not self.corpus and not self.include_standard_library:
             raise BadInputError(
                 "nothing to learn from: name a corpus directory or include the standard library"
@@ -103,10 +102,6 @@ class PairRecipe:
         if self.forbidden_prompts and not self.forbidden_prompts.is_file():
             raise BadInputError(
                 f"expected a file of evaluation prompts, found none at {self.forbidden_prompts}"
-            )
-        if self.seed < 0 or self.most_threads < 0:
-            raise BadInputError(
-                f"seed and most_threads cannot be negative, got {self.seed} and {self.most_threads}"
             )
 
     def identity(self) -> dict[str, Any]:
@@ -160,22 +155,26 @@ class PairRecipe:
         return self._settings(phases, self.target_budget, self.seed)
 
     def drafter_settings(self) -> RunSettings:
-        return replace(
-            self._settings(self._drafter_phases(8192), self.drafter_budget, self.seed + 1), decay_share=0.5
-        )
+        phase = Phase(1.0, self.drafter.num_layers, OWN_LENGTH, 8192)
+        return self._settings((phase,), self.drafter_budget, self.seed + 1, decay_share=0.5)
 
     def distill_settings(self) -> RunSettings:
         """Return the settings of the distillation: lower learning rates with a long decay."""
-        settings = self._settings(self._drafter_phases(4096), self.distill_budget, self.seed + 2)
-        return replace(
-            settings, muon_rate=0.01, adam_rate=0.002, weight_decay=0.0, warmup_steps=20, decay_share=0.8
+        return self._settings(
+            (Phase(1.0, self.drafter.num_layers, OWN_LENGTH, 4096),),
+            self.distill_budget,
+            self.seed + 2,
+            muon_rate=0.01,
+            adam_rate=0.002,
+            weight_decay=0.0,
+            warmup_steps=20,
+            decay_share=0.8,
         )
 
-    def _drafter_phases(self, tokens_per_step: int) -> tuple[Phase, ...]:
-        return (Phase(1.0, self.drafter.num_layers, OWN_LENGTH, tokens_per_step),)
-
-    def _settings(self, phases: tuple[Phase, ...], budget: Budget, seed: int) -> RunSettings:
-        return RunSettings(phases, budget, seed=seed, compile=self.compile, most_threads=self.most_threads)
+    def _settings(self, phases: tuple[Phase, ...], budget: Budget, seed: int, **others: Any) -> RunSettings:
+        return RunSettings(
+            phases, budget, seed=seed, compile=self.compile, most_threads=self.most_threads, **others
+        )
 
 
 def train_pair(recipe: PairRecipe, directory: Path, report: Report = print) -> PairFigures:
@@ -242,34 +241,20 @@ def train_target(recipe: PairRecipe, directory: Path, report: Report) -> None:
     if recipe.start is not None:
         initial, _ = deepened(load_exported(recipe.start), recipe.target.num_layers)
     checkpoint = directory / "target.pt"
-    Trainer(recipe.target, recipe.target_settings(), store, checkpoint, initial=initial, report=report).run(
-        after_checkpoint=_held_out_teller(store, report)
-    )
-
-
-def _held_out_teller(store: TokenStore, report: Report) -> Callable[[Trainer], None]:
-    def tell(trainer: Trainer) -> None:
-        bits = bits_per_byte(trainer.decoder, store, rows=64, length=256)
-        report(f"step {trainer.step}  held-out text: {bits:.4f} bits per byte")
-
-    return tell
+    Trainer(recipe.target, recipe.target_settings(), store, checkpoint, initial=initial, report=report).run()
 
 
 def train_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
     """Train the drafter alone: cross-entropy on the corpus, from the target's embedding."""
     store = prepare_data(recipe, directory, report)
-    target = read_decoder(directory / "target.pt")
-    start = initial_drafter(recipe.drafter, target, recipe.seed)
+    start = initial_drafter(recipe.drafter, read_decoder(directory / "target.pt"), recipe.seed)
     checkpoint = directory / "drafter-alone.pt"
-    Trainer(recipe.drafter, recipe.drafter_settings(), store, checkpoint, initial=start, report=report).run(
-        after_checkpoint=_held_out_teller(store, report)
-    )
+    Trainer(recipe.drafter, recipe.drafter_settings(), store, checkpoint, initial=start, report=report).run()
 
 
 def distil_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
     """Distil the drafter: overlap loss on the corpus and on text generated by the target."""
     store = prepare_data(recipe, directory, report)
-    target = read_decoder(directory / "target.pt")
     own = directory / "own-text.npy"
     if not own.is_file():
         export_checkpoint(directory, "target", directory / "target")
@@ -281,7 +266,7 @@ def distil_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
         replace(store, own=numpy.load(own, mmap_mode="r")),
         directory / "drafter.pt",
         initial=read_decoder(directory / "drafter-alone.pt"),
-        loss=overlap_loss(target),
+        loss=overlap_loss(read_decoder(directory / "target.pt")),
         report=report,
     ).run()
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from builtin_pair.checkpoints import decoder_from, read_checkpoint
+from builtin_pair.evaluate import bits_per_byte
 from builtin_pair.growth import deepened
 from builtin_pair.model import Decoder, ModelShape
 from builtin_pair.schedule import RunSettings
@@ -86,13 +87,13 @@ class Trainer:
     def progress(self) -> float:
         return self.settings.budget.progress(self.seconds, self.step)
 
-    def run(self, after_checkpoint: Callable[[Trainer], None] | None = None) -> Decoder:
+    def run(self) -> Decoder:
         """Train until the budget is spent.
 
         An interruption leaves a checkpoint of the last complete step.
         """
         try:
-            self._run(after_checkpoint)
+            self._run()
         except KeyboardInterrupt:
             # Between the two optimiser updates the weights are inconsistent and must not be saved.
             if not self._updating and self.step:
@@ -101,7 +102,7 @@ class Trainer:
         self.save()
         return self.decoder
 
-    def _run(self, after_checkpoint: Callable[[Trainer], None] | None) -> None:
+    def _run(self) -> None:
         spare = SpareThreads(self.settings.most_threads) if self.settings.most_threads else None
         last_save = last_report = time.monotonic()
         losses: list[float] = []
@@ -118,8 +119,8 @@ class Trainer:
                 last_report, reported_tokens, losses = now, self.tokens, []
             if now - last_save > self.settings.checkpoint_seconds:
                 self.save()
-                if after_checkpoint is not None:
-                    after_checkpoint(self)
+                bits = bits_per_byte(self.decoder, self.store, rows=64, length=256)
+                self.report(f"step {self.step}  held-out text: {bits:.4f} bits per byte")
                 last_save = time.monotonic()
                 self.seconds += last_save - now
 

@@ -83,15 +83,15 @@ def _layer_skip(
     Nothing is trained: layers are removed one at a time, and the rest is evaluated on
     the target's own answers to the prompts. Use the result as layer-skip:OUT.
     """
-    from secondguess.train.skip_training import SkipJob, search_layers
+    from secondguess.train.skip_training import search_layers
     from secondguess.train.training_texts import DEFAULT_TEMPERATURES, AnswerSettings
 
     answers = AnswerSettings(
         tuple(temperature or DEFAULT_TEMPERATURES), max_tokens=max_tokens, length=length, seed=seed
     )
-    job = SkipJob(out, model, dtype, tuple(data or ()), num_prompts, answers)
     with DeferredInterrupt() as interruption, progress_bar("loading", percent=True) as bar:
-        found = search_layers(job, _ProgressDisplay(bar, interruption))
+        show = _ProgressDisplay(bar, interruption)
+        found = search_layers(out, model, dtype, data or (), num_prompts, answers, show)
     print(f"skipped layers: {', '.join(map(str, found.skipped))}")
     print(
         f"expected: {found.acceptance:.1%} accepted at temperature 1, c = {found.cost_ratio:.2f}, {found.speedup:.2f}x"

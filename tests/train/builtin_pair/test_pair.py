@@ -120,7 +120,7 @@ def test_recipes_that_cannot_be_are_refused(tmp_path: Path) -> None:
         PairRecipe(drafter=ModelShape(1, 32, 2, 1, 64, 300))
     with pytest.raises(BadInputError, match="nothing to learn from"):
         PairRecipe(include_standard_library=False)
-    with pytest.raises(BadInputError, match="at least 1 row"):
+    with pytest.raises(BadInputError, match="own_rows between 1"):
         PairRecipe(own_rows=0)
     with pytest.raises(BadInputError, match="minutes above 0"):
         PairRecipe().scaled(0)
@@ -143,7 +143,7 @@ def test_a_scaled_recipe_keeps_the_proportions() -> None:
         (["export", "none", "out"], "there is no training checkpoint"),
         (["run", "run", "--corpus", "nowhere", "--minutes", "1"], "nowhere"),
         (["run", "run", "--minutes", "-1"], "minutes above 0"),
-        (["run", "run", "--seed", "-1"], "negative"),
+        (["run", "run", "--seed", "-1"], "--seed between 0"),
         (["run", "run", "--exclude-prompts", "nowhere"], "none at nowhere"),
     ],
 )
