@@ -32,26 +32,7 @@ def _any_character(choice: random.Random) -> str:
 
 def _awkward_texts() -> list[str]:
     choice = random.Random(3)
-    alphabet = [
-        "\n",
-        "\r\n",
-        "\t",
-        " ",
-        "  ",
-        "a",
-        "_",
-        "__init__",
-        "é",
-        "漢",
-        "😀",
-        "\u200b",
-        "1234",
-        "'",
-        '"""',
-        ".",
-        " ,",
-        "\x00",
-    ]
+    alphabet = ["\r\n", "  ", "__init__", "1234", '"""', " ,", *"\n\t a_é漢😀\u200b'.\x00"]
     mixed = ["".join(choice.choices(alphabet, k=40)) for _ in range(200)]
     anything = ["".join(_any_character(choice) for _ in range(20)) for _ in range(50)]
     return [TEXT, "", " ", "\n", "don 't stop . now ?", END_TOKEN, *mixed, *anything]
