@@ -8,7 +8,6 @@ the distribution of the original model, so that it stays close to it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ def skip_rates(num_layers: int, highest: float) -> list[float]:
     [0.0, 0.083, 0.2]
     """
     last = max(1, num_layers - 1)
-    return [highest * (math.exp(index * math.log(2) / last) - 1) for index in range(num_layers)]
+    return [highest * (2 ** (index / last) - 1) for index in range(num_layers)]
 
 
 def exit_weights(num_exits: int, scale: float) -> list[float]:
