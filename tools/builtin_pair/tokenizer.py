@@ -87,4 +87,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def end_token_id(tokenizer: Tokenizer) -> int:
     """Return the id of the token that ends a document."""
-    return int(tokenizer.token_to_id(END_TOKEN))
+    token: int | None = tokenizer.token_to_id(END_TOKEN)
+    if token is None:
+        raise CheckpointError(f"the tokenizer has no token {END_TOKEN}")
+    return token
