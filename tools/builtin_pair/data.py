@@ -12,7 +12,6 @@ import importlib.metadata
 import re
 import sys
 import sysconfig
-import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -126,7 +125,7 @@ def documented_functions(text: str, most_lines: int = 60) -> Iterator[str]:
         docstring_lines = (node.body[0].end_lineno or 0) - node.body[0].lineno
         if not 1 <= body_lines <= most_lines or docstring_lines > 40 or node.name.startswith("test_"):
             continue
-        yield textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
+        yield "\n".join(lines[node.lineno - 1 : node.end_lineno]) + "\n"
 
 
 def _read(path: Path) -> str | None:
