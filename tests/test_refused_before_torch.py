@@ -40,6 +40,7 @@ CASES = {
     ("bench", "--drafters", "all", "--drafters", "suffix"): "got 'all'",
     ("tune", "builtin", "--drafter", "abacus"): "suffix",
     ("train", "acceptance", "--out", "out", "--drafter", "abacus"): "suffix",
+    ("train", "medusa", "--out", "out", "--loss", "abacus"): "lk, kl, tv, ce",
 }
 """Command -> what its one line names, beside the value that came."""
 

@@ -66,8 +66,8 @@ def test_states_on_disk_are_the_live_ones_rounded(target, tmp_path: Path, dtype:
     read = stored.training_batch(BATCH)
     for layer in (1, -1):
         assert torch.equal(read.hidden[layer], live.hidden[layer].to(dtype).float())
-    on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.npy"))
-    assert stored.num_bytes <= on_disk < stored.num_bytes + 1000
+    on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert stored.num_bytes(TEXTS) <= on_disk < stored.num_bytes(TEXTS) + 200 * len(TEXTS)
     assert "of the 1 allowed" in lines[0]
 
 
@@ -98,6 +98,7 @@ def test_states_of_other_layers_or_in_other_numbers_are_read_anew(target, tmp_pa
     for layers, dtype in (((), torch.float16), ((1,), torch.float16), ((1,), torch.bfloat16)):
         stored = StoredCapture(tmp_path, TEXTS, layers, target.runtime, dtype)
         stored.fill(1.0, str)
+        assert len(list(tmp_path.glob("*.safetensors"))) == len(TEXTS)
         live = LiveCapture(target.runtime, layers).training_batch(BATCH)
         for layer in (*layers, -1):
             assert torch.equal(
@@ -108,8 +109,8 @@ def test_states_of_other_layers_or_in_other_numbers_are_read_anew(target, tmp_pa
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(target, tmp_path: Path) -> None:
     stored = StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16)
     with pytest.raises(BadInputError, match=r"--capture-gb of at least .* got"):
-        stored.fill(0.9 * stored.num_bytes / GIGABYTE, str)
-    assert not list((tmp_path / "states").glob("*.npy"))
+        stored.fill(0.9 * stored.num_bytes(TEXTS) / GIGABYTE, str)
+    assert not (tmp_path / "states").exists()
 
 
 def test_states_that_float16_cannot_hold_are_refused(target, tmp_path: Path, monkeypatch) -> None:

@@ -65,11 +65,12 @@ def test_what_comes_behind_a_place_does_not_tell_it_anything(target) -> None:
 
 def test_the_same_seed_makes_the_same_model(target) -> None:
     ends = frozen_float32_ends(target)
-    made = []
-    for _ in range(2):
-        torch.manual_seed(4)
-        made.append(DraftModel.fresh(CONFIG, 300, ends, num_layers=1, width=0).state_dict())
-    assert all(torch.equal(weight, made[1][name]) for name, weight in made[0].items())
+    first, second, other = (
+        DraftModel.fresh(CONFIG, 300, ends, num_layers=1, width=0, seed=seed).state_dict()
+        for seed in (4, 4, 5)
+    )
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    assert any(not torch.equal(weight, other[name]) for name, weight in first.items())
 
 
 def test_a_width_that_heads_do_not_divide_is_refused(target) -> None:

@@ -20,29 +20,14 @@ def searching(tiny_checkpoint, tmp_path, secondguess_command):
     return search
 
 
-def test_what_the_command_finds_can_be_used(tiny_checkpoint, tmp_path, secondguess_command):
-    data = tmp_path / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):", "import os")))
-    out = tmp_path / "skip"
-    done = secondguess_command(
-        "train", "layer-skip", "--model", str(tiny_checkpoint), "--data", str(data), "--out", str(out),
-        "--max-tokens", "24", "--length", "64", "--num-prompts", "2",
-    )  # fmt: skip
+def test_what_the_command_finds_can_be_used(searching, tiny_checkpoint, tmp_path, secondguess_command):
+    done = searching()
     assert done.code == 0, done.err
+    out = tmp_path / "skip"
     assert json.loads((out / "config.json").read_text())["skipped"]
-    spoken = secondguess_command(
-        "generate", "def f(x):", "--model", str(tiny_checkpoint), "--drafter", f"layer-skip:{out}",
-        "--max-tokens", "8", "--json",
-    )  # fmt: skip
+    drafter = ("--drafter", f"layer-skip:{out}", "--max-tokens", 8, "--json")
+    spoken = secondguess_command("generate", "def f(x):", "--model", tiny_checkpoint, *drafter)
     assert spoken.code == 0, spoken.err
-
-
-def test_a_file_for_a_folder_is_refused(tiny_checkpoint, tmp_path, secondguess_command):
-    file = tmp_path / "file"
-    file.write_text("")
-    done = secondguess_command("train", "layer-skip", "--model", str(tiny_checkpoint), "--out", str(file))
-    assert done.code == 2
-    assert "expected a folder for --out" in done.err
 
 
 @pytest.mark.parametrize(
@@ -64,7 +49,7 @@ def test_the_texts_of_another_run_are_not_taken_for_those_of_this_one(
     done = searching(*arguments)
     assert done.code == 2
     assert differing in done.err
-    assert "choose another --out" in done.err
+    assert "choose another folder" in done.err
     assert (tmp_path / "skip" / "config.json").read_bytes() == found
 
 
@@ -91,7 +76,14 @@ def test_an_answer_as_long_as_the_text_is_refused_before_anything_is_written(sea
     assert not (tmp_path / "skip").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_the_target_writes(searching, tmp_path):
-    done = searching("--out", tmp_path / "prompts.jsonl" / "skip")
+@pytest.mark.parametrize(
+    ("out", "complaint"),
+    [("prompts.jsonl", "got the file"), ("prompts.jsonl/skip", "that can be written to")],
+)
+def test_a_folder_that_cannot_be_written_is_told_before_the_target_writes(
+    searching, tmp_path, out, complaint
+):
+    done = searching("--out", tmp_path / out)
     assert done.code == 2
-    assert "expected a folder for --out that can be written to" in done.err
+    assert "expected a folder for --out" in done.err
+    assert complaint in done.err

@@ -11,12 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.heads.skip import write_skipped
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.train.skip_search import (
-    Candidate,
     SkipSearch,
     best_draft_length,
-    save_layers,
     stack_prefixes,
 )
 
@@ -70,7 +69,7 @@ def test_the_best_draft_length_is_that_of_the_formula() -> None:
 
 
 def test_what_is_saved_drafts(tmp_path: Path) -> None:
-    save_layers(Candidate((1, 3), 0.9, 0.6, 4, 1.5), tmp_path)
+    write_skipped(tmp_path, (1, 3), {})
     runtime = target()
 
     class Loaded:

@@ -38,6 +38,10 @@ def llm(tiny_checkpoint: Path):
     return load(str(tiny_checkpoint), "none", dtype="float32")
 
 
+def answers(llm, documents, folder: Path, settings: AnswerSettings = SETTINGS):
+    return write_answers(llm, documents, settings, folder, lambda *_: None, lambda: None)
+
+
 def json_lines(path: Path, *records: object) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -115,7 +119,7 @@ def test_the_target_answers_and_its_answers_count(llm, tmp_path: Path) -> None:
 
 def test_stored_answers_are_not_written_again(llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [Document(f"def f{number}(items):", "") for number in range(11)]
-    whole = write_answers(llm, documents, SETTINGS, tmp_path / "whole", lambda *_: None, lambda: None)
+    whole = answers(llm, documents, tmp_path / "whole")
     calls: list[int] = []
 
     def counting(llm, prompts, params):
@@ -126,24 +130,22 @@ def test_stored_answers_are_not_written_again(llm, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("secondguess.train.training_texts.Generation", counting)
     with pytest.raises(KeyboardInterrupt):
-        write_answers(llm, documents, SETTINGS, tmp_path / "cut", lambda *_: None, lambda: None)
-    again = write_answers(llm, documents, SETTINGS, tmp_path / "cut", lambda *_: None, lambda: None)
+        answers(llm, documents, tmp_path / "cut")
+    again = answers(llm, documents, tmp_path / "cut")
     assert calls == [2, 2, 2, 2, 2, 2, 1]
     assert again == whole
 
 
 def test_a_long_prompt_keeps_its_end(llm, tmp_path: Path) -> None:
     document = Document("items " * 60, "")
-    text = write_answers(llm, [document], SETTINGS, tmp_path, lambda *_: None, lambda: None)[0]
+    text = answers(llm, [document], tmp_path)[0]
     prompt = llm.target.encode(document.text)
     assert text.tokens[:18] == prompt[-18:]
 
 
 def test_texts_longer_than_the_context_are_refused(llm, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="context of 256"):
-        write_answers(
-            llm, [Document("x", "")], AnswerSettings(length=256), tmp_path, lambda *_: None, lambda: None
-        )
+        answers(llm, [Document("x", "")], tmp_path, AnswerSettings(length=256))
 
 
 def test_a_chat_goes_through_the_template(llm) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 
-from builtin_pair.checkpoints import decoder_from, read_checkpoint
+from builtin_pair.checkpoints import read_checkpoint, read_decoder
 from builtin_pair.evaluate import Acceptance, PairFigures
-from builtin_pair.generate import RowGenerator
-from builtin_pair.model import Decoder
-from builtin_pair.tokenizer import load_tokenizer
+from builtin_pair.model import Decoder, fast_dtype
+from secondguess.api import LLM
+from secondguess.bench.provenance import collect_provenance
 from secondguess.train.files import write_atomically
 
 SAMPLE_PROMPTS = (
@@ -26,51 +22,14 @@ SAMPLE_PROMPTS = (
 )
 
 
-@dataclass(frozen=True)
-class TrainingStats:
-    """Steps, tokens and minutes of training recorded in a checkpoint."""
-
-    steps: int
-    tokens: int
-    minutes: float
-
-    @classmethod
-    def read(cls, checkpoint: Path) -> TrainingStats:
-        content = read_checkpoint(checkpoint)
-        return cls(content["step"], content["tokens"], content["seconds"] / 60)
-
-    def __str__(self) -> str:
-        return f"{self.steps:,} steps, {self.tokens / 1e6:.1f} million tokens, {self.minutes:.0f} minutes"
-
-
-def machine() -> str:
-    """Return a description of the machine, without its host name."""
-    processor = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor
-        )
-    except OSError:
-        pass
-    accelerated = "with" if torch.cpu._is_amx_tile_supported() else "without"
-    return f"{os.cpu_count()} cores of {processor}, {accelerated} bf16 matrix instructions (AMX), no GPU"
-
-
-def write_cards(directory: Path, figures: PairFigures, seed: int) -> None:
-    """Write ``README.md`` beside both exported models of a finished run."""
+def write_cards(directory: Path, figures: PairFigures, llm: LLM, seed: int) -> None:
+    """Write ``README.md`` beside both exported models of a finished run; ``llm`` is the target."""
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     summary = json.loads((directory / "tokens" / "summary.json").read_text(encoding="utf-8"))
-    stages = {
-        name: TrainingStats.read(directory / f"{name}.pt") for name in ("target", "drafter-alone", "drafter")
-    }
-    tokenizer = load_tokenizer(directory / "tokenizer.json")
-    target, drafter = (
-        decoder_from(read_checkpoint(directory / f"{name}.pt")) for name in ("target", "drafter")
-    )
-    shared = "\n".join([_figures(figures), _data(manifest, summary), _training(stages, seed)])
+    shared = "\n".join([_figures(figures), _data(manifest, summary), _training(directory, seed)])
+    target, drafter = (_shape(read_decoder(directory / f"{name}.pt")) for name in ("target", "drafter"))
     texts = {
-        "target": _target_head(target) + shared + _samples(target, tokenizer),
+        "target": _target_head(target) + shared + _samples(llm),
         "drafter": _drafter_head(drafter) + shared,
     }
     for name, text in texts.items():
@@ -93,15 +52,15 @@ def _shape(decoder: Decoder) -> str:
         f"Llama architecture, {shape.num_layers} layer{'s' if shape.num_layers > 1 else ''} of width {shape.hidden_size}, "
         f"{shape.num_heads} heads of {shape.head_size} ({shape.num_kv_heads} for keys and values), "
         f"feed-forward width {shape.mlp_size}, tied embeddings, {shape.vocab_size:,} tokens, "
-        f"{shape.num_parameters / 1e6:.1f} million parameters, bf16."
+        f"{sum(each.numel() for each in decoder.parameters()) / 1e6:.1f} million parameters, bf16."
     )
 
 
-def _target_head(decoder: Decoder) -> str:
+def _target_head(shape: str) -> str:
     return f"""
 # secondguess built-in target: a small model that completes Python
 
-{_shape(decoder)}
+{shape}
 
 The large half of the pair that comes with `secondguess`: it exists so that speculative decoding can be tried, tested and
 measured offline. It writes text that looks like Python; it does not understand programming, and its code is seldom right.
@@ -109,11 +68,11 @@ Trained on windows of at most 512 tokens: longer contexts work, less well.
 """
 
 
-def _drafter_head(decoder: Decoder) -> str:
+def _drafter_head(shape: str) -> str:
     return f"""
 # secondguess built-in drafter: drafts for the built-in target
 
-{_shape(decoder)}
+{shape}
 
 The small half of the pair that comes with `secondguess`; it has the target's tokenizer and is of no use alone.
 """
@@ -173,29 +132,39 @@ def _screening(manifest: dict[str, Any]) -> str:
     return f"No file contains the signature and docstring of any of {count} evaluation prompts (HumanEval)."
 
 
-def _training(stages: dict[str, TrainingStats], seed: int) -> str:
+def _stage(checkpoint: Path) -> str:
+    content = read_checkpoint(checkpoint)
+    return (
+        f"{content['step']:,} steps, {content['tokens'] / 1e6:.1f} million tokens, "
+        f"{content['seconds'] / 60:.0f} minutes"
+    )
+
+
+def _training(directory: Path, seed: int) -> str:
+    where = collect_provenance(
+        num_threads=torch.get_num_threads(), device="cpu", dtype="bfloat16", seed=seed, models={}, runtimes={}
+    )
+    products = "with" if fast_dtype() == torch.bfloat16 else "without"
     return f"""
 ## Training
 
-- Target: {stages["target"]}. Next-token cross-entropy; Muon for the matrices, AdamW for the rest; few layers and short
-  windows first, then deeper (see `docs/training.md`), then longer windows while the learning rate falls to zero.
-- Drafter by itself: {stages["drafter-alone"]}. Cross-entropy, from the target's embedding.
-- Drafter towards the target: {stages["drafter"]}. Hybrid LK loss (overlap of the two distributions,
+- Target: {_stage(directory / "target.pt")}. Next-token cross-entropy; Muon for the matrices, AdamW for the rest; few
+  layers and short windows first, then deeper (see `docs/training.md`), then longer windows while the learning rate falls to zero.
+- Drafter by itself: {_stage(directory / "drafter-alone.pt")}. Cross-entropy, from the target's embedding.
+- Drafter towards the target: {_stage(directory / "drafter.pt")}. Hybrid LK loss (overlap of the two distributions,
   arXiv 2602.23881), half on corpus text and half on text written by the target.
-- Seed {seed}. Machine: {machine()}, shared with other work. PyTorch {torch.__version__}, tokenizers {tokenizers.__version__},
-  Python {platform.python_version()}.
+- Seed {seed}. Machine: {where.num_cores} cores of {where.processor}, {products} bfloat16 products, no GPU, shared with
+  other work. PyTorch {where.versions["torch"]}, tokenizers {where.versions["tokenizers"]}, Python {where.python}.
 
 Made with `pip install --no-deps --target corpus PACKAGES...` and `python -m builtin_pair run --corpus corpus`
 (see `docs/training.md`).
 """
 
 
-def _samples(target: Decoder, tokenizer: Any) -> str:
+def _samples(llm: LLM) -> str:
     parts = ["\n## What it writes (temperature 0)\n"]
     for prompt in SAMPLE_PROMPTS:
-        tokens = torch.tensor([tokenizer.encode(prompt).ids])
-        space = min(100, target.shape.max_positions - tokens.shape[1])
-        rows = RowGenerator(target, 1, tokens.shape[1] + space).run(tokens, space, 0.0, torch.Generator())
-        text = tokenizer.decode(rows[0].tolist(), skip_special_tokens=False).split("<|endoftext|>")[0]
-        parts.append(f"```python\n{text.rstrip()}\n```\n")
+        space = llm.target.runtime.context_length - len(llm.target.encode(prompt))
+        written = "".join(piece.text for piece in llm.stream(prompt, max_tokens=min(100, space)))
+        parts.append(f"```python\n{(prompt + written).rstrip()}\n```\n")
     return "\n".join(parts)

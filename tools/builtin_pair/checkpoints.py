@@ -24,15 +24,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         missing = {"shape", "weights", "optimisers", "step", "tokens", "seconds"} - content.keys()
+        if missing:
+            raise ValueError(f"it lacks {sorted(missing)}")
     except Exception as error:
         raise CheckpointError(
-            f"{path} is not a readable training checkpoint ({error}); delete it to start anew"
+            f"{path} is not a checkpoint of this trainer ({error}); delete it to start anew"
         ) from error
-    if missing:
-        raise CheckpointError(
-            f"{path} lacks {sorted(missing)}: it was not written by this trainer; delete it to start anew"
-        )
     return content
+
+
+def read_decoder(path: Path) -> Decoder:
+    """Return the decoder of a training checkpoint."""
+    return decoder_from(read_checkpoint(path))
 
 
 def decoder_from(content: dict[str, Any]) -> Decoder:

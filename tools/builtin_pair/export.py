@@ -15,6 +15,18 @@ from builtin_pair.tokenizer import as_transformers, end_token_id
 from secondguess.errors import CheckpointError
 from secondguess.train.export import write_folder_atomically
 
+FIELDS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "intermediate_size": "mlp_size",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_positions",
+    "rms_norm_eps": "norm_eps",
+}
+"""Names in a configuration of Transformers, and in `ModelShape`."""
+
 
 def llama_config(shape: ModelShape, end_token: int) -> Any:
     """Return the Transformers configuration of a shape."""
@@ -22,20 +34,13 @@ def llama_config(shape: ModelShape, end_token: int) -> Any:
 
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.mlp_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_size,
-        max_position_embeddings=shape.max_positions,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        rms_norm_eps=shape.norm_eps,
         tie_word_embeddings=True,
         bos_token_id=end_token,
         eos_token_id=end_token,
         pad_token_id=end_token,
+        **{name: getattr(shape, field) for name, field in FIELDS.items()},
     )
 
 
@@ -72,18 +77,8 @@ def load_exported(directory: Path) -> Decoder:
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        shape = ModelShape(
-            config["num_hidden_layers"],
-            config["hidden_size"],
-            config["num_attention_heads"],
-            config["num_key_value_heads"],
-            config["intermediate_size"],
-            config["vocab_size"],
-            config["max_position_embeddings"],
-            config["rope_parameters"]["rope_theta"],
-            config["rms_norm_eps"],
-        )
-        decoder = Decoder(shape)
+        sizes = {field: config[name] for name, field in FIELDS.items()}
+        decoder = Decoder(ModelShape(**sizes, rope_theta=config["rope_parameters"]["rope_theta"]))
         weights = load_file(directory / "model.safetensors")
         decoder.load_state_dict({name: weight.float() for name, weight in weights.items()})
     except Exception as error:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import BadInputError
+from secondguess.names import check_range
 from secondguess.runtime.support import has_bfloat16
 
 
@@ -45,17 +46,9 @@ class ModelShape:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "num_heads",
-            "num_kv_heads",
-            "mlp_size",
-            "vocab_size",
-            "max_positions",
-        ):
-            if getattr(self, name) < 1:
-                raise BadInputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, size in vars(self).items():
+            if isinstance(size, int):
+                check_range(name, size, 1, 10_000_000)
         if self.hidden_size % (2 * self.num_heads):
             raise BadInputError(
                 f"hidden_size must be an even multiple of num_heads, got {self.hidden_size} and {self.num_heads}; "
@@ -69,12 +62,6 @@ class ModelShape:
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads
-
-    @property
-    def num_parameters(self) -> int:
-        attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
-        return self.num_layers * layer + self.vocab_size * self.hidden_size + self.hidden_size
 
 
 class Norm(nn.Module):
@@ -218,12 +205,12 @@ class Decoder(nn.Module):
         self.shape = shape
         self.model = Backbone(shape)
 
-    def hidden(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the final hidden states [row, position, hidden] of ``tokens`` [row, position].
+    def forward(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the logits `[row, position, vocab]` of `tokens` `[row, position]`.
 
         Args:
             tokens: token ids.
-            dtype: dtype of the computation; by default ``fast_dtype()``.
+            dtype: dtype of the computation and of the logits; by default ``fast_dtype()``.
         """
         shape, dtype = self.shape, dtype or fast_dtype()
         cos, sin = rotary_tables(shape, tokens.shape[1], dtype)
@@ -231,13 +218,7 @@ class Decoder(nn.Module):
         states = functional.embedding(tokens, self.model.embed_tokens.weight).to(dtype)
         for layer in self.model.layers:
             states = layer(states, cos, sin, mask)
-        normed: Tensor = self.model.norm(states)
-        return normed
-
-    def forward(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return logits [row, position, vocab] in ``dtype``, by default ``fast_dtype()``."""
-        states = self.hidden(tokens, dtype)
-        return functional.linear(states, self.model.embed_tokens.weight.to(states.dtype))
+        return functional.linear(self.model.norm(states), self.model.embed_tokens.weight.to(dtype))
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

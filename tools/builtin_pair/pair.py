@@ -7,34 +7,39 @@ continues those that it finds there. Export, figures and model cards are written
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 
 from builtin_pair.card import write_cards
-from builtin_pair.checkpoints import decoder_from, read_checkpoint
+from builtin_pair.checkpoints import read_decoder
 from builtin_pair.data import build_corpus
 from builtin_pair.distill import (
     OWN_LENGTH,
-    MixedStore,
     initial_drafter,
     overlap_loss,
     write_own_text,
 )
-from builtin_pair.evaluate import PairFigures, bits_per_byte, measure_pair
+from builtin_pair.evaluate import PairFigures, measure_pair
 from builtin_pair.export import export_model, load_exported
 from builtin_pair.growth import deepened
 from builtin_pair.model import ModelShape
+from builtin_pair.schedule import Phase, RunSettings
 from builtin_pair.tokenizer import load_tokenizer, train_tokenizer
 from builtin_pair.tokens import TokenStore, write_tokens
 from builtin_pair.trainer import Report, Trainer
+from secondguess.api import load
 from secondguess.errors import BadInputError
+from secondguess.names import check_range
+from secondguess.runtime.fingerprint import hash_weights
 from secondguess.train.files import write_atomically
-from secondguess.train.schedule import Budget, Phase, RunSettings
+from secondguess.train.run_folder import check_or_record_options
+from secondguess.train.schedule import Budget
 
 TARGET_SHAPE = ModelShape(16, 256, 4, 2, 768, 6144)
 # One layer: on a CPU, a one-token forward pass is mostly call overhead, which grows with layers.
@@ -87,33 +92,35 @@ class PairRecipe:
                 f"target and drafter share a tokenizer: got vocabularies of {self.target.vocab_size} and "
                 f"{self.drafter.vocab_size}; give both the same vocab_size"
             )
-        if self.own_rows < 1:
-            raise BadInputError(
-                f"the distillation needs at least 1 row of the target's own text, got {self.own_rows}"
-            )
+        check_range("own_rows", self.own_rows, 1, 10_000_000)
+        check_range("--seed", self.seed, 0, 2**31 - 1)
+        check_range("--most-threads", self.most_threads, 0, 1024)
         if not self.corpus and not self.include_standard_library:
             raise BadInputError(
                 "nothing to learn from: name a corpus directory or include the standard library"
             )
-        if self.seed < 0 or self.most_threads < 0:
+        if self.forbidden_prompts and not self.forbidden_prompts.is_file():
             raise BadInputError(
-                f"seed and most_threads cannot be negative, got {self.seed} and {self.most_threads}"
+                f"expected a file of evaluation prompts, found none at {self.forbidden_prompts}"
             )
 
-    @classmethod
-    def small(cls, **changes: object) -> PairRecipe:
-        """Return a recipe for tests: a few steps of two tiny models on a fraction of the text."""
-        recipe = cls(
-            target=ModelShape(4, 64, 2, 1, 128, 512),
-            drafter=ModelShape(1, 32, 2, 1, 64, 512),
-            target_budget=Budget(steps=12),
-            drafter_budget=Budget(steps=4),
-            distill_budget=Budget(steps=4),
-            most_corpus_bytes=400_000,
-            own_rows=4,
-            compile=False,
-        )
-        return replace(recipe, **changes)  # type: ignore[arg-type]
+    def identity(self) -> dict[str, Any]:
+        """Return the options and hashes that determine the stages; a run is continued with the same.
+
+        Budgets and threads may change, and so may compilation.
+        """
+        prompts = self.forbidden_prompts
+        return {
+            "corpus": [str(path.resolve()) for path in self.corpus],
+            "exclude_prompts_sha256": prompts and hashlib.sha256(prompts.read_bytes()).hexdigest(),
+            "include_standard_library": self.include_standard_library,
+            "most_corpus_bytes": self.most_corpus_bytes,
+            "start_sha256": self.start and hash_weights(self.start),
+            "target": asdict(self.target),
+            "drafter": asdict(self.drafter),
+            "own_rows": self.own_rows,
+            "seed": self.seed,
+        }
 
     def scaled(self, minutes: float) -> PairRecipe:
         """Return the recipe with its three training budgets scaled to ``minutes`` in total.
@@ -148,22 +155,26 @@ class PairRecipe:
         return self._settings(phases, self.target_budget, self.seed)
 
     def drafter_settings(self) -> RunSettings:
-        return replace(
-            self._settings(self._drafter_phases(8192), self.drafter_budget, self.seed + 1), decay_share=0.5
-        )
+        phase = Phase(1.0, self.drafter.num_layers, OWN_LENGTH, 8192)
+        return self._settings((phase,), self.drafter_budget, self.seed + 1, decay_share=0.5)
 
     def distill_settings(self) -> RunSettings:
         """Return the settings of the distillation: lower learning rates with a long decay."""
-        settings = self._settings(self._drafter_phases(4096), self.distill_budget, self.seed + 2)
-        return replace(
-            settings, muon_rate=0.01, adam_rate=0.002, weight_decay=0.0, warmup_steps=20, decay_share=0.8
+        return self._settings(
+            (Phase(1.0, self.drafter.num_layers, OWN_LENGTH, 4096),),
+            self.distill_budget,
+            self.seed + 2,
+            muon_rate=0.01,
+            adam_rate=0.002,
+            weight_decay=0.0,
+            warmup_steps=20,
+            decay_share=0.8,
         )
 
-    def _drafter_phases(self, tokens_per_step: int) -> tuple[Phase, ...]:
-        return (Phase(1.0, self.drafter.num_layers, OWN_LENGTH, tokens_per_step),)
-
-    def _settings(self, phases: tuple[Phase, ...], budget: Budget, seed: int) -> RunSettings:
-        return RunSettings(phases, budget, seed=seed, compile=self.compile, most_threads=self.most_threads)
+    def _settings(self, phases: tuple[Phase, ...], budget: Budget, seed: int, **others: Any) -> RunSettings:
+        return RunSettings(
+            phases, budget, seed=seed, compile=self.compile, most_threads=self.most_threads, **others
+        )
 
 
 def train_pair(recipe: PairRecipe, directory: Path, report: Report = print) -> PairFigures:
@@ -176,18 +187,27 @@ def train_pair(recipe: PairRecipe, directory: Path, report: Report = print) -> P
     distil_drafter(recipe, directory, report)
     for name in ("target", "drafter"):
         export_checkpoint(directory, name, directory / name)
-    figures = measure(recipe, directory, report)
-    write_cards(directory, figures, recipe.seed)
-    report(f"finished: {directory / 'target'} and {directory / 'drafter'}")
+    target, drafter = (read_decoder(directory / f"{name}.pt") for name in ("target", "drafter"))
+    llm, store = load(str(directory / "target"), "none"), prepare_data(recipe, directory, report)
+    figures = measure_pair(target, drafter, llm, store, seed=recipe.seed)
+    content = json.dumps(asdict(figures), indent=2)
+    with write_atomically(directory / "figures.json") as stream:
+        stream.write(content.encode())
+    write_cards(directory, figures, llm, recipe.seed)
+    report(f"finished: {directory / 'target'} and {directory / 'drafter'}\n{content}")
     return figures
 
 
 def prepare_data(recipe: PairRecipe, directory: Path, report: Report) -> TokenStore:
-    """Return the token store; corpus, tokenizer and tokens are created by the first call only."""
+    """Return the token store; corpus, tokenizer and tokens are created by the first call only.
+
+    Raises:
+        BadInputError: the directory holds a run with other options.
+    """
+    check_or_record_options(directory, recipe.identity())
     tokens = directory / "tokens"
     if (tokens / "summary.json").is_file():
         return TokenStore.open(tokens)
-    directory.mkdir(parents=True, exist_ok=True)
     report("collecting Python source")
     corpus = build_corpus(
         recipe.corpus,
@@ -201,11 +221,8 @@ def prepare_data(recipe: PairRecipe, directory: Path, report: Report) -> TokenSt
         tokenizer = load_tokenizer(recipe.start / "tokenizer.json")
     else:
         report("learning the tokenizer")
-        # All functions and a quarter of the files: more text hardly changes the merges.
-        sample = [
-            document.text for i, document in enumerate(corpus.training) if document.is_function or i % 4 == 0
-        ]
-        tokenizer = train_tokenizer(sample, recipe.target.vocab_size)
+        # More text than a quarter of the files hardly changes the merges.
+        tokenizer = train_tokenizer([*corpus.functions, *corpus.files[::4]], recipe.target.vocab_size)
     with write_atomically(directory / "tokenizer.json") as stream:
         stream.write(tokenizer.to_str().encode())
     report("tokenising")
@@ -223,66 +240,35 @@ def train_target(recipe: PairRecipe, directory: Path, report: Report) -> None:
     initial = None
     if recipe.start is not None:
         initial, _ = deepened(load_exported(recipe.start), recipe.target.num_layers)
-    trainer = Trainer(
-        recipe.target,
-        recipe.target_settings(),
-        store,
-        directory / "target.pt",
-        initial=initial,
-        report=report,
-    )
-    trainer.run(after_checkpoint=_held_out_teller(store, report))
-
-
-def _held_out_teller(store: TokenStore, report: Report) -> Callable[[Trainer], None]:
-    def tell(trainer: Trainer) -> None:
-        bits = bits_per_byte(trainer.decoder, store, rows=64, length=256)
-        report(f"step {trainer.step}  held-out text: {bits:.4f} bits per byte")
-
-    return tell
+    checkpoint = directory / "target.pt"
+    Trainer(recipe.target, recipe.target_settings(), store, checkpoint, initial=initial, report=report).run()
 
 
 def train_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
     """Train the drafter alone: cross-entropy on the corpus, from the target's embedding."""
     store = prepare_data(recipe, directory, report)
-    target = decoder_from(read_checkpoint(directory / "target.pt"))
-    start = initial_drafter(recipe.drafter, target, recipe.seed)
+    start = initial_drafter(recipe.drafter, read_decoder(directory / "target.pt"), recipe.seed)
     checkpoint = directory / "drafter-alone.pt"
-    Trainer(recipe.drafter, recipe.drafter_settings(), store, checkpoint, initial=start, report=report).run(
-        after_checkpoint=_held_out_teller(store, report)
-    )
+    Trainer(recipe.drafter, recipe.drafter_settings(), store, checkpoint, initial=start, report=report).run()
 
 
 def distil_drafter(recipe: PairRecipe, directory: Path, report: Report) -> None:
     """Distil the drafter: overlap loss on the corpus and on text generated by the target."""
     store = prepare_data(recipe, directory, report)
-    target = decoder_from(read_checkpoint(directory / "target.pt"))
     own = directory / "own-text.npy"
     if not own.is_file():
-        write_own_text(target, store, own, recipe.own_rows, recipe.seed, report)
-    alone = decoder_from(read_checkpoint(directory / "drafter-alone.pt"))
+        export_checkpoint(directory, "target", directory / "target")
+        llm = load(str(directory / "target"), "none")
+        write_own_text(llm, store, own, recipe.own_rows, recipe.seed, report)
     Trainer(
         recipe.drafter,
         recipe.distill_settings(),
-        MixedStore(store, numpy.load(own, mmap_mode="r")),
+        replace(store, own=numpy.load(own, mmap_mode="r")),
         directory / "drafter.pt",
-        initial=alone,
-        loss=overlap_loss(target),
+        initial=read_decoder(directory / "drafter-alone.pt"),
+        loss=overlap_loss(read_decoder(directory / "target.pt")),
         report=report,
     ).run()
-
-
-def measure(recipe: PairRecipe, directory: Path, report: Report, rows: int = 64) -> PairFigures:
-    """Measure and store the figures of the model cards, for the current checkpoints."""
-    target, drafter = (
-        decoder_from(read_checkpoint(directory / f"{name}.pt")) for name in ("target", "drafter")
-    )
-    store = prepare_data(recipe, directory, report)
-    figures = measure_pair(target, drafter, store, rows=rows, seed=recipe.seed)
-    with write_atomically(directory / "figures.json") as stream:
-        stream.write(json.dumps(figures.as_dict(), indent=2).encode())
-    report(json.dumps(figures.as_dict()))
-    return figures
 
 
 def export_checkpoint(directory: Path, name: str, destination: Path) -> None:
@@ -290,7 +276,7 @@ def export_checkpoint(directory: Path, name: str, destination: Path) -> None:
 
     This is possible at any time during a run.
     """
-    decoder = decoder_from(read_checkpoint(directory / f"{name}.pt"))
+    decoder = read_decoder(directory / f"{name}.pt")
     export_model(decoder, load_tokenizer(directory / "tokenizer.json"), destination)
 
 

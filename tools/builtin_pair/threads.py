@@ -27,13 +27,13 @@ def _busy_seconds() -> float | None:
     return (sum(numbers) - idle) / os.sysconf("SC_CLK_TCK")
 
 
-def threads_to_use(others: float, cores: int, tolerance: float = 0.2) -> int:
-    """Return the cores left if other processes keep ``others`` cores busy on average.
+def threads_to_use(others: float, cores: int, most: int, tolerance: float = 0.2) -> int:
+    """Return the cores left if other processes keep ``others`` of them busy, from 1 to ``most``.
 
     A load up to ``tolerance`` cores is ignored.
     """
     taken = int(others + 1 - tolerance)
-    return max(1, min(cores, cores - taken))
+    return max(1, min(most, cores - taken))
 
 
 @dataclass
@@ -56,7 +56,7 @@ class SpareThreads:
             return torch.get_num_threads()
         others = ((busy - self._busy) - (own - self._own)) / (wall - self._wall)
         self._wall, self._own, self._busy = wall, own, busy
-        count = threads_to_use(others, self.most)
+        count = threads_to_use(others, os.cpu_count() or 1, self.most)
         if count != torch.get_num_threads():
             torch.set_num_threads(count)
         return count

@@ -73,29 +73,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a run.
 
     Raises:
-        CheckpointError: a file that is missing or unreadable.
+        CheckpointError: a file that is missing, unreadable or without the end token.
     """
-    if not path.is_file():
-        raise CheckpointError(
-            f"there is no tokenizer at {path}; run `python -m builtin_pair run`, which makes one"
-        )
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        end_token_id(tokenizer)
     except Exception as error:
         raise CheckpointError(
-            f"{path} is not a readable tokenizer ({error}); delete the run's folder"
+            f"expected a tokenizer made by `python -m builtin_pair run` in {path}, got: {error}"
         ) from error
+    return tokenizer
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
-    """Return the id of the token that ends a document.
-
-    Raises:
-        CheckpointError: a tokenizer without that token.
-    """
+    """Return the id of the token that ends a document."""
     token: int | None = tokenizer.token_to_id(END_TOKEN)
     if token is None:
-        raise CheckpointError(
-            f"the tokenizer has no {END_TOKEN} token; use one that `python -m builtin_pair run` made"
-        )
+        raise CheckpointError(f"the tokenizer has no token {END_TOKEN}")
     return token

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from builtin_pair.checkpoints import decoder_from, read_checkpoint
+from builtin_pair.evaluate import bits_per_byte
 from builtin_pair.growth import deepened
 from builtin_pair.model import Decoder, ModelShape
+from builtin_pair.schedule import RunSettings
 from builtin_pair.threads import SpareThreads
+from builtin_pair.tokens import TokenStore
 from secondguess.errors import CheckpointError
 from secondguess.train.files import write_atomically
-from secondguess.train.schedule import RunSettings
 
 Report = Callable[[str], None]
 LossFunction = Callable[[Decoder, Tensor], Tensor]
@@ -39,17 +41,6 @@ def next_token_loss(decoder: Decoder, rows: Tensor) -> Tensor:
     """Return the mean cross-entropy, in nats, of each token given those before it."""
     logits = decoder(rows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-
-
-class Rows(Protocol):
-    """Source of token rows: training rows by step, and a fixed set of held-out rows."""
-
-    @property
-    def bytes_per_token(self) -> float: ...
-
-    def batch(self, seed: int, step: int, rows: int, length: int, function_share: float = ...) -> Tensor: ...
-
-    def held_out_batch(self, rows: int, length: int) -> Tensor: ...
 
 
 class Trainer:
@@ -72,7 +63,7 @@ class Trainer:
         self,
         shape: ModelShape,
         settings: RunSettings,
-        store: Rows,
+        store: TokenStore,
         checkpoint: Path,
         *,
         initial: Decoder | None = None,
@@ -96,13 +87,13 @@ class Trainer:
     def progress(self) -> float:
         return self.settings.budget.progress(self.seconds, self.step)
 
-    def run(self, after_checkpoint: Callable[[Trainer], None] | None = None) -> Decoder:
+    def run(self) -> Decoder:
         """Train until the budget is spent.
 
         An interruption leaves a checkpoint of the last complete step.
         """
         try:
-            self._run(after_checkpoint)
+            self._run()
         except KeyboardInterrupt:
             # Between the two optimiser updates the weights are inconsistent and must not be saved.
             if not self._updating and self.step:
@@ -111,7 +102,7 @@ class Trainer:
         self.save()
         return self.decoder
 
-    def _run(self, after_checkpoint: Callable[[Trainer], None] | None) -> None:
+    def _run(self) -> None:
         spare = SpareThreads(self.settings.most_threads) if self.settings.most_threads else None
         last_save = last_report = time.monotonic()
         losses: list[float] = []
@@ -128,8 +119,8 @@ class Trainer:
                 last_report, reported_tokens, losses = now, self.tokens, []
             if now - last_save > self.settings.checkpoint_seconds:
                 self.save()
-                if after_checkpoint is not None:
-                    after_checkpoint(self)
+                bits = bits_per_byte(self.decoder, self.store, rows=64, length=256)
+                self.report(f"step {self.step}  held-out text: {bits:.4f} bits per byte")
                 last_save = time.monotonic()
                 self.seconds += last_save - now
 
@@ -138,15 +129,6 @@ class Trainer:
             f"step {self.step}  {100 * self.progress:.1f} %  loss {sum(losses) / len(losses):.4f}  {speed:.0f} tokens/s  "
             f"{self.tokens / 1e6:.2f} M tokens  layers {self.decoder.shape.num_layers}  threads {torch.get_num_threads()}"
         )
-
-    def held_out_loss(self, rows: int = 64, length: int = 256) -> float:
-        """Return the cross-entropy on fixed held-out windows, in nats per token."""
-        batch = self.store.held_out_batch(rows, length)
-        with torch.no_grad():
-            losses = [
-                float(next_token_loss(self.decoder, part)) * len(part) for part in torch.split(batch, 8)
-            ]
-        return sum(losses) / len(batch)
 
     def _take_step(self) -> float:
         self._keep_before_decay()

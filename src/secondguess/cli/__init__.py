@@ -10,6 +10,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _escape_unencodable_output()
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _one_line_warnings(warnings.showwarning)
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
             code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
@@ -94,20 +96,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(bug, INTERNAL_ERROR)
 
 
-def _one_line_warnings(otherwise: Callable[..., None]) -> Callable[..., None]:
-    """Return a `warnings.showwarning` that prints `MismatchWarning` as one line.
-
-    Args:
-        otherwise: shows all other warnings.
-    """
-
-    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, MismatchWarning):
-            _print_error(f"warning: {message}", 0)
-        else:
-            otherwise(message, category, *place, **more)
-
-    return show
+def _show_warning(
+    otherwise: Callable[..., None],
+    message: Warning | str,
+    category: type[Warning],
+    *details: Any,
+    **more: Any,
+) -> None:
+    """Print a `MismatchWarning` as one line, and any other warning with `otherwise`."""
+    if issubclass(category, MismatchWarning):
+        _print_error(f"warning: {message}", 0)
+    else:
+        otherwise(message, category, *details, **more)
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -130,12 +130,10 @@ def _rejected_value(error: typer.TyperException, arguments: Sequence[str]) -> st
     """Return the rejected option's value as ", got ...", which Typer's message leaves out."""
     if not isinstance(error, typer.BadParameter) or error.param is None:
         return ""
-    for option in error.param.opts:
-        for place, argument in enumerate(arguments):
-            if argument.startswith(f"{option}="):
-                return f", got {argument.removeprefix(f'{option}=')!r}"
-            if argument == option and place + 1 < len(arguments):
-                return f", got {arguments[place + 1]!r}"
+    for argument, following in zip_longest(arguments, arguments[1:]):
+        name, equals, value = argument.partition("=")
+        if name in error.param.opts and (equals or following is not None):
+            return f", got {(value if equals else following)!r}"
     return ""
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Context, Option
+from typer import Context
 
 from secondguess.cli import options
+from secondguess.cli.options import model_option, output_option
 from secondguess.cli.output import print_json, print_note
 
 
@@ -14,27 +15,20 @@ def export(
     context: Context,
     to: Annotated[
         str,
-        Option(
+        output_option(
+            "vllm, sglang, llama.cpp, transformers or tensorrt-llm.",
             metavar="ENGINE",
-            help="vllm, sglang, llama.cpp, transformers or tensorrt-llm.",
             callback=options.check_engine,
-            rich_help_panel=options.OUTPUT,
         ),
     ],
     json: options.Json = False,
     config: options.Config = None,
     # Not checked, so that models which only the other engine can download may be exported.
-    model: Annotated[
-        str, Option(help=options.MODEL_NAMES, rich_help_panel=options.MODEL_OPTIONS)
-    ] = "builtin",
+    model: Annotated[str, model_option(options.MODEL_NAMES)] = "builtin",
     drafter: options.Drafter = None,
     draft_length: Annotated[
         int | None,
-        Option(
-            help="Tokens to draft in every round.",
-            show_default="of the file, else 5",
-            rich_help_panel=options.MODEL_OPTIONS,
-        ),
+        model_option("Tokens to draft in every round.", show_default="of the file, else 5"),
     ] = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Context, Option
+from typer import Argument, Context
 
 from secondguess.cli import options
 from secondguess.cli.interruption import DeferredInterrupt
+from secondguess.cli.options import model_option, output_option, sampling_option
 from secondguess.cli.output import JsonWriter, TerminalWriter, Writer
-from secondguess.cli.prompts import Request, read_logit_bias, read_requests
+from secondguess.cli.prompts import Request, error_source, read_logit_bias, read_requests
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -29,19 +30,17 @@ def generate(
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        Option(
-            help="One JSON object per line, answered in order: a prompt (or messages, for a model with a "
+        output_option(
+            "One JSON object per line, answered in order: a prompt (or messages, for a model with a "
             "chat template), settings (max_tokens, seed, ...) that replace those given here, and metadata, "
-            "which --json repeats. Other fields are refused.",
-            rich_help_panel=options.OUTPUT,
+            "which --json repeats. Other fields are refused."
         ),
     ] = None,
     batch_size: Annotated[
         int | None,
-        Option(
-            help="Number of prompts of the file that decode together, each with all its samples.",
+        output_option(
+            "Number of prompts of the file that decode together, each with all its samples.",
             show_default="1",
-            rich_help_panel=options.OUTPUT,
         ),
     ] = None,
     json: options.Json = False,
@@ -54,23 +53,58 @@ def generate(
     device: options.Device = "auto",
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
-    runtime: options.Runtime = "auto",
-    max_tokens: options.MaxTokens = 128,
-    min_tokens: options.MinTokens = 0,
+    runtime: Annotated[
+        str,
+        model_option(
+            "Runtime of the target: auto, native, fused or transformers.", callback=options.check_runtime
+        ),
+    ] = "auto",
+    max_tokens: Annotated[int, sampling_option("Maximum number of tokens to generate.")] = 128,
+    min_tokens: Annotated[int, sampling_option("Minimum number of tokens to generate.")] = 0,
     temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    logit_bias: options.LogitBias = None,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
-    n: options.NumSamples = 1,
-    seed: options.Seed = None,
-    logprobs: options.Logprobs = None,
-    draft_length: options.DraftLength = None,
+    top_k: Annotated[int, sampling_option("Keep the K most probable tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, sampling_option("Keep the smallest set with this mass; 1 keeps all.")] = 1.0,
+    min_p: Annotated[
+        float, sampling_option("Keep tokens with this share of the top one's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, sampling_option("Above 1: avoid tokens of prompt and output.")
+    ] = 1.0,
+    frequency_penalty: Annotated[
+        float, sampling_option("Subtracted once per occurrence in the output.")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, sampling_option("Subtracted from tokens that occur in the output.")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        sampling_option("Add to a token id's logit; -inf bans it; repeatable.", metavar="TOKEN=VALUE"),
+    ] = None,
+    stop: Annotated[list[str] | None, sampling_option("End before this string; repeatable.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, sampling_option("End at this token id; repeatable.", "--stop-token-id")
+    ] = None,
+    n: Annotated[
+        int, sampling_option("Samples per prompt; more than 1 needs a temperature above 0.", "--n")
+    ] = 1,
+    seed: Annotated[
+        int | None,
+        sampling_option(
+            "Reproducible text; with verifier auto or coupled the same with any drafter (see the README on precision).",
+            show_default="fresh each time",
+        ),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        sampling_option("With --json: each token's log-probability and this many alternatives."),
+    ] = None,
+    draft_length: Annotated[
+        int | None,
+        sampling_option(
+            "Draft this many tokens per round, overriding the controller; 0 is plain decoding.",
+            show_default="the controller decides",
+        ),
+    ] = None,
 ) -> int:
     """Continue a prompt, or every prompt of a file.
 
@@ -83,31 +117,19 @@ def generate(
         got = f"{batch_size}" if prompt_file else f"{batch_size} without a file"
         raise BadInputError(f"expected --batch-size of at least 1, together with --prompt-file; got {got}")
 
-    from secondguess.api import load
-    from secondguess.sampling import SamplingParams
+    from secondguess.api import LLM, load
 
-    base = SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        logit_bias=read_logit_bias(logit_bias or []),
-        stop=tuple(stop or ()),
-        stop_token_ids=tuple(stop_token_id or ()),
-        n=n,
-        seed=seed,
-        logprobs=logprobs,
-        draft_length=draft_length,
-    )
-    params = [_settings(base, request) for request in requests]
-    if not json:
-        _refuse_logprobs(requests, params)
-    llm = load(**options.load_settings(context, config))
+    base = _sampling_params(context.params)
+    params = []
+    for request in requests:
+        with error_source(request.source):
+            params.append(LLM.sampling(base, **request.settings))
+            if params[-1].logprobs is not None and not json:
+                raise BadInputError(
+                    "expected --json together with --logprobs (or a line's logprobs): "
+                    "log-probabilities are only shown there"
+                )
+    llm = load(**options.load_settings_and_tuned(context, config)[0])
     return answer(llm, requests, params, batch_size or 1, JsonWriter if json else TerminalWriter)
 
 
@@ -126,13 +148,19 @@ def answer(
         BadInputError: a prompt is too long or settings are not supported; names the source.
         KeyboardInterrupt: Ctrl-C; raised after the text generated so far has been written.
     """
-    from secondguess.api import Generation
+    from secondguess.api import Generation, check_request, encode
 
-    prompts = [_encode(llm, request, settings) for request, settings in zip(requests, params, strict=True)]
+    prompts = []
+    for request, settings in zip(requests, params, strict=True):
+        with error_source(request.source):
+            prompts.append(encode(llm.target, request.prompt))
+            check_request(llm.target, llm.verifier, prompts[-1], settings)
     writer = make_writer(llm)
-    for batch in _batches(len(requests), batch_size):
-        writer.begin([requests[index] for index in batch for _ in range(params[index].n)])
-        generation = Generation(llm, [prompts[index] for index in batch], [params[index] for index in batch])
+    for start in range(0, len(requests), batch_size):
+        batch = slice(start, start + batch_size)
+        pairs = zip(requests[batch], params[batch], strict=True)
+        writer.begin([request for request, settings in pairs for _ in range(settings.n)])
+        generation = Generation(llm, prompts[batch], params[batch])
         try:
             with DeferredInterrupt() as interruption:
                 for pieces in generation.rounds():
@@ -146,34 +174,11 @@ def answer(
     return 0
 
 
-def _batches(count: int, size: int) -> Iterator[range]:
-    return (range(start, min(start + size, count)) for start in range(0, count, size))
+def _sampling_params(given: dict[str, Any]) -> SamplingParams:
+    from secondguess.sampling import SamplingParams
 
-
-def _settings(base: SamplingParams, request: Request) -> SamplingParams:
-    from secondguess.api import LLM
-
-    try:
-        return LLM.sampling(base, **request.settings)
-    except BadInputError as error:
-        raise BadInputError(f"{request.source}: {error}") from None
-
-
-def _refuse_logprobs(requests: Sequence[Request], params: Sequence[SamplingParams]) -> None:
-    for request, settings in zip(requests, params, strict=True):
-        if settings.logprobs is not None:
-            raise BadInputError(
-                f"{request.source}: expected --json together with --logprobs (or a line's logprobs): "
-                "log-probabilities are only shown there"
-            )
-
-
-def _encode(llm: LLM, request: Request, params: SamplingParams) -> list[int]:
-    from secondguess.api import check_request, encode
-
-    try:
-        ids = encode(llm.target, request.prompt)
-        check_request(llm.target, llm.verifier, ids, params)
-        return ids
-    except BadInputError as error:
-        raise BadInputError(f"{request.source}: {error}") from None
+    settings = {name: given[name] for name in SamplingParams.__dataclass_fields__}
+    settings["logit_bias"] = read_logit_bias(given["logit_bias"] or [])
+    for name in ("stop", "stop_token_ids"):
+        settings[name] = tuple(given[name] or ())
+    return SamplingParams(**settings)

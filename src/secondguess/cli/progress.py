@@ -15,7 +15,7 @@ SECONDS_PER_LINE = 10.0
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
+def progress_bar(what: str, *, percent: bool = False) -> Iterator[Callable[[int, int, str], None]]:
     """Show a progress bar inside the context.
 
     Without a terminal, print a line every `SECONDS_PER_LINE` seconds instead, so that logs show
@@ -23,29 +23,40 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
 
     Args:
         what: the first description.
+        percent: whether to show a percentage instead of two numbers.
 
     Yields:
         A function to call with (done, total, description).
     """
-    if not Console(stderr=True).is_terminal:
-        yield _lines()
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(percent)
         return
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    amount = TaskProgressColumn() if percent else MofNCompleteColumn()
+    columns = (BarColumn(), amount, TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total, now: bars.update(task, completed=done, total=total, description=now)
 
 
-def _lines() -> Callable[[int, int, str], None]:
+def _lines(percent: bool) -> Callable[[int, int, str], None]:
     last = time.monotonic()
 
     def show(done: int, total: int, now: str) -> None:
         nonlocal last
         if time.monotonic() - last >= SECONDS_PER_LINE:
             last = time.monotonic()
-            print_note(f"{now}: {done:,} of {total:,}" if total else now)
+            amount = f"{done / max(1, total):.0%}" if percent else f"{done:,} of {total:,}"
+            print_note(f"{now}: {amount}" if total else now)
 
     return show

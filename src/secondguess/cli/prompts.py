@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from secondguess.errors import BadInputError
 
@@ -40,6 +42,15 @@ class Request:
         return "".join(f"{message['role']}: {message['content']}\n" for message in self.prompt)
 
 
+@contextmanager
+def error_source(source: str) -> Iterator[None]:
+    """Add the source of a prompt to the message of a `BadInputError`."""
+    try:
+        yield
+    except BadInputError as error:
+        raise BadInputError(f"{source}: {error}") from None
+
+
 def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]:
     """Return the requests given by a prompt argument or a prompt file.
 
@@ -50,30 +61,19 @@ def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]
     Raises:
         BadInputError: neither or both are given, a prompt is empty, or the file is invalid.
     """
-    if (prompt is None) == (prompt_file is None):
+    if prompt_file is not None and prompt is None:
+        return _read_file(prompt_file)
+    if prompt is None or prompt_file is not None:
         got = "neither" if prompt is None else "both"
         raise BadInputError(f"expected a PROMPT (or - for standard input) or a --prompt-file, got {got}")
-    if prompt_file is not None:
-        return _read_file(prompt_file)
-    return [_read_argument(prompt) if prompt != "-" else _read_standard_input()]
-
-
-def _read_argument(prompt: str | None) -> Request:
-    text = prompt or ""
-    if not text:
-        raise BadInputError("expected a prompt with at least one character, got an empty one")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadInputError("expected a prompt in UTF-8, got bytes that are not; convert it first") from None
-    return Request(text)
-
-
-def _read_standard_input() -> Request:
+    if prompt != "-":
+        if not prompt:
+            raise BadInputError("expected a prompt with at least one character, got an empty one")
+        return [Request(_encodable(prompt))]
     text = _decode(sys.stdin.buffer.read(), "standard input")
     if not text:
         raise BadInputError("expected a prompt on standard input, got nothing")
-    return Request(text, source="standard input")
+    return [Request(text, source="standard input")]
 
 
 def _read_file(path: Path) -> list[Request]:
@@ -81,88 +81,72 @@ def _read_file(path: Path) -> list[Request]:
         content = path.read_bytes()
     except OSError as error:
         raise BadInputError(f"expected a readable prompt file, got {path}: {error.strerror}") from None
+    requests = []
     # Split at \n only: JSON strings may contain the other Unicode line separators.
-    text = _decode(content, str(path)).removeprefix("\ufeff")
-    lines = enumerate(text.split("\n"), start=1)
-    requests = [_read_line(line, f"{path} line {number}") for number, line in lines if line.strip()]
+    for number, line in enumerate(_decode(content, str(path)).removeprefix("\ufeff").split("\n"), start=1):
+        source = f"{path} line {number}"
+        if line.strip():
+            with error_source(source):
+                requests.append(_read_line(line, source))
     if not requests:
         raise BadInputError(f"expected at least one line with a prompt in {path}, got none")
     return requests
 
 
 def _read_line(line: str, source: str) -> Request:
+    from secondguess.sampling import SamplingParams
+
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadInputError(
-            f"{source}: expected one JSON object, got text that is not JSON ({error})"
-        ) from None
+        raise BadInputError(f"expected one JSON object, got text that is not JSON ({error})") from None
     if not isinstance(record, dict):
-        raise BadInputError(
-            f'{source}: expected an object such as {{"prompt": "..."}}, got {line.strip()[:40]}'
-        )
-    _refuse_unknown_fields(record, source)
+        raise BadInputError(f'expected an object such as {{"prompt": "..."}}, got {line.strip()[:40]}')
+    names = list(SamplingParams.__dataclass_fields__)
+    _refuse_unknown_fields(record, names)
+    settings = {name: record[name] for name in names if name in record}
+    if isinstance(settings.get("logit_bias"), dict):
+        # JSON object keys are strings.
+        settings["logit_bias"] = {_token_id(key): value for key, value in settings["logit_bias"].items()}
     metadata = {name: value for name, value in record.items() if name == "metadata"}
-    return Request(_prompt(record, source), _settings(record, source), source, metadata)
+    return Request(_prompt(record), settings, source, metadata)
 
 
-def _prompt(record: Mapping[str, object], source: str) -> str | list[dict[str, str]]:
+def _prompt(record: Mapping[str, Any]) -> str | list[dict[str, str]]:
     from secondguess.prompts import validate_messages
 
     if ("prompt" in record) == ("messages" in record):
         got = "both" if "prompt" in record else "neither"
-        raise BadInputError(f"{source}: expected either prompt or messages, got {got}")
+        raise BadInputError(f"expected either prompt or messages, got {got}")
     if "messages" in record:
-        try:
-            return validate_messages(record["messages"])
-        except BadInputError as error:
-            raise BadInputError(f"{source}: {error}") from None
+        return validate_messages(record["messages"])
     prompt = record["prompt"]
     if not isinstance(prompt, str) or not prompt:
-        raise BadInputError(f"{source}: expected a field prompt with at least one character, got {prompt!r}")
-    _require_valid_text(prompt, source)
-    return prompt
+        raise BadInputError(f"expected a field prompt with at least one character, got {prompt!r}")
+    return _encodable(prompt)
 
 
-def _setting_names() -> list[str]:
-    from secondguess.sampling import SamplingParams
-
-    return [setting.name for setting in fields(SamplingParams)]
-
-
-def _refuse_unknown_fields(record: Mapping[str, object], source: str) -> None:
+def _refuse_unknown_fields(record: Mapping[str, object], settings: list[str]) -> None:
     """Refuse fields that are not sampling settings, with a hint for options of `load`."""
     from secondguess.api import load
 
-    settings = _setting_names()
     known = [*FIELDS, *settings]
     for name in record:
         if name in known:
             continue
         if name in signature(load).parameters:
-            option = f"--{name.replace('_', '-')}"
             raise BadInputError(
-                f"{source}: expected sampling settings, got {name!r}, which is the same for every line; "
-                f"use {option}"
+                f"expected sampling settings, got {name!r}, which is the same for every line; "
+                f"use --{name.replace('_', '-')}"
             )
         meant = get_close_matches(name, known, n=1, cutoff=0.8)
         advice = (
             f"did you mean {meant[0]!r}?" if meant else "if it is data of your own, put it under metadata"
         )
         raise BadInputError(
-            f"{source}: expected the fields {', '.join(FIELDS)} and sampling settings ({', '.join(settings)}), "
+            f"expected the fields {', '.join(FIELDS)} and sampling settings ({', '.join(settings)}), "
             f"got {name!r}; {advice}"
         )
-
-
-def _settings(record: Mapping[str, object], source: str) -> dict[str, object]:
-    """Return the sampling settings among a line's fields."""
-    settings = {name: record[name] for name in _setting_names() if name in record}
-    bias = settings.get("logit_bias")
-    if isinstance(bias, dict):
-        # JSON object keys are strings.
-        settings["logit_bias"] = {_token_id(token, source): value for token, value in bias.items()}
-    return settings
 
 
 def read_logit_bias(entries: list[str]) -> dict[int, float]:
@@ -184,11 +168,11 @@ def read_logit_bias(entries: list[str]) -> dict[int, float]:
     return bias
 
 
-def _token_id(text: str, source: str) -> int:
+def _token_id(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise BadInputError(f"{source}: expected token ids as keys of logit_bias, got {text!r}") from None
+        raise BadInputError(f"expected token ids as keys of logit_bias, got {text!r}") from None
 
 
 def _decode(content: bytes, source: str) -> str:
@@ -201,10 +185,15 @@ def _decode(content: bytes, source: str) -> str:
         ) from None
 
 
-def _require_valid_text(text: str, source: str) -> None:
+def _encodable(text: str) -> str:
+    """Return the text, which must not contain surrogates.
+
+    JSON escapes can contain one; on the command line, one stands for a byte that is not UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
         raise BadInputError(
-            f"{source}: expected text, got half of a surrogate pair (a lone \\ud8xx)"
+            "expected text in UTF-8, got half of a surrogate pair (a lone \\ud8xx) or a byte that is not UTF-8"
         ) from None
+    return text

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Context, Option
+from typer import Context
 
 from secondguess.cli import options
 from secondguess.cli.exit_codes import CHECK_FAILED
+from secondguess.cli.options import model_option
 from secondguess.cli.output import print_json
 from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from secondguess.proof.certificate import CertifiedSystem
     from secondguess.sampling import SamplingParams
 
-TEST = "How hard to look"
+test_option = options.panel("Test")
 
 
 def verify(
@@ -24,62 +25,33 @@ def verify(
     config: options.Config = None,
     model: Annotated[
         str | None,
-        Option(
-            help=options.MODEL_NAMES,
+        model_option(
+            options.MODEL_NAMES,
             callback=options.check_model,
             show_default="a random model of three tokens, whose every text is enumerated",
-            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     drafter: Annotated[
         str | None,
-        Option(
-            help=f"{options.DRAFTER_NAMES}; each with ,key=value options; several joined by + are combined.",
+        model_option(
+            options.DRAFTER_HELP,
             callback=options.check_drafter,
             show_default="a perturbed copy of the random model; as in generate for another",
-            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     verifier: options.Verifier = "auto",
     controller: options.Controller = None,
-    dtype: Annotated[
-        str | None,
-        Option(
-            help="As in generate, for --model.",
-            callback=options.check_dtype,
-            show_default="auto",
-            rich_help_panel=options.MODEL_OPTIONS,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        Option(
-            help="As in generate, for --model.",
-            callback=options.check_device,
-            show_default="auto",
-            rich_help_panel=options.MODEL_OPTIONS,
-        ),
-    ] = None,
-    prompt: Annotated[
-        str | None,
-        Option(
-            help="Prompt, for --model.",
-            show_default="def quicksort(items):",
-            rich_help_panel=TEST,
-        ),
-    ] = None,
-    temperature: Annotated[
-        float, Option(help="Temperature of the tested distribution.", rich_help_panel=TEST)
-    ] = 1.0,
-    samples: Annotated[int, Option(help="Texts to draw.", rich_help_panel=TEST)] = 200_000,
-    max_tokens: Annotated[int, Option(help="Tokens per text.", rich_help_panel=TEST)] = 4,
-    cells: Annotated[
-        int, Option(help="About how many kinds of text to tell apart.", rich_help_panel=TEST)
-    ] = 81,
-    limit: Annotated[float, Option(help="Largest total variation to certify.", rich_help_panel=TEST)] = 0.01,
-    delta: Annotated[float, Option(help="Chance that the bound is wrong.", rich_help_panel=TEST)] = 1e-6,
-    batch_size: Annotated[int, Option(help="Rows that decode together.", rich_help_panel=TEST)] = 1024,
-    seed: Annotated[int, Option(help="The same seed gives the same certificate.", rich_help_panel=TEST)] = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    prompt: Annotated[str, test_option("Prompt, for --model.")] = "def quicksort(items):",
+    temperature: Annotated[float, test_option("Temperature of the tested distribution.")] = 1.0,
+    samples: Annotated[int, test_option("Texts to draw.")] = 200_000,
+    max_tokens: Annotated[int, test_option("Tokens per text.")] = 4,
+    cells: Annotated[int, test_option("About how many kinds of text to tell apart.")] = 81,
+    limit: Annotated[float, test_option("Largest total variation to certify.")] = 0.01,
+    delta: Annotated[float, test_option("Chance that the bound is wrong.")] = 1e-6,
+    batch_size: Annotated[int, test_option("Rows that decode together.")] = 1024,
+    seed: Annotated[int, test_option("The same seed gives the same certificate.")] = 0,
     json: options.Json = False,
 ) -> int:
     """Certify that speculation preserves the target's output distribution.
@@ -105,11 +77,12 @@ def verify(
             batch_size=batch_size,
             seed=seed,
         )
-        settings = options.load_settings(context, config)
+        settings, _ = options.load_settings_and_tuned(context, config)
         if "model" not in settings:
-            for name, value in (("--dtype", dtype), ("--device", device), ("--prompt", prompt)):
-                if value is not None:
-                    raise BadInputError(f"expected --model together with {name}, got {name} {value} alone")
+            for name in ("dtype", "device", "prompt"):
+                if options.is_given(context, name):
+                    got = f"--{name} {context.params[name]}"
+                    raise BadInputError(f"expected --model together with --{name}, got {got} alone")
             subject = _random_subject(drafter, verifier, controller)
         else:
             params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
@@ -131,20 +104,18 @@ def _random_subject(drafter: str | None, verifier: str, controller: str | None) 
     from secondguess.api import check_verifier, choose_controller
     from secondguess.proof.certificate import tiny_system
 
-    subject = tiny_system(
-        "model" if drafter is None else drafter, verifier, "fixed:2" if controller is None else controller
-    )
+    subject = tiny_system(drafter or "model", verifier, controller or "fixed:2")
     check_verifier(subject.components.verifier, subject.components.drafter)
     if controller is not None:
         choose_controller(controller, subject.components.drafter)
     return subject
 
 
-def _loaded_subject(settings: dict[str, Any], prompt: str | None, params: SamplingParams) -> CertifiedSystem:
+def _loaded_subject(settings: dict[str, Any], prompt: str, params: SamplingParams) -> CertifiedSystem:
     from secondguess.api import check_request, encode, load
     from secondguess.proof.certificate import system_of
 
     llm = load(**settings)
-    ids = encode(llm.target, "def quicksort(items):" if prompt is None else prompt)
+    ids = encode(llm.target, prompt)
     check_request(llm.target, llm.verifier, ids, params)
     return system_of(llm, ids)

@@ -11,13 +11,13 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-import numpy
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Row
 from secondguess.errors import BadInputError, UnsupportedModelError
@@ -30,8 +30,8 @@ from secondguess.train.training_data import Batch, TrainingText
 LAST_LAYER = -1
 """Index of the last, normalised hidden states, from which the LM head computes the logits."""
 GIGABYTE = 1_000_000_000
-TEXTS_PER_SAVE = 32
-"""Number of texts after which a capture to disk records its progress."""
+TEXTS_AT_ONCE = 32
+"""Number of texts that the target reads at once for a capture to disk."""
 
 Report = Callable[[str], None]
 
@@ -62,7 +62,7 @@ class LiveCapture:
 
     def training_batch(self, batch: Batch) -> TrainingBatch:
         texts = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.lengths, strict=True)]
-        return padded_batch(batch, self.states(texts), self.target.device)
+        return _padded_batch(batch, self.states(texts), self.target.device)
 
     def states(self, texts: Sequence[list[int]]) -> list[HiddenStates]:
         """Return per text and layer the states `[position, width]`, in the target's dtype."""
@@ -76,7 +76,7 @@ class LiveCapture:
 
 
 class StoredCapture:
-    """Capture that reads hidden states from disk; `fill` writes them.
+    """Capture that reads hidden states from disk, one file per text; `fill` writes them.
 
     Args:
         folder: folder of the files.
@@ -94,16 +94,13 @@ class StoredCapture:
         target: Runtime,
         dtype: torch.dtype,
     ) -> None:
-        self.folder, self.texts, self.target, self.dtype = folder, texts, target, dtype
-        self.layers = tuple(dict.fromkeys([*layers, LAST_LAYER]))
-        self._starts = [0, *accumulate(len(text.tokens) for text in texts)]
-        self._maps: dict[int, numpy.memmap] = {}
+        self.folder, self.texts, self.dtype = folder, texts, dtype
+        self.live = LiveCapture(target, layers)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files in bytes."""
-        itemsize: int = self.dtype.itemsize
-        return self._starts[-1] * self.target.ends().width * itemsize * len(self.layers)
+    def num_bytes(self, texts: Sequence[TrainingText]) -> int:
+        """Return the size of the states of some texts in bytes."""
+        target, num_layers, itemsize = self.live.target, len(self.live.layers), int(self.dtype.itemsize)
+        return sum(len(text.tokens) for text in texts) * target.ends().width * itemsize * num_layers
 
     def fill(self, gigabytes: float, report: Report, pause: Callable[[], None] = lambda: None) -> None:
         """Compute and store the states of all texts, continuing an interrupted call.
@@ -111,99 +108,75 @@ class StoredCapture:
         Args:
             gigabytes: maximum size of the files.
             report: callback for a line with the size.
-            pause: called after each recorded progress; may raise without losing work.
+            pause: called after some texts; may raise without losing work.
 
         Raises:
             BadInputError: files larger than `gigabytes` or than the free disk space, or states
                 outside the range of the dtype.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        done = self._num_done()
-        needed = self.num_bytes / GIGABYTE
-        what = f"the states of {self._starts[-1]} tokens in {len(self.layers)} layers"
+        num_tokens = sum(len(text.tokens) for text in self.texts)
+        what = f"the states of {num_tokens} tokens in {len(self.live.layers)} layers"
+        needed = self.num_bytes(self.texts) / GIGABYTE
         if needed > gigabytes:
             raise BadInputError(
                 f"expected --capture-gb of at least {needed:.3g} for {what}, got {gigabytes:g}; give more, fewer "
                 "texts, or leave it out to read the texts anew for every batch"
             )
+        self._remove_other_states()
+        missing = [index for index in range(len(self.texts)) if not self._path(index).is_file()]
+        to_write = self.num_bytes([self.texts[index] for index in missing]) / GIGABYTE
         free = shutil.disk_usage(self.folder).free / GIGABYTE
-        if done == 0 and needed > free:
+        if to_write > free:
             raise BadInputError(
-                f"expected {needed:.3g} GB of disk for {what}, got {free:.3g}; leave out --capture-gb"
+                f"expected {to_write:.3g} GB of disk for {what}, got {free:.3g}; leave out --capture-gb"
             )
         report(f"capturing {what}: {needed:.3g} GB of the {gigabytes:g} allowed")
-        live = LiveCapture(self.target, self.layers)
-        self._open("r+" if done else "w+")
-        while done < len(self.texts):
-            part = range(done, min(done + TEXTS_PER_SAVE, len(self.texts)))
-            for index, hidden in zip(part, live.states([self.texts[i].tokens for i in part]), strict=True):
+        for start in range(0, len(missing), TEXTS_AT_ONCE):
+            part = missing[start : start + TEXTS_AT_ONCE]
+            states = self.live.states([self.texts[index].tokens for index in part])
+            for index, hidden in zip(part, states, strict=True):
                 self._store(index, hidden)
-            for of_layer in self._maps.values():
-                of_layer.flush()
-            done = part.stop
-            with write_atomically(self.folder / "captured.json") as stream:
-                stream.write(json.dumps(self._what() | {"num_texts": done}).encode())
             pause()
-        self._open("r")
 
     def training_batch(self, batch: Batch) -> TrainingBatch:
-        hidden = [{layer: self._states(index, layer) for layer in self.layers} for index in batch.indices]
-        return padded_batch(batch, hidden, self.target.device)
+        hidden = [
+            {int(layer): states for layer, states in load_file(self._path(index)).items()}
+            for index in batch.indices
+        ]
+        return _padded_batch(batch, hidden, self.live.target.device)
 
-    def _num_done(self) -> int:
-        """Return the number of texts whose states are on disk.
+    def _path(self, index: int) -> Path:
+        return self.folder / f"{index:07}.safetensors"
 
-        It is 0 if the files have other layers, as for another version of a head, or another dtype,
-        as from another machine.
-        """
-        mark = self.folder / "captured.json"
-        found = json.loads(mark.read_text()) if mark.is_file() else {}
-        return int(found["num_texts"]) if found.items() >= self._what().items() else 0
-
-    def _what(self) -> dict[str, object]:
-        """Return the layers and dtype of the files, as recorded with the progress."""
-        return {"layers": list(self.layers), "dtype": str(self.dtype)}
-
-    def _open(self, mode: str) -> None:
-        shape = (self._starts[-1], self.target.ends().width)
-        for layer in self.layers:
-            # NumPy has no bfloat16: the bits are stored as int16.
-            path = self.folder / f"layer_{layer}.npy"
-            if mode == "w+":
-                self._maps[layer] = numpy.lib.format.open_memmap(path, "w+", numpy.int16, shape)
-            else:
-                self._maps[layer] = numpy.lib.format.open_memmap(path, mode)
+    def _remove_other_states(self) -> None:
+        """Remove files with other layers, as for another version of a head, or in another dtype."""
+        mark = self.folder / "states.json"
+        wanted = {"layers": list(self.live.layers), "dtype": str(self.dtype)}
+        if not mark.is_file() or json.loads(mark.read_text()) != wanted:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with write_atomically(mark) as stream:
+                stream.write(json.dumps(wanted).encode())
 
     def _store(self, index: int, hidden: HiddenStates) -> None:
-        for layer, states in hidden.items():
-            stored = states.to(self.dtype).cpu()
-            if not bool(torch.isfinite(stored).all()):
+        stored = {str(layer): states.to(self.dtype).cpu().contiguous() for layer, states in hidden.items()}
+        for layer, states in stored.items():
+            if not bool(torch.isfinite(states).all()):
                 raise BadInputError(
                     f"expected states of layer {layer} that {self.dtype} can hold, got larger ones; "
                     "leave out --capture-gb, or use --dtype bfloat16"
                 )
-            place = slice(self._starts[index], self._starts[index + 1])
-            self._maps[layer][place] = stored.view(torch.int16).numpy()
-
-    def _states(self, index: int, layer: int) -> Tensor:
-        place = slice(self._starts[index], self._starts[index + 1])
-        return torch.from_numpy(self._maps[layer][place].copy()).view(self.dtype)
+        with write_atomically(self._path(index)) as stream:
+            stream.write(save(stored))
 
 
-def padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.device) -> TrainingBatch:
+def _padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.device) -> TrainingBatch:
     """Return a batch with hidden states per row, padded with zeros, all on one device."""
-    width = batch.tokens.shape[1]
     layers = {
-        layer: torch.stack([_padded(of_row[layer].float(), width) for of_row in hidden]).to(device)
+        layer: pad_sequence([of_row[layer].float() for of_row in hidden], batch_first=True).to(device)
         for layer in hidden[0]
     }
     return TrainingBatch(batch.tokens.to(device), batch.counts.to(device), layers)
-
-
-def _padded(states: Tensor, length: int) -> Tensor:
-    padded = states.new_zeros(length, states.shape[-1])
-    padded[: len(states)] = states
-    return padded
 
 
 def frozen_float32_ends(target: Runtime) -> EmbeddingAndHead:

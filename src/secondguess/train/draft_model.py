@@ -19,8 +19,7 @@ from secondguess.heads.learning import (
     Objective,
     TrainableHead,
     TrainingBatch,
-    masked_mean,
-    overlap,
+    masked_loss_and_acceptance,
 )
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.quiet import quiet
@@ -58,10 +57,9 @@ class DraftModel(TrainableHead):
         num_layers: int,
         width: int,
         device: torch.device | None = None,
+        seed: int = 0,
     ) -> DraftModel:
         """Return a draft model with random layers and the target's embeddings at its own width.
-
-        The weights are drawn from torch's global generator.
 
         Args:
             target: configuration of the target, for special tokens, context length and dtype.
@@ -70,6 +68,7 @@ class DraftModel(TrainableHead):
             num_layers: number of layers of the draft model.
             width: hidden size, a multiple of 64; 0 for the target's, reduced to at most 512.
             device: device of the target.
+            seed: seed of the weights.
 
         Raises:
             BadInputError: a width that is not a multiple of the head size, 64.
@@ -90,7 +89,9 @@ class DraftModel(TrainableHead):
             tie_word_embeddings=True,
             **{name: target.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         )
-        model = LlamaForCausalLM(config)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = LlamaForCausalLM(config)
         with torch.no_grad():
             model.get_input_embeddings().weight.copy_(
                 project_embeddings(ends.embed(torch.arange(vocab_size, device=device)).cpu(), width)
@@ -100,15 +101,17 @@ class DraftModel(TrainableHead):
     def learn(
         self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
-        states = self.model.model(input_ids=training_batch.tokens, use_cache=False).last_hidden_state
+        outputs = self.model.model(input_ids=training_batch.tokens, use_cache=False).last_hidden_state
         # The hidden state at a position predicts the next token.
-        counts = training_batch.counts[:, 1:]
-        draft_logits = self.model.lm_head(states[:, :-1][counts])
-        with torch.no_grad():
-            target_logits = ends.unembed(training_batch.hidden[-1][:, :-1][counts])
-        there = torch.ones(len(draft_logits), dtype=torch.bool, device=draft_logits.device)
-        loss = masked_mean(objective(target_logits, draft_logits), there)
-        return DepthLosses([loss], [masked_mean(overlap(target_logits, draft_logits), there)])
+        loss, accepted = masked_loss_and_acceptance(
+            training_batch.hidden[-1][:, :-1],
+            ends,
+            outputs[:, :-1],
+            self.model.lm_head,
+            training_batch.counts[:, 1:],
+            objective,
+        )
+        return DepthLosses([loss], [accepted])
 
     def save(self, folder: Path) -> None:
         """Write the model in Transformers format, without a tokenizer."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import dataclass, field, fields
 from math import exp
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,11 +15,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from secondguess.errors import BadInputError
+from secondguess.heads.dspark import DsparkHead
+from secondguess.heads.eagle import EagleHead
+from secondguess.heads.eagle_files import save_eagle
+from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.learning import TrainableHead
-from secondguess.names import check_range, read_options
+from secondguess.heads.medusa import MedusaHead
+from secondguess.heads.mtp import MtpHead
+from secondguess.heads.mtp_files import save_mtp
+from secondguess.names import check_range, parse_name, read_options
 from secondguess.runtime.base import EmbeddingAndHead
+from secondguess.train.draft_model import DraftModel
+from secondguess.train.export import saved_dtype
 from secondguess.train.head_trainer import acceptance_length
+from secondguess.train.whole_model import WholeModel, exit_weights, read_trainable
 
 
 @dataclass(frozen=True)
@@ -48,16 +56,18 @@ class TargetInfo:
     seed: int
 
 
+def _within(low: float, high: float, default: float) -> Any:
+    """Return a dataclass field whose value `Recipe` checks."""
+    return field(default=default, metadata={"range": (low, high)})
+
+
 @dataclass(frozen=True)
 class Recipe(ABC):
     """Base class of recipes.
 
     Args:
-        learning_rate, weight_decay: peak learning rate and weight decay of AdamW.
-        warmup_steps: steps of linear warm-up to the peak.
-        clip: maximum norm of the gradient.
-        batch_size: texts per step.
-        places: share of the counted positions used in a step (`TrainSettings`).
+        learning_rate, weight_decay, warmup_steps, clip, batch_size, places: as in `TrainSettings`,
+            which checks them.
 
     Attributes:
         kind: kind of drafter; also the name of the command.
@@ -67,6 +77,9 @@ class Recipe(ABC):
         runs_first_layers: True if the drafter runs the first layers of the target, which not
             every runtime supports.
         keeps_tokenizer: True if a whole model is saved, which needs the target's tokenizer.
+
+    Raises:
+        BadInputError: a value out of range.
     """
 
     learning_rate: float = 1e-3
@@ -82,38 +95,42 @@ class Recipe(ABC):
     runs_first_layers: ClassVar[bool] = False
     keeps_tokenizer: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if "range" in each.metadata:
+                check_range(
+                    f"the {each.name.replace('_', ' ')}", getattr(self, each.name), *each.metadata["range"]
+                )
+
     @abstractmethod
     def fresh(self, target: TargetInfo) -> TrainableHead:
         """Return an untrained learner, determined by the seed."""
 
-    @abstractmethod
     def weights(self, num_depths: int) -> list[float]:
         """Return the weights of the losses by depth."""
+        return [1.0] * num_depths
 
     def score(self, accepted: Sequence[float]) -> float:
         """Return the held-out score used for early stopping: the acceptance length."""
         return acceptance_length(accepted)
 
-    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
-        """Write `config.json` and `model.safetensors` in the format of the kind.
-
-        Args:
-            trainable: trained learner.
-            folder: folder to write to.
-            target: name of the target.
-        """
-        saves: Any = trainable
-        saves.save(folder)
+    def save(self, trainable: Any, folder: Path, target: str) -> None:
+        """Write a trained learner in the format of the kind; `target` is the name of the target."""
+        trainable.save(folder)
 
 
-def _geometric_weights(decay: float, num_depths: int) -> list[float]:
-    return [decay**depth for depth in range(num_depths)]
+@dataclass(frozen=True)
+class DecayingRecipe(Recipe):
+    """Base class of recipes whose depths have geometrically decaying weights.
 
+    Args:
+        decay: weight of each depth's loss relative to the previous one's.
+    """
 
-def _head(place: str) -> Any:
-    """Import a class or function of `secondguess.heads`, given as `module:name`."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"secondguess.heads.{module}"), name)
+    decay: float = _within(0, 10, 0.8)
+
+    def weights(self, num_depths: int) -> list[float]:
+        return [self.decay**depth for depth in range(num_depths)]
 
 
 @dataclass(frozen=True)
@@ -125,28 +142,23 @@ class DraftRecipe(Recipe):
         width: hidden size, a multiple of 64; 0 for the target's, reduced to at most 512.
     """
 
-    num_layers: int = 2
-    width: int = 0
+    num_layers: int = _within(1, 64, 2)
+    width: int = _within(0, 8192, 0)
 
     kind = "draft"
     guesses_alone = True
     keeps_tokenizer = True
 
-    def __post_init__(self) -> None:
-        check_range("the number of layers", self.num_layers, 1, 64)
-        check_range("the width", self.width, 0, 8192)
-
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        from secondguess.train.draft_model import DraftModel
-
-        with torch.random.fork_rng():
-            torch.manual_seed(target.seed)
-            return DraftModel.fresh(
-                target.config, target.vocab_size, target.ends, self.num_layers, self.width, target.device
-            )
-
-    def weights(self, num_depths: int) -> list[float]:
-        return [1.0] * num_depths
+        return DraftModel.fresh(
+            target.config,
+            target.vocab_size,
+            target.ends,
+            self.num_layers,
+            self.width,
+            target.device,
+            target.seed,
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,7 @@ class EarlyExitRecipe(Recipe):
     """
 
     layer: int = 0
-    mlp_size: int = 0
+    mlp_size: int = _within(0, 1_000_000, 0)
 
     kind = "early-exit"
     guesses_alone = True
@@ -168,14 +180,7 @@ class EarlyExitRecipe(Recipe):
     def fresh(self, target: TargetInfo) -> TrainableHead:
         layer = self.layer or max(1, target.num_layers // 4)
         check_range("the layer", layer, 1, target.num_layers - 1)
-        mlp_size = self.mlp_size or 2 * target.ends.width
-        trainable: TrainableHead = _head("early_exit:EarlyExitHead").fresh(
-            target.ends, layer, mlp_size, seed=target.seed
-        )
-        return trainable
-
-    def weights(self, num_depths: int) -> list[float]:
-        return [1.0] * num_depths
+        return EarlyExitHead.fresh(target.ends, layer, self.mlp_size or 2 * target.ends.width, target.seed)
 
 
 @dataclass(frozen=True)
@@ -189,27 +194,18 @@ class WholeModelRecipe(Recipe):
     """
 
     learning_rate: float = 1e-4
-    layer_dropout: float = 0.1
-    exit_scale: float = 1.0
+    layer_dropout: float = _within(0, 0.9, 0.1)
+    exit_scale: float = _within(0, 10, 1.0)
 
     kind = "early-exit"
     loss = "kl"
     runs_first_layers = True
     keeps_tokenizer = True
 
-    def __post_init__(self) -> None:
-        check_range("the layer dropout", self.layer_dropout, 0, 0.9)
-        check_range("the scale of the exits", self.exit_scale, 0, 10)
-
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        from secondguess.train.export import saved_dtype
-        from secondguess.train.whole_model import WholeModel, read_trainable
-
         return WholeModel(read_trainable(target.path), self.layer_dropout, saved_dtype(target.config))
 
     def weights(self, num_depths: int) -> list[float]:
-        from secondguess.train.whole_model import exit_weights
-
         return exit_weights(num_depths, self.exit_scale)
 
     def score(self, accepted: Sequence[float]) -> float:
@@ -219,97 +215,76 @@ class WholeModelRecipe(Recipe):
 
 
 @dataclass(frozen=True)
-class MedusaRecipe(Recipe):
+class MedusaRecipe(DecayingRecipe):
     """Medusa-1 heads (arXiv 2401.10774).
 
     Args:
         num_heads: number of heads, one per depth.
         num_layers: residual layers per head.
-        decay: weight of each head's loss relative to the previous one's.
     """
 
     num_heads: int = 4
     num_layers: int = 1
-    decay: float = 0.8
 
     kind = "medusa"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        head = _head("medusa:MedusaHead")
-        trainable: TrainableHead = head.fresh(target.ends, self.num_heads, self.num_layers, seed=target.seed)
-        return trainable
+        return MedusaHead.fresh(target.ends, self.num_heads, self.num_layers, target.seed)
 
-    def weights(self, num_depths: int) -> list[float]:
-        return _geometric_weights(self.decay, num_depths)
-
-    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
-        saves: Any = trainable
-        saves.save(folder, target)
+    def save(self, trainable: Any, folder: Path, target: str) -> None:
+        trainable.save(folder, target)
 
 
 @dataclass(frozen=True)
-class EagleRecipe(Recipe):
+class EagleRecipe(DecayingRecipe):
     """EAGLE-3 head (arXiv 2503.01840).
 
     Args:
         num_steps: number of draft steps in training.
         draft_vocab_size: size of the draft vocabulary, the tokens that occur most often in the
             training texts; 0 for all tokens.
-        decay: weight of each step's loss relative to the previous one's.
     """
 
     learning_rate: float = 5e-4
     num_steps: int = 7
     draft_vocab_size: int = 32_000
-    decay: float = 0.8
 
     kind = "eagle"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        num_words = min(self.draft_vocab_size or target.vocab_size, target.vocab_size)
-        trainable: TrainableHead = _head("eagle:EagleHead").fresh(
+        return EagleHead.fresh(
             target.ends,
             target.num_layers,
-            num_words,
+            min(self.draft_vocab_size or target.vocab_size, target.vocab_size),
             target.token_counts,
             target.seed,
             num_steps=self.num_steps,
         )
-        return trainable
 
-    def weights(self, num_depths: int) -> list[float]:
-        return _geometric_weights(self.decay, num_depths)
-
-    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
-        _head("eagle_files:save_eagle")(trainable, folder, target)
+    def save(self, trainable: Any, folder: Path, target: str) -> None:
+        save_eagle(trainable, folder, target)
 
 
 @dataclass(frozen=True)
-class MtpRecipe(Recipe):
+class MtpRecipe(DecayingRecipe):
     """Multi-token prediction module (DeepSeek-V3, arXiv 2412.19437).
 
     Args:
         num_steps: number of draft steps in training.
-        decay: weight of each step's loss relative to the previous one's.
     """
 
     learning_rate: float = 5e-4
     num_steps: int = 4
-    decay: float = 0.8
 
     kind = "mtp"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        trainable: TrainableHead = _head("mtp:MtpHead").fresh(
+        return MtpHead.fresh(
             target.ends, target.vocab_size, target.num_layers, target.seed, num_steps=self.num_steps
         )
-        return trainable
 
-    def weights(self, num_depths: int) -> list[float]:
-        return _geometric_weights(self.decay, num_depths)
-
-    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
-        _head("mtp_files:save_mtp")(trainable, folder)
+    def save(self, trainable: Any, folder: Path, target: str) -> None:
+        save_mtp(trainable, folder)
 
 
 @dataclass(frozen=True)
@@ -327,18 +302,14 @@ class DSparkRecipe(Recipe):
     learning_rate: float = 5e-4
     block_size: int = 7
     num_layers: int = 2
-    num_states: int = 4
+    num_states: int = _within(1, 1000, 4)
     markov_rank: int = 64
-    gamma: float = 4.0
+    gamma: float = _within(0.1, 1000, 4.0)
 
     kind = "dspark"
 
-    def __post_init__(self) -> None:
-        check_range("gamma", self.gamma, 0.1, 1000)
-        check_range("the number of states to fuse", self.num_states, 1, 1000)
-
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        trainable: TrainableHead = _head("dspark:DsparkHead").fresh(
+        return DsparkHead.fresh(
             target.ends,
             evenly_spaced_layers(target.num_layers, self.num_states),
             block_size=self.block_size,
@@ -349,14 +320,12 @@ class DSparkRecipe(Recipe):
             mask_token=target.config.get("pad_token_id") or 0,
             device=target.device,
         )
-        return trainable
 
     def weights(self, num_depths: int) -> list[float]:
         return [exp(-depth / self.gamma) for depth in range(num_depths)]
 
-    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
-        saves: Any = trainable
-        saves.save(folder, target)
+    def save(self, trainable: Any, folder: Path, target: str) -> None:
+        trainable.save(folder, target)
 
 
 def evenly_spaced_layers(num_layers: int, most: int) -> tuple[int, ...]:
@@ -387,13 +356,5 @@ def make_recipe(kind: str, changes: Sequence[str] = (), whole: bool = False) -> 
     Raises:
         BadInputError: an unknown kind or option, or an invalid value.
     """
-    if kind not in RECIPES:
-        raise BadInputError(f"expected a drafter to train among {', '.join(RECIPES)}, got {kind!r}")
-    options: dict[str, str] = {}
-    for change in changes:
-        name, equals, value = (part.strip() for part in change.partition("="))
-        if not (name and equals and value) or name in options:
-            raise BadInputError(f"expected NAME=VALUE, each name once, for --set, got {change!r}")
-        options[name] = value
-    recipe = WholeModelRecipe if whole else RECIPES[kind]
-    return read_options(recipe, options, f"training of {kind}")
+    options = parse_name(",".join([kind, *changes]), "training recipe", RECIPES).options
+    return read_options(WholeModelRecipe if whole else RECIPES[kind], options, f"training recipe {kind}")

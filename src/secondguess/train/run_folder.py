@@ -50,12 +50,12 @@ def check_or_record_options(run: Path, identity: Mapping[str, Any]) -> None:
         before = json.loads(path.read_text())
     except ValueError as error:
         raise CheckpointError(
-            f"expected a readable run in {path}, got: {error}; choose another --out"
+            f"expected a readable run in {path}, got: {error}; choose another folder"
         ) from error
     differing = [name for name in identity if before.get(name) != identity[name]]
     if differing:
         name = differing[0]
         raise BadInputError(
             f"expected the options of the run in {run} to continue it, got another {name.replace('_', ' ')}: "
-            f"{identity[name]!r:.80} instead of {before.get(name)!r:.80}; choose another --out"
+            f"{identity[name]!r:.80} instead of {before.get(name)!r:.80}; choose another folder"
         )

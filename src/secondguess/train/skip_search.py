@@ -11,15 +11,13 @@ until one layer is left. It then swaps skipped and kept layers as long as the sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from secondguess.errors import BadInputError
-from secondguess.heads.skip import write_skipped
 from secondguess.runtime.fused import FusedRuntime
 from secondguess.train.losses import overlap
 
@@ -82,7 +80,7 @@ class SkipSearch:
         self._expected = target.read(texts).logits
         self._known: dict[tuple[int, ...], Candidate] = {}
 
-    def candidate(self, skipped: Sequence[int]) -> Candidate:
+    def candidate(self, skipped: Iterable[int]) -> Candidate:
         """Evaluate skipping these layers; results are cached."""
         key = tuple(sorted(skipped))
         if key not in self._known:
@@ -97,42 +95,36 @@ class SkipSearch:
         """Number of candidates evaluated so far."""
         return len(self._known)
 
+    def run(self, report: Report) -> Candidate:
+        """Return the best candidate found."""
+        layers = set(range(self._target.num_layers))
+        chosen: set[int] = set()
+        removals: list[Candidate] = []
+        while len(chosen) < len(layers) - 1:
+            removals.append(self._best({*chosen, layer} for layer in layers - chosen))
+            chosen = set(removals[-1].skipped)
+            report(f"without {len(chosen)} layers: {_in_words(removals[-1])}")
+        best = min(removals, key=_by_speedup)
+        while True:
+            chosen = set(best.skipped)
+            swaps = ((chosen - {back}) | {out} for back in chosen for out in layers - chosen)
+            better = self._best([chosen, *swaps])
+            if better is best:
+                return best
+            best = better
+            report(f"swapped layers: {_in_words(best)}")
+
+    def _best(self, sets: Iterable[Iterable[int]]) -> Candidate:
+        return min(map(self.candidate, sets), key=_by_speedup)
+
     def _cost_ratio(self, skipped: Sequence[int]) -> float:
         decoder = self._target.decoder
         layers = [
             sum(product.weight.numel() for product in (layer.qkv, layer.output, layer.gate_up, layer.down))
             for layer in decoder.layers
         ]
-        head = decoder.head.weight.numel()
-        spared = sum(layers[index] for index in skipped)
-        return (sum(layers) + head - spared) / (sum(layers) + head)
-
-    def run(self, report: Report) -> Candidate:
-        """Return the best candidate found."""
-        num_layers = self._target.num_layers
-        chosen = min((self.candidate([layer]) for layer in range(num_layers)), key=_by_speedup)
-        best = chosen
-        while len(chosen.skipped) < num_layers - 1:
-            left = [layer for layer in range(num_layers) if layer not in chosen.skipped]
-            chosen = min((self.candidate([*chosen.skipped, layer]) for layer in left), key=_by_speedup)
-            report(f"without {len(chosen.skipped)} layers: {_in_words(chosen)}")
-            best = min(best, chosen, key=_by_speedup)
-        return self._with_changes(best, report)
-
-    def _with_changes(self, best: Candidate, report: Report) -> Candidate:
-        """Swap a skipped and a kept layer while that increases the speed-up."""
-        while True:
-            kept = [layer for layer in range(self._target.num_layers) if layer not in best.skipped]
-            changed = [
-                self.candidate([*(layer for layer in best.skipped if layer != back), out])
-                for back in best.skipped
-                for out in kept
-            ]
-            better = min([best, *changed], key=_by_speedup)
-            if better is best:
-                return best
-            best = better
-            report(f"changed places: {_in_words(best)}")
+        total = sum(layers) + decoder.head.weight.numel()
+        return (total - sum(layers[index] for index in skipped)) / total
 
 
 def _by_speedup(candidate: Candidate) -> tuple[float, tuple[int, ...]]:
@@ -145,11 +137,6 @@ def _in_words(candidate: Candidate) -> str:
         f"{skipped}: {candidate.acceptance:.1%} accepted, c = {candidate.cost_ratio:.2f}, "
         f"{candidate.speedup:.2f}x at {candidate.draft_length} nodes"
     )
-
-
-def save_layers(candidate: Candidate, folder: Path) -> None:
-    """Write the configuration that the drafter `layer-skip:FOLDER` reads."""
-    write_skipped(folder, candidate.skipped, asdict(candidate))
 
 
 def stack_prefixes(texts: Sequence[Sequence[int]], length: int) -> Tensor:

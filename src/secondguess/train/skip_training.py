@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from secondguess.api import load
 from secondguess.bench.systems import public_name
 from secondguess.errors import UnsupportedModelError
 from secondguess.heads.files import Provenance
+from secondguess.heads.skip import write_skipped
 from secondguess.names import check_range
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.fused import FusedRuntime
 from secondguess.train.files import require_folder
 from secondguess.train.head_training import DEFAULT_PROMPTS, ProgressDisplay
 from secondguess.train.run_folder import check_or_record_options, identity_of_texts
-from secondguess.train.skip_search import Candidate, SkipSearch, save_layers, stack_prefixes
+from secondguess.train.skip_search import Candidate, SkipSearch, stack_prefixes
 from secondguess.train.training_texts import (
     AnswerSettings,
     default_documents,
@@ -29,69 +30,54 @@ MAX_SEARCH_TOKENS = 128
 """Maximum number of tokens of each text that are searched on."""
 
 
-@dataclass(frozen=True)
-class SkipJob:
-    """Options of a search.
+def search_layers(
+    out: Path,
+    model: str,
+    dtype: str,
+    data: Sequence[Path],
+    num_prompts: int,
+    answers: AnswerSettings,
+    show: ProgressDisplay,
+) -> Candidate:
+    """Search for the layers to skip, and write the result to a folder, for `layer-skip:OUT`.
 
     Args:
-        out: folder of the result, for `layer-skip:OUT`.
+        out: folder of the result and of the run, whose texts are reused.
         model, dtype: the target; it is loaded with the fused runtime, which can skip layers.
         data: files of prompts; empty for prompts from the standard library.
         num_prompts: maximum number of prompts, to which the target generates answers.
         answers: settings of the answers.
+        show: display of the progress.
 
     Raises:
-        BadInputError: an option out of range, or a folder that cannot be written to.
-    """
-
-    out: Path
-    model: str = "builtin"
-    dtype: str = "auto"
-    data: tuple[Path, ...] = ()
-    num_prompts: int = 16
-    answers: AnswerSettings = field(default_factory=AnswerSettings)
-
-    def __post_init__(self) -> None:
-        require_folder(self.out, "--out")
-        self.answers.require_room_for_prompts()
-        check_range("--num-prompts", self.num_prompts, 1, 10_000)
-
-    def identity(self) -> dict[str, Any]:
-        """Return the options that determine texts and layers, with which texts are reused."""
-        return {
-            "kind": "layer-skip",
-            **identity_of_texts(self.model, self.data, self.num_prompts, self.answers, self.dtype),
-        }
-
-
-def search_layers(job: SkipJob, show: ProgressDisplay) -> Candidate:
-    """Search for the layers to skip, and write the result to `job.out`.
-
-    Raises:
-        BadInputError: data that cannot be used, texts that are too short, or a folder with another
-            run.
+        BadInputError: an option out of range, data that cannot be used, texts that are too short,
+            or a folder that cannot be written to or holds another run.
         UnsupportedModelError: a target whose layers cannot be skipped.
     """
-    documents = read_documents(job.data, as_is=False) if job.data else default_documents(DEFAULT_PROMPTS)
-    run = job.out / "run"
-    check_or_record_options(run, job.identity())
-    llm = load(job.model, "suffix", dtype=job.dtype, runtime="fused")
+    require_folder(out, "--out")
+    answers.require_room_for_prompts()
+    check_range("--num-prompts", num_prompts, 1, 10_000)
+    documents = read_documents(data, as_is=False) if data else default_documents(DEFAULT_PROMPTS)
+    run = out / "run"
+    identity = identity_of_texts(model, data, num_prompts, answers, dtype)
+    check_or_record_options(run, {"kind": "layer-skip", **identity})
+    llm = load(model, "suffix", dtype=dtype, runtime="fused")
     target = llm.target.runtime
     if not isinstance(target, FusedRuntime):
         raise UnsupportedModelError(
-            f"expected a target that the fused runtime covers, got {job.model}; its layers cannot be left out"
+            f"expected a target that the fused runtime covers, got {model}; its layers cannot be left out"
         )
-    chosen = sample_evenly(documents, job.num_prompts)
-    texts = write_answers(llm, chosen, job.answers, run / "texts", show.writing, show.pause)
+    chosen = sample_evenly(documents, num_prompts)
+    texts = write_answers(llm, chosen, answers, run / "texts", show.writing, show.pause)
     length = min(MAX_SEARCH_TOKENS, max(len(text.tokens) for text in texts))
     search = SkipSearch(target, stack_prefixes([text.tokens for text in texts], length))
     found = search.run(show.line)
-    save_layers(found, job.out)
+    write_skipped(out, found.skipped, asdict(found))
     Provenance(
         "layer-skip",
-        public_name(job.model),
+        public_name(model),
         hash_weights(Path(llm.target.path)),
         training={"texts": len(texts), "tokens_of_each": length, "candidates": search.num_tried},
         figures={"acceptance": round(found.acceptance, 4), "expected_speedup": round(found.speedup, 3)},
-    ).write(job.out)
+    ).write(out)
     return found

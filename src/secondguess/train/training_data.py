@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress, count
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -16,7 +17,6 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.files import write_atomically
@@ -110,20 +110,12 @@ class TextSplit:
                 f"expected at least 2 texts, one of them held out, got {len(texts)}; give more data"
             )
         step = max(min(10, len(texts)), -(-len(texts) // most_held_out))
-        held_out = [index % step == step - 1 for index in range(len(texts))]
-        return cls(
-            [text for text, out in zip(texts, held_out, strict=True) if not out],
-            [text for text, out in zip(texts, held_out, strict=True) if out],
-        )
+        training = [text for index, text in enumerate(texts) if index % step != step - 1]
+        return cls(training, texts[step - 1 :: step])
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """Return `[vocab]` int64, the occurrences of each token that counts in training texts."""
-        counted = [
-            token
-            for text in self.training
-            for token, counts in zip(text.tokens, text.counts, strict=True)
-            if counts
-        ]
+        counted = [token for text in self.training for token in compress(text.tokens, text.counts)]
         return torch.bincount(torch.tensor(counted, dtype=torch.long), minlength=vocab_size)
 
 
@@ -160,50 +152,20 @@ class Batch:
         return int(self.counts.sum())
 
 
-class _IndexedTexts(Dataset[tuple[int, TrainingText]]):
-    def __init__(self, texts: Sequence[TrainingText]) -> None:
-        self.texts = texts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> tuple[int, TrainingText]:
-        return index, self.texts[index]
-
-
-class SeededBatches(Sampler[list[int]]):
-    """Endless sampler of batches of indices, with every text once per epoch.
-
-    Args:
-        num_texts: number of texts.
-        batch_size: texts per batch.
-        seed: seed of the order.
-        first_step: step of the first batch.
-    """
-
-    def __init__(self, num_texts: int, batch_size: int, seed: int, first_step: int = 0) -> None:
-        self.num_texts, self.batch_size, self.seed, self.first_step = num_texts, batch_size, seed, first_step
-
-    def __iter__(self) -> Iterator[list[int]]:
-        step = self.first_step
-        while True:
-            places = range(step * self.batch_size, (step + 1) * self.batch_size)
-            yield [shuffled_index(self.seed, _ORDER, place, self.num_texts) for place in places]
-            step += 1
-
-
 def training_batches(
     texts: Sequence[TrainingText], batch_size: int, seed: int, first_step: int = 0
-) -> DataLoader[Batch]:
-    """Return an endless loader of batches, from that of step `first_step` on."""
-    sampler = SeededBatches(len(texts), batch_size, seed, first_step)
-    return DataLoader(_IndexedTexts(texts), batch_sampler=sampler, collate_fn=Batch.of)  # type: ignore[arg-type]
+) -> Iterator[Batch]:
+    """Yield batches without end, from that of step `first_step` on, with every text once per epoch."""
+    for step in count(first_step):
+        order = range(step * batch_size, (step + 1) * batch_size)
+        indices = [shuffled_index(seed, _ORDER, position, len(texts)) for position in order]
+        yield Batch.of([(index, texts[index]) for index in indices])
 
 
 def batches_in_order(texts: Sequence[TrainingText], batch_size: int) -> Iterator[Batch]:
     """Return batches of all texts, once and in order."""
     numbered = list(enumerate(texts))
-    return map(Batch.of, (numbered[at : at + batch_size] for at in range(0, len(texts), batch_size)))
+    return (Batch.of(numbered[at : at + batch_size]) for at in range(0, len(texts), batch_size))
 
 
 def shuffled_index(seed: int, purpose: int, index: int, size: int) -> int:

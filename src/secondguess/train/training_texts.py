@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from secondguess.api import LLM, Generation
@@ -86,12 +87,10 @@ class AnswerSettings:
         check_range("the answers at a time", self.batch_size, 1, 4096)
 
     def require_room_for_prompts(self) -> None:
-        """Check that an answer leaves room for a prompt.
-
-        This is not required for texts used as they are, which have no generated answers.
+        """Check that a generated answer leaves room for a prompt: `max_tokens` is below `length`.
 
         Raises:
-            BadInputError: `max_tokens` is not below `length`.
+            BadInputError: it is not.
         """
         if self.max_tokens >= self.length:
             raise BadInputError(
@@ -108,29 +107,27 @@ def read_documents(paths: Sequence[Path], as_is: bool) -> list[Document]:
         BadInputError: a file that is missing, empty, binary or malformed; the message names the
             place.
     """
-    return [document for path in paths for document in _read_file(path, as_is)]
+    documents: list[Document] = []
+    for path in paths:
+        if not path.is_file():
+            raise BadInputError(
+                f"expected a file of training texts, found none at {path}; give JSON lines with a 'prompt', a 'text' or "
+                "'messages' each, or plain text, with --data FILE"
+            )
+        if is_jsonl(path):
+            documents += read_records(path, _document)
+        elif not as_is:
+            documents += [Document(prompt.text, prompt.task) for prompt in read_paragraphs(path)]
+        elif (text := read_text(path)).strip():
+            documents.append(Document(text, path.stem))
+        else:
+            raise BadInputError(f"expected text in {path.name}, got an empty file")
+    return documents
 
 
 def default_documents(num_prompts: int) -> list[Document]:
     """Return prompts from the installed standard library."""
-    workload = standard_library_prompts(num_prompts)
-    return [Document(text, STANDARD_LIBRARY) for text in workload.prompts]
-
-
-def _read_file(path: Path, as_is: bool) -> list[Document]:
-    if not path.is_file():
-        raise BadInputError(
-            f"expected a file of training texts, found none at {path}; give JSON lines with a 'prompt', a 'text' or "
-            "'messages' each, or plain text, with --data FILE"
-        )
-    if is_jsonl(path):
-        return read_records(path, _document)
-    if not as_is:
-        return [Document(prompt.text, prompt.task) for prompt in read_paragraphs(path)]
-    text = read_text(path)
-    if not text.strip():
-        raise BadInputError(f"expected text in {path.name}, got an empty file")
-    return [Document(text, path.stem)]
+    return [Document(text, STANDARD_LIBRARY) for text in standard_library_prompts(num_prompts).prompts]
 
 
 def _document(record: Record, path: Path) -> Document:
@@ -197,9 +194,8 @@ def _taught(target: LoadedModel, document: Document) -> tuple[list[int], list[bo
     ids = target.encode(document.text + document.answer)
     # A tokenizer may merge the end of a prompt with its answer: only tokens that the prompt alone
     # also has do not count.
-    prompt = target.encode(document.text) if document.answer else []
-    shared = _shared_prefix(prompt, ids)
-    return ids, [place >= shared for place in range(len(ids))]
+    shared = _shared_prefix(target.encode(document.text), ids) if document.answer else 0
+    return ids, [index >= shared for index in range(len(ids))]
 
 
 def _taught_chat(target: LoadedModel, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
@@ -215,7 +211,7 @@ def _taught_chat(target: LoadedModel, messages: Sequence[Message]) -> tuple[list
 
 def _shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     pairs = zip(first, second, strict=False)
-    return next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(first), len(second)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _chat_ids(target: LoadedModel, messages: Sequence[Message], opens_answer: bool) -> list[int]:
@@ -264,37 +260,35 @@ def write_answers(
         BadInputError: texts longer than the target's context.
     """
     _require_room(llm.target, settings.length)
-    per_file = settings.batch_size * BATCHES_PER_FILE
     texts: list[TrainingText] = []
-    for start in range(0, len(documents), per_file):
+    size = settings.batch_size
+    for start in range(0, len(documents), size * BATCHES_PER_FILE):
         path = folder / f"{start:07}.npz"
         if path.is_file():
             texts += read_texts(path)
             tell(len(texts), len(documents))
             continue
-        fresh: list[TrainingText] = []
-        for at in range(start, min(start + per_file, len(documents)), settings.batch_size):
-            part = documents[at : min(at + settings.batch_size, start + per_file)]
-            fresh += _answered(llm, part, at, settings)
-            tell(len(texts) + len(fresh), len(documents))
+        for first in range(start, min(start + size * BATCHES_PER_FILE, len(documents)), size):
+            texts += _answered(llm, documents[first : first + size], first, settings)
+            tell(len(texts), len(documents))
             pause()
-        write_texts(path, fresh)
-        texts += fresh
+        write_texts(path, texts[start:])
     return texts
 
 
 def _answered(
     llm: LLM, documents: Sequence[Document], first: int, settings: AnswerSettings
 ) -> list[TrainingText]:
+    """Return prompts with answers; `first` is the index of the first document among all."""
     most = settings.length - settings.max_tokens
     prompts = [prompt_ids(llm.target, document)[-most:] for document in documents]
     params = [
         SamplingParams(
             max_tokens=settings.max_tokens,
-            temperature=settings.temperatures[(first + row) % len(settings.temperatures)],
-            seed=settings.seed + first + row,
+            temperature=settings.temperatures[index % len(settings.temperatures)],
+            seed=settings.seed + index,
         )
-        for row in range(len(prompts))
+        for index in range(first, first + len(prompts))
     ]
     outputs = Generation(llm, prompts, params).run()
     return [

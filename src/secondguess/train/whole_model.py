@@ -8,7 +8,6 @@ the distribution of the original model, so that it stays close to it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from secondguess.heads.learning import (
     Objective,
     TrainableHead,
     TrainingBatch,
-    masked_mean,
     overlap,
 )
 from secondguess.runtime.base import EmbeddingAndHead
@@ -69,14 +67,13 @@ class WholeModel(TrainableHead):
         with torch.no_grad():
             before = ends.unembed(training_batch.hidden[-1][:, :-1][counts])
             now = self._logits(self._exits[-1], counts)
-        there = torch.ones(len(before), dtype=torch.bool, device=before.device)
-        losses, accepted = [], []
+        losses, accepted, num_counted = [], [], max(1, len(before))
         for index, states in enumerate(self._exits):
             logits = self._logits(states, counts)
-            losses.append(masked_mean(objective(before, logits), there))
+            losses.append(objective(before, logits).sum() / num_counted)
             # Exits draft for the new model; the new model is compared with the original one.
-            judge = before if index == len(self._exits) - 1 else now
-            accepted.append(masked_mean(overlap(judge, logits), there))
+            reference = before if index == len(self._exits) - 1 else now
+            accepted.append(overlap(reference, logits).sum() / num_counted)
         self._exits.clear()
         return DepthLosses(losses, accepted)
 
@@ -109,7 +106,7 @@ def skip_rates(num_layers: int, highest: float) -> list[float]:
     [0.0, 0.083, 0.2]
     """
     last = max(1, num_layers - 1)
-    return [highest * (math.exp(index * math.log(2) / last) - 1) for index in range(num_layers)]
+    return [highest * (2 ** (index / last) - 1) for index in range(num_layers)]
 
 
 def exit_weights(num_exits: int, scale: float) -> list[float]:

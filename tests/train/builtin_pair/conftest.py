@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from builtin_pair.model import ModelShape
 from builtin_pair.pair import PairRecipe, prepare_data
 from builtin_pair.tokens import TokenStore
+from secondguess.train.schedule import Budget
 
 MODULE = '''"""Numbers about the {name} of things."""
 
@@ -59,7 +61,18 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipe(corpus_folder: Path) -> PairRecipe:
-    return PairRecipe.small(corpus=(corpus_folder,), include_standard_library=False)
+    """A few steps of two tiny models."""
+    return PairRecipe(
+        corpus=(corpus_folder,),
+        include_standard_library=False,
+        target=ModelShape(4, 64, 2, 1, 128, 512),
+        drafter=ModelShape(1, 32, 2, 1, 64, 512),
+        target_budget=Budget(steps=12),
+        drafter_budget=Budget(steps=4),
+        distill_budget=Budget(steps=4),
+        own_rows=4,
+        compile=False,
+    )
 
 
 @pytest.fixture(scope="session")

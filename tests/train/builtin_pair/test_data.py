@@ -48,6 +48,10 @@ def collect(directory: Path, prompts: Path | None = None) -> Corpus:
     return build_corpus([directory], include_standard_library=False, forbidden_prompts=prompts)
 
 
+def num_texts_with(name: str, corpus: Corpus) -> int:
+    return sum(name in text for text in (*corpus.files, *corpus.functions))
+
+
 def module(number: int) -> str:
     return FILLER + f"\n\nCOUNT = {number}\n\n\n" + FUNCTION.format(number)
 
@@ -64,15 +68,14 @@ def test_a_file_and_its_functions_fall_on_one_side_and_duplicates_are_read_once(
     files = {f"m{number}.py": module(number) for number in range(300)}
     install(tmp_path, "many", "BSD-3-Clause", files | {"copy.py": files["m7.py"]})
     corpus = collect(tmp_path)
-    training = {document.text for document in corpus.training}
-    held_out = {document.text for document in corpus.held_out}
     assert corpus.held_out
-    assert not training & held_out
-    assert len(training) + len(held_out) == 600
-    for document in corpus.held_out:
-        if not document.is_function:
-            assert all(function not in training for function in documented_functions(document.text))
-            assert is_held_out(document.text.encode())
+    training = {*corpus.files, *corpus.functions}
+    assert not training & set(corpus.held_out)
+    assert len(corpus.files) + len(corpus.held_out) == 300
+    assert len(corpus.functions) == len(set(corpus.functions)) == len(corpus.files)
+    for text in corpus.held_out:
+        assert not training & set(documented_functions(text))
+        assert is_held_out(text.encode())
 
 
 def test_an_evaluation_prompt_keeps_its_file_out_however_it_is_spaced(tmp_path: Path) -> None:
@@ -80,8 +83,21 @@ def test_an_evaluation_prompt_keeps_its_file_out_however_it_is_spaced(tmp_path: 
     prompt = FUNCTION.format(5).split("    scaled")[0].replace("    ", "  ")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": f"import math\n\n{prompt}"}) + "\n")
-    assert sum("area_5" in document.text for document in collect(tmp_path).training) == 2
-    assert not any("area_5" in document.text for document in collect(tmp_path, prompts).training)
+    assert num_texts_with("area_5", collect(tmp_path)) == 2
+    assert num_texts_with("area_5", collect(tmp_path, prompts)) == 0
+
+
+def test_prompts_without_a_function_exclude_the_files_that_contain_them(tmp_path: Path) -> None:
+    install(tmp_path, "leaky", "MIT", {"a.py": module(5), "b.py": module(6)})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Return the area, number 5, of a rectangle."}) + "\n")
+    corpus = collect(tmp_path, prompts)
+    assert [num_texts_with(name, corpus) for name in ("area_5", "area_6")] == [0, 2]
+    assert corpus.num_forbidden == 1
+    for short in ("f", "import os\n\ndef f():"):
+        prompts.write_text(json.dumps({"prompt": short}) + "\n")
+        with pytest.raises(BadInputError, match="at least 10 word characters"):
+            collect(tmp_path, prompts)
 
 
 def test_functions_come_out_whole_documented_and_runnable() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from builtin_pair import pair as stages
 from builtin_pair.__main__ import main
-from builtin_pair.distill import MixedStore, initial_drafter
+from builtin_pair.distill import initial_drafter
 from builtin_pair.evaluate import acceptance
 from builtin_pair.model import Decoder, ModelShape
 from builtin_pair.pair import PairRecipe, export_checkpoint, install_pair, train_pair
@@ -57,6 +57,26 @@ def test_a_pair_can_be_the_start_of_the_next(recipe: PairRecipe, tmp_path: Path)
     assert (weights[0][name] - weights[1][name]).norm() < 0.2 * weights[0][name].norm()
 
 
+def test_a_run_is_continued_with_its_options(recipe: PairRecipe, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Return the smallest of three numbers"}')
+    first = replace(recipe, forbidden_prompts=prompts)
+    stages.prepare_data(first, tmp_path / "run", lambda line: None)
+    stages.prepare_data(
+        replace(first, target_budget=Budget(steps=99), most_threads=1), tmp_path / "run", lambda line: None
+    )
+    prompts.write_text('{"prompt": "Return the largest of three numbers"}')
+    others = {
+        "exclude prompts": first,
+        "seed": replace(first, seed=1),
+        "own rows": replace(first, own_rows=8),
+    }
+    for name, other in others.items():
+        with pytest.raises(BadInputError, match=f"another {name}"):
+            stages.prepare_data(other, tmp_path / "run", lambda line: None)
+        prompts.write_text('{"prompt": "Return the smallest of three numbers"}')
+
+
 def test_a_drafter_starts_from_the_embedding_that_best_keeps_its_targets_inner_products() -> None:
     target = Decoder(ModelShape(1, 64, 2, 1, 64, 300))
     target.initialise(0)
@@ -78,11 +98,12 @@ def test_a_drafter_starts_from_the_embedding_that_best_keeps_its_targets_inner_p
 
 def test_half_of_a_mixed_batch_is_the_targets_own_text(store: TokenStore) -> None:
     own = torch.full((3, 65), 7).numpy().astype("uint16")
-    batch = MixedStore(store, own).batch(0, 0, 8, 64)
+    mixed = replace(store, own=own)
+    batch = mixed.batch(0, 0, 8, 64)
     assert batch.shape == (8, 65)
     assert int((batch == 7).all(dim=1).sum()) == 4
     with pytest.raises(BadInputError, match="rows of 65"):
-        MixedStore(store, own).batch(0, 0, 8, 65)
+        mixed.batch(0, 0, 8, 65)
 
 
 def test_a_model_accepts_itself_always() -> None:
@@ -99,7 +120,7 @@ def test_recipes_that_cannot_be_are_refused(tmp_path: Path) -> None:
         PairRecipe(drafter=ModelShape(1, 32, 2, 1, 64, 300))
     with pytest.raises(BadInputError, match="nothing to learn from"):
         PairRecipe(include_standard_library=False)
-    with pytest.raises(BadInputError, match="at least 1 row"):
+    with pytest.raises(BadInputError, match="own_rows between 1"):
         PairRecipe(own_rows=0)
     with pytest.raises(BadInputError, match="minutes above 0"):
         PairRecipe().scaled(0)
@@ -122,7 +143,8 @@ def test_a_scaled_recipe_keeps_the_proportions() -> None:
         (["export", "none", "out"], "there is no training checkpoint"),
         (["run", "run", "--corpus", "nowhere", "--minutes", "1"], "nowhere"),
         (["run", "run", "--minutes", "-1"], "minutes above 0"),
-        (["run", "run", "--seed", "-1"], "negative"),
+        (["run", "run", "--seed", "-1"], "--seed between 0"),
+        (["run", "run", "--exclude-prompts", "nowhere"], "none at nowhere"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
