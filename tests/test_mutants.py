@@ -190,7 +190,7 @@ def heads_draft_as_they_learn(kind: str) -> bool:
 
 
 def head_drafter(kind, target, shape):
-    ends = target.ends()
+    ends = target.embedding_and_head()
     with torch.random.fork_rng():
         torch.manual_seed(3)
         if kind == "medusa":
@@ -216,7 +216,7 @@ def learnt_dists(target, head, text, pending):
         said.append(draft_logits.detach())
         return draft_logits.sum(-1)
 
-    head.learn(TrainingBatch(tokens, counts, hidden), target.ends(), remember)
+    head.learn(TrainingBatch(tokens, counts, hidden), target.embedding_and_head(), remember)
     if isinstance(
         head, MedusaHead
     ):  # the places that count, one after the other: at each depth the next is meant

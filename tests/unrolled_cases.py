@@ -59,19 +59,19 @@ def lesson_of(tokens: Tensor, model: LlamaForCausalLM) -> TrainingBatch:
     return TrainingBatch(tokens, counts, hidden)
 
 
-def make_eagle3(ends: EmbeddingAndHead) -> UnrolledHead:
+def make_eagle3(embedding_and_head: EmbeddingAndHead) -> UnrolledHead:
     counts = torch.arange(VOCAB_SIZE) % 11
-    return EagleHead.fresh(ends, NUM_LAYERS, draft_vocab_size=24, counts=counts, seed=1)
+    return EagleHead.fresh(embedding_and_head, NUM_LAYERS, draft_vocab_size=24, counts=counts, seed=1)
 
 
-def make_eagle1(ends: EmbeddingAndHead) -> UnrolledHead:
-    head = Eagle1Head(default_layer_config(ends.width), ends, VOCAB_SIZE)
+def make_eagle1(embedding_and_head: EmbeddingAndHead) -> UnrolledHead:
+    head = Eagle1Head(default_layer_config(embedding_and_head.width), embedding_and_head, VOCAB_SIZE)
     initialise(head, 1)
     return head
 
 
-def make_mtp(ends: EmbeddingAndHead) -> UnrolledHead:
-    return MtpHead.fresh(ends, VOCAB_SIZE, NUM_LAYERS, seed=1)
+def make_mtp(embedding_and_head: EmbeddingAndHead) -> UnrolledHead:
+    return MtpHead.fresh(embedding_and_head, VOCAB_SIZE, NUM_LAYERS, seed=1)
 
 
 UNROLLED: dict[str, Callable[[EmbeddingAndHead], UnrolledHead]] = {
@@ -83,7 +83,7 @@ UNROLLED: dict[str, Callable[[EmbeddingAndHead], UnrolledHead]] = {
 
 
 def fresh_head(kind: str, dtype: torch.dtype = torch.float64) -> UnrolledHead:
-    return UNROLLED[kind](TransformersRuntime(target_model(dtype)).ends()).to(dtype)
+    return UNROLLED[kind](TransformersRuntime(target_model(dtype)).embedding_and_head()).to(dtype)
 
 
 def told(drafter: SamplingDrafter, row: Row, tokens: list[int]) -> Tensor:

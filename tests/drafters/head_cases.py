@@ -46,14 +46,16 @@ def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> Lla
 class PlainFeatureHead(FeatureHead):
     """The least that reads features: one layer over token and feature, the target's own ends."""
 
-    def __init__(self, ends: EmbeddingAndHead) -> None:
+    def __init__(self, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
         self.hidden_layers = (-1,)
-        self.shape = LayerConfig(ends.width, num_heads=2, num_kv_heads=1, head_size=16, mlp_size=32)
+        self.shape = LayerConfig(
+            embedding_and_head.width, num_heads=2, num_kv_heads=1, head_size=16, mlp_size=32
+        )
         self.num_layers = 1
-        self.joined = nn.Linear(2 * ends.width, ends.width)
+        self.joined = nn.Linear(2 * embedding_and_head.width, embedding_and_head.width)
         self.layer = DecoderLayer(self.shape)
-        self._ends = ends
+        self._embedding_and_head = embedding_and_head
 
     def features(self, hidden: HiddenStates) -> Tensor:
         return hidden[-1]
@@ -62,29 +64,29 @@ class PlainFeatureHead(FeatureHead):
         return self.layer(self.joined(torch.cat((embedded, features), -1)), turns, attend)
 
     def logits(self, thought: Tensor) -> Tensor:
-        return self._ends.unembed(self._ends.normalise(thought))
+        return self._embedding_and_head.unembed(self._embedding_and_head.normalise(thought))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self._ends.embed(tokens)
+        return self._embedding_and_head.embed(tokens)
 
 
-def seeded(make: Callable[[], nn.Module], ends: EmbeddingAndHead, seed: int = 1) -> nn.Module:
+def seeded(make: Callable[[], nn.Module], embedding_and_head: EmbeddingAndHead, seed: int = 1) -> nn.Module:
     """A module with random weights in the target's dtype, the same at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return make().to(ends.dtype).eval()
+        return make().to(embedding_and_head.dtype).eval()
 
 
 def plain_feature_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    ends = target.ends()
-    head = seeded(lambda: PlainFeatureHead(ends), ends)
+    embedding_and_head = target.embedding_and_head()
+    head = seeded(lambda: PlainFeatureHead(embedding_and_head), embedding_and_head)
     assert isinstance(head, PlainFeatureHead)
     return FeatureDrafter(head, target, "feature", shape)
 
 
 def early_exit_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    ends = target.ends()
-    head = seeded(lambda: EarlyExitHead(1, ends.width, 32), ends)
+    embedding_and_head = target.embedding_and_head()
+    head = seeded(lambda: EarlyExitHead(1, embedding_and_head.width, 32), embedding_and_head)
     return EarlyExitDrafter(target, 1, head, "early-exit", shape)
 
 
@@ -94,43 +96,50 @@ def layer_skip_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     """It can say all words but a few; those that it lacks are the target's to say."""
-    ends = target.ends()
+    embedding_and_head = target.embedding_and_head()
     counts = torch.arange(target.vocab_size) % 11
-    head = EagleHead.fresh(ends, target.num_layers, max(target.vocab_size * 3 // 4, 2), counts, seed=2)
-    return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
+    head = EagleHead.fresh(
+        embedding_and_head, target.num_layers, max(target.vocab_size * 3 // 4, 2), counts, seed=2
+    )
+    return FeatureDrafter(head.to(embedding_and_head.dtype).eval(), target, "eagle", shape)
 
 
 def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    ends = target.ends()
-    head = Eagle1Head(default_layer_config(ends.width), ends, target.vocab_size)
+    embedding_and_head = target.embedding_and_head()
+    head = Eagle1Head(default_layer_config(embedding_and_head.width), embedding_and_head, target.vocab_size)
     initialise(head, 3)
-    return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
+    return FeatureDrafter(head.to(embedding_and_head.dtype).eval(), target, "eagle", shape)
 
 
 def medusa_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    ends = target.ends()
-    head = seeded(lambda: MedusaHead(MedusaConfig(ends.width, num_heads=4, num_layers=1), ends), ends)
+    embedding_and_head = target.embedding_and_head()
+    head = seeded(
+        lambda: MedusaHead(
+            MedusaConfig(embedding_and_head.width, num_heads=4, num_layers=1), embedding_and_head
+        ),
+        embedding_and_head,
+    )
     assert isinstance(head, MedusaHead)
     return MedusaDrafter(head, target, "medusa", shape)
 
 
 def mtp_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    ends = target.ends()
-    head = MtpHead.fresh(ends, target.vocab_size, target.num_layers, seed=4)
-    return FeatureDrafter(head.to(ends.dtype).eval(), target, "mtp", shape)
+    embedding_and_head = target.embedding_and_head()
+    head = MtpHead.fresh(embedding_and_head, target.vocab_size, target.num_layers, seed=4)
+    return FeatureDrafter(head.to(embedding_and_head.dtype).eval(), target, "mtp", shape)
 
 
 def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     """Of two layers, and with a Markov head that matters."""
-    ends = target.ends()
+    embedding_and_head = target.embedding_and_head()
 
     def make() -> DsparkHead:
-        head = DsparkHead.fresh(ends, (0, 1, 2), block_size=4, markov_rank=2)
+        head = DsparkHead.fresh(embedding_and_head, (0, 1, 2), block_size=4, markov_rank=2)
         for weight in head.parameters():
             nn.init.normal_(weight, std=0.5)
         return head
 
-    head = seeded(make, ends)
+    head = seeded(make, embedding_and_head)
     assert isinstance(head, DsparkHead)
     return DsparkDrafter(head, target, "dspark", shape)
 

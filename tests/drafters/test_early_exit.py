@@ -46,7 +46,7 @@ def play(
     target: Runtime, shape: TreeShape | None = None, temperature: float = 0.0, controller: str = "fixed:3"
 ) -> int:
     """Decode, and say how many nodes were drafted."""
-    drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2", shape)
+    drafter = EarlyExitDrafter(target, 2, target.embedding_and_head().normalise, "early-exit:2", shape)
     components = Components(target, drafter, make_verifier("auto"), make_controller(controller))
     params = SamplingParams(max_tokens=12, temperature=temperature)
     rows = [Row(list(prompt), params, seed=3) for prompt in PROMPTS]
@@ -76,7 +76,7 @@ def test_shared_layers_run_once_per_token(
 
 def test_there_is_no_second_cache() -> None:
     target = fused_target()
-    drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2")
+    drafter = EarlyExitDrafter(target, 2, target.embedding_and_head().normalise, "early-exit:2")
     assert [value for value in vars(drafter).values() if isinstance(value, Runtime)] == [target]
 
 
@@ -97,7 +97,7 @@ def test_it_takes_no_more_memory_than_target_and_adapter() -> None:
     for kind in ("plain", "early-exit"):
         before = held_bytes()
         target = fused_target()
-        head = EarlyExitHead.fresh(target.ends(), 2, 32, seed=1).double()
+        head = EarlyExitHead.fresh(target.embedding_and_head(), 2, 32, seed=1).double()
         adapter = sum(weight.numel() * weight.itemsize for weight in head.parameters())
         exits = EarlyExitDrafter(target, 2, head, "early-exit")
         drafter = exits if kind == "early-exit" else NoDrafter()
@@ -140,7 +140,7 @@ def test_an_interrupted_round_leaves_nothing_behind(monkeypatch: pytest.MonkeyPa
     for interrupted in (False, True):
         target = fused_target()
         rows = [Row(list(prompt), params) for prompt in ([9, 2], [3, 5, 7, 5, 7, 2, 8, 8, 4])]
-        drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2")
+        drafter = EarlyExitDrafter(target, 2, target.embedding_and_head().normalise, "early-exit:2")
         components = Components(target, drafter, make_verifier("auto"), make_controller("fixed:3"))
         if interrupted:
             with monkeypatch.context() as patched:
@@ -161,7 +161,7 @@ def test_only_some_of_the_layers_can_be_run_ahead() -> None:
     target = fused_target()
     for num_layers in (0, 4):
         with pytest.raises(BadInputError, match="behind layer 1 to 3"):
-            EarlyExitDrafter(target, num_layers, target.ends().normalise, "early-exit")
+            EarlyExitDrafter(target, num_layers, target.embedding_and_head().normalise, "early-exit")
 
 
 def test_modules_are_refused_by_name() -> None:
@@ -192,7 +192,9 @@ def test_runtimes_say_whether_their_layers_run_apart() -> None:
 
 
 def test_an_adapter_comes_back_from_disk(tmp_path: Path) -> None:
-    head = EarlyExitHead.fresh(fused_target().ends(), exit_layer=2, mlp_size=16, seed=5).double()
+    head = EarlyExitHead.fresh(
+        fused_target().embedding_and_head(), exit_layer=2, mlp_size=16, seed=5
+    ).double()
     torch.nn.init.normal_(head.down_proj.weight)
     head.save(tmp_path)
     loaded = EarlyExitHead.load(tmp_path).double()
@@ -245,8 +247,8 @@ def test_a_lesson_in_which_nothing_counts_teaches_nothing() -> None:
     training_batch = TrainingBatch(
         tokens, torch.zeros_like(tokens, dtype=torch.bool), target.read(tokens).hidden
     )
-    head = EarlyExitHead.fresh(target.ends(), exit_layer=2, mlp_size=8, seed=0).double()
-    head.learn(training_batch, target.ends(), forward_divergence).losses[0].backward()
+    head = EarlyExitHead.fresh(target.embedding_and_head(), exit_layer=2, mlp_size=8, seed=0).double()
+    head.learn(training_batch, target.embedding_and_head(), forward_divergence).losses[0].backward()
     assert all(weight.grad is not None and not weight.grad.any() for weight in head.parameters())
 
 
@@ -261,17 +263,17 @@ def test_any_controller_hears_it_in_bfloat16(temperature: float) -> None:
 
 def test_an_adapter_learns() -> None:
     target = fused_target()
-    ends = target.ends()
+    embedding_and_head = target.embedding_and_head()
     tokens = torch.randint(0, 31, (4, 24), generator=torch.Generator().manual_seed(0))
     target.request_hidden_states([2, -1])
     training_batch = TrainingBatch(
         tokens, torch.ones_like(tokens, dtype=torch.bool), target.read(tokens).hidden
     )
-    head = EarlyExitHead.fresh(ends, exit_layer=2, mlp_size=64, seed=0).double()
+    head = EarlyExitHead.fresh(embedding_and_head, exit_layer=2, mlp_size=64, seed=0).double()
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
     marks = []
     for _ in range(40):
-        mark = head.learn(training_batch, ends, forward_divergence)
+        mark = head.learn(training_batch, embedding_and_head, forward_divergence)
         optimizer.zero_grad()
         mark.losses[0].backward()
         optimizer.step()

@@ -119,11 +119,11 @@ def falls(
     head: Any, target: TransformersRuntime, objective: Objective = cross_entropy
 ) -> tuple[float, float]:
     """The loss of a head before and after 30 steps, everything that it counts summed."""
-    training_batch, ends = lesson_of(target, many_texts()), target.ends()
+    training_batch, embedding_and_head = lesson_of(target, many_texts()), target.embedding_and_head()
     optimiser = torch.optim.Adam(head.parameters(), lr=3e-3)
     losses = []
     for _ in range(31):
-        marks = head.learn(training_batch, ends, objective)
+        marks = head.learn(training_batch, embedding_and_head, objective)
         loss = torch.stack(marks.losses).sum() + (0 if marks.extra is None else marks.extra)
         losses.append(float(loss.detach()))
         optimiser.zero_grad()

@@ -290,7 +290,7 @@ def test_what_is_saved_drafts_the_same(format: str, tmp_path: Path) -> None:
 
 
 def test_what_is_saved_has_the_names_of_speculators(tmp_path: Path) -> None:
-    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK, num_layers=2)
+    head = DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, BLOCK, RANK, num_layers=2)
     head.save(tmp_path, target="tiny")
     assert set(head.state_dict()) == set(backbone() | heads())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -388,7 +388,7 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
     recorder = Recorder()
     training_batch = lesson_of(TARGET, [text], num_prompt=len(TEXT))
     anchors, chosen = head._anchors(training_batch.counts)
-    head.learn(training_batch, TARGET.ends(), recorder)
+    head.learn(training_batch, TARGET.embedding_and_head(), recorder)
     known = WORDS if format == "truncated" else torch.arange(VOCAB_SIZE)
     with torch.no_grad():
         dists = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
@@ -405,10 +405,10 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
 
 
 def test_marks_count_what_the_target_wrote_by_depth() -> None:
-    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK).eval()
+    head = DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, BLOCK, RANK).eval()
     training_batch = lesson_of(TARGET, [TEXT, TEXT[::-1]], num_prompt=len(TEXT) - 2)
     recorder = Recorder()
-    marks = head.learn(training_batch, TARGET.ends(), recorder)
+    marks = head.learn(training_batch, TARGET.embedding_and_head(), recorder)
     anchors, _ = head._anchors(training_batch.counts)
     assert anchors.sort().values.tolist() == [[len(TEXT) - 3, len(TEXT) - 2]] * 2
     for depth in range(BLOCK):
@@ -422,7 +422,7 @@ def test_marks_count_what_the_target_wrote_by_depth() -> None:
 
 
 def test_learning_lowers_the_loss() -> None:
-    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK, num_layers=1, seed=1)
+    head = DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, BLOCK, RANK, num_layers=1, seed=1)
     before, after = falls(head, TARGET)
     assert after < 0.9 * before
 
@@ -433,11 +433,11 @@ def test_confidence_learns_the_chance_to_be_accepted(tmp_path: Path) -> None:
     head = named(f"dspark:{folder}").head
     for weight in head.confidence_head.parameters():
         torch.nn.init.zeros_(weight).requires_grad_(True)
-    training_batch, ends = lesson_of(TARGET, many_texts()), TARGET.ends()
+    training_batch, embedding_and_head = lesson_of(TARGET, many_texts()), TARGET.embedding_and_head()
     optimiser = torch.optim.Adam(head.confidence_head.parameters(), lr=3e-2)
     losses = []
     for _ in range(60):
-        marks = head.learn(training_batch, ends, Recorder())
+        marks = head.learn(training_batch, embedding_and_head, Recorder())
         losses.append(marks.extra.detach())
         optimiser.zero_grad()
         marks.extra.backward()
@@ -449,7 +449,7 @@ def test_confidence_learns_the_chance_to_be_accepted(tmp_path: Path) -> None:
 
 
 def test_learning_draws_its_places_anew_and_evaluation_does_not() -> None:
-    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK, seed=3)
+    head = DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, BLOCK, RANK, seed=3)
     counts = torch.ones(1, 3 * NUM_ANCHORS, dtype=torch.bool)
     one, other = (head._anchors(counts)[0] for _ in range(2))
     assert one.shape == (1, NUM_ANCHORS)
@@ -468,7 +468,7 @@ def test_a_fresh_drafter_begins_with_the_gains_of_the_targets_norm() -> None:
     try:
         with torch.no_grad():
             target_norm.weight.copy_(torch.linspace(0.5, 3, WIDTH))
-        head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK)
+        head = DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, BLOCK, RANK)
         torch.testing.assert_close(head.norm.weight.detach(), torch.linspace(0.5, 3, WIDTH))
     finally:
         with torch.no_grad():
@@ -476,7 +476,9 @@ def test_a_fresh_drafter_begins_with_the_gains_of_the_targets_norm() -> None:
 
 
 def test_seeds_say_how_a_fresh_drafter_begins() -> None:
-    one, same, other = (DsparkHead.fresh(TARGET.ends(), LAYERS, seed=seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (
+        DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, seed=seed).state_dict() for seed in (1, 1, 2)
+    )
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
 
@@ -644,11 +646,13 @@ def test_stopping_by_confidence_keeps_the_distribution_of_the_text() -> None:
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
     target = TransformersRuntime(model)
-    head = DsparkHead.fresh(target.ends(), (0, 1), block_size=2, markov_rank=2, num_layers=1, seed=1)
+    head = DsparkHead.fresh(
+        target.embedding_and_head(), (0, 1), block_size=2, markov_rank=2, num_layers=1, seed=1
+    )
     torch.nn.init.normal_(
         head.confidence_head.proj.weight, std=3.0, generator=torch.Generator().manual_seed(4)
     )
-    drafter = DsparkDrafter(head.to(target.ends().dtype), target, "dspark")
+    drafter = DsparkDrafter(head.to(target.embedding_and_head().dtype), target, "dspark")
     answers: set[bool] = set()
 
     class Noted(ConfidenceController):

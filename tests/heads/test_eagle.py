@@ -25,7 +25,7 @@ from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, 
 
 WORDS = [1, 2, 3, 5, 8, 9, 13, 21, 30]
 OFFSETS = [1, 1, 1, 2, 4, 4, 7, 14, 22]
-ENDS = TransformersRuntime(target_model()).ends()
+EMBEDDING_AND_HEAD = TransformersRuntime(target_model()).embedding_and_head()
 LAYERS = (1, 2, 3)
 
 
@@ -164,7 +164,7 @@ every_format = pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
 
 
 def load(folder: Path) -> EagleHead | Eagle1Head:
-    return load_eagle(folder, ENDS, VOCAB_SIZE, NUM_LAYERS).double()
+    return load_eagle(folder, EMBEDDING_AND_HEAD, VOCAB_SIZE, NUM_LAYERS).double()
 
 
 @every_format
@@ -302,7 +302,7 @@ def test_the_draft_vocabulary_is_of_the_most_frequent_words() -> None:
 
 def test_a_fresh_head_knows_the_targets_words() -> None:
     counts = torch.arange(VOCAB_SIZE).flip(0)
-    head = EagleHead.fresh(ENDS, NUM_LAYERS, 4, counts, seed=0)
+    head = EagleHead.fresh(EMBEDDING_AND_HEAD, NUM_LAYERS, 4, counts, seed=0)
     assert head.words is not None
     assert head.d2t is not None
     assert head.words.tolist() == [0, 1, 2, 3]
@@ -310,7 +310,7 @@ def test_a_fresh_head_knows_the_targets_words() -> None:
     torch.testing.assert_close(
         head.lm_head.weight.double(), target_model().lm_head.weight[:4], atol=1e-6, rtol=1e-6
     )
-    same, other = (EagleHead.fresh(ENDS, NUM_LAYERS, 4, counts, seed=seed) for seed in (0, 1))
+    same, other = (EagleHead.fresh(EMBEDDING_AND_HEAD, NUM_LAYERS, 4, counts, seed=seed) for seed in (0, 1))
     assert torch.equal(head.fc.weight, same.fc.weight)
     assert not torch.equal(head.fc.weight, other.fc.weight)
 
@@ -320,7 +320,7 @@ def test_words_must_be_a_vocabulary(words: list[int] | None) -> None:
     layer = LayerConfig(WIDTH, 2, 1, 16, 32)
     shape = EagleConfig(layer, VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
     with pytest.raises(BadInputError, match="tokens"):
-        EagleHead(shape, ENDS, None if words is None else torch.tensor(words))
+        EagleHead(shape, EMBEDDING_AND_HEAD, None if words is None else torch.tensor(words))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_fused_states_are_those_that_the_target_has(num_layers: int) -> None:
 def test_more_layers_than_one_go_on_from_the_first(tmp_path: Path) -> None:
     head = fresh_head("eagle3")
     assert isinstance(head, EagleHead)
-    deep = EagleHead(replace(head.eagle, num_layers=2), ENDS, head.words).double()
+    deep = EagleHead(replace(head.eagle, num_layers=2), EMBEDDING_AND_HEAD, head.words).double()
     save_eagle(deep, tmp_path, "tiny")
     again = load(tmp_path)
     assert again.num_layers == 2

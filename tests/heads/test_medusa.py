@@ -218,7 +218,7 @@ def test_what_is_saved_drafts_the_same(format: str, tmp_path: Path) -> None:
 
 
 def test_what_is_saved_has_the_names_of_vllm(tmp_path: Path) -> None:
-    head = MedusaHead.fresh(TARGET.ends(), num_heads=2, num_layers=1, seed=0)
+    head = MedusaHead.fresh(TARGET.embedding_and_head(), num_heads=2, num_layers=1, seed=0)
     head.save(tmp_path, target="tiny")
     assert set(head.state_dict()) == {"blocks.0.layers.0.weight", "blocks.1.layers.0.weight"}
     config = json.loads((tmp_path / "config.json").read_text())
@@ -292,7 +292,7 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
     drafter = named(f"medusa:{folder}")
     recorder = Recorder()
     text = [*TEXT, 9, 1, 12]
-    drafter.head.learn(lesson_of(TARGET, [text]), TARGET.ends(), recorder)
+    drafter.head.learn(lesson_of(TARGET, [text]), TARGET.embedding_and_head(), recorder)
     draft = drafted(drafter, TARGET, NUM_HEADS)
     known = WORDS if format.startswith("truncated") else torch.arange(VOCAB_SIZE)
     with torch.no_grad():
@@ -306,10 +306,10 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
 
 
 def test_only_what_the_target_wrote_is_learnt() -> None:
-    head = MedusaHead.fresh(TARGET.ends(), num_heads=2, seed=1)
+    head = MedusaHead.fresh(TARGET.embedding_and_head(), num_heads=2, seed=1)
     training_batch = lesson_of(TARGET, [TEXT], num_prompt=len(TEXT) - 1)  # the last token alone
     recorder = Recorder()
-    marks = head.learn(training_batch, TARGET.ends(), recorder)
+    marks = head.learn(training_batch, TARGET.embedding_and_head(), recorder)
     for depth, loss in enumerate(marks.losses):
         expected = Recorder()(recorder.meant[depth], recorder.said[depth])[-1]
         torch.testing.assert_close(loss.detach(), expected)
@@ -319,21 +319,23 @@ def test_only_what_the_target_wrote_is_learnt() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_learning_lowers_the_loss(num_layers: int) -> None:
-    head = MedusaHead.fresh(TARGET.ends(), num_heads=2, num_layers=num_layers, seed=1)
+    head = MedusaHead.fresh(TARGET.embedding_and_head(), num_heads=2, num_layers=num_layers, seed=1)
     before, after = falls(head, TARGET)
     assert after < 0.9 * before
 
 
 def test_layers_of_a_fresh_head_do_not_learn_the_same() -> None:
-    head = MedusaHead.fresh(TARGET.ends(), num_heads=1, num_layers=2, seed=1)
-    head.learn(lesson_of(TARGET, [TEXT]), TARGET.ends(), Recorder()).losses[0].backward()
+    head = MedusaHead.fresh(TARGET.embedding_and_head(), num_heads=1, num_layers=2, seed=1)
+    head.learn(lesson_of(TARGET, [TEXT]), TARGET.embedding_and_head(), Recorder()).losses[0].backward()
     first, second = (layer.weight for layer in head.blocks[0].layers)
     assert not torch.equal(first, second)
     assert not torch.equal(first.grad, second.grad)
 
 
 def test_seeds_say_how_a_fresh_head_begins() -> None:
-    one, same, other = (MedusaHead.fresh(TARGET.ends(), seed=seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (
+        MedusaHead.fresh(TARGET.embedding_and_head(), seed=seed).state_dict() for seed in (1, 1, 2)
+    )
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one)
 

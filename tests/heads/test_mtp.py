@@ -21,7 +21,7 @@ from secondguess.heads.mtp_files import contains_mtp, load_mtp, save_mtp
 from secondguess.runtime.transformers import TransformersRuntime
 from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, target_model
 
-ENDS = TransformersRuntime(target_model()).ends()
+EMBEDDING_AND_HEAD = TransformersRuntime(target_model()).embedding_and_head()
 Names = dict[str, str]
 """What a family calls the parts: `prefix`, `layer`, `enorm`, `hnorm`, `project`, `norm`."""
 
@@ -136,7 +136,7 @@ def plain_mtp(weights: Tensors, names: Names, tokens: list[int], length: int, de
 
 
 def load(folder: Path) -> MtpHead:
-    return load_mtp(folder, ENDS, VOCAB_SIZE, NUM_LAYERS).double()
+    return load_mtp(folder, EMBEDDING_AND_HEAD, VOCAB_SIZE, NUM_LAYERS).double()
 
 
 @every_format
@@ -200,7 +200,7 @@ def test_without_a_path_it_is_the_targets_own(
 
 def test_with_a_path_it_is_what_lies_there(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
-    head = MtpHead.fresh(ENDS, VOCAB_SIZE, NUM_LAYERS, seed=0)
+    head = MtpHead.fresh(EMBEDDING_AND_HEAD, VOCAB_SIZE, NUM_LAYERS, seed=0)
     save_mtp(head, tmp_path / "module")
     drafter = drafter_of(f"mtp:{tmp_path / 'module'}", Loaded(deepseek(tmp_path / "target")))
     assert torch.equal(drafter.runtime.head.state_dict()["eh_proj.weight"], head.eh_proj.weight.double())
@@ -293,7 +293,9 @@ def test_what_cannot_be_used_is_refused_in_one_line(
 
 
 def test_a_fresh_module_is_chosen_by_its_seed() -> None:
-    one, same, other = (MtpHead.fresh(ENDS, VOCAB_SIZE, NUM_LAYERS, seed=seed) for seed in (0, 0, 1))
+    one, same, other = (
+        MtpHead.fresh(EMBEDDING_AND_HEAD, VOCAB_SIZE, NUM_LAYERS, seed=seed) for seed in (0, 0, 1)
+    )
     assert torch.equal(one.eh_proj.weight, same.eh_proj.weight)
     assert not torch.equal(one.eh_proj.weight, other.eh_proj.weight)
     assert torch.equal(one.norm.weight, torch.ones(WIDTH))

@@ -31,8 +31,8 @@ def make_head(settings: dict[str, object]) -> EagleHead:
     plain = fresh_head("eagle3", torch.float32)
     assert isinstance(plain, EagleHead)
     generator = torch.Generator().manual_seed(0)
-    ends = TransformersRuntime(target_model(torch.float32)).ends()
-    head = EagleHead(replace(plain.eagle, **settings), ends, plain.words)
+    embedding_and_head = TransformersRuntime(target_model(torch.float32)).embedding_and_head()
+    head = EagleHead(replace(plain.eagle, **settings), embedding_and_head, plain.words)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             parameter.normal_(float("norm" in name), 0.2, generator=generator)
@@ -79,8 +79,8 @@ def test_speculators_reads_what_we_write(
     for ours, other in zip(unrolled(head), said, strict=True):
         torch.testing.assert_close(other[: len(ours)], ours, atol=1e-4, rtol=1e-4)
     theirs.save_pretrained(tmp_path / "theirs")
-    ends = TransformersRuntime(target_model(torch.float32)).ends()
-    again = load_eagle(tmp_path / "theirs", ends, VOCAB_SIZE, NUM_LAYERS)
+    embedding_and_head = TransformersRuntime(target_model(torch.float32)).embedding_and_head()
+    again = load_eagle(tmp_path / "theirs", embedding_and_head, VOCAB_SIZE, NUM_LAYERS)
     assert isinstance(again, EagleHead)
     assert all(map(torch.equal, unrolled(again), unrolled(head)))
 

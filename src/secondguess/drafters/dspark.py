@@ -64,9 +64,9 @@ class DsparkDrafter(SamplingDrafter):
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> DsparkDrafter:
         options, shape = read_tree_options(name)
-        folder = resources.find_head(name)
+        folder = resources.find_head_folder(name)
         target = resources.require_target(name)
-        head = DsparkHead.load(folder, target.ends(), target.vocab_size).to(target.device)
+        head = DsparkHead.load(folder, target.embedding_and_head(), target.vocab_size).to(target.device)
         argument = "" if name.argument is None else f":{name.argument}"
         return cls(head, target, f"{name.kind}{argument}{options}", shape)
 

@@ -53,7 +53,7 @@ class EarlyExitDrafter(SamplingDrafter):
         self._target = target
         self._num_layers = num_layers
         self._finish = finish
-        self._unembed = target.ends().unembed
+        self._unembed = target.embedding_and_head().unembed
         self._chains: list[list[int]] = []
 
     @classmethod
@@ -62,9 +62,9 @@ class EarlyExitDrafter(SamplingDrafter):
         if name.argument is not None and name.argument.isdecimal():
             target, num_layers, shown = resources.require_target(name), int(name.argument), name.argument
             _check_exit(target, num_layers)
-            finish: Callable[[Tensor], Tensor] = target.ends().normalise
+            finish: Callable[[Tensor], Tensor] = target.embedding_and_head().normalise
         else:
-            folder = resources.find_head(name)
+            folder = resources.find_head_folder(name)
             target = resources.require_target(name)
             head = _load_head(folder, target)
             num_layers, finish, shown = head.exit_layer, head, name.argument or ""
@@ -115,11 +115,11 @@ def _check_exit(target: Runtime, num_layers: int) -> None:
 
 def _load_head(folder: Path, target: Runtime) -> EarlyExitHead:
     target.require_partial_forward()
-    ends, head = target.ends(), EarlyExitHead.load(folder)
+    embedding_and_head, head = target.embedding_and_head(), EarlyExitHead.load(folder)
     width = head.norm.weight.shape[0]
-    if width != ends.width:
+    if width != embedding_and_head.width:
         raise BadInputError(
-            f"expected an adapter for states of width {ends.width}, got one for {width} in {folder}; "
+            f"expected an adapter for states of width {embedding_and_head.width}, got one for {width} in {folder}; "
             "it was trained for another target"
         )
-    return head.to(device=target.device, dtype=ends.dtype).eval().requires_grad_(False)
+    return head.to(device=target.device, dtype=embedding_and_head.dtype).eval().requires_grad_(False)

@@ -27,7 +27,7 @@ class LayerSkipDrafter(MirroringDrafter):
         options, shape = read_tree_options(name)
         skipped = _parse(name.argument)
         if skipped is None:
-            skipped = read_skipped(resources.find_head(name))
+            skipped = read_skipped(resources.find_head_folder(name))
         target = resources.require_target(name)
         runtime = target.skip_layers(skipped)
         shown = f"{name.kind}{f':{name.argument}' if name.argument else ''}{options}"

@@ -19,10 +19,10 @@ class MtpDrafter(FeatureDrafter):
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> MtpDrafter:
         options, shape = read_tree_options(name)
-        folder = resources.find_head(name)
+        folder = resources.find_head_folder(name)
         target = resources.require_target(name)
-        ends = target.ends()
-        head = load_mtp(folder, ends, target.vocab_size, target.num_layers)
+        embedding_and_head = target.embedding_and_head()
+        head = load_mtp(folder, embedding_and_head, target.vocab_size, target.num_layers)
         where = f":{name.argument}" if name.argument else ""
-        head = head.to(target.device, ends.dtype).eval()
+        head = head.to(target.device, embedding_and_head.dtype).eval()
         return cls(head, target, f"{name.kind}{where}{options}", shape)

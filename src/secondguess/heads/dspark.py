@@ -71,10 +71,10 @@ class DsparkHead(TrainableHead):
 
     Args:
         shape: sizes and options.
-        ends: embeddings of the target, and its LM head, used if the drafter head has none.
+        embedding_and_head: embeddings of the target, and its LM head, used if the drafter head has none.
     """
 
-    def __init__(self, shape: DsparkConfig, ends: EmbeddingAndHead) -> None:
+    def __init__(self, shape: DsparkConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
         layer = shape.layer
         self.shape = shape
@@ -92,12 +92,12 @@ class DsparkHead(TrainableHead):
         if shape.has_vocab_map:
             self.register_buffer("d2t", torch.zeros(shape.num_words, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
-        self._ends = ends
+        self._embedding_and_head = embedding_and_head
 
     @classmethod
     def fresh(
         cls,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         hidden_layers: Sequence[int],
         block_size: int = 7,
         markov_rank: int = 64,
@@ -111,7 +111,7 @@ class DsparkHead(TrainableHead):
         It uses the target's output matrix; its last norm starts with the weights of the target's.
 
         Args:
-            ends: embeddings, last norm and LM head of the target.
+            embedding_and_head: embeddings, last norm and LM head of the target.
             hidden_layers: target layers whose states are fused; 0 is the embeddings, k the output
                 of layer k.
             block_size: positions in a block, each of which drafts a token.
@@ -124,15 +124,15 @@ class DsparkHead(TrainableHead):
         Raises:
             BadInputError: a number out of range.
         """
-        signs = torch.ones(ends.width, dtype=ends.dtype, device=device)
+        signs = torch.ones(embedding_and_head.width, dtype=embedding_and_head.dtype, device=device)
         signs[1::2] = -1
         with torch.no_grad():
             # A norm maps a vector of zero mean and unit RMS to that vector times its weights, plus
             # its bias; the difference cancels the bias.
-            gains = (ends.normalise(signs) - ends.normalise(-signs)) / 2 * signs
-            vocab_size = ends.unembed(signs).shape[-1]
+            gains = (embedding_and_head.normalise(signs) - embedding_and_head.normalise(-signs)) / 2 * signs
+            vocab_size = embedding_and_head.unembed(signs).shape[-1]
         shape = DsparkConfig(
-            layer=_default_layer_config(ends.width),
+            layer=_default_layer_config(embedding_and_head.width),
             num_layers=num_layers,
             hidden_layers=tuple(hidden_layers),
             block_size=block_size,
@@ -143,7 +143,7 @@ class DsparkHead(TrainableHead):
             has_confidence=True,
             confidence_reads_markov=markov_rank > 0,
         )
-        head = cls(shape, ends)
+        head = cls(shape, embedding_and_head)
         generator = torch.Generator().manual_seed(seed)
         for name, weight in head.named_parameters():
             if weight.dim() > 1:
@@ -155,12 +155,12 @@ class DsparkHead(TrainableHead):
         return head.to(device)
 
     @classmethod
-    def load(cls, folder: Path, ends: EmbeddingAndHead, vocab_size: int) -> Self:
+    def load(cls, folder: Path, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> Self:
         """Read a drafter head in the `speculators` format, `dspark` or `dflash`.
 
         Args:
             folder: folder with `config.json` and weights.
-            ends: embeddings, LM head, width and dtype of the target.
+            embedding_and_head: embeddings, LM head, width and dtype of the target.
             vocab_size: vocabulary size of the target.
 
         Raises:
@@ -170,15 +170,15 @@ class DsparkHead(TrainableHead):
         """
         config, tensors = read_config(folder), read_tensors(folder)
         shape = DsparkConfig.from_config(config, folder, has_output="lm_head.weight" in tensors)
-        require_same("width", shape.layer.width, ends.width, folder)
+        require_same("width", shape.layer.width, embedding_and_head.width, folder)
         require_same("vocabulary", shape.vocab_size, vocab_size, folder)
         # Some files contain a copy of the target's embeddings, which are frozen in training.
         tensors.pop("embed_tokens.weight", None)
-        head = cls(shape, ends)
+        head = cls(shape, embedding_and_head)
         load_into(head, tensors, folder)
         if shape.has_vocab_map:
             _check_words(head._words(), head.get_buffer("t2d"), folder)
-        return head.to(ends.dtype)
+        return head.to(embedding_and_head.dtype)
 
     def save(self, folder: Path, target: str = "") -> None:
         """Write the drafter head in the `speculators` format.
@@ -226,7 +226,7 @@ class DsparkHead(TrainableHead):
         size = self.shape.block_size
         tokens = anchors[..., None].expand(*anchors.shape, size).clone()
         tokens[..., 1:] = self.shape.mask_token
-        states = self._ends.embed(tokens.flatten(1)).to(self.fc.weight.dtype)
+        states = self._embedding_and_head.embed(tokens.flatten(1)).to(self.fc.weight.dtype)
         steps = torch.arange(size, device=positions.device)
         cos_sin = cos_sin_at(self.shape.layer, (positions[..., None] + steps).flatten(1), states.dtype)
         for index, layer in enumerate(self._decoder_layers()):
@@ -237,7 +237,7 @@ class DsparkHead(TrainableHead):
     def base_logits(self, outputs: Tensor) -> Tensor:
         """Return logits `[..., draft_vocab]` of `outputs`, without the Markov head's bias."""
         if not self.shape.has_output:
-            return self._ends.unembed(outputs.to(self._ends.dtype))
+            return self._embedding_and_head.unembed(outputs.to(self._embedding_and_head.dtype))
         logits: Tensor = self.lm_head(outputs)
         return logits
 
@@ -274,7 +274,7 @@ class DsparkHead(TrainableHead):
         return everything
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, embedding_and_head: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         """Return the losses and acceptance rates of draft blocks at sampled anchor positions.
 
@@ -292,7 +292,7 @@ class DsparkHead(TrainableHead):
         previous = training_batch.tokens[rows, before]
         counts = training_batch.counts[rows, before + 1] & inside & chosen[..., None]
         with torch.no_grad():
-            meant = ends.unembed(training_batch.hidden[LAST_HIDDEN][rows, before])
+            meant = embedding_and_head.unembed(training_batch.hidden[LAST_HIDDEN][rows, before])
             meant = meant[..., self._words()] if self.shape.has_vocab_map else meant
         said = self.add_markov_bias(self.base_logits(outputs), previous)
         agreed = overlap(meant, said)

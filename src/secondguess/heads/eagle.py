@@ -95,7 +95,7 @@ class EagleHead(UnrolledHead):
 
     Args:
         shape: sizes and options.
-        ends: the target's embeddings, used unless the drafter head has its own.
+        embedding_and_head: the target's embeddings, used unless the drafter head has its own.
         words: target token ids of the draft vocabulary, ascending; required if the draft
             vocabulary is smaller than the target's.
         has_embeddings: whether it has embeddings of its own.
@@ -110,15 +110,15 @@ class EagleHead(UnrolledHead):
     def __init__(
         self,
         shape: EagleConfig,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         words: Tensor | None = None,
         has_embeddings: bool = False,
     ) -> None:
         super().__init__()
         layer = shape.layer
-        if layer.width != ends.width:
+        if layer.width != embedding_and_head.width:
             raise BadInputError(
-                f"expected an EAGLE head for states of width {ends.width}, the target's, got one for {layer.width}"
+                f"expected an EAGLE head for states of width {embedding_and_head.width}, the target's, got one for {layer.width}"
             )
         self.eagle = shape
         self.shape, self.num_layers = layer, shape.num_layers
@@ -140,13 +140,13 @@ class EagleHead(UnrolledHead):
         if has_embeddings:
             self.embed_tokens = nn.Embedding(shape.vocab_size, layer.width)
         self._has_embeddings = has_embeddings
-        self._ends = ends
+        self._embedding_and_head = embedding_and_head
         self._take_words(words)
 
     @classmethod
     def fresh(
         cls,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         num_layers_of_target: int,
         draft_vocab_size: int,
         counts: Tensor,
@@ -158,7 +158,7 @@ class EagleHead(UnrolledHead):
         """Build an untrained drafter head; its LM head starts with the target's weights.
 
         Args:
-            ends: embeddings and LM head of the target.
+            embedding_and_head: embeddings and LM head of the target.
             num_layers_of_target: number of target layers.
             draft_vocab_size: size of the draft vocabulary.
             counts: `[vocab]` on the target's device, frequency of each token (`most_frequent_tokens`).
@@ -170,7 +170,7 @@ class EagleHead(UnrolledHead):
             BadInputError: a draft vocabulary larger than the target's.
         """
         shape = EagleConfig(
-            layer=layer or default_layer_config(ends.width),
+            layer=layer or default_layer_config(embedding_and_head.width),
             vocab_size=len(counts),
             draft_vocab_size=draft_vocab_size,
             hidden_layers=default_layers(num_layers_of_target),
@@ -180,13 +180,15 @@ class EagleHead(UnrolledHead):
             num_steps=num_steps,
         )
         words = most_frequent_tokens(counts, draft_vocab_size)
-        head = cls(shape, ends, words)
+        head = cls(shape, embedding_and_head, words)
         initialise(head, seed)
         device = counts.device
         with torch.no_grad():
             # Applying the LM head to the identity gives its weights even if they are packed,
             # quantised or tied.
-            columns = ends.unembed(torch.eye(ends.width, dtype=ends.dtype, device=device))
+            columns = embedding_and_head.unembed(
+                torch.eye(embedding_and_head.width, dtype=embedding_and_head.dtype, device=device)
+            )
             head.lm_head.weight.copy_(columns[:, words].T)
         return head
 
@@ -212,7 +214,9 @@ class EagleHead(UnrolledHead):
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.embed_tokens(tokens) if self._has_embeddings else self._ends.embed(tokens)
+        embedded: Tensor = (
+            self.embed_tokens(tokens) if self._has_embeddings else self._embedding_and_head.embed(tokens)
+        )
         return embedded
 
     def _take_words(self, words: Tensor | None) -> None:
@@ -249,7 +253,7 @@ class Eagle1Head(UnrolledHead):
 
     Args:
         layer: shape of its decoder layer.
-        ends: embeddings and LM head of the target.
+        embedding_and_head: embeddings and LM head of the target.
         vocab_size: vocabulary size of the target.
         has_bias: whether the projection of token embedding and hidden state has a bias.
         num_steps: number of draft steps in training.
@@ -261,22 +265,22 @@ class Eagle1Head(UnrolledHead):
     def __init__(
         self,
         layer: LayerConfig,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         vocab_size: int,
         has_bias: bool = False,
         num_steps: int = DEFAULT_STEPS,
     ) -> None:
         super().__init__()
-        if layer.width != ends.width:
+        if layer.width != embedding_and_head.width:
             raise BadInputError(
-                f"expected an EAGLE head for states of width {ends.width}, the target's, got one for {layer.width}"
+                f"expected an EAGLE head for states of width {embedding_and_head.width}, the target's, got one for {layer.width}"
             )
         self.shape, self.num_layers = layer, 1
         self.hidden_layers, self.num_steps, self.vocab_size = (-1,), num_steps, vocab_size
         self.fc = nn.Linear(2 * layer.width, layer.width, bias=has_bias)
         self.layers = nn.ModuleList([DecoderLayer(layer, has_input_norm=False)])
         self.words = None
-        self._ends = ends
+        self._embedding_and_head = embedding_and_head
 
     def features(self, hidden: HiddenStates) -> Tensor:
         return hidden[-1]
@@ -288,10 +292,10 @@ class Eagle1Head(UnrolledHead):
         return state
 
     def draft_logits(self, thought: Tensor) -> Tensor:
-        return self._ends.unembed(thought.to(self._ends.dtype))
+        return self._embedding_and_head.unembed(thought.to(self._embedding_and_head.dtype))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self._ends.embed(tokens)
+        return self._embedding_and_head.embed(tokens)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

@@ -48,13 +48,17 @@ CPU = torch.device("cpu")
 
 
 def load_eagle(
-    folder: Path, ends: EmbeddingAndHead, vocab_size: int, num_layers: int, device: torch.device = CPU
+    folder: Path,
+    embedding_and_head: EmbeddingAndHead,
+    vocab_size: int,
+    num_layers: int,
+    device: torch.device = CPU,
 ) -> EagleHead | Eagle1Head:
     """Read an EAGLE drafter head of any of the formats.
 
     Args:
         folder: folder with `config.json` and weights.
-        ends: embeddings and LM head of the target.
+        embedding_and_head: embeddings and LM head of the target.
         vocab_size, num_layers, device: sizes and device of the target.
 
     Returns:
@@ -73,13 +77,18 @@ def load_eagle(
         layer_config = config["transformer_layer_config"] if kind else config
         _check_vocabulary(folder, layer_config, vocab_size)
         if kind or "draft_vocab_size" in config or "layers.0.hidden_norm.weight" in tensors:
-            _leave_out_the_targets(tensors, ends, vocab_size, device)
-            head: EagleHead | Eagle1Head = _third(folder, config, layer_config, tensors, ends, num_layers)
+            _leave_out_the_targets(tensors, embedding_and_head, vocab_size, device)
+            head: EagleHead | Eagle1Head = _third(
+                folder, config, layer_config, tensors, embedding_and_head, num_layers
+            )
         else:
             # A copy of the target's embeddings, which EAGLE-1 checkpoints contain.
             tensors.pop("embed_tokens.weight", None)
             head = Eagle1Head(
-                LayerConfig.from_config(layer_config), ends, vocab_size, has_bias="fc.bias" in tensors
+                LayerConfig.from_config(layer_config),
+                embedding_and_head,
+                vocab_size,
+                has_bias="fc.bias" in tensors,
             )
     load_into(head, tensors, folder)
     return head
@@ -90,7 +99,7 @@ def _third(
     config: Mapping[str, Any],
     layer_config: Mapping[str, Any],
     tensors: dict[str, Tensor],
-    ends: EmbeddingAndHead,
+    embedding_and_head: EmbeddingAndHead,
     num_layers: int,
 ) -> EagleHead:
     """Build an EAGLE-3 drafter head without weights; its draft vocabulary is read from `tensors`.
@@ -106,10 +115,10 @@ def _third(
             f"expected a head in {folder} that reads states 0 to {num_layers} of the target, got {list(ids)}; it was "
             "trained for another target"
         )
-    of_target = config.get("target_hidden_size") or ends.width
-    if of_target != ends.width:
+    of_target = config.get("target_hidden_size") or embedding_and_head.width
+    if of_target != embedding_and_head.width:
         raise CheckpointError(
-            f"expected a head in {folder} for a target of width {ends.width}, got one for width {of_target}"
+            f"expected a head in {folder} for a target of width {embedding_and_head.width}, got one for width {of_target}"
         )
     shape = EagleConfig(
         layer=LayerConfig.from_config(layer_config),
@@ -127,20 +136,20 @@ def _third(
         tensors.pop("t2d", None)
     else:
         words = _read_words(folder, tensors, shape)
-    return EagleHead(shape, ends, words, has_embeddings="embed_tokens.weight" in tensors)
+    return EagleHead(shape, embedding_and_head, words, has_embeddings="embed_tokens.weight" in tensors)
 
 
 def _leave_out_the_targets(
-    tensors: dict[str, Tensor], ends: EmbeddingAndHead, vocab_size: int, device: torch.device
+    tensors: dict[str, Tensor], embedding_and_head: EmbeddingAndHead, vocab_size: int, device: torch.device
 ) -> None:
     """Drop embeddings that equal the target's, which are used instead.
 
     They are the largest part of a drafter head.
     """
     own = tensors.get("embed_tokens.weight")
-    if own is not None and tuple(own.shape) == (vocab_size, ends.width):
+    if own is not None and tuple(own.shape) == (vocab_size, embedding_and_head.width):
         with torch.no_grad():
-            of_target = ends.embed(torch.arange(vocab_size, device=device)).cpu()
+            of_target = embedding_and_head.embed(torch.arange(vocab_size, device=device)).cpu()
         if torch.equal(of_target.to(own.dtype), own):
             del tensors["embed_tokens.weight"]
 

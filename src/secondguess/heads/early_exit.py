@@ -62,11 +62,13 @@ class EarlyExitHead(TrainableHead):
         self.norm = Norm(width, norm_eps)
 
     @classmethod
-    def fresh(cls, ends: EmbeddingAndHead, exit_layer: int, mlp_size: int, seed: int) -> EarlyExitHead:
+    def fresh(
+        cls, embedding_and_head: EmbeddingAndHead, exit_layer: int, mlp_size: int, seed: int
+    ) -> EarlyExitHead:
         """Build an untrained adapter, which only normalises the hidden states."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            head = cls(exit_layer, ends.width, mlp_size)
+            head = cls(exit_layer, embedding_and_head.width, mlp_size)
         nn.init.zeros_(head.down_proj.weight)
         return head
 
@@ -78,7 +80,7 @@ class EarlyExitHead(TrainableHead):
         return adapted
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, embedding_and_head: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         """Return the loss and acceptance rate of next-token prediction, as one depth.
 
@@ -87,9 +89,9 @@ class EarlyExitHead(TrainableHead):
         """
         loss, accepted = masked_loss_and_acceptance(
             training_batch.hidden[-1][:, :-1],
-            ends,
+            embedding_and_head,
             training_batch.hidden[self.exit_layer][:, :-1],
-            lambda states: ends.unembed(self(states)),
+            lambda states: embedding_and_head.unembed(self(states)),
             training_batch.counts[:, 1:],
             objective,
         )

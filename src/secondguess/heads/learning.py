@@ -64,20 +64,20 @@ class TrainableHead(nn.Module, ABC):
 
     @abstractmethod
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, embedding_and_head: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         """Return the losses and acceptance rates on a batch, at every depth of the drafter head.
 
         Args:
             training_batch: training batch.
-            ends: embeddings and LM head of the target; the LM head gives its distributions.
+            embedding_and_head: embeddings and LM head of the target; the LM head gives its distributions.
             objective: loss function of one prediction.
         """
 
 
 def masked_loss_and_acceptance(
     states: Tensor,
-    ends: EmbeddingAndHead,
+    embedding_and_head: EmbeddingAndHead,
     outputs: Tensor,
     say: Callable[[Tensor], Tensor],
     counts: Tensor,
@@ -91,7 +91,7 @@ def masked_loss_and_acceptance(
     Args:
         states: `[row, position, width]`, the target's last, normalised hidden states at the
             positions to predict.
-        ends: LM head of the target.
+        embedding_and_head: LM head of the target.
         outputs: `[row, position, ...]`, outputs of the drafter head.
         say: maps outputs of the drafter head to logits `[..., draft_vocab]`.
         counts: `[row, position]` bool, positions to include.
@@ -109,7 +109,7 @@ def masked_loss_and_acceptance(
         return nothing, nothing.detach()
     said = say(outputs[counts])
     with torch.no_grad():
-        taught = ends.unembed(states[counts])
+        taught = embedding_and_head.unembed(states[counts])
         dist = taught.float().softmax(-1)
         known, dist = (taught, dist) if words is None else (taught[:, words], dist[:, words])
         accepted = torch.minimum(dist, said.float().softmax(-1)).sum(-1).mean()

@@ -97,10 +97,10 @@ class MedusaHead(TrainableHead):
 
     Args:
         shape: sizes and options.
-        ends: LM head of the target, used if there is no output matrix of its own.
+        embedding_and_head: LM head of the target, used if there is no output matrix of its own.
     """
 
-    def __init__(self, shape: MedusaConfig, ends: EmbeddingAndHead) -> None:
+    def __init__(self, shape: MedusaConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
         self.hidden_layers = (LAST_HIDDEN,)
         self.shape = shape
@@ -110,10 +110,12 @@ class MedusaHead(TrainableHead):
         )
         if shape.has_vocab_map:
             self.register_buffer("token_map", torch.arange(shape.num_words))
-        self._ends = ends
+        self._embedding_and_head = embedding_and_head
 
     @classmethod
-    def fresh(cls, ends: EmbeddingAndHead, num_heads: int = 4, num_layers: int = 1, seed: int = 0) -> Self:
+    def fresh(
+        cls, embedding_and_head: EmbeddingAndHead, num_heads: int = 4, num_layers: int = 1, seed: int = 0
+    ) -> Self:
         """Build untrained drafter heads that share the target's output matrix.
 
         Weights are near zero, so each drafter head starts close to the target's own next-token
@@ -121,7 +123,7 @@ class MedusaHead(TrainableHead):
         would all learn the same weights.
 
         Args:
-            ends: LM head of the target.
+            embedding_and_head: LM head of the target.
             num_heads: number of drafter heads.
             num_layers: number of residual layers per drafter head.
             seed: seed of the weights.
@@ -129,19 +131,19 @@ class MedusaHead(TrainableHead):
         Raises:
             BadInputError: a number out of range.
         """
-        head = cls(MedusaConfig(ends.width, num_heads, num_layers), ends)
+        head = cls(MedusaConfig(embedding_and_head.width, num_heads, num_layers), embedding_and_head)
         generator = torch.Generator().manual_seed(seed)
         for weight in head.parameters():
             nn.init.normal_(weight, std=1e-3, generator=generator)
         return head
 
     @classmethod
-    def load(cls, folder: Path, ends: EmbeddingAndHead, vocab_size: int) -> Self:
+    def load(cls, folder: Path, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> Self:
         """Read drafter heads in the original format or in vLLM's.
 
         Args:
             folder: folder with `config.json` and weights.
-            ends: LM head, width and dtype of the target.
+            embedding_and_head: LM head, width and dtype of the target.
             vocab_size: vocabulary size of the target.
 
         Raises:
@@ -150,7 +152,7 @@ class MedusaHead(TrainableHead):
         """
         config, tensors = read_config(folder), read_tensors(folder)
         if "medusa_num_heads" in config:
-            shape, tensors = _read_original(config, tensors, folder, ends.width, vocab_size)
+            shape, tensors = _read_original(config, tensors, folder, embedding_and_head.width, vocab_size)
         elif config.get("model_type") == "medusa":
             shape, tensors = _read_vllm(config, tensors, folder, vocab_size)
         else:
@@ -158,14 +160,14 @@ class MedusaHead(TrainableHead):
                 f"expected the config.json of a medusa drafter in {folder} (medusa_num_heads, or the model_type medusa), "
                 f"got the model_type {config.get('model_type')!r}"
             )
-        require_same("width", shape.width, ends.width, folder)
+        require_same("width", shape.width, embedding_and_head.width, folder)
         if shape.num_outputs and not shape.has_vocab_map:
             require_same("vocabulary", shape.num_words, vocab_size, folder)
-        head = cls(shape, ends)
+        head = cls(shape, embedding_and_head)
         load_into(head, tensors, folder)
         if shape.has_vocab_map:
             _check_map(head.get_buffer("token_map"), vocab_size, folder)
-        return head.to(ends.dtype)
+        return head.to(embedding_and_head.dtype)
 
     def save(self, folder: Path, target: str = "") -> None:
         """Write the drafter heads in vLLM's format.
@@ -205,7 +207,7 @@ class MedusaHead(TrainableHead):
         """
         output = self.blocks[depth](states.to(self._dtype))
         if not self.lm_heads:
-            return self._ends.unembed(output.to(self._ends.dtype))
+            return self._embedding_and_head.unembed(output.to(self._embedding_and_head.dtype))
         logits: Tensor = self.lm_heads[min(depth, len(self.lm_heads) - 1)](output)
         return logits
 
@@ -222,7 +224,7 @@ class MedusaHead(TrainableHead):
         return everything
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, embedding_and_head: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         """Return the losses and acceptance rates, one per drafter head.
 
@@ -236,7 +238,7 @@ class MedusaHead(TrainableHead):
             counts = training_batch.counts[:, depth + 2 :]
             meant, behind = states[:, depth + 1 : -1], states[:, : counts.shape[1]]
             loss, share = masked_loss_and_acceptance(
-                meant, ends, behind, partial(self, depth=depth), counts, objective, words
+                meant, embedding_and_head, behind, partial(self, depth=depth), counts, objective, words
             )
             losses.append(loss)
             accepted.append(share)
@@ -250,8 +252,8 @@ class MedusaHead(TrainableHead):
     def _vocab_size(self) -> int:
         """Vocabulary size of the target."""
         device = next(self.parameters()).device
-        nothing = torch.zeros(self.shape.width, dtype=self._ends.dtype, device=device)
-        return self._ends.unembed(nothing).shape[-1]
+        nothing = torch.zeros(self.shape.width, dtype=self._embedding_and_head.dtype, device=device)
+        return self._embedding_and_head.unembed(nothing).shape[-1]
 
 
 def _read_original(

@@ -21,7 +21,7 @@ class MtpHead(UnrolledHead):
 
     Args:
         layer: shape of its decoder layer.
-        ends: embeddings and LM head of the target.
+        embedding_and_head: embeddings and LM head of the target.
         vocab_size: vocabulary size of the target.
         num_layers_of_target: number of target layers; in a checkpoint, the module's layer index
             follows them.
@@ -37,7 +37,7 @@ class MtpHead(UnrolledHead):
     def __init__(
         self,
         layer: LayerConfig,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         vocab_size: int,
         num_layers_of_target: int,
         *,
@@ -48,9 +48,9 @@ class MtpHead(UnrolledHead):
     ) -> None:
         super().__init__()
         width = layer.width
-        if width != ends.width:
+        if width != embedding_and_head.width:
             raise BadInputError(
-                f"expected a module for states of width {ends.width}, the target's, got one for {width}"
+                f"expected a module for states of width {embedding_and_head.width}, the target's, got one for {width}"
             )
         self.shape, self.num_layers = layer, 1
         self.hidden_layers, self.num_steps, self.vocab_size = (-1,), num_steps, vocab_size
@@ -66,12 +66,12 @@ class MtpHead(UnrolledHead):
         if has_head:
             self.head = nn.Linear(width, vocab_size, bias=False)
         self._has_embeddings, self._has_head = has_embeddings, has_head
-        self._ends = ends
+        self._embedding_and_head = embedding_and_head
 
     @classmethod
     def fresh(
         cls,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         vocab_size: int,
         num_layers_of_target: int,
         seed: int,
@@ -82,12 +82,12 @@ class MtpHead(UnrolledHead):
         """Build an untrained module.
 
         Args:
-            ends, vocab_size, num_layers_of_target, num_steps: as in the constructor.
+            embedding_and_head, vocab_size, num_layers_of_target, num_steps: as in the constructor.
             seed: seed of the weights.
             layer: shape of its decoder layer; None for the default of the target's hidden size.
         """
-        shape = layer or default_layer_config(ends.width)
-        head = cls(shape, ends, vocab_size, num_layers_of_target, num_steps=num_steps)
+        shape = layer or default_layer_config(embedding_and_head.width)
+        head = cls(shape, embedding_and_head, vocab_size, num_layers_of_target, num_steps=num_steps)
         initialise(head, seed)
         return head
 
@@ -104,10 +104,14 @@ class MtpHead(UnrolledHead):
     def draft_logits(self, output: Tensor) -> Tensor:
         normed = output if self.norm_output else self.norm(output)
         logits: Tensor = (
-            self.head(normed) if self._has_head else self._ends.unembed(normed.to(self._ends.dtype))
+            self.head(normed)
+            if self._has_head
+            else self._embedding_and_head.unembed(normed.to(self._embedding_and_head.dtype))
         )
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.embed_tokens(tokens) if self._has_embeddings else self._ends.embed(tokens)
+        embedded: Tensor = (
+            self.embed_tokens(tokens) if self._has_embeddings else self._embedding_and_head.embed(tokens)
+        )
         return embedded

@@ -124,14 +124,14 @@ def contains_mtp(folder: Path) -> bool:
     return _find_naming(names, config.get("num_hidden_layers", 0)) is not None
 
 
-def load_mtp(folder: Path, ends: EmbeddingAndHead, vocab_size: int, num_layers: int) -> MtpHead:
+def load_mtp(folder: Path, embedding_and_head: EmbeddingAndHead, vocab_size: int, num_layers: int) -> MtpHead:
     """Read the first MTP module of a checkpoint; other tensors are not read.
 
     Warns if there are further modules, which are not used.
 
     Args:
         folder: folder of the target or of a single module.
-        ends: embeddings and LM head of the target.
+        embedding_and_head: embeddings and LM head of the target.
         vocab_size, num_layers: sizes of the target.
 
     Raises:
@@ -160,7 +160,7 @@ def load_mtp(folder: Path, ends: EmbeddingAndHead, vocab_size: int, num_layers: 
             tensors["eh_proj.weight"] = torch.cat(tensors["eh_proj.weight"].chunk(2, 1)[::-1], 1)
         head = MtpHead(
             _layer_shape(config),
-            ends,
+            embedding_and_head,
             vocab_size,
             num_layers,
             has_embeddings="embed_tokens.weight" in tensors,

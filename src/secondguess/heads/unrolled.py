@@ -125,7 +125,7 @@ class UnrolledHead(FeatureHead, TrainableHead):
         return outputs
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, embedding_and_head: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         """Return the losses and acceptance rates of `num_steps` draft steps from every position.
 
@@ -137,7 +137,7 @@ class UnrolledHead(FeatureHead, TrainableHead):
             counts = training_batch.counts[:, 2 + step : 2 + step + output.shape[1]]
             states = training_batch.hidden[-1][:, places]
             loss, share = masked_loss_and_acceptance(
-                states, ends, output, self.draft_logits, counts, objective, self.words
+                states, embedding_and_head, output, self.draft_logits, counts, objective, self.words
             )
             losses.append(loss)
             accepted.append(share)

@@ -91,7 +91,7 @@ class Runtime(ABC):
                 "use a drafter that needs none"
             )
 
-    def ends(self) -> EmbeddingAndHead:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         """Return the model's embeddings, final norm and head.
 
         Raises:

@@ -54,7 +54,7 @@ class DraftModel(TrainableHead):
         cls,
         target: Mapping[str, Any],
         vocab_size: int,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         num_layers: int,
         width: int,
         device: torch.device | None = None,
@@ -66,7 +66,7 @@ class DraftModel(TrainableHead):
         Args:
             target: configuration of the target, for special tokens, context length and dtype.
             vocab_size: size of the target's logits.
-            ends: embeddings, final norm and LM head of the target.
+            embedding_and_head: embeddings, final norm and LM head of the target.
             num_layers: number of layers of the draft model.
             width: hidden size, a multiple of 64; 0 for the target's, reduced to at most 512.
             device: device of the target.
@@ -74,7 +74,9 @@ class DraftModel(TrainableHead):
         Raises:
             BadInputError: a width that is not a multiple of the head size, 64.
         """
-        width = width or max(HEAD_SIZE, min(ends.width, MAX_DEFAULT_WIDTH) // HEAD_SIZE * HEAD_SIZE)
+        width = width or max(
+            HEAD_SIZE, min(embedding_and_head.width, MAX_DEFAULT_WIDTH) // HEAD_SIZE * HEAD_SIZE
+        )
         if width % HEAD_SIZE:
             raise BadInputError(f"expected a width that is a multiple of {HEAD_SIZE}, got {width}")
         num_heads = width // HEAD_SIZE
@@ -93,19 +95,21 @@ class DraftModel(TrainableHead):
         model = LlamaForCausalLM(config)
         with torch.no_grad():
             model.get_input_embeddings().weight.copy_(
-                project_embeddings(ends.embed(torch.arange(vocab_size, device=device)).cpu(), width)
+                project_embeddings(
+                    embedding_and_head.embed(torch.arange(vocab_size, device=device)).cpu(), width
+                )
             )
         return cls(model, saved_dtype(target))
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, embedding_and_head: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         states = self.model.model(input_ids=training_batch.tokens, use_cache=False).last_hidden_state
         # The hidden state at a position predicts the next token.
         counts = training_batch.counts[:, 1:]
         draft_logits = self.model.lm_head(states[:, :-1][counts])
         with torch.no_grad():
-            target_logits = ends.unembed(training_batch.hidden[-1][:, :-1][counts])
+            target_logits = embedding_and_head.unembed(training_batch.hidden[-1][:, :-1][counts])
         there = torch.ones(len(draft_logits), dtype=torch.bool, device=draft_logits.device)
         loss = masked_mean(objective(target_logits, draft_logits), there)
         return DepthLosses([loss], [masked_mean(overlap(target_logits, draft_logits), there)])

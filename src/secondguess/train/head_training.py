@@ -25,7 +25,7 @@ from secondguess.heads.learning import TrainableHead
 from secondguess.names import check_range
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import pick_device, read_config
-from secondguess.train.capture import Capture, LiveCapture, StoredCapture, frozen_float32_ends
+from secondguess.train.capture import Capture, LiveCapture, StoredCapture, frozen_float32_embedding_and_head
 from secondguess.train.export import saved_dtype
 from secondguess.train.files import require_folder
 from secondguess.train.head_card import write_card
@@ -244,11 +244,11 @@ def _learn(
     job: HeadJob, llm: LLM, texts: TextSplit, run: Path, show: ProgressDisplay
 ) -> tuple[TrainableHead, RunState]:
     runtime, recipe = llm.target.runtime, job.recipe
-    ends = frozen_float32_ends(runtime)
+    embedding_and_head = frozen_float32_embedding_and_head(runtime)
     facts = TargetInfo(
         path=Path(llm.target.path),
         config=read_config(llm.target.path).to_dict(),
-        ends=ends,
+        embedding_and_head=embedding_and_head,
         num_layers=runtime.num_layers,
         vocab_size=runtime.vocab_size,
         token_counts=texts.token_counts(runtime.vocab_size).to(runtime.device),
@@ -259,7 +259,15 @@ def _learn(
     captures = _captures(job, llm, texts, trainable.hidden_layers, run / "states", show)
     aim = TrainingObjective(objective(job.loss_name), recipe.weights, recipe.score)
     trainer = HeadTrainer(
-        trainable, ends, texts, *captures, aim, job.settings(), run, progress=show.training, pause=show.pause
+        trainable,
+        embedding_and_head,
+        texts,
+        *captures,
+        aim,
+        job.settings(),
+        run,
+        progress=show.training,
+        pause=show.pause,
     )
     return trainable, trainer.run()
 

@@ -30,7 +30,7 @@ class TargetInfo:
     Args:
         path: folder of the target.
         config: the target's configuration in Transformers format.
-        ends: the target's embeddings, final norm and LM head, with float32 outputs.
+        embedding_and_head: the target's embeddings, final norm and LM head, with float32 outputs.
         num_layers: number of layers of the target.
         vocab_size: size of the target's logits.
         token_counts: `[vocab]` int64, occurrences of each token that counts in training texts.
@@ -40,7 +40,7 @@ class TargetInfo:
 
     path: Path
     config: Mapping[str, Any]
-    ends: EmbeddingAndHead
+    embedding_and_head: EmbeddingAndHead
     num_layers: int
     vocab_size: int
     token_counts: Tensor
@@ -142,7 +142,12 @@ class DraftRecipe(Recipe):
         with torch.random.fork_rng():
             torch.manual_seed(target.seed)
             return DraftModel.fresh(
-                target.config, target.vocab_size, target.ends, self.num_layers, self.width, target.device
+                target.config,
+                target.vocab_size,
+                target.embedding_and_head,
+                self.num_layers,
+                self.width,
+                target.device,
             )
 
     def weights(self, num_depths: int) -> list[float]:
@@ -168,9 +173,9 @@ class EarlyExitRecipe(Recipe):
     def fresh(self, target: TargetInfo) -> TrainableHead:
         layer = self.layer or max(1, target.num_layers // 4)
         check_range("the layer", layer, 1, target.num_layers - 1)
-        mlp_size = self.mlp_size or 2 * target.ends.width
+        mlp_size = self.mlp_size or 2 * target.embedding_and_head.width
         trainable: TrainableHead = _head("early_exit:EarlyExitHead").fresh(
-            target.ends, layer, mlp_size, seed=target.seed
+            target.embedding_and_head, layer, mlp_size, seed=target.seed
         )
         return trainable
 
@@ -236,7 +241,9 @@ class MedusaRecipe(Recipe):
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
         head = _head("medusa:MedusaHead")
-        trainable: TrainableHead = head.fresh(target.ends, self.num_heads, self.num_layers, seed=target.seed)
+        trainable: TrainableHead = head.fresh(
+            target.embedding_and_head, self.num_heads, self.num_layers, seed=target.seed
+        )
         return trainable
 
     def weights(self, num_depths: int) -> list[float]:
@@ -268,7 +275,7 @@ class EagleRecipe(Recipe):
     def fresh(self, target: TargetInfo) -> TrainableHead:
         num_words = min(self.draft_vocab_size or target.vocab_size, target.vocab_size)
         trainable: TrainableHead = _head("eagle:EagleHead").fresh(
-            target.ends,
+            target.embedding_and_head,
             target.num_layers,
             num_words,
             target.token_counts,
@@ -301,7 +308,11 @@ class MtpRecipe(Recipe):
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
         trainable: TrainableHead = _head("mtp:MtpHead").fresh(
-            target.ends, target.vocab_size, target.num_layers, target.seed, num_steps=self.num_steps
+            target.embedding_and_head,
+            target.vocab_size,
+            target.num_layers,
+            target.seed,
+            num_steps=self.num_steps,
         )
         return trainable
 
@@ -339,7 +350,7 @@ class DSparkRecipe(Recipe):
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
         trainable: TrainableHead = _head("dspark:DsparkHead").fresh(
-            target.ends,
+            target.embedding_and_head,
             evenly_spaced_layers(target.num_layers, self.num_states),
             block_size=self.block_size,
             markov_rank=self.markov_rank,
