@@ -35,9 +35,10 @@ from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
-from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.drafters.dspark import DsparkDrafter, DsparkStepper
 from secondguess.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
+from secondguess.heads.base import TargetModel
 from secondguess.heads.dspark import NUM_ANCHORS, DsparkHead
 from secondguess.noise import KeyedNoise
 from secondguess.runtime.base import Runtime
@@ -51,6 +52,7 @@ THETA, EPS = 500.0, 1e-6
 LAYERS = [0, 2, 3]
 BLOCK, MASK = 4, 6
 TARGET = tiny_target()
+MODEL = TargetModel.of(TARGET)
 WORDS = torch.arange(NUM_WORDS) * 2 + 3
 Parts = dict[str, Tensor]
 
@@ -261,6 +263,17 @@ def named(name: str) -> DsparkDrafter:
     return made
 
 
+def head_of(drafter: DsparkDrafter) -> DsparkHead:
+    assert isinstance(drafter.stepper, DsparkStepper)
+    return drafter.stepper.head
+
+
+def fresh_head(**sizes: int) -> DsparkHead:
+    return DsparkHead.fresh(
+        MODEL, **{"hidden_layers": LAYERS, "block_size": BLOCK, "markov_rank": RANK} | sizes
+    )
+
+
 @pytest.fixture(autouse=True)
 def forget_rows():
     yield
@@ -285,12 +298,12 @@ def test_what_is_saved_drafts_the_same(format: str, tmp_path: Path) -> None:
     read = named(f"dspark:{folder}")
     before = drafted(read, TARGET)
     TARGET.release()
-    read.head.save(tmp_path / "saved", target="tiny")
+    head_of(read).save(tmp_path / "saved", target="tiny")
     assert same_draft(before, drafted(named(f"dspark:{tmp_path / 'saved'}"), TARGET))
 
 
 def test_what_is_saved_has_the_names_of_speculators(tmp_path: Path) -> None:
-    head = DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, BLOCK, RANK, num_layers=2)
+    head = fresh_head(num_layers=2)
     head.save(tmp_path, target="tiny")
     assert set(head.state_dict()) == set(backbone() | heads())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -383,7 +396,7 @@ def test_prospects_tell_how_much_is_unread(tmp_path: Path) -> None:
 def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
     """Each depth's logits at a place are those that drafting there has, behind the same tokens."""
     folder, parts = FORMATS[format](tmp_path / "head")
-    head = named(f"dspark:{folder}").head
+    head = head_of(named(f"dspark:{folder}"))
     text = [*TEXT, 9, 1, 12, 3, 7]
     recorder = Recorder()
     training_batch = lesson_of(TARGET, [text], num_prompt=len(TEXT))
@@ -405,7 +418,7 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
 
 
 def test_marks_count_what_the_target_wrote_by_depth() -> None:
-    head = DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, BLOCK, RANK).eval()
+    head = fresh_head().eval()
     training_batch = lesson_of(TARGET, [TEXT, TEXT[::-1]], num_prompt=len(TEXT) - 2)
     recorder = Recorder()
     marks = head.learn(training_batch, TARGET.embedding_and_head(), recorder)
@@ -422,7 +435,7 @@ def test_marks_count_what_the_target_wrote_by_depth() -> None:
 
 
 def test_learning_lowers_the_loss() -> None:
-    head = DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, BLOCK, RANK, num_layers=1, seed=1)
+    head = fresh_head(num_layers=1, seed=1)
     before, after = falls(head, TARGET)
     assert after < 0.9 * before
 
@@ -430,7 +443,7 @@ def test_learning_lowers_the_loss() -> None:
 def test_confidence_learns_the_chance_to_be_accepted(tmp_path: Path) -> None:
     """Alone, on top of a frozen drafter: from a loss like a coin's to near the entropy of the truth."""
     folder, _ = dspark(tmp_path / "head")
-    head = named(f"dspark:{folder}").head
+    head = head_of(named(f"dspark:{folder}"))
     for weight in head.confidence_head.parameters():
         torch.nn.init.zeros_(weight).requires_grad_(True)
     training_batch, embedding_and_head = lesson_of(TARGET, many_texts()), TARGET.embedding_and_head()
@@ -449,7 +462,7 @@ def test_confidence_learns_the_chance_to_be_accepted(tmp_path: Path) -> None:
 
 
 def test_learning_draws_its_places_anew_and_evaluation_does_not() -> None:
-    head = DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, BLOCK, RANK, seed=3)
+    head = fresh_head(seed=3)
     counts = torch.ones(1, 3 * NUM_ANCHORS, dtype=torch.bool)
     one, other = (head._anchors(counts)[0] for _ in range(2))
     assert one.shape == (1, NUM_ANCHORS)
@@ -468,7 +481,7 @@ def test_a_fresh_drafter_begins_with_the_gains_of_the_targets_norm() -> None:
     try:
         with torch.no_grad():
             target_norm.weight.copy_(torch.linspace(0.5, 3, WIDTH))
-        head = DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, BLOCK, RANK)
+        head = fresh_head()
         torch.testing.assert_close(head.norm.weight.detach(), torch.linspace(0.5, 3, WIDTH))
     finally:
         with torch.no_grad():
@@ -476,9 +489,7 @@ def test_a_fresh_drafter_begins_with_the_gains_of_the_targets_norm() -> None:
 
 
 def test_seeds_say_how_a_fresh_drafter_begins() -> None:
-    one, same, other = (
-        DsparkHead.fresh(TARGET.embedding_and_head(), LAYERS, seed=seed).state_dict() for seed in (1, 1, 2)
-    )
+    one, same, other = (fresh_head(seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
 
@@ -565,7 +576,7 @@ def test_maps_of_words_that_disagree_are_refused(tmp_path: Path) -> None:
     known[:NUM_WORDS] = True
     maps = {"d2t": WORDS - torch.arange(NUM_WORDS), "t2d": known}
     write_folder(tmp_path, DSPARK | {"draft_vocab_size": NUM_WORDS}, tensors | maps)
-    with pytest.raises(CheckpointError, match="d2t and t2d of one set"):
+    with pytest.raises(CheckpointError, match="got an inconsistent map"):
         named(f"dspark:{tmp_path}")
 
 
@@ -646,13 +657,13 @@ def test_stopping_by_confidence_keeps_the_distribution_of_the_text() -> None:
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
     target = TransformersRuntime(model)
-    head = DsparkHead.fresh(
-        target.embedding_and_head(), (0, 1), block_size=2, markov_rank=2, num_layers=1, seed=1
-    )
+    sizes = {"hidden_layers": (0, 1), "block_size": 2, "markov_rank": 2, "num_layers": 1}
+    head = DsparkHead.fresh(TargetModel.of(target), 1, **sizes)
     torch.nn.init.normal_(
         head.confidence_head.proj.weight, std=3.0, generator=torch.Generator().manual_seed(4)
     )
-    drafter = DsparkDrafter(head.to(target.embedding_and_head().dtype), target, "dspark")
+    stepper = DsparkStepper(head.to(target.embedding_and_head().dtype), target)
+    drafter = DsparkDrafter(stepper, "dspark", target.vocab_size)
     answers: set[bool] = set()
 
     class Noted(ConfidenceController):

@@ -16,12 +16,11 @@ from torch import Tensor
 from secondguess.drafters import make_drafter
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
-from secondguess.heads.mtp import MtpHead
-from secondguess.heads.mtp_files import contains_mtp, load_mtp, save_mtp
+from secondguess.heads.mtp import MtpHead, contains_mtp
 from secondguess.runtime.transformers import TransformersRuntime
-from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, target_model
+from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, target_model, target_of
 
-EMBEDDING_AND_HEAD = TransformersRuntime(target_model()).embedding_and_head()
+TARGET = target_of()
 Names = dict[str, str]
 """What a family calls the parts: `prefix`, `layer`, `enorm`, `hnorm`, `project`, `norm`."""
 
@@ -136,7 +135,7 @@ def plain_mtp(weights: Tensors, names: Names, tokens: list[int], length: int, de
 
 
 def load(folder: Path) -> MtpHead:
-    return load_mtp(folder, EMBEDDING_AND_HEAD, VOCAB_SIZE, NUM_LAYERS).double()
+    return MtpHead.load(folder, TARGET).double()
 
 
 @every_format
@@ -158,7 +157,7 @@ def test_a_published_module_says_what_its_paper_says(
 def test_what_is_written_is_read_back(make: Callable[[Path], Path], names: Names, tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     head = load(make(tmp_path / "from"))
-    save_mtp(head, tmp_path / "to")
+    head.save(tmp_path / "to")
     assert f"model.layers.{NUM_LAYERS}.eh_proj.weight" in load_file(tmp_path / "to" / "model.safetensors")
     again = load(tmp_path / "to")
     assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
@@ -194,16 +193,16 @@ def test_without_a_path_it_is_the_targets_own(
     assert drafter.name == "mtp,tree=2x1"
     expected = load(tmp_path).state_dict()
     assert all(
-        torch.equal(tensor, expected[name]) for name, tensor in drafter.runtime.head.state_dict().items()
+        torch.equal(tensor, expected[name]) for name, tensor in drafter.stepper.head.state_dict().items()
     )
 
 
 def test_with_a_path_it_is_what_lies_there(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
-    head = MtpHead.fresh(EMBEDDING_AND_HEAD, VOCAB_SIZE, NUM_LAYERS, seed=0)
-    save_mtp(head, tmp_path / "module")
+    head = MtpHead.fresh(TARGET, seed=0)
+    head.save(tmp_path / "module")
     drafter = drafter_of(f"mtp:{tmp_path / 'module'}", Loaded(deepseek(tmp_path / "target")))
-    assert torch.equal(drafter.runtime.head.state_dict()["eh_proj.weight"], head.eh_proj.weight.double())
+    assert torch.equal(drafter.stepper.head.state_dict()["eh_proj.weight"], head.eh_proj.weight.double())
 
 
 def test_a_target_without_a_module_is_told_so(tmp_path: Path) -> None:
@@ -252,12 +251,12 @@ def beside(name: str, *size: int) -> Callable[[Path], Path]:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (without("hnorm.weight"), "missing hnorm.weight"),
+    "missing": (without("hnorm.weight"), "missing model.layers.4.hnorm.weight"),
     "none": (
         without("eh_proj.weight"),
         r"expected a multi-token-prediction module .* model.layers.4.eh_proj",
     ),
-    "unknown": (beside("x.weight", 1), "unknown layer.x.weight"),
+    "unknown": (beside("x.weight", 1), "unknown model.layers.4.x.weight"),
     "wrong shape": (beside("eh_proj.weight", WIDTH, WIDTH), r"\[32, 32\] instead of \[32, 64\]"),
     "latent attention": (beside("self_attn.kv_a_proj_with_mqa.weight", 1), r"latent attention \(MLA\)"),
     "experts": (beside("mlp.experts.0.up_proj.weight", 1), r"mixture of experts \(MoE\)"),
@@ -293,9 +292,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(
 
 
 def test_a_fresh_module_is_chosen_by_its_seed() -> None:
-    one, same, other = (
-        MtpHead.fresh(EMBEDDING_AND_HEAD, VOCAB_SIZE, NUM_LAYERS, seed=seed) for seed in (0, 0, 1)
-    )
+    one, same, other = (MtpHead.fresh(TARGET, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one.eh_proj.weight, same.eh_proj.weight)
     assert not torch.equal(one.eh_proj.weight, other.eh_proj.weight)
     assert torch.equal(one.norm.weight, torch.ones(WIDTH))

@@ -10,14 +10,14 @@ drafter has its own KV cache for the remaining layers.
 from __future__ import annotations
 
 from secondguess.drafters.base import DrafterResources
-from secondguess.drafters.mirroring import MirroringDrafter
+from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.skip import read_skipped
 from secondguess.names import Name
 
 
-class LayerSkipDrafter(MirroringDrafter):
+class LayerSkipDrafter(ModelDrafter):
     """Drafter that runs the target without some of its layers."""
 
     uses_target_layers = True

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from secondguess.core import Row
-from secondguess.heads.layer import AttentionFunction
+from secondguess.heads.layer import AttentionFunction, attention
 from secondguess.runtime.cache import KeyValueCache
 
 
@@ -70,10 +69,7 @@ class FeatureCache:
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self._cache.update(key, value, layer)
-            grouped = query.shape[1] != key.shape[1]
-            return functional.scaled_dot_product_attention(
-                query, keys, values, attn_mask=mask, enable_gqa=grouped
-            )
+            return attention(query, keys, values, mask)
 
         return attend
 

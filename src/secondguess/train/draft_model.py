@@ -102,19 +102,19 @@ class DraftModel(TrainableHead):
         return cls(model, saved_dtype(target))
 
     def learn(
-        self, training_batch: TrainingBatch, embedding_and_head: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, target: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         states = self.model.model(input_ids=training_batch.tokens, use_cache=False).last_hidden_state
         # The hidden state at a position predicts the next token.
         counts = training_batch.counts[:, 1:]
         draft_logits = self.model.lm_head(states[:, :-1][counts])
         with torch.no_grad():
-            target_logits = embedding_and_head.unembed(training_batch.hidden[-1][:, :-1][counts])
+            target_logits = target.unembed(training_batch.hidden[-1][:, :-1][counts])
         there = torch.ones(len(draft_logits), dtype=torch.bool, device=draft_logits.device)
         loss = masked_mean(objective(target_logits, draft_logits), there)
         return DepthLosses([loss], [masked_mean(overlap(target_logits, draft_logits), there)])
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, target: str = "") -> None:
         """Write the model in Transformers format, without a tokenizer."""
         save_model(self.model, folder, self.dtype)
 

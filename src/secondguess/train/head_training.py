@@ -20,6 +20,7 @@ from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.systems import public_name
 from secondguess.drafters import DRAFTERS
 from secondguess.errors import BadInputError
+from secondguess.heads.base import TargetModel
 from secondguess.heads.files import NAMED, Provenance
 from secondguess.heads.learning import TrainableHead
 from secondguess.names import check_range
@@ -213,7 +214,7 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     trainable, standing = _learn(job, llm, texts, run, show)
     # Saved in the dtype of the target's weights: a drafter needs no more precision than that.
     trainable.to(saved_dtype(read_config(llm.target.path).to_dict()))
-    job.recipe.save(trainable, job.out, public_name(job.model))
+    trainable.save(job.out, public_name(job.model))
     if job.recipe.keeps_tokenizer:
         llm.target.tokenizer.save_pretrained(job.out)
     path, num_words = llm.target.path, llm.target.runtime.vocab_size
@@ -244,15 +245,12 @@ def _learn(
     job: HeadJob, llm: LLM, texts: TextSplit, run: Path, show: ProgressDisplay
 ) -> tuple[TrainableHead, RunState]:
     runtime, recipe = llm.target.runtime, job.recipe
-    embedding_and_head = frozen_float32_embedding_and_head(runtime)
+    target = TargetModel.of(runtime, frozen_float32_embedding_and_head(runtime))
     facts = TargetInfo(
         path=Path(llm.target.path),
         config=read_config(llm.target.path).to_dict(),
-        embedding_and_head=embedding_and_head,
-        num_layers=runtime.num_layers,
-        vocab_size=runtime.vocab_size,
-        token_counts=texts.token_counts(runtime.vocab_size).to(runtime.device),
-        device=runtime.device,
+        model=target,
+        token_counts=texts.token_counts(runtime.vocab_size),
         seed=job.seed,
     )
     trainable = recipe.fresh(facts).float().to(runtime.device)
@@ -260,7 +258,7 @@ def _learn(
     aim = TrainingObjective(objective(job.loss_name), recipe.weights, recipe.score)
     trainer = HeadTrainer(
         trainable,
-        embedding_and_head,
+        target,
         texts,
         *captures,
         aim,

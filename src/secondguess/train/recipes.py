@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from math import exp
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,9 +16,14 @@ import torch
 from torch import Tensor
 
 from secondguess.errors import BadInputError
+from secondguess.heads.base import DraftVocabulary, TargetModel
+from secondguess.heads.dspark import DsparkHead, evenly_spaced_layers
+from secondguess.heads.eagle import EagleHead
+from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.learning import TrainableHead
+from secondguess.heads.medusa import MedusaHead
+from secondguess.heads.mtp import MtpHead
 from secondguess.names import check_range, read_options
-from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.head_trainer import acceptance_length
 
 
@@ -30,21 +34,15 @@ class TargetInfo:
     Args:
         path: folder of the target.
         config: the target's configuration in Transformers format.
-        embedding_and_head: the target's embeddings, final norm and LM head, with float32 outputs.
-        num_layers: number of layers of the target.
-        vocab_size: size of the target's logits.
+        model: the target's parts, with float32 outputs, and its sizes.
         token_counts: `[vocab]` int64, occurrences of each token that counts in training texts.
-        device: device of the target.
         seed: seed of the initial weights.
     """
 
     path: Path
     config: Mapping[str, Any]
-    embedding_and_head: EmbeddingAndHead
-    num_layers: int
-    vocab_size: int
+    model: TargetModel
     token_counts: Tensor
-    device: torch.device
     seed: int
 
 
@@ -94,26 +92,9 @@ class Recipe(ABC):
         """Return the held-out score used for early stopping: the acceptance length."""
         return acceptance_length(accepted)
 
-    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
-        """Write `config.json` and `model.safetensors` in the format of the kind.
-
-        Args:
-            trainable: trained learner.
-            folder: folder to write to.
-            target: name of the target.
-        """
-        saves: Any = trainable
-        saves.save(folder)
-
 
 def _geometric_weights(decay: float, num_depths: int) -> list[float]:
     return [decay**depth for depth in range(num_depths)]
-
-
-def _head(place: str) -> Any:
-    """Import a class or function of `secondguess.heads`, given as `module:name`."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"secondguess.heads.{module}"), name)
 
 
 @dataclass(frozen=True)
@@ -143,11 +124,11 @@ class DraftRecipe(Recipe):
             torch.manual_seed(target.seed)
             return DraftModel.fresh(
                 target.config,
-                target.vocab_size,
-                target.embedding_and_head,
+                target.model.vocab_size,
+                target.model,
                 self.num_layers,
                 self.width,
-                target.device,
+                target.model.device,
             )
 
     def weights(self, num_depths: int) -> list[float]:
@@ -171,13 +152,9 @@ class EarlyExitRecipe(Recipe):
     runs_first_layers = True
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        layer = self.layer or max(1, target.num_layers // 4)
-        check_range("the layer", layer, 1, target.num_layers - 1)
-        mlp_size = self.mlp_size or 2 * target.embedding_and_head.width
-        trainable: TrainableHead = _head("early_exit:EarlyExitHead").fresh(
-            target.embedding_and_head, layer, mlp_size, seed=target.seed
-        )
-        return trainable
+        if self.layer:
+            check_range("the layer", self.layer, 1, target.model.num_layers - 1)
+        return EarlyExitHead.fresh(target.model, target.seed, exit_layer=self.layer, mlp_size=self.mlp_size)
 
     def weights(self, num_depths: int) -> list[float]:
         return [1.0] * num_depths
@@ -240,18 +217,12 @@ class MedusaRecipe(Recipe):
     kind = "medusa"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        head = _head("medusa:MedusaHead")
-        trainable: TrainableHead = head.fresh(
-            target.embedding_and_head, self.num_heads, self.num_layers, seed=target.seed
+        return MedusaHead.fresh(
+            target.model, target.seed, num_heads=self.num_heads, num_layers=self.num_layers
         )
-        return trainable
 
     def weights(self, num_depths: int) -> list[float]:
         return _geometric_weights(self.decay, num_depths)
-
-    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
-        saves: Any = trainable
-        saves.save(folder, target)
 
 
 @dataclass(frozen=True)
@@ -273,22 +244,12 @@ class EagleRecipe(Recipe):
     kind = "eagle"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        num_words = min(self.draft_vocab_size or target.vocab_size, target.vocab_size)
-        trainable: TrainableHead = _head("eagle:EagleHead").fresh(
-            target.embedding_and_head,
-            target.num_layers,
-            num_words,
-            target.token_counts,
-            target.seed,
-            num_steps=self.num_steps,
-        )
-        return trainable
+        size = min(self.draft_vocab_size or target.model.vocab_size, target.model.vocab_size)
+        vocabulary = DraftVocabulary.most_frequent(target.token_counts.cpu(), size)
+        return EagleHead.fresh(target.model, target.seed, vocabulary=vocabulary, num_steps=self.num_steps)
 
     def weights(self, num_depths: int) -> list[float]:
         return _geometric_weights(self.decay, num_depths)
-
-    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
-        _head("eagle_files:save_eagle")(trainable, folder, target)
 
 
 @dataclass(frozen=True)
@@ -307,20 +268,10 @@ class MtpRecipe(Recipe):
     kind = "mtp"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        trainable: TrainableHead = _head("mtp:MtpHead").fresh(
-            target.embedding_and_head,
-            target.vocab_size,
-            target.num_layers,
-            target.seed,
-            num_steps=self.num_steps,
-        )
-        return trainable
+        return MtpHead.fresh(target.model, target.seed, num_steps=self.num_steps)
 
     def weights(self, num_depths: int) -> list[float]:
         return _geometric_weights(self.decay, num_depths)
-
-    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
-        _head("mtp_files:save_mtp")(trainable, folder)
 
 
 @dataclass(frozen=True)
@@ -349,40 +300,19 @@ class DSparkRecipe(Recipe):
         check_range("the number of states to fuse", self.num_states, 1, 1000)
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        trainable: TrainableHead = _head("dspark:DsparkHead").fresh(
-            target.embedding_and_head,
-            evenly_spaced_layers(target.num_layers, self.num_states),
+        return DsparkHead.fresh(
+            target.model,
+            target.seed,
+            hidden_layers=evenly_spaced_layers(target.model.num_layers, self.num_states),
             block_size=self.block_size,
             markov_rank=self.markov_rank,
             num_layers=self.num_layers,
-            seed=target.seed,
             # The embedding of the padding token is not used by any text.
             mask_token=target.config.get("pad_token_id") or 0,
-            device=target.device,
         )
-        return trainable
 
     def weights(self, num_depths: int) -> list[float]:
         return [exp(-depth / self.gamma) for depth in range(num_depths)]
-
-    def save(self, trainable: TrainableHead, folder: Path, target: str) -> None:
-        saves: Any = trainable
-        saves.save(folder, target)
-
-
-def evenly_spaced_layers(num_layers: int, most: int) -> tuple[int, ...]:
-    """Return at most `most` layers of a target, evenly spread.
-
-    They are counted from 1, and lie between the second and the third from last, or in a target
-    of fewer than `most + 3` layers between the first and the last.
-
-    >>> evenly_spaced_layers(16, 5), evenly_spaced_layers(2, 5)
-    ((2, 5, 8, 11, 14), (1, 2))
-    """
-    first, last = (2, num_layers - 2) if num_layers >= most + 3 else (1, num_layers)
-    count = min(most, last - first + 1)
-    steps = [index / max(1, count - 1) for index in range(count)]
-    return tuple(round(first + (last - first) * step) for step in steps)
 
 
 RECIPES: dict[str, type[Recipe]] = {

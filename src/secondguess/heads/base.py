@@ -1,0 +1,178 @@
+"""Interface of drafter heads: the target they belong to, their vocabulary, loading and saving."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.heads.learning import TrainableHead
+from secondguess.runtime.base import EmbeddingAndHead, Runtime
+
+
+@dataclass(frozen=True)
+class TargetModel(EmbeddingAndHead):
+    """Parts and sizes of the target that heads use.
+
+    Args:
+        vocab_size: width of the target's logits.
+        num_layers: number of layers of the target.
+        device: device of the target.
+    """
+
+    vocab_size: int
+    num_layers: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, runtime: Runtime, shared: EmbeddingAndHead | None = None) -> Self:
+        """Return those of a runtime.
+
+        Args:
+            runtime: runtime of the target.
+            shared: replaces the runtime's own embeddings and LM head, as for training.
+
+        Raises:
+            UnsupportedModelError: a runtime that cannot share its embeddings.
+        """
+        parts = vars(shared or runtime.embedding_and_head())
+        return cls(
+            **parts, vocab_size=runtime.vocab_size, num_layers=runtime.num_layers, device=runtime.device
+        )
+
+
+class DraftVocabulary(nn.Module):
+    """Tokens that a head can draft: the target's vocabulary, or some of its tokens.
+
+    Args:
+        vocab_size: vocabulary size of the target.
+        token_ids: `[draft_vocab]`, different target token ids; None for the whole vocabulary.
+
+    Raises:
+        BadInputError: ids that repeat or are not in the target's vocabulary.
+    """
+
+    token_ids: Tensor | None
+
+    def __init__(self, vocab_size: int, token_ids: Tensor | None = None) -> None:
+        super().__init__()
+        if token_ids is not None:
+            ids = set(token_ids.tolist())
+            if not ids or len(ids) < len(token_ids) or min(ids) < 0 or max(ids) >= vocab_size:
+                raise BadInputError(
+                    f"expected a draft vocabulary of different tokens between 0 and {vocab_size - 1}, "
+                    f"got {token_ids.tolist()[:8]}..."
+                )
+        self.vocab_size = vocab_size
+        self.register_buffer("token_ids", token_ids)
+
+    @classmethod
+    def most_frequent(cls, counts: Tensor, size: int) -> Self:
+        """Return the vocabulary of the most frequent tokens, in ascending order of their ids.
+
+        Ties are broken in favour of smaller ids.
+
+        Args:
+            counts: `[vocab]`, frequency of each token.
+            size: number of tokens.
+
+        Raises:
+            BadInputError: `size` is not between 1 and the vocabulary size.
+        """
+        if not 1 <= size <= len(counts):
+            raise BadInputError(f"expected a draft vocabulary of 1 to {len(counts)} tokens, got {size}")
+        if size == len(counts):
+            return cls(size)
+        return cls(len(counts), counts.argsort(descending=True, stable=True)[:size].sort().values)
+
+    @classmethod
+    def pop_speculators(cls, tensors: dict[str, Tensor], vocab_size: int, size: int, folder: Path) -> Self:
+        """Read the vocabulary of a checkpoint in the `speculators` format.
+
+        `d2t` holds, per draft token, the target id minus the draft id; `t2d` marks the target
+        tokens in the draft vocabulary. Some checkpoints contain both for the whole vocabulary.
+
+        Args:
+            tensors: tensors of the checkpoint, from which both are removed.
+            vocab_size, size: sizes of the target's vocabulary and the draft vocabulary.
+            folder: folder of the checkpoint, for error messages.
+
+        Raises:
+            CheckpointError: maps that are missing, or that do not describe one set of tokens.
+        """
+        offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        if size == vocab_size:
+            return cls(vocab_size)
+        if offsets is None or marks is None:
+            raise CheckpointError(
+                f"expected d2t and t2d in {folder}, whose draft vocabulary is smaller than the target's, "
+                f"got no {'d2t' if offsets is None else 't2d'}"
+            )
+        token_ids = offsets.long() + torch.arange(len(offsets))
+        marked = marks.bool().nonzero()[:, 0]
+        if len(token_ids) != size or len(marks) != vocab_size or not torch.equal(token_ids, marked):
+            raise CheckpointError(
+                f"expected d2t of {folder} to hold, per draft token, how much larger the target's id is, and t2d to mark "
+                f"the same {size} tokens of {vocab_size}, got an inconsistent map"
+            )
+        return cls(vocab_size, token_ids)
+
+    def to_speculators(self) -> dict[str, Tensor]:
+        """Return `d2t` and `t2d` as written in the `speculators` format; empty if it is whole."""
+        if self.token_ids is None:
+            return {}
+        token_ids = self.token_ids.cpu()
+        marks = torch.zeros(self.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
+        return {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": marks}
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self.vocab_size if self.token_ids is None else len(self.token_ids)
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        """Return logits `[..., vocab]` over the target's vocabulary; -inf for tokens outside."""
+        if self.token_ids is None:
+            return logits
+        everywhere = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        everywhere[..., self.token_ids] = logits
+        return everywhere
+
+    def select(self, values: Tensor) -> Tensor:
+        """Return the values `[..., draft_vocab]` of its tokens, out of `[..., vocab]`."""
+        return values if self.token_ids is None else values[..., self.token_ids]
+
+
+class Head(TrainableHead):
+    """Base class of drafter heads, which are trained for one target and loaded beside it."""
+
+    @classmethod
+    @abstractmethod
+    def fresh(cls, target: TargetModel, seed: int = 0) -> Self:
+        """Build an untrained head; subclasses accept further sizes as keywords.
+
+        Args:
+            target: target to train for.
+            seed: seed of the weights.
+
+        Raises:
+            BadInputError: a size out of range.
+        """
+
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: Path, target: TargetModel) -> Self:
+        """Read a head in any of its formats.
+
+        Returns:
+            The head on the CPU, in the default dtype of modules.
+
+        Raises:
+            CheckpointError: a field or tensor is missing, unknown or of another shape, or the head
+                was trained for another target.
+            UnsupportedModelError: an unsupported kind of head or layer.
+        """
