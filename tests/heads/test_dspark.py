@@ -9,21 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 from head_formats import (
+    MODEL,
+    TARGET,
     TEXT,
     TREE,
     VOCAB_SIZE,
     WIDTH,
     Recorder,
+    beside,
     draft_for,
     drafted,
     falls,
+    head_of,
     lesson_of,
     many_texts,
+    named,
     random_tensors,
     ready,
     same_draft,
     states_of,
-    tiny_target,
+    with_field,
+    without,
+    without_field,
     write_folder,
 )
 from torch import Tensor
@@ -34,14 +41,13 @@ from secondguess.controllers.confidence import ConfidenceController, ConfidenceO
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Components, decode
-from secondguess.drafters import make_drafter
 from secondguess.drafters.dspark import DsparkDrafter, DsparkStepper
+from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.dspark import NUM_ANCHORS, DsparkHead
 from secondguess.noise import KeyedNoise
-from secondguess.runtime.base import Runtime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
@@ -51,8 +57,6 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, MLP_SIZE, RANK, NUM_WORDS = 4, 2, 8, 40, 5, 
 THETA, EPS = 500.0, 1e-6
 LAYERS = [0, 2, 3]
 BLOCK, MASK = 4, 6
-TARGET = tiny_target()
-MODEL = TargetModel.of(TARGET)
 WORDS = torch.arange(NUM_WORDS) * 2 + 3
 Parts = dict[str, Tensor]
 
@@ -247,37 +251,10 @@ def formula(parts: Parts, thought: Tensor, before: int) -> Tensor:
     return torch.full((VOCAB_SIZE,), -torch.inf).index_put((WORDS,), said)
 
 
-def load_draft_model(path: str) -> Runtime:
-    raise AssertionError(path)
-
-
-class Named:
-    """A target as `make_drafter` sees it."""
-
-    runtime, name, path = TARGET, "tiny", ""
-
-
-def named(name: str) -> DsparkDrafter:
-    made = make_drafter(name, target_vocab_size=VOCAB_SIZE, load_draft_model=load_draft_model, target=Named())
-    assert isinstance(made, DsparkDrafter)
-    return made
-
-
-def head_of(drafter: DsparkDrafter) -> DsparkHead:
-    assert isinstance(drafter.stepper, DsparkStepper)
-    return drafter.stepper.head
-
-
-def fresh_head(**sizes: int) -> DsparkHead:
+def fresh_head(**sizes: object) -> DsparkHead:
     return DsparkHead.fresh(
         MODEL, **{"hidden_layers": LAYERS, "block_size": BLOCK, "markov_rank": RANK} | sizes
     )
-
-
-@pytest.fixture(autouse=True)
-def forget_rows():
-    yield
-    TARGET.release()
 
 
 @every_format
@@ -494,22 +471,6 @@ def test_seeds_say_how_a_fresh_drafter_begins() -> None:
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
 
 
-def without(name: str):
-    return lambda config, tensors: tensors.pop(name)
-
-
-def beside(name: str, *shape: int):
-    return lambda config, tensors: tensors.update({name: torch.zeros(shape)})
-
-
-def with_field(**fields: object):
-    return lambda config, tensors: config.update(fields)
-
-
-def without_field(name: str):
-    return lambda config, tensors: config.pop(name)
-
-
 def with_layer_field(**fields: object):
     return lambda config, tensors: config.update(
         transformer_layer_config=config["transformer_layer_config"] | fields
@@ -586,7 +547,7 @@ def test_unknown_kinds_are_told_as_unsupported(tmp_path: Path) -> None:
         named(f"dspark:{tmp_path}")
 
 
-def lengths_under(drafter: DsparkDrafter, controller: str) -> list[int]:
+def lengths_under(drafter: SamplingDrafter, controller: str) -> list[int]:
     """How many nodes are drafted for some rows in their first round."""
     rows = [Row(text, SamplingParams(max_tokens=20, temperature=1.0), seed=2) for text in many_texts(3, 9)]
     components = Components(TARGET, drafter, make_verifier("auto"), make_controller(controller))

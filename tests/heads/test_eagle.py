@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from head_formats import Named, edit, named
 from plain_layers import Tensors, layer_config, layer_tensors, plain_layer, plain_norm, random_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from secondguess.drafters import make_drafter
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary
@@ -214,32 +214,10 @@ def test_embeddings_that_are_the_targets_are_borrowed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tree", ["", ",tree=2x1", ",tree=dynamic"])
 def test_its_name_makes_a_drafter(tree: str, tmp_path: Path) -> None:
-    drafter = make_drafter(
-        f"eagle:{raw3(tmp_path)}{tree}",
-        target_vocab_size=VOCAB_SIZE,
-        load_draft_model=lambda path: pytest.fail("no draft model is needed"),
-        target=Loaded(TransformersRuntime(target_model())),
-    )
+    drafter = named(f"eagle:{raw3(tmp_path)}{tree}", Named(TransformersRuntime(target_model())))
     assert isinstance(drafter, EagleDrafter)
     assert drafter.name.startswith(f"eagle:{tmp_path}{tree}")
     assert (drafter.shape is None) == (not tree)
-
-
-class Loaded:
-    """A target as a user has it."""
-
-    name = path = "tiny"
-
-    def __init__(self, runtime: TransformersRuntime) -> None:
-        self.runtime = runtime
-
-
-def edit(folder: Path, **changes: object) -> Path:
-    """Other fields in config.json; None takes one out."""
-    config = json.loads((folder / "config.json").read_text())
-    config = {key: value for key, value in (config | changes).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def with_tensors(folder: Path, change: Callable[[Tensors], object]) -> Path:

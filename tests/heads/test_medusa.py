@@ -8,36 +8,37 @@ from pathlib import Path
 import pytest
 import torch
 from head_formats import (
+    MODEL,
+    TARGET,
     TEXT,
     VOCAB_SIZE,
     WIDTH,
     Recorder,
+    beside,
     draft_for,
     drafted,
     falls,
+    head_of,
     lesson_of,
+    named,
     random_tensors,
     ready,
     same_draft,
     states_of,
-    tiny_target,
+    with_field,
+    without,
+    without_field,
     write_folder,
 )
 from torch import Tensor
 from torch.nn.functional import silu
 
 from secondguess.core import Row, Verdict
-from secondguess.drafters import make_drafter
-from secondguess.drafters.medusa import MedusaDrafter, MedusaStepper
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.base import TargetModel
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
-from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 
 NUM_HEADS, NUM_LAYERS, NUM_WORDS = 3, 2, 11
-TARGET = tiny_target()
-MODEL = TargetModel.of(TARGET)
 WORDS = torch.arange(NUM_WORDS) * 2 + 3
 Parts = dict[str, Tensor]
 
@@ -175,33 +176,6 @@ def formula(parts: Parts, state: Tensor, head: int) -> Tensor:
     if len(said) == VOCAB_SIZE:
         return said
     return torch.full((VOCAB_SIZE,), -torch.inf).index_put((WORDS,), said)
-
-
-def load_draft_model(path: str) -> Runtime:
-    raise AssertionError(path)
-
-
-class Named:
-    """A target as `make_drafter` sees it."""
-
-    runtime, name, path = TARGET, "tiny", ""
-
-
-def named(name: str) -> MedusaDrafter:
-    made = make_drafter(name, target_vocab_size=VOCAB_SIZE, load_draft_model=load_draft_model, target=Named())
-    assert isinstance(made, MedusaDrafter)
-    return made
-
-
-def head_of(drafter: MedusaDrafter) -> MedusaHead:
-    assert isinstance(drafter.stepper, MedusaStepper)
-    return drafter.stepper.head
-
-
-@pytest.fixture(autouse=True)
-def forget_rows():
-    yield
-    TARGET.release()
 
 
 @every_format
@@ -343,22 +317,6 @@ def test_seeds_say_how_a_fresh_head_begins() -> None:
     one, same, other = (MedusaHead.fresh(MODEL, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one)
-
-
-def without(name: str):
-    return lambda config, tensors: tensors.pop(name)
-
-
-def beside(name: str, *shape: int):
-    return lambda config, tensors: tensors.update({name: torch.zeros(shape)})
-
-
-def with_field(**fields: object):
-    return lambda config, tensors: config.update(fields)
-
-
-def without_field(name: str):
-    return lambda config, tensors: config.pop(name)
 
 
 def truncated_without_matrix(config: dict[str, object], tensors: Parts) -> None:

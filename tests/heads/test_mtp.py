@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from head_formats import Named, edit, head_of, named
 from plain_layers import Tensors, layer_config, layer_tensors, plain_layer, plain_norm, random_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from secondguess.drafters import make_drafter
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
 from secondguess.heads.mtp import MtpHead, contains_mtp
@@ -163,23 +163,8 @@ def test_what_is_written_is_read_back(make: Callable[[Path], Path], names: Names
     assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
 
 
-class Loaded:
-    """A target as a user has it."""
-
-    name = "tiny"
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self.runtime = TransformersRuntime(target_model())
-
-
-def drafter_of(name: str, target: Loaded) -> MtpDrafter:
-    drafter = make_drafter(
-        name,
-        target_vocab_size=VOCAB_SIZE,
-        load_draft_model=lambda path: pytest.fail("no draft model is needed"),
-        target=target,
-    )
+def drafter_of(name: str, path: Path) -> MtpDrafter:
+    drafter = named(name, Named(TransformersRuntime(target_model()), str(path)))
     assert isinstance(drafter, MtpDrafter)
     return drafter
 
@@ -189,20 +174,18 @@ def test_without_a_path_it_is_the_targets_own(
     make: Callable[[Path], Path], names: Names, tmp_path: Path
 ) -> None:
     assert contains_mtp(make(tmp_path))
-    drafter = drafter_of("mtp,tree=2x1", Loaded(tmp_path))
+    drafter = drafter_of("mtp,tree=2x1", tmp_path)
     assert drafter.name == "mtp,tree=2x1"
     expected = load(tmp_path).state_dict()
-    assert all(
-        torch.equal(tensor, expected[name]) for name, tensor in drafter.stepper.head.state_dict().items()
-    )
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in head_of(drafter).state_dict().items())
 
 
 def test_with_a_path_it_is_what_lies_there(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     head = MtpHead.fresh(TARGET, seed=0)
     head.save(tmp_path / "module")
-    drafter = drafter_of(f"mtp:{tmp_path / 'module'}", Loaded(deepseek(tmp_path / "target")))
-    assert torch.equal(drafter.stepper.head.state_dict()["eh_proj.weight"], head.eh_proj.weight.double())
+    drafter = drafter_of(f"mtp:{tmp_path / 'module'}", deepseek(tmp_path / "target"))
+    assert torch.equal(head_of(drafter).state_dict()["eh_proj.weight"], head.eh_proj.weight.double())
 
 
 def test_a_target_without_a_module_is_told_so(tmp_path: Path) -> None:
@@ -210,7 +193,7 @@ def test_a_target_without_a_module_is_told_so(tmp_path: Path) -> None:
     assert not contains_mtp(tmp_path)
     assert not contains_mtp(tmp_path / "nowhere")
     with pytest.raises(BadInputError, match="expected mtp:PATH for the target tiny"):
-        drafter_of("mtp", Loaded(tmp_path))
+        drafter_of("mtp", tmp_path)
 
 
 def test_of_several_modules_the_first_drafts_and_it_is_said(tmp_path: Path) -> None:
@@ -219,14 +202,6 @@ def test_of_several_modules_the_first_drafts_and_it_is_said(tmp_path: Path) -> N
     save_file(second, tmp_path / "model-00003-of-00003.safetensors")
     with pytest.warns(UserWarning, match="several multi-token-prediction modules: the first one"):
         load(tmp_path)
-
-
-def edit(folder: Path, **changes: object) -> Path:
-    """Other fields in config.json; None takes one out."""
-    config = json.loads((folder / "config.json").read_text())
-    config = {key: value for key, value in (config | changes).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def with_tensors(folder: Path, change: Callable[[Tensors, str], object]) -> Path:
