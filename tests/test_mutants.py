@@ -48,6 +48,7 @@ from secondguess.heads.feature import ChainsOfPlaces
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.runtime import FeatureHeadRuntime
+from secondguess.heads.speculators import checkpoint_tensors
 from secondguess.noise import KeyedNoise, Purpose
 from secondguess.runtime import tree
 from secondguess.runtime.cached import CachedRuntime
@@ -265,7 +266,7 @@ def head_says_its_words() -> bool:
     thought = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         own, everywhere = head.draft_logits(thought), head.logits(thought)
-    offsets = head.vocabulary.to_speculators()["d2t"].tolist()
+    offsets = checkpoint_tensors(head, head.vocabulary)["d2t"].tolist()
     at = [index + offset for index, offset in enumerate(offsets)]
     return everywhere.isfinite().nonzero()[:, 0].tolist() == at and torch.equal(everywhere[at], own)
 
@@ -680,7 +681,7 @@ def vocabulary_map_read_as_ids(patch: Patch) -> None:
 
     def to_target(self, logits):
         offsets = DraftVocabulary(self.vocab_size)
-        offsets.token_ids = self.to_speculators()["d2t"]
+        offsets.token_ids = self.token_ids - torch.arange(len(self))
         return original(offsets, logits)
 
     patch.setattr(DraftVocabulary, "to_target", to_target)

@@ -152,10 +152,13 @@ def with_the_targets_ends(folder: Path) -> tuple[Path, Parts]:
 
 def truncated(folder: Path) -> tuple[Path, Parts]:
     tensors = random_tensors(backbone() | heads(NUM_WORDS) | {"lm_head.weight": (NUM_WORDS, WIDTH)})
+    return write_folder(folder, DSPARK | {"draft_vocab_size": NUM_WORDS}, tensors | word_maps()), tensors
+
+
+def word_maps() -> Parts:
     known = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
     known[WORDS] = True
-    maps = {"d2t": WORDS - torch.arange(NUM_WORDS), "t2d": known}
-    return write_folder(folder, DSPARK | {"draft_vocab_size": NUM_WORDS}, tensors | maps), tensors
+    return {"d2t": WORDS - torch.arange(NUM_WORDS), "t2d": known}
 
 
 def blind_confidence(folder: Path) -> tuple[Path, Parts]:
@@ -482,6 +485,11 @@ def of_another_vocabulary(config: dict[str, object], tensors: Parts) -> None:
     with_layer_field(vocab_size=300)(config, tensors)
 
 
+def of_a_smaller_vocabulary(config: dict[str, object], tensors: Parts) -> None:
+    with_field(draft_vocab_size=NUM_WORDS)(config, tensors)
+    tensors |= word_maps()
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -509,7 +517,8 @@ def of_another_vocabulary(config: dict[str, object], tensors: Parts) -> None:
         (with_field(aux_hidden_state_layer_ids=[]), r"numbered from 0 on, got \[\]"),
         (with_field(aux_hidden_state_layer_ids=None), "config.json"),
         (with_field(markov_rank=0), "a Markov head and a confidence head"),
-        (with_field(draft_vocab_size=5), "an lm_head.weight beside a vocabulary of its own"),
+        (with_field(draft_vocab_size=5), "expected d2t and t2d in .* got no d2t"),
+        (of_a_smaller_vocabulary, "an lm_head.weight beside a vocabulary of its own"),
         (with_field(enable_confidence_head="yes"), "enable_confidence_head of 'yes'"),
         (without_field("transformer_layer_config"), "the field 'transformer_layer_config'"),
         (without_field("mask_token_id"), "the field 'mask_token_id'"),

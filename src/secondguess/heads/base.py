@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from secondguess.errors import BadInputError, CheckpointError
+from secondguess.errors import BadInputError
 from secondguess.heads.learning import TrainableHead
 from secondguess.runtime.base import EmbeddingAndHead, Runtime
 
@@ -89,46 +89,6 @@ class DraftVocabulary(nn.Module):
         if size == len(counts):
             return cls(size)
         return cls(len(counts), counts.argsort(descending=True, stable=True)[:size].sort().values)
-
-    @classmethod
-    def pop_speculators(cls, tensors: dict[str, Tensor], vocab_size: int, size: int, folder: Path) -> Self:
-        """Read the vocabulary of a checkpoint in the `speculators` format.
-
-        `d2t` holds, per draft token, the target id minus the draft id; `t2d` marks the target
-        tokens in the draft vocabulary. Some checkpoints contain both for the whole vocabulary.
-
-        Args:
-            tensors: tensors of the checkpoint, from which both are removed.
-            vocab_size, size: sizes of the target's vocabulary and the draft vocabulary.
-            folder: folder of the checkpoint, for error messages.
-
-        Raises:
-            CheckpointError: maps that are missing, or that do not describe one set of tokens.
-        """
-        offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
-        if size == vocab_size:
-            return cls(vocab_size)
-        if offsets is None or marks is None:
-            raise CheckpointError(
-                f"expected d2t and t2d in {folder}, whose draft vocabulary is smaller than the target's, "
-                f"got no {'d2t' if offsets is None else 't2d'}"
-            )
-        token_ids = offsets.long() + torch.arange(len(offsets))
-        marked = marks.bool().nonzero()[:, 0]
-        if len(token_ids) != size or len(marks) != vocab_size or not torch.equal(token_ids, marked):
-            raise CheckpointError(
-                f"expected d2t of {folder} to hold, per draft token, how much larger the target's id is, and t2d to mark "
-                f"the same {size} tokens of {vocab_size}, got an inconsistent map"
-            )
-        return cls(vocab_size, token_ids)
-
-    def to_speculators(self) -> dict[str, Tensor]:
-        """Return `d2t` and `t2d` as written in the `speculators` format; empty if it is whole."""
-        if self.token_ids is None:
-            return {}
-        token_ids = self.token_ids.cpu()
-        marks = torch.zeros(self.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
-        return {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": marks}
 
     def __len__(self) -> int:
         """Return the number of tokens."""

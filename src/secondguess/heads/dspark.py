@@ -51,7 +51,12 @@ from secondguess.heads.learning import (
     masked_mean,
     overlap,
 )
-from secondguess.heads.speculators import layer_fields, speculators_fields
+from secondguess.heads.speculators import (
+    checkpoint_tensors,
+    layer_fields,
+    pop_vocabulary,
+    speculators_fields,
+)
 from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
@@ -258,14 +263,11 @@ class DsparkHead(Head):
             )
         with config_errors(folder):
             shape = DsparkConfig.from_config(config, folder, has_output)
-            vocab_size = whole_number(config["transformer_layer_config"], "vocab_size")
-            num_words = whole_number({"draft_vocab_size": vocab_size, **config}, "draft_vocab_size")
             require_same("width", shape.layer.width, target.width, folder)
-            require_same("vocabulary", vocab_size, target.vocab_size, folder)
-            check_range("the draft vocabulary of a block drafter", num_words, 1, vocab_size)
-            if num_words < vocab_size and not has_output:
+            layer_config = config["transformer_layer_config"]
+            vocabulary = pop_vocabulary(tensors, config, layer_config, target, folder)
+            if len(vocabulary) < target.vocab_size and not has_output:
                 raise BadInputError("expected an lm_head.weight beside a vocabulary of its own, got none")
-            vocabulary = DraftVocabulary.pop_speculators(tensors, vocab_size, num_words, folder)
             head = cls(shape, target, vocabulary)
         # Some files contain a copy of the target's embeddings, which are frozen in training.
         tensors.pop("embed_tokens.weight", None)
@@ -293,8 +295,7 @@ class DsparkHead(Head):
             "confidence_head_with_markov": shape.confidence_reads_markov,
             "transformer_layer_config": layers,
         }
-        weights = {name: tensor for name, tensor in self.state_dict().items() if "vocabulary." not in name}
-        write_head(folder, config, weights | self.vocabulary.to_speculators())
+        write_head(folder, config, checkpoint_tensors(self, self.vocabulary))
 
     def features(self, hidden: HiddenStates) -> Tensor:
         """Fuse the target's states `[..., width]` by layer into features `[..., width]`."""

@@ -38,7 +38,12 @@ from secondguess.heads.files import (
 )
 from secondguess.heads.layer import Attention, AttentionFunction, CosSin, DecoderLayer, LayerConfig, Mlp, Norm
 from secondguess.heads.mtp import MtpHead, TensorNames
-from secondguess.heads.speculators import layer_fields, speculators_fields
+from secondguess.heads.speculators import (
+    checkpoint_tensors,
+    layer_fields,
+    pop_vocabulary,
+    speculators_fields,
+)
 from secondguess.runtime.base import HiddenStates
 
 FORMAT_VERSION = "0.9.0"
@@ -205,11 +210,8 @@ class EagleHead(FeatureHead):
             if kind not in (None, "eagle3"):
                 raise UnsupportedModelError(f"expected a drafter of the kind eagle3 in {folder}, got {kind}")
             fields = config["transformer_layer_config"] if kind else config
-            vocab_size = fields["vocab_size"]
-            require_same("vocabulary", vocab_size, target.vocab_size, folder)
+            vocabulary = pop_vocabulary(tensors, config, fields, target, folder)
             require_same("width", config.get("target_hidden_size") or target.width, target.width, folder)
-            num_words = config.get("draft_vocab_size", vocab_size)
-            vocabulary = DraftVocabulary.pop_speculators(tensors, vocab_size, num_words, folder)
             _drop_target_embeddings(tensors, target)
             shape = EagleConfig(
                 layer=LayerConfig.from_config(fields),
@@ -248,9 +250,8 @@ class EagleHead(FeatureHead):
         weight = self.fc.weight
         with torch.no_grad():
             embeddings = self.embed(torch.arange(self.target.vocab_size, device=weight.device))
-        weights = {name: tensor for name, tensor in self.state_dict().items() if "vocabulary." not in name}
-        weights["embed_tokens.weight"] = embeddings.to(weight.dtype)
-        write_head(folder, config, weights | self.vocabulary.to_speculators())
+        tensors = checkpoint_tensors(self, self.vocabulary)
+        write_head(folder, config, {**tensors, "embed_tokens.weight": embeddings.to(weight.dtype)})
 
     def features(self, hidden: HiddenStates) -> Tensor:
         states = [hidden[layer] for layer in self.hidden_layers]

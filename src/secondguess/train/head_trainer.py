@@ -182,12 +182,7 @@ class HeadTrainer:
         progress: Callable[[Progress], None],
         pause: Callable[[], None] = nothing,
     ) -> None:
-        self.trainable, self.target, self.texts, self.aim = (
-            trainable,
-            target,
-            texts,
-            aim,
-        )
+        self.trainable, self.target, self.texts, self.aim = trainable, target, texts, aim
         self.capture, self.held_out_capture = capture, held_out_capture
         self.settings, self.folder = settings, folder
         self._tell, self._pause = progress, pause
@@ -245,14 +240,11 @@ class HeadTrainer:
             if due or now - last_save > settings.checkpoint_seconds:
                 self.save(log)
                 last_save = time.monotonic()
-            self._pause_after_saving(log)
-
-    def _pause_after_saving(self, log: BinaryIO) -> None:
-        try:
-            self._pause()
-        except KeyboardInterrupt:
-            self.save(log)
-            raise
+            try:
+                self._pause()
+            except KeyboardInterrupt:
+                self.save(log)
+                raise
 
     def _out_of_patience(self) -> bool:
         return 0 < self.settings.patience <= self.standing.num_disappointments

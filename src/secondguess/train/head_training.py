@@ -8,7 +8,7 @@ the name of the first difference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,21 +143,9 @@ class HeadJob:
         return "float32" if self.dtype == "auto" and on_cpu else self.dtype
 
     def settings(self) -> TrainSettings:
-        recipe = self.recipe
-        return TrainSettings(
-            self.budget,
-            learning_rate=recipe.learning_rate,
-            weight_decay=recipe.weight_decay,
-            warmup_steps=recipe.warmup_steps,
-            clip=recipe.clip,
-            batch_size=recipe.batch_size,
-            places=recipe.places,
-            seed=self.seed,
-            checkpoint_seconds=self.checkpoint_seconds,
-            checkpoint_steps=self.checkpoint_steps,
-            evaluate_steps=self.evaluate_steps,
-            patience=self.patience,
-        )
+        """Return the settings of the run; recipe and job have fields of the same names."""
+        given = vars(self.recipe) | vars(self)
+        return TrainSettings(**{each.name: given[each.name] for each in fields(TrainSettings)})
 
     def identity(self) -> dict[str, Any]:
         """Return the options that determine texts and weights, with which a run is continued."""
