@@ -14,7 +14,7 @@ from secondguess.drafters.dspark import DsparkStepper
 from secondguess.drafters.early_exit import EarlyExitDrafter, EarlyExitStepper
 from secondguess.drafters.layer_skip import LayerSkipDrafter
 from secondguess.drafters.medusa import MedusaStepper
-from secondguess.drafters.mirroring import FeatureStepper
+from secondguess.drafters.mirroring import FeatureStepper, ModelStepper
 from secondguess.drafters.sampling_drafter import SamplingDrafter, Stepper
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.base import DraftVocabulary, TargetModel
@@ -67,7 +67,8 @@ def early_exit_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 
 def layer_skip_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    return LayerSkipDrafter(target.skip_layers([1]), "layer-skip:1", target.vocab_size, shape)
+    stepper = ModelStepper(target.skip_layers([1]))
+    return LayerSkipDrafter(stepper, "layer-skip:1", target.vocab_size, shape)
 
 
 def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:

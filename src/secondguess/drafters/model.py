@@ -25,6 +25,7 @@ class ModelDrafter(SamplingDrafter):
 
     def __init__(self, runtime: Runtime, name: str, vocab_size: int, shape: TreeShape | None = None) -> None:
         super().__init__(ModelStepper(runtime), name, vocab_size, shape)
+        self.runtime = runtime
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> ModelDrafter:
