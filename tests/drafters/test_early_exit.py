@@ -52,7 +52,7 @@ def drafter_of(
     finish: Callable[[Tensor], Tensor] | None = None,
     shape: TreeShape | None = None,
 ) -> EarlyExitDrafter:
-    stepper = EarlyExitStepper(target, num_layers, finish or target.embedding_and_head().normalise)
+    stepper = EarlyExitStepper(target, num_layers, finish)
     return EarlyExitDrafter(stepper, f"early-exit:{num_layers}", target.vocab_size, shape)
 
 

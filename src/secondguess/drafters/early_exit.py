@@ -36,9 +36,8 @@ class EarlyExitDrafter(SamplingDrafter):
                 resources.target.require_partial_forward()
             return cls.build_with_head(name, resources, EarlyExitHead.load, EarlyExitStepper.with_head)
         options, shape = read_tree_options(name)
-        target, exit_layer = resources.require_target(name), int(name.argument)
-        check_exit(target, exit_layer)
-        stepper = EarlyExitStepper(target, exit_layer, target.embedding_and_head().normalise)
+        target = resources.require_target(name)
+        stepper = EarlyExitStepper(target, int(name.argument))
         return cls(stepper, f"{name.kind}:{name.argument}{options}", target.vocab_size, shape)
 
 
@@ -48,17 +47,30 @@ class EarlyExitStepper(Stepper):
     Args:
         target: target whose layers run; it must support `run_first_layers`.
         num_layers: number of layers to run.
-        finish: maps their hidden states to the input of the LM head: an adapter, or the target's
-            final norm.
+        finish: maps their hidden states to the input of the LM head: an adapter; None for the
+            target's final norm.
+
+    Raises:
+        BadInputError: no such exit layer.
+        UnsupportedModelError: a runtime whose layers cannot be run separately.
     """
 
-    def __init__(self, target: Runtime, num_layers: int, finish: Callable[[Tensor], Tensor]) -> None:
-        check_exit(target, num_layers)
+    def __init__(
+        self, target: Runtime, num_layers: int, finish: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        # Checked before any weights are used, so that a name can be rejected before they are loaded.
+        target.require_partial_forward()
+        if not 0 < num_layers < target.num_layers:
+            raise BadInputError(
+                f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
+                f"got {num_layers}"
+            )
+        shared = target.embedding_and_head()
         self.device = target.device
         self._target = target
         self._num_layers = num_layers
-        self._finish = finish
-        self._unembed = target.embedding_and_head().unembed
+        self._finish = finish or shared.normalise
+        self._unembed = shared.unembed
         self._chains: list[list[int]] = []
 
     @classmethod
@@ -85,21 +97,3 @@ class EarlyExitStepper(Stepper):
 
     def _logits(self, states: Tensor) -> Tensor:
         return at_least_float32(self._unembed(self._finish(states)))
-
-
-def check_exit(target: Runtime, num_layers: int) -> None:
-    """Check that the target can exit after `num_layers` layers.
-
-    `build` calls this before it uses any weights, so that a name can be rejected before the target
-    is loaded.
-
-    Raises:
-        BadInputError: no such exit layer.
-        UnsupportedModelError: a runtime whose layers cannot be run separately.
-    """
-    target.require_partial_forward()
-    if not 0 < num_layers < target.num_layers:
-        raise BadInputError(
-            f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
-            f"got {num_layers}"
-        )
