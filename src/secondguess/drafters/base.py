@@ -120,11 +120,6 @@ class Drafter(ABC):
 
         The verification rule depends on whether a draft has `probs`, so this must agree with
         `propose`.
-
-        Args:
-            num_rows: number of rows in the batch.
-            noise: noise of the round.
-            vocab_size: vocabulary width of `probs`, if the draft has any.
         """
         deterministic = self.deterministic or noise.all_greedy
         return Draft.empty(num_rows, noise.device, None if deterministic else vocab_size)

@@ -312,14 +312,7 @@ class Parent:
 
 
 class TreeBuilder:
-    """Trees of a batch while they grow.
-
-    Args:
-        rows: rows of the batch.
-        shape: shape of every tree.
-        limits: largest number of levels per row.
-        noise: noise of this round.
-    """
+    """Trees of a batch while they grow, each of at most `limits` levels."""
 
     def __init__(self, rows: Sequence[Row], shape: TreeShape, limits: Sequence[int], noise: Noise) -> None:
         self.rows = rows
@@ -488,10 +481,7 @@ def draft_trees(
     """Draw a tree for each row, level by level.
 
     Args:
-        rows: rows of the batch.
-        shape: shape of the trees.
         limits: largest number of levels per row; 0 for rows without a tree.
-        noise: noise of this round.
         level_logits: the drafter's forward pass.
         go_on: decides per row, after each level, whether to draw another; None draws all levels.
     """

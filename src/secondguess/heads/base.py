@@ -34,7 +34,6 @@ class TargetModel(EmbeddingAndHead):
         """Return those of a runtime.
 
         Args:
-            runtime: runtime of the target.
             shared: replaces the runtime's own embeddings and LM head, as for training.
 
         Raises:
@@ -73,13 +72,9 @@ class DraftVocabulary(nn.Module):
 
     @classmethod
     def most_frequent(cls, counts: Tensor, size: int) -> Self:
-        """Return the vocabulary of the most frequent tokens, in ascending order of their ids.
+        """Return the vocabulary of the `size` most frequent tokens, in ascending order of their ids.
 
-        Ties are broken in favour of smaller ids.
-
-        Args:
-            counts: `[vocab]`, frequency of each token.
-            size: number of tokens.
+        Ties are broken in favour of smaller ids. `counts` `[vocab]` holds the frequencies.
 
         Raises:
             BadInputError: `size` is not between 1 and the vocabulary size.
@@ -113,11 +108,9 @@ class Head(TrainableHead):
     @classmethod
     @abstractmethod
     def fresh(cls, target: TargetModel, seed: int = 0) -> Self:
-        """Build an untrained head; subclasses accept further sizes as keywords.
+        """Build an untrained head with weights that depend on the seed alone.
 
-        Args:
-            target: target to train for.
-            seed: seed of the weights.
+        Subclasses accept further sizes as keywords.
 
         Raises:
             BadInputError: a size out of range.

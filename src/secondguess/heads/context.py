@@ -17,11 +17,7 @@ from secondguess.runtime.cache import KeyValueCache
 
 
 class FeatureCache:
-    """KV caches of all rows, one tensor of keys and one of values per layer.
-
-    Args:
-        device: device of the cache.
-    """
+    """KV caches of all rows, one tensor of keys and one of values per layer."""
 
     def __init__(self, device: torch.device) -> None:
         self._cache = KeyValueCache(device)
@@ -36,11 +32,9 @@ class FeatureCache:
     def append(
         self, rows: Sequence[Row], counts: Sequence[int], keys_values: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        """Append keys and values to rows; new rows are admitted.
+        """Append `counts[i]` keys and values to row i; new rows are admitted.
 
         Args:
-            rows: rows to extend.
-            counts: number of tokens appended to each row.
             keys_values: keys and values per layer, `[row, kv_head, position, size]` each; entries
                 beyond a row's count are padding.
         """

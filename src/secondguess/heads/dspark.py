@@ -117,15 +117,10 @@ class DsparkConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], folder: Path, has_output: bool) -> Self:
-        """Build a shape from a `config.json`; call it inside `config_errors`.
-
-        Args:
-            config: contents of the file.
-            folder: folder of the file, for error messages.
-            has_output: whether the weights contain an output matrix.
+        """Build a shape from a `config.json` in a folder; call it inside `config_errors`.
 
         Raises:
-            UnsupportedModelError: an unsupported kind of drafter, layer or Markov head.
+            UnsupportedModelError: an unsupported kind of layer or Markov head.
         """
         layers, is_dspark = config["transformer_layer_config"], config["speculators_model_type"] == "dspark"
         markov = config.get("markov_head_type", "vanilla")
@@ -218,13 +213,8 @@ class DsparkHead(Head):
         It uses the target's output matrix; its last norm starts with the weights of the target's.
 
         Args:
-            target, seed: as in `Head.fresh`.
-            hidden_layers: target layers whose states are fused; 0 is the embeddings, k the output
-                of layer k. None given: four layers, evenly spread.
-            block_size: positions in a block, each of which drafts a token.
-            markov_rank: rank of the Markov head; 0 for none.
-            num_layers: number of decoder layers.
-            mask_token: token whose embedding is the input at positions to be predicted.
+            hidden_layers: as in `DsparkConfig`; empty for four layers, evenly spread.
+            block_size, markov_rank, num_layers, mask_token: as in `DsparkConfig`.
         """
         signs = torch.ones(target.width, dtype=target.dtype, device=target.device)
         signs[1::2] = -1

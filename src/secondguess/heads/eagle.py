@@ -174,10 +174,7 @@ class EagleHead(FeatureHead):
     ) -> EagleHead:
         """Build an untrained drafter head; its LM head starts with the target's weights.
 
-        Args:
-            target, seed: as in `Head.fresh`.
-            vocabulary: tokens that it drafts (`DraftVocabulary.most_frequent`).
-            num_steps: number of draft steps in training.
+        Its vocabulary should be that of the most frequent tokens (`DraftVocabulary.most_frequent`).
         """
         config = EagleConfig(
             layer=default_layer_config(target.width),

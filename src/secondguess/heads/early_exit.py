@@ -74,7 +74,6 @@ class EarlyExitHead(Head):
         """Build an untrained adapter, which only normalises the hidden states.
 
         Args:
-            target, seed: as in `Head.fresh`.
             exit_layer: number of target layers to run; 0 for a quarter of them.
             mlp_size: intermediate size; 0 for twice the target's hidden size.
         """

@@ -142,8 +142,6 @@ class FeatureHead(Head):
         Args:
             embedded: `[row, position, width]`, token embeddings.
             features: `[row, position, feature]`, the feature of the token before each token.
-            cos_sin: rotary cos and sin of the positions.
-            attend: attention function.
         """
         states = self.run_layers(embedded, features, cos_sin, attend)
         return self.norm(states) if self.norm_output else states

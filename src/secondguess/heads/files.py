@@ -270,9 +270,6 @@ def load_into(
     """Load tensors into a module with exactly these names and shapes.
 
     Args:
-        module: module to fill.
-        tensors: tensors by their name in the module.
-        folder: folder of the tensors, for error messages.
         name_in_file: maps a name in the module to that in the file, for error messages.
 
     Raises:

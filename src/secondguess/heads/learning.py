@@ -72,18 +72,14 @@ class TrainableHead(nn.Module, ABC):
         """Return the losses and acceptance rates on a batch, at every draft depth.
 
         Args:
-            training_batch: training batch.
             target: embeddings and LM head of the target; the LM head gives its distributions.
-            objective: loss function of one prediction.
         """
 
     @abstractmethod
     def save(self, folder: Path, target: str = "") -> None:
         """Write `config.json` and `model.safetensors` into a folder, created if missing.
 
-        Args:
-            folder: output folder.
-            target: name of the target, for formats that record it.
+        Formats that record the name of the target take it from `target`.
         """
 
 

@@ -118,11 +118,6 @@ class MedusaHead(Head):
         Weights are near zero, so each drafter head starts close to the target's own next-token
         prediction. They are random because the layers of one drafter head, if all started at zero,
         would all learn the same weights.
-
-        Args:
-            target, seed: as in `Head.fresh`.
-            num_heads: number of drafter heads.
-            num_layers: number of residual layers per drafter head.
         """
         head = cls(MedusaConfig(num_heads, num_layers), target)
         generator = torch.Generator().manual_seed(seed)

@@ -89,11 +89,8 @@ class MtpHead(FeatureHead):
     def load(cls, folder: Path, target: TargetModel) -> MtpHead:
         """Read the first MTP module of a checkpoint; other tensors are not read.
 
-        Warns if there are further modules, which are not used.
-
-        Args:
-            folder: folder of the target or of a single module.
-            target: target model.
+        The folder is that of the target or of a single module. Warns if there are further modules,
+        which are not used.
         """
         config, files = _text_config(read_config(folder)), find_tensors(folder)
         with config_errors(folder):

@@ -23,13 +23,7 @@ from secondguess.names import check_range
 def speculators_fields(
     kind: str, num_tokens: int, target: str, architectures: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the fields that name the kind of head, its draft length and its target.
-
-    Args:
-        kind: kind of head in the format.
-        num_tokens: number of draft tokens.
-        target, architectures: name of the target and its architectures.
-    """
+    """Return the fields that name the kind of head, its draft length and its target."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": num_tokens,
