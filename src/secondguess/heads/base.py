@@ -68,7 +68,7 @@ class DraftVocabulary(nn.Module):
                     f"got {token_ids.tolist()[:8]}..."
                 )
         self.vocab_size = vocab_size
-        self.register_buffer("token_ids", token_ids)
+        self.register_buffer("token_ids", None if token_ids is None else token_ids.long())
 
     @classmethod
     def most_frequent(cls, counts: Tensor, size: int) -> Self:
