@@ -16,7 +16,7 @@ from secondguess.bench.traces import NodeProbs, RecordedDraft, Trace
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
-from secondguess.drafters.mirroring import PREFILL_THRESHOLD
+from secondguess.drafters.sampling_drafter import PREFILL_THRESHOLD
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Clock
 

@@ -126,11 +126,11 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
 
 
 def make_tree_drafter(
-    pair: Pair, widths: Sequence[int], distinct: bool, least_chance: float = 0.0
+    pair: Pair, widths: Sequence[int], without_replacement: bool, least_chance: float = 0.0
 ) -> DistTreeDrafter:
     """Draws trees from the pair's drafter; with a least chance only nodes on likelier paths get children."""
     grows = (lambda chance: chance > least_chance) if least_chance else None
-    return DistTreeDrafter(pair.vocab_size, pair.drafter, widths, distinct, grows)
+    return DistTreeDrafter(pair.vocab_size, pair.drafter, widths, without_replacement, grows)
 
 
 def make_grown_drafter(pair: Pair, tree: str = "2x1", **options: int) -> ModelDrafter:
@@ -260,14 +260,15 @@ class TreeGains:
 
 
 @cache
-def tree_branches(pair: str, widths: tuple[int, ...], distinct: bool, rule: str) -> list[Branch]:
+def tree_branches(pair: str, widths: tuple[int, ...], without_replacement: bool, rule: str) -> list[Branch]:
     """All that a round with such a tree can do."""
-    return play(PAIRS[pair], make_tree_drafter(PAIRS[pair], widths, distinct), rule, "fixed:9")
+    return play(PAIRS[pair], make_tree_drafter(PAIRS[pair], widths, without_replacement), rule, "fixed:9")
 
 
-def tree_gains(pair: str, widths: tuple[int, ...], distinct: bool) -> TreeGains:
+def tree_gains(pair: str, widths: tuple[int, ...], without_replacement: bool) -> TreeGains:
     """What a tree is worth on a pair, exactly (the numbers in docs/verifiers.md)."""
     accepted = [
-        mean_accepted(tree_branches(pair, widths, distinct, rule)) for rule in ("traversal", "recursive")
+        mean_accepted(tree_branches(pair, widths, without_replacement, rule))
+        for rule in ("traversal", "recursive")
     ]
     return TreeGains(*accepted, expected_accepted(PAIRS[pair], len(widths), "block"))

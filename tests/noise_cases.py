@@ -30,7 +30,7 @@ def chained_texts(
     coupled: bool = False,
     drafter: torch.Tensor = CRUDE,
     parents: tuple[int, ...] = CHAIN,
-    distinct: bool = True,
+    without_replacement: bool = True,
 ) -> torch.Tensor:
     """`[text, NUM_TOKENS]` drawn by as many rounds as it takes, every text a stream of one seed."""
     rule = make_verifier(verifier)
@@ -46,7 +46,7 @@ def chained_texts(
     while bool((ends <= NUM_TOKENS).any()):
         noise = KeyedNoise(keys.keys, ends, keys.coupled, keys.greedy)
         pending = texts[everyone, ends - 1]
-        draft = drawn_tree(drafter, pending, noise, parents, distinct)
+        draft = drawn_tree(drafter, pending, noise, parents, without_replacement)
         said = torch.cat([pending[:, None], draft.tokens], 1)
         verdict = rule.verify(draft, TARGET[said], noise)
         unfinished = ends <= NUM_TOKENS
@@ -62,7 +62,11 @@ def chained_texts(
 
 
 def drawn_tree(
-    drafter: torch.Tensor, pending: torch.Tensor, noise: KeyedNoise, parents: tuple[int, ...], distinct: bool
+    drafter: torch.Tensor,
+    pending: torch.Tensor,
+    noise: KeyedNoise,
+    parents: tuple[int, ...],
+    without_replacement: bool,
 ) -> Draft:
     """A tree of this form behind every row's pending token `[row]`."""
     said, depths = [pending], [-1]
@@ -71,13 +75,13 @@ def drawn_tree(
         depths.append(depths[parent + 1] + 1)
         dists.append(drafter[said[parent + 1]])
         offer = dists[-1].clone()
-        if distinct:
+        if without_replacement:
             for earlier in (other for other in range(node) if parents[other] == parent):
                 offer.scatter_(1, said[earlier + 1][:, None], 0.0)
         said.append(noise.draft(offer, depths[-1], node))
     form = torch.tensor(parents).expand(len(pending), len(parents))
     lengths = torch.full((len(pending),), len(parents))
-    return Draft(torch.stack(said[1:], 1), form, lengths, torch.stack(dists, 1), distinct)
+    return Draft(torch.stack(said[1:], 1), form, lengths, torch.stack(dists, 1), without_replacement)
 
 
 def chained_text_p_value(
@@ -87,11 +91,11 @@ def chained_text_p_value(
     coupled: bool = False,
     drafter: torch.Tensor = CRUDE,
     parents: tuple[int, ...] = CHAIN,
-    distinct: bool = True,
+    without_replacement: bool = True,
 ) -> float:
     """The G-test of these texts against the table's own law."""
     weights = 3 ** torch.arange(NUM_TOKENS - 1, -1, -1)
-    texts = chained_texts(verifier, num_texts, seed, coupled, drafter, parents, distinct)
+    texts = chained_texts(verifier, num_texts, seed, coupled, drafter, parents, without_replacement)
     counts = torch.bincount(texts @ weights, minlength=3**NUM_TOKENS).tolist()
     expected = []
     for text in product(range(3), repeat=NUM_TOKENS):

@@ -144,10 +144,10 @@ class TestDraft:
         assert draft.branches == [True, False, False, False]
         assert draft.shapes == [(-1, 0, 0), (-1, 0, 1), (-1, 0), ()]
 
-    @pytest.mark.parametrize("distinct", [True, False])
-    def test_select_keeps_how_siblings_were_drawn(self, distinct):
-        draft = replace(Draft.chains([[5], [6]]), distinct=distinct)
-        assert draft.select(torch.tensor([1])).distinct == distinct
+    @pytest.mark.parametrize("without_replacement", [True, False])
+    def test_select_keeps_how_siblings_were_drawn(self, without_replacement):
+        draft = replace(Draft.chains([[5], [6]]), without_replacement=without_replacement)
+        assert draft.select(torch.tensor([1])).without_replacement == without_replacement
 
     def test_select_takes_rows_in_order_with_their_distributions(self):
         probs = torch.arange(6.0).reshape(3, 1, 2)

@@ -13,6 +13,7 @@ import secondguess
 import secondguess.drop_in
 from drop_in_cases import PROMPT, tiny_model
 from secondguess.errors import MismatchWarning
+from secondguess.heads.base import TargetModel
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
 from secondguess.proof.fakes import DistTreeDrafter
@@ -90,7 +91,7 @@ def head(model, tmp_path):
     """An untrained head for the model, whose files lie in the folder `target`."""
     model.save_pretrained(tmp_path / "target")
     with wrap_model(model) as target:
-        MedusaHead.fresh(target.runtime.ends(), num_heads=2).save(tmp_path / "head", target="tiny")
+        MedusaHead.fresh(TargetModel.of(target.runtime), num_heads=2).save(tmp_path / "head", target="tiny")
     Provenance("medusa", "tiny", hash_weights(tmp_path / "target")).write(tmp_path / "head")
     return tmp_path / "head"
 

@@ -33,19 +33,21 @@ from secondguess.controllers.base import Controller
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters.combined import CombinedDrafter
-from secondguess.drafters.dspark import DsparkDrafter
-from secondguess.drafters.feature import FeatureDrafter
-from secondguess.drafters.medusa import MedusaDrafter
+from secondguess.drafters.dspark import DsparkStepper
+from secondguess.drafters.medusa import MedusaStepper
+from secondguess.drafters.mirroring import FeatureStepper
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.trees import StaticTree
-from secondguess.heads import unrolled
+from secondguess.heads import feature
+from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.context import FeatureCache
 from secondguess.heads.dspark import DsparkHead
-from secondguess.heads.eagle import EagleHead
+from secondguess.heads.feature import ChainsOfPlaces
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.runtime import FeatureHeadRuntime
-from secondguess.heads.unrolled import ChainsOfPlaces
+from secondguess.heads.speculators import checkpoint_tensors
 from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
 from secondguess.runtime import cached, tree
@@ -185,22 +187,26 @@ def heads_draft_as_they_learn(kind: str) -> bool:
     rounds.close()
     errors = []
     for elder, younger in ((0, 2), (1, 3)):
-        said = learnt_dists(target, drafter.head, [*text, drawn[elder], drawn[younger]], len(text) - 1)
+        said = learnt_dists(
+            target, drafter.stepper.head, [*text, drawn[elder], drawn[younger]], len(text) - 1
+        )
         errors.append(torch.stack(said) - draft.probs[0, [elder, younger]])
     return max(float(error.abs().max()) for error in errors) < 1e-5
 
 
 def head_drafter(kind, target, shape):
-    ends = target.ends()
+    model = TargetModel.of(target)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         if kind == "medusa":
-            head = MedusaHead(MedusaConfig(ends.width, num_heads=2, num_layers=1, has_bias=True), ends)
+            head = MedusaHead(MedusaConfig(num_heads=2, num_layers=1, has_bias=True), model)
         else:
-            head = DsparkHead.fresh(ends, (0, 1), block_size=2, markov_rank=3, num_layers=2)
+            sizes = {"hidden_layers": (0, 1), "block_size": 2, "markov_rank": 3, "num_layers": 2}
+            head = DsparkHead.fresh(model, **sizes)
         for weight in head.parameters():
             torch.nn.init.normal_(weight, std=0.7)
-    return {"medusa": MedusaDrafter, "dspark": DsparkDrafter}[kind](head.to(ends.dtype), target, kind, shape)
+    make_stepper = {"medusa": MedusaStepper, "dspark": DsparkStepper}[kind]
+    return SamplingDrafter(make_stepper(head.to(model.dtype), target), kind, target.vocab_size, shape)
 
 
 def learnt_dists(target, head, text, pending):
@@ -217,7 +223,7 @@ def learnt_dists(target, head, text, pending):
         said.append(draft_logits.detach())
         return draft_logits.sum(-1)
 
-    head.learn(TrainingBatch(tokens, counts, hidden), target.ends(), remember)
+    head.learn(TrainingBatch(tokens, counts, hidden), target.embedding_and_head(), remember)
     if isinstance(
         head, MedusaHead
     ):  # the places that count, one after the other: at each depth the next is meant
@@ -261,7 +267,8 @@ def head_says_its_words() -> bool:
     thought = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         own, everywhere = head.draft_logits(thought), head.logits(thought)
-    at = [index + offset for index, offset in enumerate(head.d2t.tolist())]
+    offsets = checkpoint_tensors(head, head.vocabulary)["d2t"].tolist()
+    at = [index + offset for index, offset in enumerate(offsets)]
     return everywhere.isfinite().nonzero()[:, 0].tolist() == at and torch.equal(everywhere[at], own)
 
 
@@ -625,7 +632,7 @@ def medusa_reads_the_state_of_the_old_pending(patch: Patch) -> None:
         for index, row in enumerate(rows):
             self._states[row] = hidden[-1][index, 0].clone()
 
-    patch.setattr(MedusaDrafter, "observe", observe)
+    patch.setattr(MedusaStepper, "observe", observe)
 
 
 def medusa_heads_are_off_by_one(patch: Patch) -> None:
@@ -636,14 +643,14 @@ def medusa_heads_are_off_by_one(patch: Patch) -> None:
 
 def dspark_hears_rejected_nodes(patch: Patch) -> None:
     """Of a tree's nodes the first are taken for the path."""
-    original = DsparkDrafter.observe
+    original = DsparkStepper.observe
 
     def observe(self, rows, verdict, hidden):
         straight = torch.arange(verdict.paths.shape[1]).expand_as(verdict.paths)
         paths = torch.where(verdict.paths >= 0, straight, verdict.paths)
         original(self, rows, Verdict(paths, verdict.lengths, verdict.next_tokens), hidden)
 
-    patch.setattr(DsparkDrafter, "observe", observe)
+    patch.setattr(DsparkStepper, "observe", observe)
 
 
 def dspark_keeps_keys_of_the_last_block(patch: Patch) -> None:
@@ -660,9 +667,9 @@ def dspark_keeps_keys_of_the_last_block(patch: Patch) -> None:
 
 
 def dspark_bias_of_a_neighbours_parent(patch: Patch) -> None:
-    original = DsparkDrafter.tree_logits
+    original = DsparkStepper.tree_logits
     patch.setattr(
-        DsparkDrafter,
+        DsparkStepper,
         "tree_logits",
         lambda self, rows, active, tree: original(
             self, rows, active, Draft(tree.tokens.flip(1), tree.parents, tree.lengths)
@@ -671,13 +678,14 @@ def dspark_bias_of_a_neighbours_parent(patch: Patch) -> None:
 
 
 def vocabulary_map_read_as_ids(patch: Patch) -> None:
-    original = EagleHead._take_words
+    original = DraftVocabulary.to_target
 
-    def take_words(self, words):
-        original(self, words)
-        self.words = self.d2t
+    def to_target(self, logits):
+        offsets = DraftVocabulary(self.vocab_size)
+        offsets.token_ids = self.token_ids - torch.arange(len(self))
+        return original(offsets, logits)
 
-    patch.setattr(EagleHead, "_take_words", take_words)
+    patch.setattr(DraftVocabulary, "to_target", to_target)
 
 
 def a_node_keeps_the_feature_it_was_drafted_with(patch: Patch) -> None:
@@ -692,19 +700,19 @@ def a_node_keeps_the_feature_it_was_drafted_with(patch: Patch) -> None:
 
 def a_token_is_read_beside_its_own_feature(patch: Patch) -> None:
     """The target's states are not those before the tokens, but behind them."""
-    original = FeatureDrafter.begin
+    original = FeatureStepper.begin
 
     def begin(self, rows, hidden):
         shifted = [{layer: states.roll(-1, 0) for layer, states in each.items()} for each in hidden]
         original(self, rows, shifted)
 
-    patch.setattr(FeatureDrafter, "begin", begin)
+    patch.setattr(FeatureStepper, "begin", begin)
 
 
 def steps_of_training_stand_in_one_place(patch: Patch) -> None:
-    original = unrolled.cos_sin_at
+    original = feature.cos_sin_at
     patch.setattr(
-        unrolled,
+        feature,
         "cos_sin_at",
         lambda shape, positions, dtype: original(shape, positions - positions[:, :1], dtype),
     )

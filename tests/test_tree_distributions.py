@@ -44,14 +44,14 @@ from secondguess.verifiers import make_verifier
 from secondguess.verifiers.traversal import TraversalVerifier
 from test_distributions import SETTINGS, plain_dist
 
-DISTINCT = pytest.mark.parametrize("distinct", [True, False], ids=["distinct", "independent"])
+DISTINCT = pytest.mark.parametrize("without_replacement", [True, False], ids=["distinct", "independent"])
 HARD_PAIRS = ["binary", "ternary", "zeros", "equal-at-times", "rare", "sharp"]
 ROOMY = "fixed:9"
 """More nodes than any tree here has."""
 
 
-def tree_error(pair, verifier, widths, distinct, least_chance=0.0, num_rounds=1, num_tokens=3):
-    drafter = make_tree_drafter(pair, widths, distinct, least_chance)
+def tree_error(pair, verifier, widths, without_replacement, least_chance=0.0, num_rounds=1, num_tokens=3):
+    drafter = make_tree_drafter(pair, widths, without_replacement, least_chance)
     branches = play(pair, drafter, verifier, ROOMY, num_rounds=num_rounds)
     return dist_error(branches, after_prompt(pair.target), num_tokens)
 
@@ -68,20 +68,20 @@ TREES = [
 @pytest.mark.parametrize(("widths", "pair"), TREES)
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
 @DISTINCT
-def test_the_distribution_of_the_text_is_the_targets(verifier, widths, pair, distinct):
-    branches = tree_branches(pair, widths, distinct, verifier)
+def test_the_distribution_of_the_text_is_the_targets(verifier, widths, pair, without_replacement):
+    branches = tree_branches(pair, widths, without_replacement, verifier)
     assert dist_error(branches, after_prompt(PAIRS[pair].target), num_tokens=3) < ROUNDING
 
 
 @pytest.mark.parametrize(("widths", "pair"), TREES)
 @DISTINCT
-def test_traversal_never_accepts_less_than_the_reference_or_a_chain(widths, pair, distinct):
-    gains = tree_gains(pair, widths, distinct)
+def test_traversal_never_accepts_less_than_the_reference_or_a_chain(widths, pair, without_replacement):
+    gains = tree_gains(pair, widths, without_replacement)
     assert gains.traversal >= max(gains.recursive, gains.chain) - ROUNDING
 
 
 @pytest.mark.parametrize(
-    ("pair", "distinct", "expected"),
+    ("pair", "without_replacement", "expected"),
     [
         ("ternary", True, (1.648, 1.627, 0.778)),
         ("ternary", False, (1.132, 1.117, 0.778)),
@@ -89,19 +89,19 @@ def test_traversal_never_accepts_less_than_the_reference_or_a_chain(widths, pair
         ("rare", False, (1.271, 1.241, 1.220)),
     ],
 )
-def test_trees_are_worth_what_the_page_about_verifiers_says(pair, distinct, expected):
-    gains = tree_gains(pair, (2, 1), distinct)
+def test_trees_are_worth_what_the_page_about_verifiers_says(pair, without_replacement, expected):
+    gains = tree_gains(pair, (2, 1), without_replacement)
     assert (gains.traversal, gains.recursive, gains.chain) == pytest.approx(expected, abs=6e-4)
 
 
 @pytest.mark.parametrize("pair", ["ternary", "zeros", "certain-target"])
 @DISTINCT
-def test_auto_judges_trees_by_traversal(pair, distinct):
+def test_auto_judges_trees_by_traversal(pair, without_replacement):
     pair = PAIRS[pair]
-    drafter = make_tree_drafter(pair, (2,), distinct)
+    drafter = make_tree_drafter(pair, (2,), without_replacement)
     by_rule = [outcome_dist(play(pair, drafter, rule, ROOMY)) for rule in ("auto", "traversal")]
     assert largest_difference(*by_rule) < ROUNDING
-    assert tree_error(pair, "auto", (1, 2), distinct) < ROUNDING
+    assert tree_error(pair, "auto", (1, 2), without_replacement) < ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -109,15 +109,15 @@ def test_auto_judges_trees_by_traversal(pair, distinct):
     [*[((1, 2), pair) for pair in HARD_PAIRS], *[((2, 1), pair) for pair in ("binary", "zeros")]],
 )
 @DISTINCT
-def test_a_tree_may_grow_where_it_is_likely_to_pay(widths, pair, distinct):
+def test_a_tree_may_grow_where_it_is_likely_to_pay(widths, pair, without_replacement):
     """Which nodes get children depends on the tokens drawn; rows of one batch have trees of different forms."""
-    assert tree_error(PAIRS[pair], "traversal", widths, distinct, least_chance=0.3) < ROUNDING
+    assert tree_error(PAIRS[pair], "traversal", widths, without_replacement, least_chance=0.3) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["recursive", "auto"])
 @DISTINCT
-def test_growing_trees_under_the_other_rules(verifier, distinct):
-    assert tree_error(PAIRS["ternary"], verifier, (2, 1), distinct, least_chance=0.3) < ROUNDING
+def test_growing_trees_under_the_other_rules(verifier, without_replacement):
+    assert tree_error(PAIRS["ternary"], verifier, (2, 1), without_replacement, least_chance=0.3) < ROUNDING
 
 
 def decider(kind):
@@ -136,10 +136,10 @@ def test_trees_of_a_draft_model_under_controllers(pair, tree, controller):
 
 
 @DISTINCT
-def test_a_tree_drafter_takes_turns_with_a_look_up(distinct):
+def test_a_tree_drafter_takes_turns_with_a_look_up(without_replacement):
     """In one batch: behind the prompt the look-up has a chain, behind the other row's text it has none."""
     pair = PAIRS["binary"]
-    parts = [SometimesScripted(script), make_tree_drafter(pair, (1, 2), distinct)]
+    parts = [SometimesScripted(script), make_tree_drafter(pair, (1, 2), without_replacement)]
     components = Components(
         TableModel(2, pair.target),
         CombinedDrafter(parts, 2),
@@ -154,7 +154,7 @@ def test_a_tree_drafter_takes_turns_with_a_look_up(distinct):
 
 def test_parts_that_draw_siblings_in_different_ways_do_not_mix():
     pair = PAIRS["binary"]
-    parts = [make_tree_drafter(pair, (2,), distinct) for distinct in (True, False)]
+    parts = [make_tree_drafter(pair, (2,), without_replacement) for without_replacement in (True, False)]
     rows, budgets = (
         [Row([0], SAMPLED), Row([1], SAMPLED)],
         Budgets([1, 1], lambda *_: [True] * 2, parts=[0, 1]),
@@ -193,8 +193,11 @@ def test_growing_trees_have_different_forms(monkeypatch):
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive", "auto"])
 @DISTINCT
-def test_a_second_round_starts_from_the_truth(verifier, distinct):
-    assert tree_error(PAIRS["binary"], verifier, (2,), distinct, num_rounds=2, num_tokens=4) < ROUNDING
+def test_a_second_round_starts_from_the_truth(verifier, without_replacement):
+    assert (
+        tree_error(PAIRS["binary"], verifier, (2,), without_replacement, num_rounds=2, num_tokens=4)
+        < ROUNDING
+    )
 
 
 def test_a_second_round_of_growing_trees_does_too():
@@ -271,7 +274,7 @@ def runtime_of(kind):
 
 @pytest.mark.parametrize("kind", ["table", "module", "fused"])
 @DISTINCT
-def test_coupled_text_is_plain_text_whatever_tree_is_drafted(distinct, kind):
+def test_coupled_text_is_plain_text_whatever_tree_is_drafted(without_replacement, kind):
     """Bit for bit, where the enumeration has no joint law: the same seeds with trees and with nothing drafted."""
     params = SamplingParams(temperature=1.0, max_tokens=10)
 
@@ -283,7 +286,7 @@ def test_coupled_text_is_plain_text_whatever_tree_is_drafted(distinct, kind):
 
     plain, _ = texts(NoDrafter())
     pair = PAIRS["ternary"]
-    found, accepted = texts(make_tree_drafter(pair, (2, 2), distinct, least_chance=0.3))
+    found, accepted = texts(make_tree_drafter(pair, (2, 2), without_replacement, least_chance=0.3))
     assert accepted > 12
     assert found == plain
     assert len(set(map(tuple, plain))) > 6

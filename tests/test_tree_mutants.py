@@ -45,14 +45,14 @@ from test_mutants import Check, Mutant, Patch, check, exact_model_dist, places_s
 def dist_holds(
     verifier: str = "traversal",
     widths: tuple[int, ...] = (2,),
-    distinct: bool = True,
+    without_replacement: bool = True,
     least_chance: float = 0.0,
     pairs: tuple[str, ...] = ("ternary", "zeros"),
 ) -> bool:
     """The enumerated law of the text is plain decoding's."""
     errors = []
     for pair in (PAIRS[name] for name in pairs):
-        drafter = make_tree_drafter(pair, widths, distinct, least_chance)
+        drafter = make_tree_drafter(pair, widths, without_replacement, least_chance)
         errors.append(
             dist_error(play(pair, drafter, verifier, "fixed:9"), after_prompt(pair.target), num_tokens=3)
         )
@@ -65,7 +65,7 @@ def dist(*args: object, **settings: object) -> Check:
 
 def keyed_dist_holds() -> bool:
     """Several rounds with the noise that ships: G-test of 20,000 texts of 5 tokens, at 1e-6."""
-    return chained_text_p_value("traversal", parents=TREE, distinct=False) > 1e-6
+    return chained_text_p_value("traversal", parents=TREE, without_replacement=False) > 1e-6
 
 
 def padding_stays_out() -> bool:
@@ -74,7 +74,7 @@ def padding_stays_out() -> bool:
     tokens = torch.tensor([[1, 1, 0, 0, 0]]).expand(50, 5)
     form = torch.tensor([[-1, -1, -1, -1, -1]]).expand(50, 5)
     probs = torch.tensor([0.5, 0.5]).expand(50, 5, 2)
-    draft = Draft(tokens, form, torch.full((50,), 2), probs, distinct=False)
+    draft = Draft(tokens, form, torch.full((50,), 2), probs, without_replacement=False)
     noise = KeyedNoise.from_rows([Row([0], SAMPLED, seed=seed) for seed in range(50)])
     return not make_verifier("traversal").verify(draft, target, noise).lengths.any()
 
@@ -137,11 +137,13 @@ def siblings_are_judged_in_another_order(patch: Patch) -> None:
     patch.setattr(trees, "shape_of", trees.Shape)
 
 
-def siblings_claim_to_be(distinct: bool) -> Callable[[Patch], None]:
+def siblings_claim_to_be(without_replacement: bool) -> Callable[[Patch], None]:
     def mutate(patch: Patch) -> None:
         original = DistTreeDrafter.propose
         patch.setattr(
-            DistTreeDrafter, "propose", lambda self, *args: replace(original(self, *args), distinct=distinct)
+            DistTreeDrafter,
+            "propose",
+            lambda self, *args: replace(original(self, *args), without_replacement=without_replacement),
         )
 
     return mutate
@@ -324,16 +326,22 @@ MUTANTS = [
     Mutant(siblings_are_judged_in_another_order, dist("traversal"), "sibling-order-traversal"),
     Mutant(siblings_are_judged_in_another_order, dist("recursive"), "sibling-order-recursive"),
     Mutant(siblings_claim_to_be(False), dist("traversal"), "distinct-judged-as-independent"),
-    Mutant(siblings_claim_to_be(True), dist("traversal", distinct=False), "independent-judged-as-distinct"),
-    Mutant(siblings_claim_to_be(True), dist("recursive", distinct=False), "the-same-under-recursive"),
-    Mutant(twins_are_dropped, dist("traversal", distinct=False)),
+    Mutant(
+        siblings_claim_to_be(True),
+        dist("traversal", without_replacement=False),
+        "independent-judged-as-distinct",
+    ),
+    Mutant(
+        siblings_claim_to_be(True), dist("recursive", without_replacement=False), "the-same-under-recursive"
+    ),
+    Mutant(twins_are_dropped, dist("traversal", without_replacement=False)),
     Mutant(sampled_nodes_are_ranked_again, dist("traversal")),
     Mutant(sampled_trees_are_pruned, check(dynamic_dist_holds)),
     Mutant(levels_are_withdrawn, check(dynamic_dist_holds)),
     Mutant(the_plan_takes_every_child_for_an_elder_one, check(plans_are_the_best)),
     Mutant(distributions_without_siblings_are_not_renormalised, dist("traversal")),
     Mutant(cousins_are_removed_too, dist("traversal", widths=(2, 1), pairs=("ternary",))),
-    Mutant(siblings_are_removed_from_the_target_too, dist("recursive", distinct=False)),
+    Mutant(siblings_are_removed_from_the_target_too, dist("recursive", without_replacement=False)),
     Mutant(weights_outlive_a_rejection, dist("traversal", widths=(1, 2))),
     Mutant(children_are_weighed_before_their_siblings_fail, dist("traversal")),
     Mutant(corrections_come_from_the_untouched_distribution, dist("traversal")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters.feature import FeatureDrafter
+from secondguess.drafters.mirroring import FeatureStepper
 from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.eagle import Eagle1Head, EagleHead
+from secondguess.heads.feature import FeatureHead
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.mtp import MtpHead
-from secondguess.heads.unrolled import UnrolledHead, default_layer_config, initialise
-from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
+from secondguess.runtime.base import HiddenStates
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
@@ -59,31 +60,25 @@ def lesson_of(tokens: Tensor, model: LlamaForCausalLM) -> TrainingBatch:
     return TrainingBatch(tokens, counts, hidden)
 
 
-def make_eagle3(ends: EmbeddingAndHead) -> UnrolledHead:
-    counts = torch.arange(VOCAB_SIZE) % 11
-    return EagleHead.fresh(ends, NUM_LAYERS, draft_vocab_size=24, counts=counts, seed=1)
+def target_of(dtype: torch.dtype = torch.float64) -> TargetModel:
+    return TargetModel.of(TransformersRuntime(target_model(dtype)))
 
 
-def make_eagle1(ends: EmbeddingAndHead) -> UnrolledHead:
-    head = Eagle1Head(default_layer_config(ends.width), ends, VOCAB_SIZE)
-    initialise(head, 1)
-    return head
+def make_eagle3(target: TargetModel) -> FeatureHead:
+    vocabulary = DraftVocabulary.most_frequent(torch.arange(VOCAB_SIZE) % 11, 24)
+    return EagleHead.fresh(target, seed=1, vocabulary=vocabulary)
 
 
-def make_mtp(ends: EmbeddingAndHead) -> UnrolledHead:
-    return MtpHead.fresh(ends, VOCAB_SIZE, NUM_LAYERS, seed=1)
-
-
-UNROLLED: dict[str, Callable[[EmbeddingAndHead], UnrolledHead]] = {
+UNROLLED: dict[str, Callable[[TargetModel], FeatureHead]] = {
     "eagle3": make_eagle3,
-    "eagle1": make_eagle1,
-    "mtp": make_mtp,
+    "eagle1": partial(Eagle1Head.fresh, seed=1),
+    "mtp": partial(MtpHead.fresh, seed=1),
 }
 """Kind -> an untrained head for `target_model`."""
 
 
-def fresh_head(kind: str, dtype: torch.dtype = torch.float64) -> UnrolledHead:
-    return UNROLLED[kind](TransformersRuntime(target_model(dtype)).ends()).to(dtype)
+def fresh_head(kind: str, dtype: torch.dtype = torch.float64) -> FeatureHead:
+    return UNROLLED[kind](target_of(dtype)).to(dtype)
 
 
 def told(drafter: SamplingDrafter, row: Row, tokens: list[int]) -> Tensor:
@@ -92,22 +87,22 @@ def told(drafter: SamplingDrafter, row: Row, tokens: list[int]) -> Tensor:
     with torch.inference_mode():
         drafter.prepare([row], [0])
         for token in tokens:
-            said.append(drafter.chain_logits([row], [0])[0])
-            drafter.extend([row], [0], [token])
+            said.append(drafter.stepper.chain_logits([row], [0])[0])
+            drafter.stepper.extend([row], [0], [token])
     return torch.stack(said).clone()
 
 
-def drafted_logits(head: UnrolledHead, prompt: list[int], continuation: list[int]) -> Tensor:
+def drafted_logits(head: FeatureHead, prompt: list[int], continuation: list[int]) -> Tensor:
     """What it guesses behind a prompt, `[depth, vocab]`, while it is told how the text goes on."""
     target = TransformersRuntime(target_model())
-    drafter = FeatureDrafter(head.eval(), target, "head")
+    drafter = SamplingDrafter(FeatureStepper(head, target), "head", target.vocab_size)
     row = Row(list(prompt), SamplingParams())
     target.request_hidden_states(drafter.hidden_layers)
     drafter.begin([row], target.begin([row]))
     return told(drafter, row, continuation)
 
 
-def unrolled_logits(head: UnrolledHead, tokens: list[int], length: int) -> Tensor:
+def unrolled_logits(head: FeatureHead, tokens: list[int], length: int) -> Tensor:
     """The same of a text in training: `[depth, vocab]` behind its first `length` tokens."""
     training_batch = lesson_of(torch.tensor([tokens]), target_model())
     with torch.no_grad():
@@ -118,7 +113,7 @@ def drafts_as_it_learned(kind: str) -> bool:
     """After rounds in which some nodes were accepted and some not, each depth says what it says in training."""
     head = fresh_head(kind)
     target = TransformersRuntime(target_model())
-    drafter = FeatureDrafter(head.eval(), target, "head")
+    drafter = SamplingDrafter(FeatureStepper(head, target), "head", target.vocab_size)
     row = Row(TEXT[:5], SamplingParams(temperature=1.0, max_tokens=40), seed=3)
     rounds = decode(Components(target, drafter, make_verifier("auto"), make_controller("fixed:3")), [row])
     num_accepted = [next(rounds)[0].num_accepted for _ in range(5)]

@@ -189,7 +189,7 @@ class Draft:
         probs: `[row, node, vocab]`, distribution that each node was drawn from. None for a
             deterministic drafter, whose distribution is one-hot on the draft token. Sampled
             siblings share their parent's distribution as it was before any of them was drawn.
-        distinct: True if siblings were drawn without replacement: each from the parent's
+        without_replacement: True if siblings were drawn without replacement: each from the parent's
             distribution with its earlier siblings removed, renormalised. False if they were drawn
             independently, so that equal siblings can occur. Siblings are drawn, and must be
             verified, in the order of their indices.
@@ -199,7 +199,7 @@ class Draft:
     parents: Tensor
     lengths: Tensor
     probs: Tensor | None = None
-    distinct: bool = True
+    without_replacement: bool = True
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device | str = "cpu", vocab_size: int | None = None) -> Draft:
@@ -273,7 +273,9 @@ class Draft:
     def select(self, rows: Tensor) -> Draft:
         """Return the drafts of some rows, in the given order (`[n]` int64 indices)."""
         probs = None if self.probs is None else self.probs[rows]
-        return Draft(self.tokens[rows], self.parents[rows], self.lengths[rows], probs, self.distinct)
+        return Draft(
+            self.tokens[rows], self.parents[rows], self.lengths[rows], probs, self.without_replacement
+        )
 
 
 def ancestor_closure(parents: Tensor) -> Tensor:

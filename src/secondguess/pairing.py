@@ -83,7 +83,7 @@ class UnloadedTarget(Runtime):
         self.num_layers = num_layers
         self.supports_partial_forward = supports_partial_forward
 
-    def ends(self) -> EmbeddingAndHead:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         raise _TargetRequested
 
     def skip_layers(self, skipped: Sequence[int]) -> Runtime:
@@ -158,9 +158,9 @@ def _resolve(name: Name, target: UnloadedTarget | None) -> DrafterInfo:
     def tell_of_target(name: Name) -> NoReturn:
         raise _TargetRequested
 
-    resources = DrafterResources(target_vocab_size=1, load_draft_model=tell, find_head=tell_of_target)
+    resources = DrafterResources(target_vocab_size=1, load_draft_model=tell, find_head_folder=tell_of_target)
     if target is not None:
-        resources = replace(resources, find_head=partial(_find_head, target, heads), target=target)
+        resources = replace(resources, find_head_folder=partial(_find_head, target, heads), target=target)
     try:
         drafter = build_drafter(name, resources)
     except _TargetRequested:

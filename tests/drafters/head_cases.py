@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.drafters.base import Drafter
-from secondguess.drafters.dspark import DsparkDrafter
-from secondguess.drafters.early_exit import EarlyExitDrafter
-from secondguess.drafters.feature import FeatureDrafter
+from secondguess.drafters.dspark import DsparkStepper
+from secondguess.drafters.early_exit import EarlyExitDrafter, EarlyExitStepper
 from secondguess.drafters.layer_skip import LayerSkipDrafter
-from secondguess.drafters.medusa import MedusaDrafter
+from secondguess.drafters.medusa import MedusaStepper
+from secondguess.drafters.mirroring import FeatureStepper, ModelStepper
+from secondguess.drafters.sampling_drafter import SamplingDrafter, Stepper
 from secondguess.drafters.trees import TreeShape
+from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.eagle import Eagle1Head, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
-from secondguess.heads.layer import AttentionFunction, CosSin, DecoderLayer, LayerConfig
+from secondguess.heads.feature import FeatureHead
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.mtp import MtpHead
-from secondguess.heads.runtime import FeatureHead
-from secondguess.heads.unrolled import default_layer_config, initialise
-from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, Runtime
+from secondguess.runtime.base import Runtime
 
 
 def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
@@ -43,100 +44,68 @@ def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> Lla
         return LlamaForCausalLM(config).double().eval()
 
 
-class PlainFeatureHead(FeatureHead):
-    """The least that reads features: one layer over token and feature, the target's own ends."""
-
-    def __init__(self, ends: EmbeddingAndHead) -> None:
-        super().__init__()
-        self.hidden_layers = (-1,)
-        self.shape = LayerConfig(ends.width, num_heads=2, num_kv_heads=1, head_size=16, mlp_size=32)
-        self.num_layers = 1
-        self.joined = nn.Linear(2 * ends.width, ends.width)
-        self.layer = DecoderLayer(self.shape)
-        self._ends = ends
-
-    def features(self, hidden: HiddenStates) -> Tensor:
-        return hidden[-1]
-
-    def forward(self, embedded: Tensor, features: Tensor, turns: CosSin, attend: AttentionFunction) -> Tensor:
-        return self.layer(self.joined(torch.cat((embedded, features), -1)), turns, attend)
-
-    def logits(self, thought: Tensor) -> Tensor:
-        return self._ends.unembed(self._ends.normalise(thought))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self._ends.embed(tokens)
-
-
-def seeded(make: Callable[[], nn.Module], ends: EmbeddingAndHead, seed: int = 1) -> nn.Module:
+def seeded(make: Callable[[], nn.Module], target: Runtime, seed: int = 1) -> Any:
     """A module with random weights in the target's dtype, the same at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return make().to(ends.dtype).eval()
+        return make().to(target.embedding_and_head().dtype)
 
 
-def plain_feature_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    ends = target.ends()
-    head = seeded(lambda: PlainFeatureHead(ends), ends)
-    assert isinstance(head, PlainFeatureHead)
-    return FeatureDrafter(head, target, "feature", shape)
+def drafter_of(kind: str, stepper: Stepper, target: Runtime, shape: TreeShape | None) -> Drafter:
+    return SamplingDrafter(stepper, kind, target.vocab_size, shape)
+
+
+def feature_drafter(kind: str, head: FeatureHead, target: Runtime, shape: TreeShape | None) -> Drafter:
+    stepper = FeatureStepper(head.to(target.embedding_and_head().dtype), target)
+    return drafter_of(kind, stepper, target, shape)
 
 
 def early_exit_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    ends = target.ends()
-    head = seeded(lambda: EarlyExitHead(1, ends.width, 32), ends)
-    return EarlyExitDrafter(target, 1, head, "early-exit", shape)
+    head = seeded(lambda: EarlyExitHead(1, target.embedding_and_head().width, 32), target)
+    stepper = EarlyExitStepper.with_head(head, target)
+    return EarlyExitDrafter(stepper, "early-exit", target.vocab_size, shape)
 
 
 def layer_skip_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    return LayerSkipDrafter(target.skip_layers([1]), "layer-skip:1", target.vocab_size, shape)
+    stepper = ModelStepper(target.skip_layers([1]))
+    return LayerSkipDrafter(stepper, "layer-skip:1", target.vocab_size, shape)
 
 
 def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     """It can say all words but a few; those that it lacks are the target's to say."""
-    ends = target.ends()
     counts = torch.arange(target.vocab_size) % 11
-    head = EagleHead.fresh(ends, target.num_layers, max(target.vocab_size * 3 // 4, 2), counts, seed=2)
-    return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
+    vocabulary = DraftVocabulary.most_frequent(counts, max(target.vocab_size * 3 // 4, 2))
+    head = EagleHead.fresh(TargetModel.of(target), seed=2, vocabulary=vocabulary)
+    return feature_drafter("eagle", head, target, shape)
 
 
 def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    ends = target.ends()
-    head = Eagle1Head(default_layer_config(ends.width), ends, target.vocab_size)
-    initialise(head, 3)
-    return FeatureDrafter(head.to(ends.dtype).eval(), target, "eagle", shape)
+    return feature_drafter("eagle", Eagle1Head.fresh(TargetModel.of(target), seed=3), target, shape)
 
 
 def medusa_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    ends = target.ends()
-    head = seeded(lambda: MedusaHead(MedusaConfig(ends.width, num_heads=4, num_layers=1), ends), ends)
-    assert isinstance(head, MedusaHead)
-    return MedusaDrafter(head, target, "medusa", shape)
+    config = MedusaConfig(num_heads=4, num_layers=1)
+    head = seeded(lambda: MedusaHead(config, TargetModel.of(target)), target)
+    return drafter_of("medusa", MedusaStepper(head, target), target, shape)
 
 
 def mtp_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    ends = target.ends()
-    head = MtpHead.fresh(ends, target.vocab_size, target.num_layers, seed=4)
-    return FeatureDrafter(head.to(ends.dtype).eval(), target, "mtp", shape)
+    return feature_drafter("mtp", MtpHead.fresh(TargetModel.of(target), seed=4), target, shape)
 
 
 def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     """Of two layers, and with a Markov head that matters."""
-    ends = target.ends()
 
     def make() -> DsparkHead:
-        head = DsparkHead.fresh(ends, (0, 1, 2), block_size=4, markov_rank=2)
+        head = DsparkHead.fresh(TargetModel.of(target), hidden_layers=(0, 1, 2), block_size=4, markov_rank=2)
         for weight in head.parameters():
             nn.init.normal_(weight, std=0.5)
         return head
 
-    head = seeded(make, ends)
-    assert isinstance(head, DsparkHead)
-    return DsparkDrafter(head, target, "dspark", shape)
+    return drafter_of("dspark", DsparkStepper(seeded(make, target), target), target, shape)
 
 
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
-    "feature": plain_feature_drafter,
     "early-exit": early_exit_drafter,
     "layer-skip": layer_skip_drafter,
     "eagle3": eagle3_drafter,

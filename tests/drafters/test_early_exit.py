@@ -18,10 +18,11 @@ from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
-from secondguess.drafters.early_exit import EarlyExitDrafter
+from secondguess.drafters.early_exit import EarlyExitDrafter, EarlyExitStepper
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.trees import StaticTree, TreeShape
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
+from secondguess.heads.base import TargetModel
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.files import Provenance
 from secondguess.heads.learning import TrainingBatch
@@ -42,11 +43,24 @@ def fused_target(num_layers: int = 4) -> FusedRuntime:
     return FusedRuntime(decoder)
 
 
+TARGET = TargetModel.of(fused_target())
+
+
+def drafter_of(
+    target: Runtime,
+    num_layers: int,
+    finish: Callable[[Tensor], Tensor] | None = None,
+    shape: TreeShape | None = None,
+) -> EarlyExitDrafter:
+    stepper = EarlyExitStepper(target, num_layers, finish)
+    return EarlyExitDrafter(stepper, f"early-exit:{num_layers}", target.vocab_size, shape)
+
+
 def play(
     target: Runtime, shape: TreeShape | None = None, temperature: float = 0.0, controller: str = "fixed:3"
 ) -> int:
     """Decode, and say how many nodes were drafted."""
-    drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2", shape)
+    drafter = drafter_of(target, 2, shape=shape)
     components = Components(target, drafter, make_verifier("auto"), make_controller(controller))
     params = SamplingParams(max_tokens=12, temperature=temperature)
     rows = [Row(list(prompt), params, seed=3) for prompt in PROMPTS]
@@ -76,8 +90,8 @@ def test_shared_layers_run_once_per_token(
 
 def test_there_is_no_second_cache() -> None:
     target = fused_target()
-    drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2")
-    assert [value for value in vars(drafter).values() if isinstance(value, Runtime)] == [target]
+    drafter = drafter_of(target, 2)
+    assert [value for value in vars(drafter.stepper).values() if isinstance(value, Runtime)] == [target]
 
 
 def held_bytes() -> int:
@@ -97,9 +111,9 @@ def test_it_takes_no_more_memory_than_target_and_adapter() -> None:
     for kind in ("plain", "early-exit"):
         before = held_bytes()
         target = fused_target()
-        head = EarlyExitHead.fresh(target.ends(), 2, 32, seed=1).double()
+        head = EarlyExitHead.fresh(TargetModel.of(target), 1, exit_layer=2, mlp_size=32).double()
         adapter = sum(weight.numel() * weight.itemsize for weight in head.parameters())
-        exits = EarlyExitDrafter(target, 2, head, "early-exit")
+        exits = drafter_of(target, 2, head)
         drafter = exits if kind == "early-exit" else NoDrafter()
         controller = make_controller("fixed:3" if kind == "early-exit" else "fixed:0")
         rounds = decode(
@@ -140,11 +154,11 @@ def test_an_interrupted_round_leaves_nothing_behind(monkeypatch: pytest.MonkeyPa
     for interrupted in (False, True):
         target = fused_target()
         rows = [Row(list(prompt), params) for prompt in ([9, 2], [3, 5, 7, 5, 7, 2, 8, 8, 4])]
-        drafter = EarlyExitDrafter(target, 2, target.ends().normalise, "early-exit:2")
+        drafter = drafter_of(target, 2)
         components = Components(target, drafter, make_verifier("auto"), make_controller("fixed:3"))
         if interrupted:
             with monkeypatch.context() as patched:
-                patched.setattr(drafter, "_finish", interrupt)
+                patched.setattr(drafter.stepper, "_finish", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     next(decode(components, rows))
         for _ in decode(components, rows):
@@ -161,7 +175,7 @@ def test_only_some_of_the_layers_can_be_run_ahead() -> None:
     target = fused_target()
     for num_layers in (0, 4):
         with pytest.raises(BadInputError, match="behind layer 1 to 3"):
-            EarlyExitDrafter(target, num_layers, target.ends().normalise, "early-exit")
+            drafter_of(target, num_layers)
 
 
 def test_modules_are_refused_by_name() -> None:
@@ -192,38 +206,38 @@ def test_runtimes_say_whether_their_layers_run_apart() -> None:
 
 
 def test_an_adapter_comes_back_from_disk(tmp_path: Path) -> None:
-    head = EarlyExitHead.fresh(fused_target().ends(), exit_layer=2, mlp_size=16, seed=5).double()
+    head = EarlyExitHead.fresh(TARGET, 5, exit_layer=2, mlp_size=16).double()
     torch.nn.init.normal_(head.down_proj.weight)
     head.save(tmp_path)
-    loaded = EarlyExitHead.load(tmp_path).double()
+    loaded = EarlyExitHead.load(tmp_path, TARGET).double()
     states = torch.randn(2, 3, 64, dtype=torch.float64)
     torch.testing.assert_close(loaded(states), head(states))
 
 
 def test_broken_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        EarlyExitHead.load(tmp_path)
+        EarlyExitHead.load(tmp_path, TARGET)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="got llama"):
-        EarlyExitHead.load(tmp_path)
+        EarlyExitHead.load(tmp_path, TARGET)
     for broken, message in (
         ({"exit_layer": None}, "exit_layer of None"),
         ({"exit_layer": 0}, "whole number from 1 on"),
         ({"rms_norm_eps": "small"}, "could not convert"),
     ):
-        EarlyExitHead(1, 8, 4).save(tmp_path)
+        EarlyExitHead(1, 64, 4).save(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | broken))
         with pytest.raises(CheckpointError, match=message):
-            EarlyExitHead.load(tmp_path)
+            EarlyExitHead.load(tmp_path, TARGET)
     del config["intermediate_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="expected the field 'intermediate_size' in"):
-        EarlyExitHead.load(tmp_path)
+        EarlyExitHead.load(tmp_path, TARGET)
     EarlyExitHead(1, 8, 4).save(tmp_path)
     target = fused_target()
     name = parse_name(f"early-exit:{tmp_path}", "drafter", ["early-exit"])
-    with pytest.raises(BadInputError, match="width 64, got one for 8"):
+    with pytest.raises(CheckpointError, match="width of 64, got one for 8"):
         make_drafter(
             str(name), target_vocab_size=31, load_draft_model=lambda _: target, target=_Loaded(target)
         )
@@ -245,8 +259,8 @@ def test_a_lesson_in_which_nothing_counts_teaches_nothing() -> None:
     training_batch = TrainingBatch(
         tokens, torch.zeros_like(tokens, dtype=torch.bool), target.read(tokens).hidden
     )
-    head = EarlyExitHead.fresh(target.ends(), exit_layer=2, mlp_size=8, seed=0).double()
-    head.learn(training_batch, target.ends(), forward_divergence).losses[0].backward()
+    head = EarlyExitHead.fresh(TargetModel.of(target), exit_layer=2, mlp_size=8).double()
+    head.learn(training_batch, target.embedding_and_head(), forward_divergence).losses[0].backward()
     assert all(weight.grad is not None and not weight.grad.any() for weight in head.parameters())
 
 
@@ -261,17 +275,17 @@ def test_any_controller_hears_it_in_bfloat16(temperature: float) -> None:
 
 def test_an_adapter_learns() -> None:
     target = fused_target()
-    ends = target.ends()
+    embedding_and_head = target.embedding_and_head()
     tokens = torch.randint(0, 31, (4, 24), generator=torch.Generator().manual_seed(0))
     target.request_hidden_states([2, -1])
     training_batch = TrainingBatch(
         tokens, torch.ones_like(tokens, dtype=torch.bool), target.read(tokens).hidden
     )
-    head = EarlyExitHead.fresh(ends, exit_layer=2, mlp_size=64, seed=0).double()
+    head = EarlyExitHead.fresh(TargetModel.of(target), exit_layer=2, mlp_size=64).double()
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
     marks = []
     for _ in range(40):
-        mark = head.learn(training_batch, ends, forward_divergence)
+        mark = head.learn(training_batch, embedding_and_head, forward_divergence)
         optimizer.zero_grad()
         mark.losses[0].backward()
         optimizer.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,17 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.core import Budgets, Draft, Row
+from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.heads.base import TargetModel
 from secondguess.heads.learning import Objective, TrainingBatch
+from secondguess.runtime.base import Runtime
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 
+Fault = Callable[[dict[str, Any], dict[str, Tensor]], object]
 VOCAB_SIZE, WIDTH = 31, 32
 TEXT = [3, 5, 7, 5, 7, 5, 7, 5, 11, 2, 30, 8, 4]
 TREE = ((8, -1), (4, -1), (9, 0), (8, 1), (2, 0), (11, 3))
@@ -39,6 +44,68 @@ def tiny_target() -> TransformersRuntime:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return TransformersRuntime(LlamaForCausalLM(config).float().eval().requires_grad_(False))
+
+
+TARGET = tiny_target()
+MODEL = TargetModel.of(TARGET)
+
+
+class Named:
+    """A target as `make_drafter` sees it."""
+
+    def __init__(self, runtime: Runtime, path: str = "") -> None:
+        self.runtime, self.name, self.path = runtime, "tiny", path
+
+
+NAMED = Named(TARGET)
+
+
+def load_draft_model(path: str) -> Runtime:
+    raise AssertionError(path)
+
+
+def named(name: str, target: Named = NAMED) -> SamplingDrafter:
+    """The drafter of a name, for a target."""
+    made = make_drafter(
+        name,
+        target_vocab_size=target.runtime.vocab_size,
+        load_draft_model=load_draft_model,
+        target=target,
+    )
+    assert isinstance(made, SamplingDrafter)
+    return made
+
+
+def head_of(drafter: SamplingDrafter) -> Any:
+    """The head of a drafter's stepper."""
+    return vars(drafter.stepper)["head"]
+
+
+def edit(folder: Path, **changes: object) -> Path:
+    """Other fields in config.json; None takes one out."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# Faults: each changes a config and tensors.
+
+
+def without(name: str) -> Fault:
+    return lambda config, tensors: tensors.pop(name)
+
+
+def beside(name: str, *shape: int) -> Fault:
+    return lambda config, tensors: tensors.update({name: torch.zeros(shape)})
+
+
+def with_field(**fields: object) -> Fault:
+    return lambda config, tensors: config.update(fields)
+
+
+def without_field(name: str) -> Fault:
+    return lambda config, tensors: config.pop(name)
 
 
 def states_of(target: TransformersRuntime, texts: list[list[int]]) -> dict[int, Tensor]:
@@ -119,11 +186,11 @@ def falls(
     head: Any, target: TransformersRuntime, objective: Objective = cross_entropy
 ) -> tuple[float, float]:
     """The loss of a head before and after 30 steps, everything that it counts summed."""
-    training_batch, ends = lesson_of(target, many_texts()), target.ends()
+    training_batch, embedding_and_head = lesson_of(target, many_texts()), target.embedding_and_head()
     optimiser = torch.optim.Adam(head.parameters(), lr=3e-3)
     losses = []
     for _ in range(31):
-        marks = head.learn(training_batch, ends, objective)
+        marks = head.learn(training_batch, embedding_and_head, objective)
         loss = torch.stack(marks.losses).sum() + (0 if marks.extra is None else marks.extra)
         losses.append(float(loss.detach()))
         optimiser.zero_grad()

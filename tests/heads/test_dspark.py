@@ -9,21 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 from head_formats import (
+    MODEL,
+    TARGET,
     TEXT,
     TREE,
     VOCAB_SIZE,
     WIDTH,
     Recorder,
+    beside,
     draft_for,
     drafted,
     falls,
+    head_of,
     lesson_of,
     many_texts,
+    named,
     random_tensors,
     ready,
     same_draft,
     states_of,
-    tiny_target,
+    with_field,
+    without,
+    without_field,
     write_folder,
 )
 from torch import Tensor
@@ -34,12 +41,12 @@ from secondguess.controllers.confidence import ConfidenceController, ConfidenceO
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Components, decode
-from secondguess.drafters import make_drafter
-from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.drafters.dspark import DsparkDrafter, DsparkStepper
+from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
+from secondguess.heads.base import TargetModel
 from secondguess.heads.dspark import NUM_ANCHORS, DsparkHead
 from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
-from secondguess.runtime.base import Runtime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
@@ -50,7 +57,6 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, MLP_SIZE, RANK, NUM_WORDS = 4, 2, 8, 40, 5, 
 THETA, EPS = 500.0, 1e-6
 LAYERS = [0, 2, 3]
 BLOCK, MASK = 4, 6
-TARGET = tiny_target()
 WORDS = torch.arange(NUM_WORDS) * 2 + 3
 Parts = dict[str, Tensor]
 
@@ -146,10 +152,13 @@ def with_the_targets_ends(folder: Path) -> tuple[Path, Parts]:
 
 def truncated(folder: Path) -> tuple[Path, Parts]:
     tensors = random_tensors(backbone() | heads(NUM_WORDS) | {"lm_head.weight": (NUM_WORDS, WIDTH)})
+    return write_folder(folder, DSPARK | {"draft_vocab_size": NUM_WORDS}, tensors | word_maps()), tensors
+
+
+def word_maps() -> Parts:
     known = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
     known[WORDS] = True
-    maps = {"d2t": WORDS - torch.arange(NUM_WORDS), "t2d": known}
-    return write_folder(folder, DSPARK | {"draft_vocab_size": NUM_WORDS}, tensors | maps), tensors
+    return {"d2t": WORDS - torch.arange(NUM_WORDS), "t2d": known}
 
 
 def blind_confidence(folder: Path) -> tuple[Path, Parts]:
@@ -245,26 +254,10 @@ def formula(parts: Parts, thought: Tensor, before: int) -> Tensor:
     return torch.full((VOCAB_SIZE,), -torch.inf).index_put((WORDS,), said)
 
 
-def load_draft_model(path: str) -> Runtime:
-    raise AssertionError(path)
-
-
-class Named:
-    """A target as `make_drafter` sees it."""
-
-    runtime, name, path = TARGET, "tiny", ""
-
-
-def named(name: str) -> DsparkDrafter:
-    made = make_drafter(name, target_vocab_size=VOCAB_SIZE, load_draft_model=load_draft_model, target=Named())
-    assert isinstance(made, DsparkDrafter)
-    return made
-
-
-@pytest.fixture(autouse=True)
-def forget_rows():
-    yield
-    TARGET.release()
+def fresh_head(**sizes: object) -> DsparkHead:
+    return DsparkHead.fresh(
+        MODEL, **{"hidden_layers": LAYERS, "block_size": BLOCK, "markov_rank": RANK} | sizes
+    )
 
 
 @every_format
@@ -285,12 +278,12 @@ def test_what_is_saved_drafts_the_same(format: str, tmp_path: Path) -> None:
     read = named(f"dspark:{folder}")
     before = drafted(read, TARGET)
     TARGET.release()
-    read.head.save(tmp_path / "saved", target="tiny")
+    head_of(read).save(tmp_path / "saved", target="tiny")
     assert same_draft(before, drafted(named(f"dspark:{tmp_path / 'saved'}"), TARGET))
 
 
 def test_what_is_saved_has_the_names_of_speculators(tmp_path: Path) -> None:
-    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK, num_layers=2)
+    head = fresh_head(num_layers=2)
     head.save(tmp_path, target="tiny")
     assert set(head.state_dict()) == set(backbone() | heads())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -383,12 +376,12 @@ def test_prospects_tell_how_much_is_unread(tmp_path: Path) -> None:
 def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
     """Each depth's logits at a place are those that drafting there has, behind the same tokens."""
     folder, parts = FORMATS[format](tmp_path / "head")
-    head = named(f"dspark:{folder}").head
+    head = head_of(named(f"dspark:{folder}"))
     text = [*TEXT, 9, 1, 12, 3, 7]
     recorder = Recorder()
     training_batch = lesson_of(TARGET, [text], num_prompt=len(TEXT))
     anchors, chosen = head._anchors(training_batch.counts)
-    head.learn(training_batch, TARGET.ends(), recorder)
+    head.learn(training_batch, TARGET.embedding_and_head(), recorder)
     known = WORDS if format == "truncated" else torch.arange(VOCAB_SIZE)
     with torch.no_grad():
         dists = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
@@ -405,10 +398,10 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
 
 
 def test_marks_count_what_the_target_wrote_by_depth() -> None:
-    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK).eval()
+    head = fresh_head().eval()
     training_batch = lesson_of(TARGET, [TEXT, TEXT[::-1]], num_prompt=len(TEXT) - 2)
     recorder = Recorder()
-    marks = head.learn(training_batch, TARGET.ends(), recorder)
+    marks = head.learn(training_batch, TARGET.embedding_and_head(), recorder)
     anchors, _ = head._anchors(training_batch.counts)
     assert anchors.sort().values.tolist() == [[len(TEXT) - 3, len(TEXT) - 2]] * 2
     for depth in range(BLOCK):
@@ -422,7 +415,7 @@ def test_marks_count_what_the_target_wrote_by_depth() -> None:
 
 
 def test_learning_lowers_the_loss() -> None:
-    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK, num_layers=1, seed=1)
+    head = fresh_head(num_layers=1, seed=1)
     before, after = falls(head, TARGET)
     assert after < 0.9 * before
 
@@ -430,14 +423,14 @@ def test_learning_lowers_the_loss() -> None:
 def test_confidence_learns_the_chance_to_be_accepted(tmp_path: Path) -> None:
     """Alone, on top of a frozen drafter: from a loss like a coin's to near the entropy of the truth."""
     folder, _ = dspark(tmp_path / "head")
-    head = named(f"dspark:{folder}").head
+    head = head_of(named(f"dspark:{folder}"))
     for weight in head.confidence_head.parameters():
         torch.nn.init.zeros_(weight).requires_grad_(True)
-    training_batch, ends = lesson_of(TARGET, many_texts()), TARGET.ends()
+    training_batch, embedding_and_head = lesson_of(TARGET, many_texts()), TARGET.embedding_and_head()
     optimiser = torch.optim.Adam(head.confidence_head.parameters(), lr=3e-2)
     losses = []
     for _ in range(60):
-        marks = head.learn(training_batch, ends, Recorder())
+        marks = head.learn(training_batch, embedding_and_head, Recorder())
         losses.append(marks.extra.detach())
         optimiser.zero_grad()
         marks.extra.backward()
@@ -449,7 +442,7 @@ def test_confidence_learns_the_chance_to_be_accepted(tmp_path: Path) -> None:
 
 
 def test_learning_draws_its_places_anew_and_evaluation_does_not() -> None:
-    head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK, seed=3)
+    head = fresh_head(seed=3)
     counts = torch.ones(1, 3 * NUM_ANCHORS, dtype=torch.bool)
     one, other = (head._anchors(counts)[0] for _ in range(2))
     assert one.shape == (1, NUM_ANCHORS)
@@ -468,7 +461,7 @@ def test_a_fresh_drafter_begins_with_the_gains_of_the_targets_norm() -> None:
     try:
         with torch.no_grad():
             target_norm.weight.copy_(torch.linspace(0.5, 3, WIDTH))
-        head = DsparkHead.fresh(TARGET.ends(), LAYERS, BLOCK, RANK)
+        head = fresh_head()
         torch.testing.assert_close(head.norm.weight.detach(), torch.linspace(0.5, 3, WIDTH))
     finally:
         with torch.no_grad():
@@ -476,25 +469,9 @@ def test_a_fresh_drafter_begins_with_the_gains_of_the_targets_norm() -> None:
 
 
 def test_seeds_say_how_a_fresh_drafter_begins() -> None:
-    one, same, other = (DsparkHead.fresh(TARGET.ends(), LAYERS, seed=seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (fresh_head(seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
-
-
-def without(name: str):
-    return lambda config, tensors: tensors.pop(name)
-
-
-def beside(name: str, *shape: int):
-    return lambda config, tensors: tensors.update({name: torch.zeros(shape)})
-
-
-def with_field(**fields: object):
-    return lambda config, tensors: config.update(fields)
-
-
-def without_field(name: str):
-    return lambda config, tensors: config.pop(name)
 
 
 def with_layer_field(**fields: object):
@@ -506,6 +483,11 @@ def with_layer_field(**fields: object):
 def of_another_vocabulary(config: dict[str, object], tensors: Parts) -> None:
     with_field(draft_vocab_size=300)(config, tensors)
     with_layer_field(vocab_size=300)(config, tensors)
+
+
+def of_a_smaller_vocabulary(config: dict[str, object], tensors: Parts) -> None:
+    with_field(draft_vocab_size=NUM_WORDS)(config, tensors)
+    tensors |= word_maps()
 
 
 @pytest.mark.parametrize(
@@ -535,7 +517,8 @@ def of_another_vocabulary(config: dict[str, object], tensors: Parts) -> None:
         (with_field(aux_hidden_state_layer_ids=[]), r"numbered from 0 on, got \[\]"),
         (with_field(aux_hidden_state_layer_ids=None), "config.json"),
         (with_field(markov_rank=0), "a Markov head and a confidence head"),
-        (with_field(draft_vocab_size=5), "an lm_head.weight beside a vocabulary of its own"),
+        (with_field(draft_vocab_size=5), "expected d2t and t2d in .* got no d2t"),
+        (of_a_smaller_vocabulary, "an lm_head.weight beside a vocabulary of its own"),
         (with_field(enable_confidence_head="yes"), "enable_confidence_head of 'yes'"),
         (without_field("transformer_layer_config"), "the field 'transformer_layer_config'"),
         (without_field("mask_token_id"), "the field 'mask_token_id'"),
@@ -563,7 +546,7 @@ def test_maps_of_words_that_disagree_are_refused(tmp_path: Path) -> None:
     known[:NUM_WORDS] = True
     maps = {"d2t": WORDS - torch.arange(NUM_WORDS), "t2d": known}
     write_folder(tmp_path, DSPARK | {"draft_vocab_size": NUM_WORDS}, tensors | maps)
-    with pytest.raises(CheckpointError, match="d2t and t2d of one set"):
+    with pytest.raises(CheckpointError, match="got an inconsistent map"):
         named(f"dspark:{tmp_path}")
 
 
@@ -573,7 +556,7 @@ def test_unknown_kinds_are_told_as_unsupported(tmp_path: Path) -> None:
         named(f"dspark:{tmp_path}")
 
 
-def lengths_under(drafter: DsparkDrafter, controller: str) -> list[int]:
+def lengths_under(drafter: SamplingDrafter, controller: str) -> list[int]:
     """How many nodes are drafted for some rows in their first round."""
     rows = [Row(text, SamplingParams(max_tokens=20, temperature=1.0), seed=2) for text in many_texts(3, 9)]
     components = Components(TARGET, drafter, make_verifier("auto"), make_controller(controller))
@@ -644,11 +627,13 @@ def test_stopping_by_confidence_keeps_the_distribution_of_the_text() -> None:
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
     target = TransformersRuntime(model)
-    head = DsparkHead.fresh(target.ends(), (0, 1), block_size=2, markov_rank=2, num_layers=1, seed=1)
+    sizes = {"hidden_layers": (0, 1), "block_size": 2, "markov_rank": 2, "num_layers": 1}
+    head = DsparkHead.fresh(TargetModel.of(target), 1, **sizes)
     torch.nn.init.normal_(
         head.confidence_head.proj.weight, std=3.0, generator=torch.Generator().manual_seed(4)
     )
-    drafter = DsparkDrafter(head.to(target.ends().dtype), target, "dspark")
+    stepper = DsparkStepper(head.to(target.embedding_and_head().dtype), target)
+    drafter = DsparkDrafter(stepper, "dspark", target.vocab_size)
     answers: set[bool] = set()
 
     class Noted(ConfidenceController):

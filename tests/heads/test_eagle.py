@@ -10,22 +10,30 @@ from typing import Any
 
 import pytest
 import torch
+from head_formats import Named, edit, named
 from plain_layers import Tensors, layer_config, layer_tensors, plain_layer, plain_norm, random_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from secondguess.drafters import make_drafter
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
-from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead, default_layers, most_frequent_tokens
-from secondguess.heads.eagle_files import load_eagle, save_eagle
+from secondguess.heads.base import DraftVocabulary
+from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead, default_layers, load_eagle
 from secondguess.heads.layer import LayerConfig
 from secondguess.runtime.transformers import TransformersRuntime
-from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, fresh_head, target_model
+from unrolled_cases import (
+    TEXT,
+    VOCAB_SIZE,
+    WIDTH,
+    drafted_logits,
+    fresh_head,
+    target_model,
+    target_of,
+)
 
 WORDS = [1, 2, 3, 5, 8, 9, 13, 21, 30]
 OFFSETS = [1, 1, 1, 2, 4, 4, 7, 14, 22]
-ENDS = TransformersRuntime(target_model()).ends()
+TARGET = target_of()
 LAYERS = (1, 2, 3)
 
 
@@ -164,7 +172,7 @@ every_format = pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
 
 
 def load(folder: Path) -> EagleHead | Eagle1Head:
-    return load_eagle(folder, ENDS, VOCAB_SIZE, NUM_LAYERS).double()
+    return load_eagle(folder, TARGET).double()
 
 
 @every_format
@@ -187,7 +195,7 @@ def test_a_published_head_says_what_its_paper_says(make: Callable[[Path], Path],
 def test_what_is_written_is_read_back(make: Callable[[Path], Path], tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     head = load(make(tmp_path / "from"))
-    save_eagle(head, tmp_path / "to", "tiny")
+    head.save(tmp_path / "to", "tiny")
     again = load(tmp_path / "to")
     assert again.num_steps == head.num_steps
     assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
@@ -197,8 +205,8 @@ def test_embeddings_that_are_the_targets_are_borrowed(tmp_path: Path) -> None:
     """Heads are written with them, as the library that reads them wants it."""
     (tmp_path / "other").mkdir()
     other = load(raw3_with_embeddings(tmp_path / "other"))
-    save_eagle(other, tmp_path / "kept", "tiny")
-    save_eagle(load(raw3(tmp_path)), tmp_path / "borrowed", "tiny")
+    other.save(tmp_path / "kept", "tiny")
+    load(raw3(tmp_path)).save(tmp_path / "borrowed", "tiny")
     assert "embed_tokens.weight" in load(tmp_path / "kept").state_dict()
     assert "embed_tokens.weight" in load_file(tmp_path / "borrowed" / "model.safetensors")
     assert "embed_tokens.weight" not in load(tmp_path / "borrowed").state_dict()
@@ -206,32 +214,10 @@ def test_embeddings_that_are_the_targets_are_borrowed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tree", ["", ",tree=2x1", ",tree=dynamic"])
 def test_its_name_makes_a_drafter(tree: str, tmp_path: Path) -> None:
-    drafter = make_drafter(
-        f"eagle:{raw3(tmp_path)}{tree}",
-        target_vocab_size=VOCAB_SIZE,
-        load_draft_model=lambda path: pytest.fail("no draft model is needed"),
-        target=Loaded(TransformersRuntime(target_model())),
-    )
+    drafter = named(f"eagle:{raw3(tmp_path)}{tree}", Named(TransformersRuntime(target_model())))
     assert isinstance(drafter, EagleDrafter)
     assert drafter.name.startswith(f"eagle:{tmp_path}{tree}")
     assert (drafter.shape is None) == (not tree)
-
-
-class Loaded:
-    """A target as a user has it."""
-
-    name = path = "tiny"
-
-    def __init__(self, runtime: TransformersRuntime) -> None:
-        self.runtime = runtime
-
-
-def edit(folder: Path, **changes: object) -> Path:
-    """Other fields in config.json; None takes one out."""
-    config = json.loads((folder / "config.json").read_text())
-    config = {key: value for key, value in (config | changes).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def with_tensors(folder: Path, change: Callable[[Tensors], object]) -> Path:
@@ -259,9 +245,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another layer": (lambda at: edit(raw3(at), model_type="gpt_oss"), "got gpt_oss"),
     "another drafter": (lambda at: edit(speculators3(at), speculators_model_type="dflash"), "got dflash"),
-    "another vocabulary": (lambda at: edit(raw3(at), vocab_size=32), "31 words, got one for 32"),
+    "another vocabulary": (lambda at: edit(raw3(at), vocab_size=32), "vocabulary of 31, got one for 32"),
     "another width": (lambda at: edit(raw1(at), hidden_size=64), "width 32"),
-    "a wider target": (lambda at: edit(raw3(at), target_hidden_size=64), "got one for width 64"),
+    "a wider target": (lambda at: edit(raw3(at), target_hidden_size=64), "width of 32, got one for 64"),
     "a deeper target": (
         lambda at: edit(raw3(at), eagle_aux_hidden_state_layer_ids=[2, 16, 29]),
         r"states 0 to 4 of the target, got \[2, 16, 29\]",
@@ -295,48 +281,34 @@ def test_what_cannot_be_used_is_refused_in_one_line(
 
 def test_the_draft_vocabulary_is_of_the_most_frequent_words() -> None:
     counts = torch.tensor([5, 0, 9, 5, 1, 7])
-    assert most_frequent_tokens(counts, 3).tolist() == [0, 2, 5]
-    with pytest.raises(BadInputError, match="1 to 6 words, got 7"):
-        most_frequent_tokens(counts, 7)
+    assert DraftVocabulary.most_frequent(counts, 3).select(torch.arange(6)).tolist() == [0, 2, 5]
+    with pytest.raises(BadInputError, match="1 to 6 tokens, got 7"):
+        DraftVocabulary.most_frequent(counts, 7)
 
 
 def test_a_fresh_head_knows_the_targets_words() -> None:
-    counts = torch.arange(VOCAB_SIZE).flip(0)
-    head = EagleHead.fresh(ENDS, NUM_LAYERS, 4, counts, seed=0)
-    assert head.words is not None
-    assert head.d2t is not None
-    assert head.words.tolist() == [0, 1, 2, 3]
-    assert head.d2t.tolist() == [0, 0, 0, 0]
+    vocabulary = DraftVocabulary.most_frequent(torch.arange(VOCAB_SIZE).flip(0), 4)
+    head = EagleHead.fresh(TARGET, vocabulary=vocabulary)
+    assert head.vocabulary.select(torch.arange(VOCAB_SIZE)).tolist() == [0, 1, 2, 3]
     torch.testing.assert_close(
         head.lm_head.weight.double(), target_model().lm_head.weight[:4], atol=1e-6, rtol=1e-6
     )
-    same, other = (EagleHead.fresh(ENDS, NUM_LAYERS, 4, counts, seed=seed) for seed in (0, 1))
+    same, other = (EagleHead.fresh(TARGET, seed) for seed in (0, 1))
     assert torch.equal(head.fc.weight, same.fc.weight)
     assert not torch.equal(head.fc.weight, other.fc.weight)
 
 
-@pytest.mark.parametrize("words", [None, [1, 2], [3, 2, 1], [1, 2, 31], [-1, 2, 3]])
-def test_words_must_be_a_vocabulary(words: list[int] | None) -> None:
-    layer = LayerConfig(WIDTH, 2, 1, 16, 32)
-    shape = EagleConfig(layer, VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
-    with pytest.raises(BadInputError, match="tokens"):
-        EagleHead(shape, ENDS, None if words is None else torch.tensor(words))
+@pytest.mark.parametrize("words", [[], [1, 1, 2], [1, 2, 31], [-1, 2, 3]])
+def test_words_must_be_a_vocabulary(words: list[int]) -> None:
+    with pytest.raises(BadInputError, match="different tokens"):
+        DraftVocabulary(VOCAB_SIZE, torch.tensor(words, dtype=torch.long))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"draft_vocab_size": 32},
-        {"draft_vocab_size": 0},
-        {"num_layers": 0},
-        {"hidden_layers": ()},
-        {"num_steps": 0},
-    ],
-)
-def test_a_shape_checks_itself(change: dict[str, Any]) -> None:
-    shape = EagleConfig(LayerConfig(WIDTH, 2, 1, 16, 32), VOCAB_SIZE, draft_vocab_size=3, hidden_layers=(1,))
+@pytest.mark.parametrize("change", [{"num_layers": 0}, {"hidden_layers": ()}, {"num_steps": 0}])
+def test_sizes_are_checked(change: dict[str, Any]) -> None:
+    config = EagleConfig(LayerConfig(WIDTH, 2, 1, 16, 32), hidden_layers=(1,))
     with pytest.raises(BadInputError, match="expected"):
-        replace(shape, **change)
+        EagleHead(replace(config, **change), TARGET)
 
 
 @pytest.mark.parametrize("num_layers", range(1, 40))
@@ -353,8 +325,8 @@ def test_fused_states_are_those_that_the_target_has(num_layers: int) -> None:
 def test_more_layers_than_one_go_on_from_the_first(tmp_path: Path) -> None:
     head = fresh_head("eagle3")
     assert isinstance(head, EagleHead)
-    deep = EagleHead(replace(head.eagle, num_layers=2), ENDS, head.words).double()
-    save_eagle(deep, tmp_path, "tiny")
+    deep = EagleHead(replace(head.config, num_layers=2), TARGET, head.vocabulary).double()
+    deep.save(tmp_path, "tiny")
     again = load(tmp_path)
     assert again.num_layers == 2
     assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:8]), drafted_logits(deep, TEXT[:6], TEXT[6:8]))

@@ -8,34 +8,37 @@ from pathlib import Path
 import pytest
 import torch
 from head_formats import (
+    MODEL,
+    TARGET,
     TEXT,
     VOCAB_SIZE,
     WIDTH,
     Recorder,
+    beside,
     draft_for,
     drafted,
     falls,
+    head_of,
     lesson_of,
+    named,
     random_tensors,
     ready,
     same_draft,
     states_of,
-    tiny_target,
+    with_field,
+    without,
+    without_field,
     write_folder,
 )
 from torch import Tensor
 from torch.nn.functional import silu
 
 from secondguess.core import Row, Verdict
-from secondguess.drafters import make_drafter
-from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
-from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 
 NUM_HEADS, NUM_LAYERS, NUM_WORDS = 3, 2, 11
-TARGET = tiny_target()
 WORDS = torch.arange(NUM_WORDS) * 2 + 3
 Parts = dict[str, Tensor]
 
@@ -175,28 +178,6 @@ def formula(parts: Parts, state: Tensor, head: int) -> Tensor:
     return torch.full((VOCAB_SIZE,), -torch.inf).index_put((WORDS,), said)
 
 
-def load_draft_model(path: str) -> Runtime:
-    raise AssertionError(path)
-
-
-class Named:
-    """A target as `make_drafter` sees it."""
-
-    runtime, name, path = TARGET, "tiny", ""
-
-
-def named(name: str) -> MedusaDrafter:
-    made = make_drafter(name, target_vocab_size=VOCAB_SIZE, load_draft_model=load_draft_model, target=Named())
-    assert isinstance(made, MedusaDrafter)
-    return made
-
-
-@pytest.fixture(autouse=True)
-def forget_rows():
-    yield
-    TARGET.release()
-
-
 @every_format
 def test_every_published_format_drafts_by_the_papers_formula(format: str, tmp_path: Path) -> None:
     folder, parts = FORMATS[format](tmp_path / "head")
@@ -213,12 +194,12 @@ def test_what_is_saved_drafts_the_same(format: str, tmp_path: Path) -> None:
     read = named(f"medusa:{folder}")
     before = drafted(read, TARGET)
     TARGET.release()
-    read.head.save(tmp_path / "saved", target="tiny")
+    head_of(read).save(tmp_path / "saved", target="tiny")
     assert same_draft(before, drafted(named(f"medusa:{tmp_path / 'saved'}"), TARGET))
 
 
 def test_what_is_saved_has_the_names_of_vllm(tmp_path: Path) -> None:
-    head = MedusaHead.fresh(TARGET.ends(), num_heads=2, num_layers=1, seed=0)
+    head = MedusaHead.fresh(MODEL, num_heads=2, num_layers=1, seed=0)
     head.save(tmp_path, target="tiny")
     assert set(head.state_dict()) == {"blocks.0.layers.0.weight", "blocks.1.layers.0.weight"}
     config = json.loads((tmp_path / "config.json").read_text())
@@ -292,7 +273,7 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
     drafter = named(f"medusa:{folder}")
     recorder = Recorder()
     text = [*TEXT, 9, 1, 12]
-    drafter.head.learn(lesson_of(TARGET, [text]), TARGET.ends(), recorder)
+    head_of(drafter).learn(lesson_of(TARGET, [text]), TARGET.embedding_and_head(), recorder)
     draft = drafted(drafter, TARGET, NUM_HEADS)
     known = WORDS if format.startswith("truncated") else torch.arange(VOCAB_SIZE)
     with torch.no_grad():
@@ -306,10 +287,10 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
 
 
 def test_only_what_the_target_wrote_is_learnt() -> None:
-    head = MedusaHead.fresh(TARGET.ends(), num_heads=2, seed=1)
+    head = MedusaHead.fresh(MODEL, num_heads=2, seed=1)
     training_batch = lesson_of(TARGET, [TEXT], num_prompt=len(TEXT) - 1)  # the last token alone
     recorder = Recorder()
-    marks = head.learn(training_batch, TARGET.ends(), recorder)
+    marks = head.learn(training_batch, TARGET.embedding_and_head(), recorder)
     for depth, loss in enumerate(marks.losses):
         expected = Recorder()(recorder.meant[depth], recorder.said[depth])[-1]
         torch.testing.assert_close(loss.detach(), expected)
@@ -319,39 +300,23 @@ def test_only_what_the_target_wrote_is_learnt() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_learning_lowers_the_loss(num_layers: int) -> None:
-    head = MedusaHead.fresh(TARGET.ends(), num_heads=2, num_layers=num_layers, seed=1)
+    head = MedusaHead.fresh(MODEL, num_heads=2, num_layers=num_layers, seed=1)
     before, after = falls(head, TARGET)
     assert after < 0.9 * before
 
 
 def test_layers_of_a_fresh_head_do_not_learn_the_same() -> None:
-    head = MedusaHead.fresh(TARGET.ends(), num_heads=1, num_layers=2, seed=1)
-    head.learn(lesson_of(TARGET, [TEXT]), TARGET.ends(), Recorder()).losses[0].backward()
+    head = MedusaHead.fresh(MODEL, num_heads=1, num_layers=2, seed=1)
+    head.learn(lesson_of(TARGET, [TEXT]), TARGET.embedding_and_head(), Recorder()).losses[0].backward()
     first, second = (layer.weight for layer in head.blocks[0].layers)
     assert not torch.equal(first, second)
     assert not torch.equal(first.grad, second.grad)
 
 
 def test_seeds_say_how_a_fresh_head_begins() -> None:
-    one, same, other = (MedusaHead.fresh(TARGET.ends(), seed=seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (MedusaHead.fresh(MODEL, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one)
-
-
-def without(name: str):
-    return lambda config, tensors: tensors.pop(name)
-
-
-def beside(name: str, *shape: int):
-    return lambda config, tensors: tensors.update({name: torch.zeros(shape)})
-
-
-def with_field(**fields: object):
-    return lambda config, tensors: config.update(fields)
-
-
-def without_field(name: str):
-    return lambda config, tensors: config.pop(name)
 
 
 def truncated_without_matrix(config: dict[str, object], tensors: Parts) -> None:
@@ -375,7 +340,7 @@ def truncated_without_matrix(config: dict[str, object], tensors: Parts) -> None:
         (with_field(medusa_fc_bias="no"), "medusa_fc_bias of 'no'"),
         (without_field("num_hidden_layers"), "the field 'num_hidden_layers'"),
         (with_field(model_type="hydra"), "got the model_type 'hydra'"),
-        (with_field(truncated_vocab_size=5), "missing token_map"),
+        (with_field(truncated_vocab_size=5), "token_map of 5 tokens .* got no token_map"),
         (truncated_without_matrix, "truncated vocabulary without an lm_head.weight"),
     ],
 )
@@ -395,7 +360,7 @@ def test_a_token_map_that_is_none_is_refused(words: list[int], tmp_path: Path) -
     shapes = blocks_of() | {f"lm_heads.{head}.weight": (3, WIDTH) for head in range(NUM_HEADS)}
     tensors = random_tensors(shapes) | {"token_map": torch.tensor(words)}
     write_folder(tmp_path, VLLM | {"truncated_vocab_size": 3}, tensors)
-    with pytest.raises(CheckpointError, match="token_map of different tokens below 31"):
+    with pytest.raises(CheckpointError, match="different tokens between 0 and 30"):
         named(f"medusa:{tmp_path}")
 
 
@@ -414,7 +379,7 @@ def test_an_original_folder_for_another_target_is_refused(tmp_path: Path) -> Non
 
 def test_a_shape_checks_itself() -> None:
     with pytest.raises(BadInputError, match="per head, one for all or none, got 2 for 3 heads"):
-        MedusaConfig(WIDTH, num_heads=3, num_layers=1, num_outputs=2)
+        MedusaConfig(num_heads=3, num_layers=1, num_outputs=2)
 
 
 def test_options_that_do_not_exist_are_refused(tmp_path: Path) -> None:

@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from head_formats import Named, edit, head_of, named
 from plain_layers import Tensors, layer_config, layer_tensors, plain_layer, plain_norm, random_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from secondguess.drafters import make_drafter
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
-from secondguess.heads.mtp import MtpHead
-from secondguess.heads.mtp_files import contains_mtp, load_mtp, save_mtp
+from secondguess.heads.mtp import MtpHead, contains_mtp
 from secondguess.runtime.transformers import TransformersRuntime
-from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, target_model
+from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, target_model, target_of
 
-ENDS = TransformersRuntime(target_model()).ends()
+TARGET = target_of()
 Names = dict[str, str]
 """What a family calls the parts: `prefix`, `layer`, `enorm`, `hnorm`, `project`, `norm`."""
 
@@ -136,7 +135,7 @@ def plain_mtp(weights: Tensors, names: Names, tokens: list[int], length: int, de
 
 
 def load(folder: Path) -> MtpHead:
-    return load_mtp(folder, ENDS, VOCAB_SIZE, NUM_LAYERS).double()
+    return MtpHead.load(folder, TARGET).double()
 
 
 @every_format
@@ -158,29 +157,14 @@ def test_a_published_module_says_what_its_paper_says(
 def test_what_is_written_is_read_back(make: Callable[[Path], Path], names: Names, tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     head = load(make(tmp_path / "from"))
-    save_mtp(head, tmp_path / "to")
+    head.save(tmp_path / "to")
     assert f"model.layers.{NUM_LAYERS}.eh_proj.weight" in load_file(tmp_path / "to" / "model.safetensors")
     again = load(tmp_path / "to")
     assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
 
 
-class Loaded:
-    """A target as a user has it."""
-
-    name = "tiny"
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self.runtime = TransformersRuntime(target_model())
-
-
-def drafter_of(name: str, target: Loaded) -> MtpDrafter:
-    drafter = make_drafter(
-        name,
-        target_vocab_size=VOCAB_SIZE,
-        load_draft_model=lambda path: pytest.fail("no draft model is needed"),
-        target=target,
-    )
+def drafter_of(name: str, path: Path) -> MtpDrafter:
+    drafter = named(name, Named(TransformersRuntime(target_model()), str(path)))
     assert isinstance(drafter, MtpDrafter)
     return drafter
 
@@ -190,20 +174,18 @@ def test_without_a_path_it_is_the_targets_own(
     make: Callable[[Path], Path], names: Names, tmp_path: Path
 ) -> None:
     assert contains_mtp(make(tmp_path))
-    drafter = drafter_of("mtp,tree=2x1", Loaded(tmp_path))
+    drafter = drafter_of("mtp,tree=2x1", tmp_path)
     assert drafter.name == "mtp,tree=2x1"
     expected = load(tmp_path).state_dict()
-    assert all(
-        torch.equal(tensor, expected[name]) for name, tensor in drafter.runtime.head.state_dict().items()
-    )
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in head_of(drafter).state_dict().items())
 
 
 def test_with_a_path_it_is_what_lies_there(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
-    head = MtpHead.fresh(ENDS, VOCAB_SIZE, NUM_LAYERS, seed=0)
-    save_mtp(head, tmp_path / "module")
-    drafter = drafter_of(f"mtp:{tmp_path / 'module'}", Loaded(deepseek(tmp_path / "target")))
-    assert torch.equal(drafter.runtime.head.state_dict()["eh_proj.weight"], head.eh_proj.weight.double())
+    head = MtpHead.fresh(TARGET, seed=0)
+    head.save(tmp_path / "module")
+    drafter = drafter_of(f"mtp:{tmp_path / 'module'}", deepseek(tmp_path / "target"))
+    assert torch.equal(head_of(drafter).state_dict()["eh_proj.weight"], head.eh_proj.weight.double())
 
 
 def test_a_target_without_a_module_is_told_so(tmp_path: Path) -> None:
@@ -211,7 +193,7 @@ def test_a_target_without_a_module_is_told_so(tmp_path: Path) -> None:
     assert not contains_mtp(tmp_path)
     assert not contains_mtp(tmp_path / "nowhere")
     with pytest.raises(BadInputError, match="expected mtp:PATH for the target tiny"):
-        drafter_of("mtp", Loaded(tmp_path))
+        drafter_of("mtp", tmp_path)
 
 
 def test_of_several_modules_the_first_drafts_and_it_is_said(tmp_path: Path) -> None:
@@ -220,14 +202,6 @@ def test_of_several_modules_the_first_drafts_and_it_is_said(tmp_path: Path) -> N
     save_file(second, tmp_path / "model-00003-of-00003.safetensors")
     with pytest.warns(UserWarning, match="several multi-token-prediction modules: the first one"):
         load(tmp_path)
-
-
-def edit(folder: Path, **changes: object) -> Path:
-    """Other fields in config.json; None takes one out."""
-    config = json.loads((folder / "config.json").read_text())
-    config = {key: value for key, value in (config | changes).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def with_tensors(folder: Path, change: Callable[[Tensors, str], object]) -> Path:
@@ -252,12 +226,12 @@ def beside(name: str, *size: int) -> Callable[[Path], Path]:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (without("hnorm.weight"), "missing hnorm.weight"),
+    "missing": (without("hnorm.weight"), "missing model.layers.4.hnorm.weight"),
     "none": (
         without("eh_proj.weight"),
         r"expected a multi-token-prediction module .* model.layers.4.eh_proj",
     ),
-    "unknown": (beside("x.weight", 1), "unknown layer.x.weight"),
+    "unknown": (beside("x.weight", 1), "unknown model.layers.4.x.weight"),
     "wrong shape": (beside("eh_proj.weight", WIDTH, WIDTH), r"\[32, 32\] instead of \[32, 64\]"),
     "latent attention": (beside("self_attn.kv_a_proj_with_mqa.weight", 1), r"latent attention \(MLA\)"),
     "experts": (beside("mlp.experts.0.up_proj.weight", 1), r"mixture of experts \(MoE\)"),
@@ -293,7 +267,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(
 
 
 def test_a_fresh_module_is_chosen_by_its_seed() -> None:
-    one, same, other = (MtpHead.fresh(ENDS, VOCAB_SIZE, NUM_LAYERS, seed=seed) for seed in (0, 0, 1))
+    one, same, other = (MtpHead.fresh(TARGET, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one.eh_proj.weight, same.eh_proj.weight)
     assert not torch.equal(one.eh_proj.weight, other.eh_proj.weight)
     assert torch.equal(one.norm.weight, torch.ones(WIDTH))

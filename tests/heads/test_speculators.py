@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from secondguess.heads.eagle import EagleHead
-from secondguess.heads.eagle_files import load_eagle, save_eagle
-from secondguess.runtime.transformers import TransformersRuntime
-from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, fresh_head, lesson_of, target_model
+from unrolled_cases import TEXT, VOCAB_SIZE, WIDTH, fresh_head, lesson_of, target_model, target_of
 
 SETTINGS: dict[str, dict[str, object]] = {
     "plain": {"norm_before_residual": False},
@@ -31,8 +29,7 @@ def make_head(settings: dict[str, object]) -> EagleHead:
     plain = fresh_head("eagle3", torch.float32)
     assert isinstance(plain, EagleHead)
     generator = torch.Generator().manual_seed(0)
-    ends = TransformersRuntime(target_model(torch.float32)).ends()
-    head = EagleHead(replace(plain.eagle, **settings), ends, plain.words)
+    head = EagleHead(replace(plain.config, **settings), target_of(torch.float32), plain.vocabulary)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             parameter.normal_(float("norm" in name), 0.2, generator=generator)
@@ -60,7 +57,7 @@ def test_speculators_reads_what_we_write(
         "speculators", reason="speculators is not installed: it wants another transformers than ours"
     )
     head = make_head(settings)
-    save_eagle(head, tmp_path / "head", str(saved_target))
+    head.save(tmp_path / "head", str(saved_target))
     config = speculators.SpeculatorModelConfig.from_pretrained(str(tmp_path / "head"))
     # Its own kernels want texts of 128 tokens and more.
     config.transformer_layer_config._attn_implementation = "eager"
@@ -79,9 +76,7 @@ def test_speculators_reads_what_we_write(
     for ours, other in zip(unrolled(head), said, strict=True):
         torch.testing.assert_close(other[: len(ours)], ours, atol=1e-4, rtol=1e-4)
     theirs.save_pretrained(tmp_path / "theirs")
-    ends = TransformersRuntime(target_model(torch.float32)).ends()
-    again = load_eagle(tmp_path / "theirs", ends, VOCAB_SIZE, NUM_LAYERS)
-    assert isinstance(again, EagleHead)
+    again = EagleHead.load(tmp_path / "theirs", target_of(torch.float32))
     assert all(map(torch.equal, unrolled(again), unrolled(head)))
 
 
@@ -91,7 +86,7 @@ def test_the_format_is_that_of_speculators(
 ) -> None:
     """As far as vLLM's reader and the library's schema ask."""
     head = make_head(settings)
-    save_eagle(head, tmp_path / "head", str(saved_target))
+    head.save(tmp_path / "head", str(saved_target))
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["architectures"] == ["Eagle3Speculator"]
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"

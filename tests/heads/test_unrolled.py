@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from secondguess.heads.unrolled import default_layer_config
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.heads.feature import default_layer_config
 from unrolled_cases import (
     TEXT,
     UNROLLED,
@@ -16,6 +15,7 @@ from unrolled_cases import (
     fresh_head,
     lesson_of,
     target_model,
+    target_of,
     unrolled_logits,
 )
 
@@ -60,9 +60,9 @@ def test_marks_are_by_depth_and_of_the_places_that_count(kind: str) -> None:
     training_batch = lesson_of(torch.tensor([TEXT]), model)
     training_batch.counts[:] = False
     training_batch.counts[0, 6] = True
-    marks = head.learn(training_batch, TransformersRuntime(model).ends(), cross_entropy)
+    marks = head.learn(training_batch, target_of(), cross_entropy)
     target_logits = model(torch.tensor([TEXT])).logits[0, 5]
-    known = torch.arange(31) if head.words is None else head.words
+    known = head.vocabulary.select(torch.arange(31))
     for depth, (loss, accepted) in enumerate(zip(marks.losses, marks.accepted, strict=True)):
         # The token at 6 is guessed at this depth by the chain whose root is that much earlier.
         own = drafted_logits(head, TEXT[: 6 - depth], TEXT[6 - depth : 7])[depth]
@@ -76,14 +76,14 @@ def test_marks_are_by_depth_and_of_the_places_that_count(kind: str) -> None:
 @every_head
 def test_it_learns(kind: str) -> None:
     model = target_model(torch.float32)
-    ends = TransformersRuntime(model).ends()
+    target = target_of(torch.float32)
     head = fresh_head(kind, torch.float32).train()
     generator = torch.Generator().manual_seed(0)
     training_batch = lesson_of(torch.randint(31, (8, 24), generator=generator), model)
     optimiser = torch.optim.Adam(head.parameters(), lr=1e-3)
     history = []
     for _ in range(30):
-        marks = head.learn(training_batch, ends, cross_entropy)
+        marks = head.learn(training_batch, target, cross_entropy)
         loss = torch.stack(marks.losses).sum()
         history.append([float(each.detach()) for each in marks.losses])
         optimiser.zero_grad()
@@ -96,7 +96,7 @@ def test_it_learns(kind: str) -> None:
 @every_head
 def test_texts_too_short_to_guess_deep_teach_what_they_can(kind: str) -> None:
     training_batch = lesson_of(torch.tensor([TEXT[:4]]), target_model())
-    marks = fresh_head(kind).learn(training_batch, TransformersRuntime(target_model()).ends(), cross_entropy)
+    marks = fresh_head(kind).learn(training_batch, target_of(), cross_entropy)
     assert [float(loss.detach()) > 0 for loss in marks.losses] == [True, True, False, False]
 
 

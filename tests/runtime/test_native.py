@@ -376,21 +376,21 @@ def test_what_was_read_ahead_is_not_read_again(checkpoint):
 @pytest.mark.parametrize("eight_bits", [False, True])
 def test_it_lends_its_ends(checkpoint, eight_bits):
     runtime = native_runtime(checkpoint, eight_bits, hidden_layers=(0, -1))
-    read, ends = runtime.read(TOKENS), runtime.ends()
-    assert torch.equal(ends.embed(TOKENS), read.hidden[0])
-    assert torch.equal(ends.unembed(read.hidden[-1]), read.logits)
-    assert ends.unembed(read.hidden[-1][:, :0]).shape == (2, 0, runtime.vocab_size)
+    read, embedding_and_head = runtime.read(TOKENS), runtime.embedding_and_head()
+    assert torch.equal(embedding_and_head.embed(TOKENS), read.hidden[0])
+    assert torch.equal(embedding_and_head.unembed(read.hidden[-1]), read.logits)
+    assert embedding_and_head.unembed(read.hidden[-1][:, :0]).shape == (2, 0, runtime.vocab_size)
 
 
 def test_its_head_teaches_where_it_is_the_embeddings(tmp_path):
     config = FAMILIES["llama"]()
     config.tie_word_embeddings = True
-    ends = native_runtime(write_checkpoint(config, tmp_path)).ends()
-    states = torch.randn(3, ends.width, dtype=ends.dtype)
-    logits = ends.unembed(states.requires_grad_())
+    embedding_and_head = native_runtime(write_checkpoint(config, tmp_path)).embedding_and_head()
+    states = torch.randn(3, embedding_and_head.width, dtype=embedding_and_head.dtype)
+    logits = embedding_and_head.unembed(states.requires_grad_())
     logits.sum().backward()
     assert states.grad.abs().sum() > 0
-    error = (logits.detach().float() - ends.unembed(states.detach())).abs().max()
+    error = (logits.detach().float() - embedding_and_head.unembed(states.detach())).abs().max()
     assert error < 0.02 * logits.detach().abs().max()
 
 

@@ -131,9 +131,9 @@ def test_rounds_of_coupled_rows_too():
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
-@pytest.mark.parametrize("distinct", [True, False])
-def test_rounds_of_trees_do_not_bend_the_distribution_either(verifier, distinct):
-    assert chained_text_p_value(verifier, parents=TREE, distinct=distinct) > MIN_P_VALUE
+@pytest.mark.parametrize("without_replacement", [True, False])
+def test_rounds_of_trees_do_not_bend_the_distribution_either(verifier, without_replacement):
+    assert chained_text_p_value(verifier, parents=TREE, without_replacement=without_replacement) > MIN_P_VALUE
 
 
 def test_on_chains_traversal_says_what_block_verification_says():
@@ -146,9 +146,12 @@ def test_coupled_text_depends_on_the_seed_alone():
     crude = chained_texts("coupled", 500, seed=3, coupled=True)
     assert torch.equal(crude, chained_texts("coupled", 500, seed=3, coupled=True, drafter=ONE_SIDED))
     assert not torch.equal(crude, chained_texts("coupled", 500, seed=4, coupled=True))
-    for distinct in (True, False):
+    for without_replacement in (True, False):
         assert torch.equal(
-            crude, chained_texts("coupled", 500, seed=3, coupled=True, parents=TREE, distinct=distinct)
+            crude,
+            chained_texts(
+                "coupled", 500, seed=3, coupled=True, parents=TREE, without_replacement=without_replacement
+            ),
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from secondguess.errors import BadInputError
 from secondguess.runtime.loading import load_runtime
-from secondguess.train.capture import GIGABYTE, LiveCapture, StoredCapture, frozen_float32_ends
+from secondguess.train.capture import GIGABYTE, LiveCapture, StoredCapture, frozen_float32_embedding_and_head
 from secondguess.train.training_data import Batch, TrainingText
 
 TEXTS = [
@@ -43,16 +43,16 @@ def test_states_are_those_that_the_module_shows(tiny_checkpoint: Path, runtime: 
 
 def test_the_last_states_say_the_targets_distribution(target) -> None:
     training_batch = LiveCapture(target.runtime, ()).training_batch(BATCH)
-    logits = frozen_float32_ends(target.runtime).unembed(training_batch.hidden[-1])
+    logits = frozen_float32_embedding_and_head(target.runtime).unembed(training_batch.hidden[-1])
     expected = target.runtime.read(BATCH.tokens[:1]).logits
     torch.testing.assert_close(logits[:1], expected)
 
 
 def test_gradients_reach_the_head_and_not_the_target(tiny_checkpoint: Path) -> None:
     loaded = load_runtime(tiny_checkpoint, dtype="float32", runtime="transformers")
-    ends = frozen_float32_ends(loaded.runtime)
-    states = torch.ones(2, ends.width, requires_grad=True)
-    ends.unembed(ends.normalise(states)).sum().backward()
+    embedding_and_head = frozen_float32_embedding_and_head(loaded.runtime)
+    states = torch.ones(2, embedding_and_head.width, requires_grad=True)
+    embedding_and_head.unembed(embedding_and_head.normalise(states)).sum().backward()
     assert states.grad is not None
     assert all(weight.grad is None for weight in loaded.runtime.model.parameters())
 

@@ -9,7 +9,7 @@ import torch
 
 from secondguess.errors import BadInputError
 from secondguess.runtime.loading import load_runtime
-from secondguess.train.capture import LiveCapture, frozen_float32_ends
+from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_head
 from secondguess.train.draft_model import DraftModel, project_embeddings
 from secondguess.train.losses import objective
 from secondguess.train.training_data import Batch, TrainingText
@@ -43,11 +43,11 @@ def test_inner_products_survive_another_width() -> None:
 
 def test_it_learns_the_targets_distribution_where_the_text_counts(target) -> None:
     torch.manual_seed(0)
-    ends = frozen_float32_ends(target)
-    model = DraftModel.fresh(CONFIG, 300, ends, num_layers=1, width=64)
+    embedding_and_head = frozen_float32_embedding_and_head(target)
+    model = DraftModel.fresh(CONFIG, 300, embedding_and_head, num_layers=1, width=64)
     training_batch = LiveCapture(target, ()).training_batch(BATCH)
-    marks = model.learn(training_batch, ends, objective("kl"))
-    target_logits = ends.unembed(training_batch.hidden[-1])
+    marks = model.learn(training_batch, embedding_and_head, objective("kl"))
+    target_logits = embedding_and_head.unembed(training_batch.hidden[-1])
     draft_logits = model.model(training_batch.tokens).logits
     # The places before the tokens that count: 1 and 2 of the first text, 0 of the second.
     each = objective("kl")(target_logits, draft_logits)
@@ -57,16 +57,16 @@ def test_it_learns_the_targets_distribution_where_the_text_counts(target) -> Non
 
 
 def test_what_comes_behind_a_place_does_not_tell_it_anything(target) -> None:
-    ends = frozen_float32_ends(target)
-    model = DraftModel.fresh(CONFIG, 300, ends, num_layers=2, width=64)
+    embedding_and_head = frozen_float32_embedding_and_head(target)
+    model = DraftModel.fresh(CONFIG, 300, embedding_and_head, num_layers=2, width=64)
     first, second = (model.model(torch.tensor([[5, 6, last]])).logits for last in (7, 8))
     torch.testing.assert_close(first[:, :2], second[:, :2])
 
 
 def test_the_same_seed_makes_the_same_model(target) -> None:
-    ends = frozen_float32_ends(target)
+    embedding_and_head = frozen_float32_embedding_and_head(target)
     first, second, other = (
-        DraftModel.fresh(CONFIG, 300, ends, num_layers=1, width=0, seed=seed).state_dict()
+        DraftModel.fresh(CONFIG, 300, embedding_and_head, num_layers=1, width=0, seed=seed).state_dict()
         for seed in (4, 4, 5)
     )
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
@@ -75,4 +75,4 @@ def test_the_same_seed_makes_the_same_model(target) -> None:
 
 def test_a_width_that_heads_do_not_divide_is_refused(target) -> None:
     with pytest.raises(BadInputError, match="multiple of 64"):
-        DraftModel.fresh(CONFIG, 300, frozen_float32_ends(target), num_layers=1, width=100)
+        DraftModel.fresh(CONFIG, 300, frozen_float32_embedding_and_head(target), num_layers=1, width=100)

@@ -28,7 +28,7 @@ from secondguess.heads.learning import (
 )
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.loading import load_runtime
-from secondguess.train.capture import LiveCapture, frozen_float32_ends
+from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_head
 from secondguess.train.head_trainer import (
     HeadTrainer,
     Progress,
@@ -62,24 +62,29 @@ class TwoAhead(TrainableHead):
 
     hidden_layers = (1,)
 
-    def __init__(self, ends: EmbeddingAndHead) -> None:
+    def __init__(self, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
-        self.maps = nn.ModuleList(nn.Linear(ends.width, ends.width) for _ in range(2))
+        self.maps = nn.ModuleList(
+            nn.Linear(embedding_and_head.width, embedding_and_head.width) for _ in range(2)
+        )
         self.dropout = nn.Dropout(0.2)
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, embedding_and_head: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         losses, accepted = [], []
         for depth, mapped in enumerate(self.maps):
             end = training_batch.tokens.shape[1] - 1 - depth
             states = self.dropout(training_batch.hidden[1][:, :end])
-            draft = ends.unembed(ends.normalise(mapped(states)))
-            target = ends.unembed(training_batch.hidden[-1][:, depth : depth + end])
+            draft = embedding_and_head.unembed(embedding_and_head.normalise(mapped(states)))
+            target = embedding_and_head.unembed(training_batch.hidden[-1][:, depth : depth + end])
             counts = training_batch.counts[:, depth + 1 :]
             losses.append(masked_mean(objective(target, draft), counts))
             accepted.append(masked_mean(overlap(target, draft), counts))
         return DepthLosses(losses, accepted)
+
+    def save(self, folder: Path, target: str = "") -> None:
+        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +102,23 @@ def make(target) -> Callable[..., HeadTrainer]:
         pause: Callable[[], None] = nothing,
         weights: Callable[[int], Sequence[float]] = lambda num_depths: [1.0] * num_depths,
     ) -> HeadTrainer:
-        ends = frozen_float32_ends(target)
+        embedding_and_head = frozen_float32_embedding_and_head(target)
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            trainable = TwoAhead(ends)
+            trainable = TwoAhead(embedding_and_head)
         capture = LiveCapture(target, trainable.hidden_layers)
         aim = TrainingObjective(objective("kl"), weights, score)
         return HeadTrainer(
-            trainable, ends, TEXTS, capture, capture, aim, settings, folder, progress=progress, pause=pause
+            trainable,
+            embedding_and_head,
+            TEXTS,
+            capture,
+            capture,
+            aim,
+            settings,
+            folder,
+            progress=progress,
+            pause=pause,
         )
 
     return trainer

@@ -9,7 +9,7 @@ import torch
 
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.loading import load_runtime
-from secondguess.train.capture import LiveCapture, frozen_float32_ends
+from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_head
 from secondguess.train.losses import objective
 from secondguess.train.training_data import Batch, TrainingText
 from secondguess.train.whole_model import WholeModel, decoder_layers, exit_weights, read_trainable, skip_rates
@@ -27,15 +27,15 @@ def learn(whole: WholeModel, tiny_checkpoint: Path):
     training_batch = LiveCapture(target, (1,)).training_batch(BATCH)
     return (
         training_batch,
-        frozen_float32_ends(target),
-        whole.learn(training_batch, frozen_float32_ends(target), objective("kl")),
+        frozen_float32_embedding_and_head(target),
+        whole.learn(training_batch, frozen_float32_embedding_and_head(target), objective("kl")),
     )
 
 
 def test_an_exit_speaks_with_the_models_own_norm_and_head(whole: WholeModel, tiny_checkpoint: Path) -> None:
-    training_batch, ends, marks = learn(whole.eval(), tiny_checkpoint)
-    before = ends.unembed(training_batch.hidden[-1])
-    early = ends.unembed(ends.normalise(training_batch.hidden[1]))
+    training_batch, embedding_and_head, marks = learn(whole.eval(), tiny_checkpoint)
+    before = embedding_and_head.unembed(training_batch.hidden[-1])
+    early = embedding_and_head.unembed(embedding_and_head.normalise(training_batch.hidden[1]))
     counted = training_batch.counts[:, 1:]
     expected = objective("kl")(before, early)[:, :-1][counted].mean()
     torch.testing.assert_close(marks.losses[0], expected)

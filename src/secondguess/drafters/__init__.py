@@ -89,8 +89,8 @@ def make_drafter(
     resources = DrafterResources(target_vocab_size, load_draft_model)
     heads: dict[str, Path] = {}
     if target is not None:
-        find_head = partial(_find_head, target, heads)
-        resources = replace(resources, find_head=find_head, target=target.runtime)
+        find_head_folder = partial(_find_head, target, heads)
+        resources = replace(resources, find_head_folder=find_head_folder, target=target.runtime)
     if len(names) > 1:
         check_parts([name.kind for name in names])
     parts = [build_drafter(name, resources) for name in names]

@@ -33,7 +33,7 @@ class DrafterResources:
     Args:
         target_vocab_size: width of the target's logits.
         load_draft_model: returns the runtime of the model at a path.
-        find_head: returns the folder of the trained head for a name: the folder in the name, the
+        find_head_folder: returns the folder of the trained head for a name: the folder in the name, the
             head shipped for the target, or the target's own folder. Call it before
             `require_target`, so that a name can be checked before the target is loaded.
         target: runtime of the target, if there is one.
@@ -41,7 +41,7 @@ class DrafterResources:
 
     target_vocab_size: int
     load_draft_model: Callable[[str], Runtime]
-    find_head: Callable[[Name], Path] = _refuse_without_target
+    find_head_folder: Callable[[Name], Path] = _refuse_without_target
     target: Runtime | None = None
 
     def require_target(self, name: Name) -> Runtime:
@@ -51,7 +51,7 @@ class DrafterResources:
             BadInputError: there is no target.
         """
         if self.target is None:
-            self.find_head(name)
+            self.find_head_folder(name)
             _refuse_without_target(name)
         assert self.target is not None
         return self.target
@@ -131,11 +131,6 @@ class Drafter(ABC):
 
         The verification rule depends on whether a draft has `probs`, so this must agree with
         `propose`.
-
-        Args:
-            num_rows: number of rows in the batch.
-            noise: noise of the round.
-            vocab_size: vocabulary width of `probs`, if the draft has any.
         """
         deterministic = self.deterministic or noise.all_greedy
         return Draft.empty(num_rows, noise.device, None if deterministic else vocab_size)

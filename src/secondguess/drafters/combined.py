@@ -90,9 +90,9 @@ class CombinedDrafter(Drafter):
         )
         if deterministic:
             return Draft(tokens, parents, lengths)
-        distinct = self._merged_distinct(drafts)
+        without_replacement = self._siblings_without_replacement(drafts)
         dists = torch.stack([draft.probs for draft in merged if draft.probs is not None])
-        return Draft(tokens, parents, lengths, dists[whose, everyone], distinct)
+        return Draft(tokens, parents, lengths, dists[whose, everyone], without_replacement)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         for part in self.parts:
@@ -106,13 +106,13 @@ class CombinedDrafter(Drafter):
         for part in self.parts:
             part.reset_prefix_cache()
 
-    def _merged_distinct(self, drafts: Sequence[Draft]) -> bool:
-        """Return the value of `Draft.distinct` for the merged draft; chains fit either value.
+    def _siblings_without_replacement(self, drafts: Sequence[Draft]) -> bool:
+        """Return the value of `Draft.without_replacement` for the merged draft; chains fit either value.
 
         Raises:
             BadInputError: some trees have siblings drawn with replacement, others without.
         """
-        answers = {draft.distinct for draft in drafts if not draft.is_chain}
+        answers = {draft.without_replacement for draft in drafts if not draft.is_chain}
         if len(answers) > 1:
             raise BadInputError(
                 f"expected the parts of {self.name} to draw siblings alike, got some with and some without "

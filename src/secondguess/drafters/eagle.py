@@ -6,23 +6,18 @@ EAGLE-1 to 3, arXiv 2401.15077, 2406.16858, 2503.01840. Use `eagle:PATH`, or
 
 from __future__ import annotations
 
+from typing import Self
+
 from secondguess.drafters.base import DrafterResources
-from secondguess.drafters.feature import FeatureDrafter
-from secondguess.drafters.trees import read_tree_options
-from secondguess.heads.eagle_files import load_eagle
+from secondguess.drafters.mirroring import FeatureStepper
+from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.heads.eagle import load_eagle
 from secondguess.names import Name
 
 
-class EagleDrafter(FeatureDrafter):
+class EagleDrafter(SamplingDrafter):
     """Drafter that uses a trained EAGLE head, in any of the published formats."""
 
     @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> EagleDrafter:
-        options, shape = read_tree_options(name)
-        folder = resources.find_head(name)
-        target = resources.require_target(name)
-        ends = target.ends()
-        head = load_eagle(folder, ends, target.vocab_size, target.num_layers, target.device)
-        where = f":{name.argument}" if name.argument else ""
-        head = head.to(target.device, ends.dtype).eval()
-        return cls(head, target, f"{name.kind}{where}{options}", shape)
+    def build(cls, name: Name, resources: DrafterResources) -> Self:
+        return cls.build_with_head(name, resources, load_eagle, FeatureStepper)

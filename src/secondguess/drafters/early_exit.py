@@ -11,73 +11,78 @@ after it was drawn is computed again.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from secondguess.core import Budgets, Draft, Row
+from secondguess.core import Draft, Row
 from secondguess.drafters.base import DrafterResources
-from secondguess.drafters.sampling_drafter import SamplingDrafter
-from secondguess.drafters.trees import TreeShape, read_tree_options
+from secondguess.drafters.sampling_drafter import SamplingDrafter, Stepper, at_least_float32
+from secondguess.drafters.trees import read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
-from secondguess.sampling.noise import Noise
 
 
 class EarlyExitDrafter(SamplingDrafter):
-    """Drafter that runs the target's first layers, an optional adapter, and the target's LM head.
+    """Drafter that runs the target's first layers, an optional adapter, and the target's LM head."""
+
+    uses_target_layers = True
+
+    @classmethod
+    def build(cls, name: Name, resources: DrafterResources) -> EarlyExitDrafter:
+        if name.argument is None or not name.argument.isdecimal():
+            if resources.target is not None:
+                resources.target.require_partial_forward()
+            return cls.build_with_head(name, resources, EarlyExitHead.load, EarlyExitStepper.with_head)
+        options, shape = read_tree_options(name)
+        target = resources.require_target(name)
+        stepper = EarlyExitStepper(target, int(name.argument))
+        return cls(stepper, f"{name.kind}:{name.argument}{options}", target.vocab_size, shape)
+
+
+class EarlyExitStepper(Stepper):
+    """Stepper that runs the target's first layers.
 
     Args:
         target: target whose layers run; it must support `run_first_layers`.
         num_layers: number of layers to run.
-        finish: maps their hidden states to the input of the LM head: an adapter, or the target's
-            final norm.
-        name, shape: as in `SamplingDrafter`.
+        finish: maps their hidden states to the input of the LM head: an adapter; None for the
+            target's final norm.
+
+    Raises:
+        BadInputError: no such exit layer.
+        UnsupportedModelError: a runtime whose layers cannot be run separately.
     """
 
-    uses_target_layers = True
-
     def __init__(
-        self,
-        target: Runtime,
-        num_layers: int,
-        finish: Callable[[Tensor], Tensor],
-        name: str,
-        shape: TreeShape | None = None,
+        self, target: Runtime, num_layers: int, finish: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        _check_exit(target, num_layers)
-        super().__init__(name, target.vocab_size, target.device, shape)
+        # Checked before any weights are used, so that a name can be rejected before they are loaded.
+        target.require_partial_forward()
+        if not 0 < num_layers < target.num_layers:
+            raise BadInputError(
+                f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
+                f"got {num_layers}"
+            )
+        shared = target.embedding_and_head()
+        self.device = target.device
         self._target = target
         self._num_layers = num_layers
-        self._finish = finish
-        self._unembed = target.ends().unembed
+        self._finish = finish or shared.normalise
+        self._unembed = shared.unembed
         self._chains: list[list[int]] = []
 
     @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> EarlyExitDrafter:
-        options, shape = read_tree_options(name)
-        if name.argument is not None and name.argument.isdecimal():
-            target, num_layers, shown = resources.require_target(name), int(name.argument), name.argument
-            _check_exit(target, num_layers)
-            finish: Callable[[Tensor], Tensor] = target.ends().normalise
-        else:
-            folder = resources.find_head(name)
-            target = resources.require_target(name)
-            head = _load_head(folder, target)
-            num_layers, finish, shown = head.exit_layer, head, name.argument or ""
-        text = f"{name.kind}:{shown}{options}" if shown else f"{name.kind}{options}"
-        return cls(target, num_layers, finish, text, shape)
+    def with_head(cls, head: EarlyExitHead, target: Runtime) -> EarlyExitStepper:
+        """Return the stepper of an adapter."""
+        return cls(target, head.exit_layer, head.eval().requires_grad_(False))
 
-    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+    def start(self, rows: Sequence[Row], longest: int) -> None:
         self._chains = [[] for _ in rows]
-        return super().propose(rows, budgets, noise)
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        states = self._read(rows, Draft.chains(self._chains, device=self.device))
-        return self._logits(states[:, -1])
+        return self._logits(self._read(rows, Draft.chains(self._chains, device=self.device))[:, -1])
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         for index in active:
@@ -86,40 +91,9 @@ class EarlyExitDrafter(SamplingDrafter):
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         return self._logits(self._read(rows, tree))
 
-    def _logits(self, states: Tensor) -> Tensor:
-        logits = self._unembed(self._finish(states))
-        return logits if logits.dtype == torch.float64 else logits.float()
-
     def _read(self, rows: Sequence[Row], draft: Draft) -> Tensor:
         # All rows, even without a draft: the target needs these layers for each pending token.
         return self._target.run_first_layers(rows, draft, self._num_layers)
 
-
-def _check_exit(target: Runtime, num_layers: int) -> None:
-    """Check that the target can exit after `num_layers` layers.
-
-    `build` calls this before it uses any weights, so that a name can be rejected before the target
-    is loaded.
-
-    Raises:
-        BadInputError: no such exit layer.
-        UnsupportedModelError: a runtime whose layers cannot be run separately.
-    """
-    target.require_partial_forward()
-    if not 0 < num_layers < target.num_layers:
-        raise BadInputError(
-            f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
-            f"got {num_layers}"
-        )
-
-
-def _load_head(folder: Path, target: Runtime) -> EarlyExitHead:
-    target.require_partial_forward()
-    ends, head = target.ends(), EarlyExitHead.load(folder)
-    width = head.norm.weight.shape[0]
-    if width != ends.width:
-        raise BadInputError(
-            f"expected an adapter for states of width {ends.width}, got one for {width} in {folder}; "
-            "it was trained for another target"
-        )
-    return head.to(device=target.device, dtype=ends.dtype).eval().requires_grad_(False)
+    def _logits(self, states: Tensor) -> Tensor:
+        return at_least_float32(self._unembed(self._finish(states)))

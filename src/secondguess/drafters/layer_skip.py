@@ -10,14 +10,15 @@ drafter has its own KV cache for the remaining layers.
 from __future__ import annotations
 
 from secondguess.drafters.base import DrafterResources
-from secondguess.drafters.mirroring import MirroringDrafter
+from secondguess.drafters.mirroring import ModelStepper
+from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.trees import read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.skip import read_skipped
 from secondguess.names import Name
 
 
-class LayerSkipDrafter(MirroringDrafter):
+class LayerSkipDrafter(SamplingDrafter):
     """Drafter that runs the target without some of its layers."""
 
     uses_target_layers = True
@@ -27,11 +28,11 @@ class LayerSkipDrafter(MirroringDrafter):
         options, shape = read_tree_options(name)
         skipped = _parse(name.argument)
         if skipped is None:
-            skipped = read_skipped(resources.find_head(name))
+            skipped = read_skipped(resources.find_head_folder(name))
         target = resources.require_target(name)
-        runtime = target.skip_layers(skipped)
-        shown = f"{name.kind}{f':{name.argument}' if name.argument else ''}{options}"
-        return cls(runtime, shown, resources.target_vocab_size, shape)
+        stepper = ModelStepper(target.skip_layers(skipped))
+        argument = f":{name.argument}" if name.argument else ""
+        return cls(stepper, f"{name.kind}{argument}{options}", resources.target_vocab_size, shape)
 
 
 def _parse(argument: str | None) -> list[int] | None:

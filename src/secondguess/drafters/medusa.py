@@ -10,49 +10,52 @@ paper's typical acceptance changes the output distribution and is not offered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
-from secondguess.drafters.base import DrafterResources, single_candidate
-from secondguess.drafters.sampling_drafter import SamplingDrafter, expand_to_batch
-from secondguess.drafters.trees import TreeShape, read_tree_options
-from secondguess.heads.medusa import LAST_HIDDEN, MedusaHead
+from secondguess.core import Draft, Row, Verdict
+from secondguess.drafters.base import DrafterResources
+from secondguess.drafters.sampling_drafter import (
+    SamplingDrafter,
+    Stepper,
+    at_least_float32,
+    expand_to_batch,
+)
+from secondguess.heads.learning import LAST_HIDDEN
+from secondguess.heads.medusa import MedusaHead
 from secondguess.names import Name
 from secondguess.runtime.base import HiddenStates, Runtime
-from secondguess.sampling.noise import Noise
 
 
 class MedusaDrafter(SamplingDrafter):
-    """Drafter that uses a set of Medusa heads; it keeps one hidden state per row.
+    """Drafter that uses a set of Medusa heads."""
+
+    @classmethod
+    def build(cls, name: Name, resources: DrafterResources) -> Self:
+        return cls.build_with_head(name, resources, MedusaHead.load, MedusaStepper)
+
+
+class MedusaStepper(Stepper):
+    """Stepper over a set of Medusa heads; it keeps one hidden state per row.
 
     Args:
         head: on the target's device.
         target: target whose hidden states the heads read.
-        name, shape: as in `SamplingDrafter`.
     """
 
-    def __init__(self, head: MedusaHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
-        super().__init__(name, target.vocab_size, target.device, shape)
-        self.hidden_layers = head.hidden_layers
+    def __init__(self, head: MedusaHead, target: Runtime) -> None:
         self.head = head.eval().requires_grad_(False)
+        self.device = target.device
+        self.hidden_layers = head.hidden_layers
         self._states: dict[Row, Tensor] = {}
         self._depth = 0
-
-    @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> MedusaDrafter:
-        options, shape = read_tree_options(name)
-        folder = resources.find_head(name)
-        target = resources.require_target(name)
-        head = MedusaHead.load(folder, target.ends(), target.vocab_size).to(target.device)
-        argument = "" if name.argument is None else f":{name.argument}"
-        return cls(head, target, f"{name.kind}{argument}{options}", shape)
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
         return [max(0, len(row.tokens) - 2) for row in rows]
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             if of_row:
                 self._states[row] = of_row[LAST_HIDDEN][-1].clone()
@@ -62,7 +65,6 @@ class MedusaDrafter(SamplingDrafter):
 
         That token is the last of the accepted path or, if the path is empty, the old pending one.
         """
-        super().observe(rows, verdict, hidden)
         if hidden[LAST_HIDDEN].shape[:2] == (1, 1):
             self._states[rows[0]] = hidden[LAST_HIDDEN][0, 0]
             return
@@ -70,19 +72,15 @@ class MedusaDrafter(SamplingDrafter):
             # A view would keep the states of the whole round in memory.
             self._states[row] = hidden[LAST_HIDDEN][index, path[-1] + 1 if path else 0].clone()
 
-    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
-        return [single_candidate(self.room(row)) for row in rows]
+    def end(self, row: Row) -> None:
+        self._states.pop(row, None)
 
     def room(self, row: Row) -> int:
         """Return how many levels there are heads for; 0 for a row without a hidden state yet."""
-        if row not in self._states:
-            return 0
-        depth = self.head.shape.num_heads if self.shape is None else self.shape.depth
-        return min(depth, self.head.shape.num_heads, row.room)
+        return min(self.head.shape.num_heads, row.room) if row in self._states else 0
 
-    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+    def start(self, rows: Sequence[Row], longest: int) -> None:
         self._depth = 0
-        return super().propose(rows, budgets, noise)
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         return self._level_logits(rows, active, self._depth)
@@ -96,9 +94,5 @@ class MedusaDrafter(SamplingDrafter):
 
     def _level_logits(self, rows: Sequence[Row], active: list[int], level: int) -> Tensor:
         """Return logits `[row, vocab]` for the nodes of one level; zeros for inactive rows."""
-        said = self.head.logits(torch.stack([self._states[rows[index]] for index in active]), level)
-        said = said if said.dtype == torch.float64 else said.float()
-        return expand_to_batch(said, len(rows), active)
-
-    def end(self, row: Row) -> None:
-        self._states.pop(row, None)
+        states = torch.stack([self._states[rows[index]] for index in active])
+        return expand_to_batch(at_least_float32(self.head.logits(states, level)), len(rows), active)

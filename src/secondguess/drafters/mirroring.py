@@ -1,9 +1,9 @@
-"""Drafters that run a model with its own KV cache: draft models, feature heads, layer skipping.
+"""Steppers that run a model with its own KV cache: draft models, layer skipping, feature heads.
 
-The drafter's runtime has the same interface as the target. Each target row has a *shadow*: a row
-of the committed tokens plus, in a chain, the tokens drafted this round. A draft step scores the
-shadows; the runtime forwards the tokens that it has not cached yet: normally one, or two after a
-draft was accepted in full. The nodes of a tree are scored as nodes, all levels again for each
+The stepper's runtime has the same interface as the target. Each target row has a *mirror row* in
+it: the committed tokens plus, in a chain, the tokens drafted this round. A draft step scores the
+mirror rows; the runtime forwards the tokens that it has not cached yet: normally one, or two after
+a draft was accepted in full. The nodes of a tree are scored as nodes, all levels again for each
 level, which is cheap compared with the target's pass.
 
 A row that is not drafted for costs nothing: its tokens are prefilled when the controller first
@@ -18,21 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Row
-from secondguess.drafters.base import single_candidate
-from secondguess.drafters.sampling_drafter import SamplingDrafter, expand_to_batch
-from secondguess.drafters.trees import TreeShape
-from secondguess.runtime.base import ForwardOutput, Runtime
+from secondguess.core import Draft, Row, Verdict
+from secondguess.drafters.hidden_states import HiddenStateBuffer
+from secondguess.drafters.sampling_drafter import PREFILL_THRESHOLD, Stepper, expand_to_batch
+from secondguess.heads.feature import FeatureHead
+from secondguess.heads.runtime import FeatureHeadRuntime
+from secondguess.runtime.base import HiddenStates, Runtime
 
 UNKNOWN_TOKEN = 0
 """Token that a draft model reads in place of a token outside its vocabulary."""
-
-PREFILL_THRESHOLD = 16
-"""Number of uncached tokens above which a shadow is prefilled before the draft.
-
-Up to this many are forwarded in the first draft step. Candidates report the number of uncached
-tokens in multiples of it.
-"""
 
 
 @dataclass(eq=False)
@@ -45,99 +39,101 @@ class MirrorRow:
     """
 
     row: Row
-    num_committed: int
+    num_committed: int = 0
+
+    @property
+    def is_far(self) -> bool:
+        """True if so many tokens are new that they are prefilled before the draft."""
+        return len(self.row.tokens) - self.num_committed > PREFILL_THRESHOLD
 
 
-class MirroringDrafter(SamplingDrafter):
-    """Drafter with its own runtime, whose rows mirror the target's.
+class MirroringStepper(Stepper):
+    """Base class of steppers whose runtime has a mirror row for each target row.
 
     Args:
-        runtime: the draft model, for the exclusive use of this drafter.
-        name, vocab_size, shape: as in `SamplingDrafter`. A token outside the draft model's
-            vocabulary is read as token 0.
+        runtime: the draft model, for the exclusive use of this stepper.
     """
 
-    def __init__(self, runtime: Runtime, name: str, vocab_size: int, shape: TreeShape | None = None) -> None:
-        super().__init__(name, vocab_size, runtime.device, shape)
+    min_tokens = 1
+    """Number of tokens from which on a row can be drafted for."""
+
+    def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.device = runtime.device
         self._mirror_rows: dict[Row, MirrorRow] = {}
 
-    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
-        """Return one candidate per row, of length 0 if the draft model's context is full."""
-        return [self._choices(row) for row in rows]
+    def num_uncached(self, row: Row) -> int:
+        mirror = self._mirror_rows.get(row)
+        return len(row.tokens) - (mirror.num_committed if mirror else 0)
 
-    def _choices(self, row: Row) -> tuple[Candidate]:
-        mirror_row = self._mirror_rows.get(row)
-        num_uncached = len(row.tokens) - (mirror_row.num_committed if mirror_row else 0)
-        # Rounded, so that few values occur and the cache of `single_candidate` is hit.
-        coarse = (
-            num_uncached // PREFILL_THRESHOLD * PREFILL_THRESHOLD if num_uncached > PREFILL_THRESHOLD else 0
-        )
-        longest = min(self.room(row), MAX_DRAFT_LENGTH if self.shape is None else self.shape.depth)
-        return single_candidate(longest, coarse)
-
-    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
-        """Synchronise the shadows with the rows, and prefill those that are far behind."""
-        held = [row for row in rows if self.room(row) > 0]
-        new = [row for row in held if row not in self._mirror_rows]
-        known = [row for row in held if row in self._mirror_rows]
-        behind = [self._mirror_rows[row] for row in known]
-        for row, mirror_row in zip(known, behind, strict=True):
-            self._sync_tokens(mirror_row, row.tokens)
-        self.runtime.rewind(
-            [mirror_row.row for mirror_row in behind], [mirror_row.num_committed for mirror_row in behind]
-        )
-        far = [
-            mirror_row.row
-            for mirror_row in behind
-            if len(mirror_row.row.tokens) - mirror_row.num_committed > PREFILL_THRESHOLD
-        ]
-        if far:
-            self.runtime.prefill(far)
-        if new:
-            self._admit(new)
-
-    def _admit(self, rows: Sequence[Row]) -> None:
-        mirror_rows = [Row([self._known_token(token) for token in row.tokens], row.params) for row in rows]
-        # Registered before the prefill, so that `end` releases them even if it is interrupted.
-        for row, mirror_row in zip(rows, mirror_rows, strict=True):
-            self._mirror_rows[row] = MirrorRow(mirror_row, num_committed=len(mirror_row.tokens))
-        self.runtime.begin(mirror_rows)
+    def room(self, row: Row) -> int:
+        """Return how many levels fit the draft model's context; the last is never forwarded."""
+        num_tokens = len(row.tokens)
+        return max(0, self.runtime.context_length - num_tokens + 1) if num_tokens >= self.min_tokens else 0
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        """Return logits from one forward pass of the active rows; zeros for the others."""
         nothing = Draft.empty(len(rows), self.device)
-        return expand_to_batch(self._score(rows, active, nothing).logits[:, 0], len(rows), active)
+        return expand_to_batch(self._score(rows, active, nothing)[:, 0], len(rows), active)
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         for index in active:
             self._mirror_rows[rows[index]].row.tokens.append(tokens[index])
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
-        return expand_to_batch(self._score(rows, active, tree).logits, len(rows), active)
-
-    def _score(self, rows: Sequence[Row], active: list[int], tree: Draft) -> ForwardOutput:
-        """Run one forward pass over the active rows and their trees."""
-        mirror_rows = [self._mirror_rows[rows[index]].row for index in active]
-        members = tree if len(active) == len(rows) else tree.select(torch.tensor(active, device=self.device))
-        return self.runtime.score(mirror_rows, members)
+        return expand_to_batch(self._score(rows, active, tree), len(rows), active)
 
     def end(self, row: Row) -> None:
-        mirror_row = self._mirror_rows.pop(row, None)
-        if mirror_row is not None:
-            self.runtime.end(mirror_row.row)
+        mirror = self._mirror_rows.pop(row, None)
+        if mirror is not None:
+            self.runtime.end(mirror.row)
 
     def reset_prefix_cache(self) -> None:
         self.runtime.reset_prefix_cache()
 
-    def room(self, row: Row) -> int:
-        """Return how many levels fit the draft model's context; the last is never forwarded."""
-        return max(0, self.runtime.context_length - len(row.tokens) + 1)
+    def _score(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
+        """Return logits `[active row, node + 1, vocab]` of one forward pass over rows and trees."""
+        mirror_rows = [self._mirror_rows[rows[index]].row for index in active]
+        members = tree if len(active) == len(rows) else tree.select(torch.tensor(active, device=self.device))
+        return self.runtime.score(mirror_rows, members).logits
 
-    def _sync_tokens(self, mirror_row: MirrorRow, tokens: list[int]) -> None:
-        """Replace a shadow's tokens by `tokens`, and count the leading tokens that were equal."""
-        believed = mirror_row.row.tokens
-        agreed = mirror_row.num_committed
+    def _split(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+        """Return the rows without a mirror row and those with one."""
+        new = [row for row in rows if row not in self._mirror_rows]
+        return new, [row for row in rows if row in self._mirror_rows]
+
+    def _rewind(self, mirrors: Sequence[MirrorRow]) -> None:
+        self.runtime.rewind([each.row for each in mirrors], [each.num_committed for each in mirrors])
+
+
+class ModelStepper(MirroringStepper):
+    """Stepper that runs a draft model.
+
+    A token outside the draft model's vocabulary is read as token 0.
+    """
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
+        new, known = self._split(rows)
+        mirrors = [self._mirror_rows[row] for row in known]
+        for row, mirror in zip(known, mirrors, strict=True):
+            self._sync_tokens(mirror, row.tokens)
+        self._rewind(mirrors)
+        far = [mirror.row for mirror in mirrors if mirror.is_far]
+        if far:
+            self.runtime.prefill(far)
+        for row in new:
+            # Registered before the prefill, so that `end` releases them even if it is interrupted.
+            mirror_row = Row([self._known_token(token) for token in row.tokens], row.params)
+            self._mirror_rows[row] = MirrorRow(mirror_row, num_committed=len(row.tokens))
+        if new:
+            admitted = [self._mirror_rows[row].row for row in new]
+            self.runtime.admit(admitted)
+            self.runtime.prefill(admitted)
+
+    def _sync_tokens(self, mirror: MirrorRow, tokens: list[int]) -> None:
+        """Replace a mirror row's tokens by `tokens`, and count the leading tokens that were equal."""
+        believed = mirror.row.tokens
+        agreed = mirror.num_committed
         # The last token is never counted, so that it is forwarded: the next draft starts from its
         # logits. Comparing tokens does not ensure that, since a correction may equal the token
         # that it replaces (block verification).
@@ -145,7 +141,72 @@ class MirroringDrafter(SamplingDrafter):
         while agreed < last and believed[agreed] == self._known_token(tokens[agreed]):
             agreed += 1
         believed[agreed:] = [self._known_token(token) for token in tokens[agreed:]]
-        mirror_row.num_committed = agreed
+        mirror.num_committed = agreed
 
     def _known_token(self, token: int) -> int:
         return token if token < self.runtime.vocab_size else UNKNOWN_TOKEN
+
+
+class FeatureStepper(MirroringStepper):
+    """Stepper that runs a head which takes a feature with each token: EAGLE, MTP.
+
+    A mirror row is the row without its first token, which has no feature. The features of
+    committed tokens come from the target, those of draft nodes from the head itself. So accepted
+    tokens are run through the head again with the target's features, in the first step of the next
+    draft.
+
+    Args:
+        head: on the target's device and in its dtype.
+        target: target whose hidden states the head reads.
+    """
+
+    min_tokens = 2
+
+    def __init__(self, head: FeatureHead, target: Runtime) -> None:
+        self.head_runtime = FeatureHeadRuntime(head, target.context_length, target.device)
+        super().__init__(self.head_runtime)
+        self.head = head.eval().requires_grad_(False)
+        self.hidden_layers = head.hidden_layers
+        self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
+
+    def admit(self, rows: Sequence[Row]) -> list[int | None]:
+        return [self._admit(row).num_committed if len(row.tokens) > 1 else 0 for row in rows]
+
+    def _admit(self, row: Row, reuse_limit: int | None = None) -> MirrorRow:
+        mirror = MirrorRow(Row(row.tokens[1:], row.params))
+        (mirror.num_committed,) = self.runtime.admit([mirror.row], [reuse_limit])
+        self._mirror_rows[row] = mirror
+        return mirror
+
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
+        for row, of_row in zip(rows, hidden, strict=True):
+            self._hidden_buffer.begin(row, of_row)
+            if of_row:
+                num_reused = len(row.tokens) - 1 - len(of_row[self.hidden_layers[0]])
+                mirror = self._mirror_rows.get(row) or self._admit(row, num_reused)
+                mirror.num_committed = num_reused
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
+        self._hidden_buffer.observe(rows, verdict, hidden)
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
+        mirrors = [self._mirror_rows.get(row) or self._admit(row, 0) for row in rows]
+        self._rewind(mirrors)
+        far = []
+        for row, mirror in zip(rows, mirrors, strict=True):
+            mirror.row.tokens[:] = row.tokens[1:]
+            if mirror.is_far:
+                far.append(mirror.row)
+            features = self.head.features(self._hidden_buffer.take(row))
+            self.head_runtime.set_features(mirror.row, mirror.num_committed, features)
+            mirror.num_committed = len(mirror.row.tokens)
+        if far:
+            self.runtime.prefill(far)
+
+    def end(self, row: Row) -> None:
+        mirror = self._mirror_rows.get(row)
+        if mirror is not None:  # entries of draft nodes have features of the head's own: not reused
+            self._rewind([mirror])
+        super().end(row)
+        self._hidden_buffer.end(row)

@@ -6,15 +6,26 @@ Use `model:PATH`, or `model:PATH,tree=3x2x1` for trees.
 from __future__ import annotations
 
 from secondguess.drafters.base import DrafterResources
-from secondguess.drafters.mirroring import MirroringDrafter
+from secondguess.drafters.mirroring import ModelStepper
 from secondguess.drafters.optimal_tree import OptimalTree, measure_costs
-from secondguess.drafters.trees import TreeOptions
+from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.drafters.trees import TreeOptions, TreeShape
 from secondguess.errors import BadInputError
 from secondguess.names import Name, read_options
+from secondguess.runtime.base import Runtime
 
 
-class ModelDrafter(MirroringDrafter):
-    """Drafter that samples from a draft model."""
+class ModelDrafter(SamplingDrafter):
+    """Drafter that samples from a draft model.
+
+    Args:
+        runtime: the draft model, for the exclusive use of this drafter.
+        name, vocab_size, shape: as in `SamplingDrafter`.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, vocab_size: int, shape: TreeShape | None = None) -> None:
+        super().__init__(ModelStepper(runtime), name, vocab_size, shape)
+        self.runtime = runtime
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> ModelDrafter:

@@ -6,23 +6,18 @@ that was trained for it, and `mtp,tree=3x2x1` for trees.
 
 from __future__ import annotations
 
+from typing import Self
+
 from secondguess.drafters.base import DrafterResources
-from secondguess.drafters.feature import FeatureDrafter
-from secondguess.drafters.trees import read_tree_options
-from secondguess.heads.mtp_files import load_mtp
+from secondguess.drafters.mirroring import FeatureStepper
+from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.heads.mtp import MtpHead
 from secondguess.names import Name
 
 
-class MtpDrafter(FeatureDrafter):
+class MtpDrafter(SamplingDrafter):
     """Drafter that applies one MTP module repeatedly, each step to the token drafted before."""
 
     @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> MtpDrafter:
-        options, shape = read_tree_options(name)
-        folder = resources.find_head(name)
-        target = resources.require_target(name)
-        ends = target.ends()
-        head = load_mtp(folder, ends, target.vocab_size, target.num_layers)
-        where = f":{name.argument}" if name.argument else ""
-        head = head.to(target.device, ends.dtype).eval()
-        return cls(head, target, f"{name.kind}{where}{options}", shape)
+    def build(cls, name: Name, resources: DrafterResources) -> Self:
+        return cls.build_with_head(name, resources, MtpHead.load, FeatureStepper)

@@ -1,53 +1,83 @@
-"""Base class of drafters that sample their nodes, as chains or trees.
+"""Drafter that samples its nodes, as chains or trees, from the logits of a stepper.
 
-It applies sampling settings and budgets, and adapts vocabulary widths. A subclass supplies the
-logits: after a chain that is extended token by token (`chain_logits`, `extend`), or after every
-node of a tree (`tree_logits`).
+The drafter applies sampling settings and budgets, and adapts vocabulary widths. A `Stepper`
+supplies the logits: after a chain that is extended token by token, or after every node of a tree.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, Verdict
-from secondguess.drafters.base import Drafter
-from secondguess.drafters.trees import TreeShape, draft_trees
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
+from secondguess.drafters.base import Drafter, DrafterResources, single_candidate
+from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.errors import BadInputError
-from secondguess.runtime.base import HiddenStates
+from secondguess.heads.base import Head, TargetModel
+from secondguess.names import Name
+from secondguess.runtime.base import HiddenStates, Runtime
 from secondguess.runtime.native.library import with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
 from secondguess.sampling.truncation import most_likely
 
+HeadT = TypeVar("HeadT", bound=Head)
 
-class SamplingDrafter(Drafter):
-    """Drafter that samples chains, or trees of one shape, under each row's own sampling settings.
+PREFILL_THRESHOLD = 16
+"""Number of uncached tokens above which a row is prefilled before the draft.
 
-    Args:
-        name: as given to `--drafter`.
-        vocab_size: width of the target's logits. The drafter's may be wider (the extra tokens are
-            never drafted) or narrower (the missing tokens get probability zero).
-        device: device of the drafts.
-        shape: shape of the trees; None for chains.
+Up to this many are forwarded in the first draft step. Candidates report the number of uncached
+tokens in multiples of it.
+"""
+
+
+class Stepper(ABC):
+    """Forward passes of a sampling drafter, and the state that they need per row.
+
+    Attributes:
+        device: device of the logits.
+        hidden_layers: layers of the target whose hidden states `begin` and `observe` receive.
     """
 
-    deterministic = False
+    device: torch.device
+    hidden_layers: Sequence[int] = ()
 
-    def __init__(
-        self, name: str, vocab_size: int, device: torch.device, shape: TreeShape | None = None
-    ) -> None:
-        self.name = name
-        self.vocab_size = vocab_size
-        self.device = device
-        self.shape = shape
-        self.can_draft_trees = shape is not None
-        self._tree_parents: Sequence[Sequence[int]] = ()
+    def admit(self, rows: Sequence[Row]) -> list[int | None]:
+        """Add rows; see `Drafter.admit`."""
+        return [0 if self.hidden_layers else None] * len(rows)
+
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
+        """Begin to draft for prefilled rows; see `Drafter.begin`."""
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
+        """Process the committed tokens; see `Drafter.observe`."""
+
+    def end(self, row: Row) -> None:
+        """Release the state held for a row."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cache entries of released rows, if any are kept."""
+
+    def room(self, row: Row) -> int:
+        """Return the largest number of levels that can be drafted for a row."""
+        return MAX_DRAFT_LENGTH
+
+    def num_uncached(self, row: Row) -> int:
+        """Return the number of tokens to prefill before the first level can be drafted."""
+        return 0
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Prefill rows that are about to be drafted for."""
+
+    def start(self, rows: Sequence[Row], longest: int) -> None:
+        """Start a round of at most `longest` levels for a batch of prepared rows."""
 
     @abstractmethod
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
@@ -72,26 +102,101 @@ class SamplingDrafter(Drafter):
     def acceptance_probs(self, depth: int) -> list[float] | None:
         """Return per row the acceptance probability of the node at this depth of its chain.
 
-        It is conditional on the acceptance of the nodes before. None for drafters that were not
+        It is conditional on the acceptance of the nodes before. None for steppers that were not
         trained to predict it. The node has already been drawn, but the prediction must not depend
         on its token.
         """
         return None
 
-    def room(self, row: Row) -> int:
-        """Return the largest number of levels that the drafter can draft for a row."""
-        return MAX_DRAFT_LENGTH
+
+class SamplingDrafter(Drafter):
+    """Drafter that samples chains, or trees of one shape, under each row's own sampling settings.
+
+    Args:
+        stepper: source of the logits.
+        name: as given to `--drafter`.
+        vocab_size: width of the target's logits. The stepper's may be wider (the extra tokens are
+            never drafted) or narrower (the missing tokens get probability zero).
+        shape: shape of the trees; None for chains.
+    """
+
+    deterministic = False
+
+    def __init__(self, stepper: Stepper, name: str, vocab_size: int, shape: TreeShape | None = None) -> None:
+        self.stepper = stepper
+        self.name = name
+        self.vocab_size = vocab_size
+        self.device = stepper.device
+        self.hidden_layers = stepper.hidden_layers
+        self.shape = shape
+        self.can_draft_trees = shape is not None
+        self._tree_parents: Sequence[Sequence[int]] = ()
+
+    @classmethod
+    def build_with_head(
+        cls,
+        name: Name,
+        resources: DrafterResources,
+        load: Callable[[Path, TargetModel], HeadT],
+        make_stepper: Callable[[HeadT, Runtime], Stepper],
+    ) -> Self:
+        """Build the drafter for a name whose argument, if any, is the folder of a trained head.
+
+        Args:
+            name, resources: as in `Drafter.build`.
+            load: reads the head (`Head.load`).
+            make_stepper: returns the stepper for the head, on the target's device and in its dtype.
+        """
+        options, shape = read_tree_options(name)
+        folder = resources.find_head_folder(name)
+        target = resources.require_target(name)
+        model = TargetModel.of(target)
+        head = load(folder, model).to(target.device, model.dtype)
+        argument = f":{name.argument}" if name.argument else ""
+        stepper = make_stepper(head, target)
+        return cls(stepper, f"{name.kind}{argument}{options}", target.vocab_size, shape)
+
+    def admit(self, rows: Sequence[Row]) -> list[int | None]:
+        return self.stepper.admit(rows)
+
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
+        self.stepper.begin(rows, hidden)
+
+    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
+        """Return one candidate per row, of length 0 if the stepper has no room for it."""
+        return [self._candidate(row) for row in rows]
+
+    def _candidate(self, row: Row) -> tuple[Candidate]:
+        num_uncached = self.stepper.num_uncached(row)
+        # Rounded, so that few values occur and the cache of `single_candidate` is hit.
+        coarse = num_uncached // PREFILL_THRESHOLD * PREFILL_THRESHOLD
+        max_depth = MAX_DRAFT_LENGTH if self.shape is None else self.shape.depth
+        longest = min(self.stepper.room(row), max_depth)
+        return single_candidate(longest, coarse if num_uncached > PREFILL_THRESHOLD else 0)
+
+    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
+        self.stepper.prepare([row for row in rows if self.stepper.room(row) > 0])
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
+        limits = [
+            min(limit, self.stepper.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)
+        ]
+        self.stepper.start(rows, budgets.longest)
         if self.shape is None:
             return self._draw_chains(rows, limits, budgets, noise)
         return self._draw_trees(rows, self.shape, limits, budgets, noise)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
+        self.stepper.observe(rows, verdict, hidden)
         if self.shape is not None and self._tree_parents:
             self.shape.learn(self._tree_parents, verdict.path_lists())
         self._tree_parents = ()
+
+    def end(self, row: Row) -> None:
+        self.stepper.end(row)
+
+    def reset_prefix_cache(self) -> None:
+        self.stepper.reset_prefix_cache()
 
     def _draw_chains(self, rows: Sequence[Row], limits: list[int], budgets: Budgets, noise: Noise) -> Draft:
         active = [index for index, limit in enumerate(limits) if limit > 0]
@@ -102,7 +207,7 @@ class SamplingDrafter(Drafter):
         dists: list[Tensor] = []
         while active:
             depth = max(map(len, chains))
-            logits = self._of_target_width(self.chain_logits(rows, active))
+            logits = self._of_target_width(self.stepper.chain_logits(rows, active))
             confidences = None
             if plain and not budgets.uses_probs:
                 as_list = most_likely(logits).tolist()
@@ -122,10 +227,10 @@ class SamplingDrafter(Drafter):
                 as_list = tokens.tolist()
             for index in active:
                 chains[index].append(as_list[index])
-            self.extend(rows, active, as_list)
+            self.stepper.extend(rows, active, as_list)
             active = [index for index in active if depth + 1 < limits[index]]
             if active and budgets.uses_probs:
-                going_on = budgets.go_on(logits, depth, self.acceptance_probs(depth), confidences)
+                going_on = budgets.go_on(logits, depth, self.stepper.acceptance_probs(depth), confidences)
                 active = [index for index in active if going_on[index]]
         probs = None if noise.all_greedy else self._probs(dists, len(rows))
         return Draft.chains(chains, probs, self.device)
@@ -134,7 +239,7 @@ class SamplingDrafter(Drafter):
         self, rows: Sequence[Row], shape: TreeShape, limits: list[int], budgets: Budgets, noise: Noise
     ) -> Draft:
         def level_logits(active: list[int], tree: Draft) -> Tensor:
-            return self._of_target_width(self.tree_logits(rows, active, tree))
+            return self._of_target_width(self.stepper.tree_logits(rows, active, tree))
 
         go_on = budgets.go_on if budgets.uses_probs else None
         draft = draft_trees(rows, shape, limits, noise, level_logits, go_on)
@@ -171,3 +276,8 @@ def expand_to_batch(values: Tensor, num_rows: int, active: list[int]) -> Tensor:
     expanded = values.new_zeros(num_rows, *values.shape[1:])
     expanded[active] = values
     return expanded
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Return logits in float32, or unchanged in float64."""
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 
 import torch
@@ -312,14 +312,7 @@ class Parent:
 
 
 class TreeBuilder:
-    """Trees of a batch while they grow.
-
-    Args:
-        rows: rows of the batch.
-        shape: shape of every tree.
-        limits: largest number of levels per row.
-        noise: noise of this round.
-    """
+    """Trees of a batch while they grow, each of at most `limits` levels."""
 
     def __init__(self, rows: Sequence[Row], shape: TreeShape, limits: Sequence[int], noise: Noise) -> None:
         self.rows = rows
@@ -382,7 +375,7 @@ class TreeBuilder:
             nodes = [self._node(row, index) for index in frontier]
             greedy = self._greedy[row]
             of_frontier = logits[row, queries].softmax(-1) if greedy else dists[row, queries]
-            counts = self.shape.num_children(nodes, _TopProbs(of_frontier), self.free[row])
+            counts = self.shape.num_children(nodes, _top_probs(of_frontier), self.free[row])
             if greedy and not self.noise.all_greedy:
                 # Beside sampled rows, a greedy row's one-hot distribution allows a single child.
                 counts = [min(count, 1) for count in counts]
@@ -401,8 +394,9 @@ class TreeBuilder:
         """Draw the children of all `parents`; if logits are given, take those ranked highest."""
         if not parents:
             return
-        where = _at(
-            [parent.row for parent in parents], [parent.index + 1 for parent in parents], dists.device
+        where = (
+            torch.tensor([parent.row for parent in parents], device=dists.device),
+            torch.tensor([parent.index + 1 for parent in parents], device=dists.device),
         )
         own = dists[where]
         if logits is None:
@@ -462,23 +456,18 @@ class TreeBuilder:
                 self.nodes[row] = [replace(node, parent=place[node.parent]) for node in nodes]
 
 
-class _TopProbs:
-    """Largest probabilities of distributions `[node, vocab]`, descending; computed lazily."""
+def _top_probs(dists: Tensor) -> Callable[[int], list[float]]:
+    """Return a function to the largest probabilities of one of `dists` `[node, vocab]`, descending.
 
-    def __init__(self, dists: Tensor) -> None:
-        self._dists = dists
+    They are computed on the first call, as most shapes need none.
+    """
 
-    def __call__(self, index: int) -> list[float]:
-        return self._values[index]
+    @cache
+    def values() -> list[list[float]]:
+        largest: list[list[float]] = dists.topk(min(MAX_CHILDREN, dists.shape[-1])).values.tolist()
+        return largest
 
-    @cached_property
-    def _values(self) -> list[list[float]]:
-        values: list[list[float]] = self._dists.topk(min(MAX_CHILDREN, self._dists.shape[-1])).values.tolist()
-        return values
-
-
-def _at(rows: list[int], queries: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.tensor(rows, device=device), torch.tensor(queries, device=device)
+    return lambda index: values()[index]
 
 
 def draft_trees(
@@ -492,10 +481,7 @@ def draft_trees(
     """Draw a tree for each row, level by level.
 
     Args:
-        rows: rows of the batch.
-        shape: shape of the trees.
         limits: largest number of levels per row; 0 for rows without a tree.
-        noise: noise of this round.
         level_logits: the drafter's forward pass.
         go_on: decides per row, after each level, whether to draw another; None draws all levels.
     """

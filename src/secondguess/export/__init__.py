@@ -1,6 +1,6 @@
 """Export of a recommended drafter and draft length as another engine's configuration.
 
-To add an engine, add one file and one line in `ENGINES`.
+To add an engine, add an `ExportTarget` to `engines.py` and one line in `ENGINES`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from secondguess.export.base import ExportResult, ExportTarget, Recommendation
 
 ENGINES = {
-    "vllm": "secondguess.export.vllm:VLLM",
-    "sglang": "secondguess.export.sglang:SGLANG",
-    "llama.cpp": "secondguess.export.llama_cpp:LLAMA_CPP",
-    "transformers": "secondguess.export.transformers:TRANSFORMERS",
-    "tensorrt-llm": "secondguess.export.tensorrt_llm:TENSORRT_LLM",
+    "vllm": "secondguess.export.engines:VLLM",
+    "sglang": "secondguess.export.engines:SGLANG",
+    "llama.cpp": "secondguess.export.engines:LLAMA_CPP",
+    "transformers": "secondguess.export.engines:TRANSFORMERS",
+    "tensorrt-llm": "secondguess.export.engines:TENSORRT_LLM",
 }
 """Import path `module:name` of each `ExportTarget` by engine name; imported on demand."""
 

@@ -67,7 +67,27 @@ class ExportResult:
     notes: tuple[str, ...]
 
 
-Writer = Callable[[Recommendation], str]
+@dataclass(frozen=True)
+class DrafterExport:
+    """Settings with which an engine drafts like one kind of drafter.
+
+    Args:
+        settings: value by the engine's name of the setting. A function is called with the
+            recommendation; settings that are None then are left out.
+        options: drafter options that the settings cover.
+        notes: differences from secondguess.
+    """
+
+    settings: Mapping[str, object] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def values(self, recommendation: Recommendation) -> dict[str, object]:
+        """Return the settings for a recommendation."""
+        values = {
+            name: value(recommendation) if callable(value) else value for name, value in self.settings.items()
+        }
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -76,21 +96,19 @@ class ExportTarget:
 
     Args:
         title: name of the engine in prose.
-        writers: function that writes the configuration, by drafter kind; other kinds are rejected.
-        options: drafter options that the engine supports too, by drafter kind.
+        drafters: exports by drafter kind; other kinds are rejected.
+        write: writes the configuration from a recommendation and the settings of its drafter.
         dtypes: dtypes that the engine supports.
         notes: differences from secondguess that apply to every drafter.
-        notes_by_drafter: differences from secondguess by drafter kind.
         int8: advice on int8 weights; empty if the configuration covers them.
         longest_draft: maximum draft length.
     """
 
     title: str
-    writers: Mapping[str, Writer]
+    drafters: Mapping[str, DrafterExport]
+    write: Callable[[Recommendation, dict[str, object]], str]
     dtypes: tuple[str, ...]
     notes: tuple[str, ...]
-    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    notes_by_drafter: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     int8: str = ""
     longest_draft: int = MAX_DRAFT_LENGTH
 
@@ -101,9 +119,9 @@ class ExportTarget:
             BadInputError: the engine does not support the drafter, the draft length or the dtype.
         """
         drafter = recommendation.drafter
-        if drafter.kind not in self.writers:
+        if drafter.kind not in self.drafters:
             raise BadInputError(
-                f"expected a drafter that {self.title} has ({', '.join(self.writers)}), got {drafter.name}; "
+                f"expected a drafter that {self.title} has ({', '.join(self.drafters)}), got {drafter.name}; "
                 "choose one of these with --drafter"
             )
         if recommendation.draft_length > self.longest_draft:
@@ -116,26 +134,50 @@ class ExportTarget:
                 f"expected a dtype that {self.title} has ({', '.join(self.dtypes)}), got {recommendation.dtype}; "
                 "choose one of these with --dtype"
             )
-        text = self.writers[drafter.kind](recommendation)
-        return ExportResult(text, (*recommendation.notes, *self._notes(recommendation)))
-
-    def _notes(self, recommendation: Recommendation) -> list[str]:
-        drafter = recommendation.drafter
-        known = self.options.get(drafter.kind, ())
+        chosen = self.drafters[drafter.kind]
+        text = self.write(recommendation, chosen.values(recommendation))
         notes = [
             f"{self.title} has nothing like {key}={value} of the drafter {drafter.kind}: left out"
             for key, value in drafter.given.items()
-            if key not in known
+            if key not in chosen.options
         ]
-        if self.int8:
-            for whose, quantize in (
-                ("target", recommendation.quantize),
-                ("draft model", recommendation.drafter_quantize),
-            ):
-                if quantize is not None:
-                    notes.append(f"{quantize} of the {whose} is left out: {self.int8}")
+        quantized = {"target": recommendation.quantize, "draft model": recommendation.drafter_quantize}
+        notes += [
+            f"{quantize} of the {whose} is left out: {self.int8}"
+            for whose, quantize in quantized.items()
+            if quantize is not None and self.int8
+        ]
         on_speculation = self.notes if drafter.kind != "none" else ()
-        return [*notes, *self.notes_by_drafter.get(drafter.kind, ()), *on_speculation]
+        return ExportResult(text, (*recommendation.notes, *notes, *chosen.notes, *on_speculation))
+
+
+def draft_length(recommendation: Recommendation) -> int:
+    """Return the draft length."""
+    return recommendation.draft_length
+
+
+def draft_model(recommendation: Recommendation) -> str | None:
+    """Return the folder of the draft model or trained head, if the name gives one."""
+    return recommendation.drafter.draft_model or recommendation.drafter.trained
+
+
+def head_folder(recommendation: Recommendation) -> str:
+    """Return the folder of the trained head.
+
+    Raises:
+        BadInputError: the drafter's name gives none.
+    """
+    drafter = recommendation.drafter
+    if drafter.trained is None:
+        raise BadInputError(
+            f"expected the folder of a trained drafter to export, as in {drafter.kind}:PATH, got {drafter.name}"
+        )
+    return drafter.trained
+
+
+def option(name: str, default: float | None = None) -> Callable[[Recommendation], float | None]:
+    """Return a function to the value of a drafter option, or to a default for drafters without it."""
+    return lambda recommendation: recommendation.drafter.options.get(name, default)
 
 
 def recommend(

@@ -10,19 +10,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from secondguess.core import Row
-from secondguess.heads.layer import AttentionFunction
+from secondguess.heads.layer import AttentionFunction, attention
 from secondguess.runtime.cache import KeyValueCache
 
 
 class FeatureCache:
-    """KV caches of all rows, one tensor of keys and one of values per layer.
-
-    Args:
-        device: device of the cache.
-    """
+    """KV caches of all rows, one tensor of keys and one of values per layer."""
 
     def __init__(self, device: torch.device) -> None:
         self._cache = KeyValueCache(device)
@@ -37,11 +32,9 @@ class FeatureCache:
     def append(
         self, rows: Sequence[Row], counts: Sequence[int], keys_values: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        """Append keys and values to rows; new rows are admitted.
+        """Append `counts[i]` keys and values to row i; new rows are admitted.
 
         Args:
-            rows: rows to extend.
-            counts: number of tokens appended to each row.
             keys_values: keys and values per layer, `[row, kv_head, position, size]` each; entries
                 beyond a row's count are padding.
         """
@@ -70,10 +63,7 @@ class FeatureCache:
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self._cache.update(key, value, layer)
-            grouped = query.shape[1] != key.shape[1]
-            return functional.scaled_dot_product_attention(
-                query, keys, values, attn_mask=mask, enable_gqa=grouped
-            )
+            return attention(query, keys, values, mask)
 
         return attend
 

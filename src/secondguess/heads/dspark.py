@@ -5,24 +5,36 @@ followed by mask embeddings; its positions continue the text. They attend to eac
 directions and to the preceding text through keys and values computed from the target's hidden
 states. Each position has base logits; a low-rank Markov head adds `W2 W1[x]` for the preceding
 token x, and a confidence head predicts the acceptance probability of each draft token.
+
+Heads are read and written in the `speculators` format, `dspark` or `dflash`.
+`aux_hidden_state_layer_ids` there uses this package's numbering: 0 is the embeddings, k the output
+of layer k.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from secondguess.errors import CheckpointError
-from secondguess.heads.dspark_format import DsparkConfig
-from secondguess.heads.fields import require_same
-from secondguess.heads.files import load_into, read_config, read_tensors
+from secondguess.core import MAX_DRAFT_LENGTH
+from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.heads.base import DraftVocabulary, Head, TargetModel
+from secondguess.heads.files import (
+    config_errors,
+    get_bool,
+    load_into,
+    read_config,
+    read_tensors,
+    require_same,
+    whole_number,
+    write_head,
+)
 from secondguess.heads.layer import (
     AttentionFunction,
     DecoderLayer,
@@ -32,118 +44,195 @@ from secondguess.heads.layer import (
     sequence_attention,
 )
 from secondguess.heads.learning import (
+    LAST_HIDDEN,
     DepthLosses,
     Objective,
-    TrainableHead,
     TrainingBatch,
     masked_mean,
     overlap,
 )
+from secondguess.heads.speculators import (
+    checkpoint_tensors,
+    layer_fields,
+    pop_vocabulary,
+    speculators_fields,
+)
+from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
-LAST_HIDDEN = -1
-"""Target layer from which its distributions are computed: the last, normalised one."""
+KINDS = ("dspark", "dflash")
 
 NUM_ANCHORS = 64
 """Maximum number of training blocks per text; sampled at random if more would fit."""
 
 
+@dataclass(frozen=True)
+class DsparkConfig:
+    """Sizes and options of a block drafter.
+
+    Args:
+        layer: shape of its decoder layers; its width is the target's.
+        num_layers: number of decoder layers.
+        hidden_layers: target layers whose hidden states are fused.
+        block_size: number of positions in a block.
+        mask_token: token whose embedding is the input at positions to be predicted.
+        has_output: whether it has an output matrix of its own; if not, it uses the target's.
+        samples_from_anchor: whether the position of the pending token predicts the next token; if
+            not (DFlash), the first mask position does.
+        markov_rank: rank of the Markov head, the logit bias by the preceding token; 0 for none.
+        has_confidence: whether a confidence head predicts acceptance probabilities.
+        confidence_reads_markov: whether the confidence head also reads the Markov embedding of the
+            preceding token.
+
+    Raises:
+        BadInputError: a number out of range, or options that exclude each other.
+    """
+
+    layer: LayerConfig
+    num_layers: int
+    hidden_layers: tuple[int, ...]
+    block_size: int
+    mask_token: int = 0
+    has_output: bool = False
+    samples_from_anchor: bool = True
+    markov_rank: int = 0
+    has_confidence: bool = False
+    confidence_reads_markov: bool = False
+
+    def __post_init__(self) -> None:
+        check_range("layers of a block drafter", self.num_layers, 1, 64)
+        check_range("draft tokens of a block drafter", self.num_drafted, 1, MAX_DRAFT_LENGTH)
+        check_range("the rank of a Markov head", self.markov_rank, 0, 4096)
+        if not self.hidden_layers or min(self.hidden_layers) < 0:
+            raise BadInputError(
+                f"expected layers of the target, numbered from 0 on, got {list(self.hidden_layers)}"
+            )
+        if self.confidence_reads_markov and not (self.markov_rank and self.has_confidence):
+            raise BadInputError("expected a Markov head and a confidence head where the one reads the other")
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of draft tokens per block."""
+        return self.block_size - (not self.samples_from_anchor)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], folder: Path, has_output: bool) -> Self:
+        """Build a shape from a `config.json` in a folder; call it inside `config_errors`.
+
+        Raises:
+            UnsupportedModelError: an unsupported kind of layer or Markov head.
+        """
+        layers, is_dspark = config["transformer_layer_config"], config["speculators_model_type"] == "dspark"
+        markov = config.get("markov_head_type", "vanilla")
+        if config.get("markov_rank") and markov != "vanilla":
+            raise UnsupportedModelError(
+                f"expected a Markov head of the type vanilla in {folder}, got {markov!r}; train one without the other's state"
+            )
+        if any(kind != "full_attention" for kind in layers.get("layer_types") or []):
+            raise UnsupportedModelError(
+                f"expected layers that attend to the whole text in {folder}, got {layers['layer_types']}"
+            )
+        has_confidence = is_dspark and get_bool(config, "enable_confidence_head", False)
+        return cls(
+            layer=LayerConfig.from_config(layers),
+            num_layers=whole_number(layers, "num_hidden_layers"),
+            hidden_layers=tuple(int(layer) for layer in config["aux_hidden_state_layer_ids"]),
+            block_size=whole_number(config, "block_size"),
+            mask_token=whole_number(config, "mask_token_id", 0),
+            has_output=has_output,
+            samples_from_anchor=get_bool(config, "sample_from_anchor", is_dspark),
+            markov_rank=whole_number(config, "markov_rank", 0) if is_dspark else 0,
+            has_confidence=has_confidence,
+            confidence_reads_markov=has_confidence and get_bool(config, "confidence_head_with_markov", False),
+        )
+
+
 class MarkovHead(nn.Module):
     """Low-rank logit bias that depends on the preceding token."""
 
-    def __init__(self, shape: DsparkConfig) -> None:
+    def __init__(self, rank: int, vocabulary: DraftVocabulary) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(shape.vocab_size, shape.markov_rank)
-        self.markov_w2 = nn.Linear(shape.markov_rank, shape.num_words, bias=False)
+        self.markov_w1 = nn.Embedding(vocabulary.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, len(vocabulary), bias=False)
 
 
 class ConfidenceHead(nn.Module):
     """Linear layer that gives the logit of a draft token's acceptance probability."""
 
-    def __init__(self, shape: DsparkConfig) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        width = shape.layer.width + (shape.markov_rank if shape.confidence_reads_markov else 0)
         self.proj = nn.Linear(width, 1)
 
 
-class DsparkHead(TrainableHead):
+class DsparkHead(Head):
     """DSpark or DFlash drafter head for one target.
 
     Args:
         shape: sizes and options.
-        ends: embeddings of the target, and its LM head, used if the drafter head has none.
+        target: target model; its LM head is used if the drafter head has none.
+        vocabulary: tokens that it drafts; None for the whole vocabulary.
+
+    Raises:
+        BadInputError: a mask token that the target lacks.
     """
 
-    def __init__(self, shape: DsparkConfig, ends: EmbeddingAndHead) -> None:
+    def __init__(
+        self, shape: DsparkConfig, target: TargetModel, vocabulary: DraftVocabulary | None = None
+    ) -> None:
         super().__init__()
-        layer = shape.layer
-        self.shape = shape
-        self.hidden_layers = shape.hidden_layers
-        self.fc = nn.Linear(len(shape.hidden_layers) * layer.width, layer.width, bias=False)
-        self.hidden_norm = Norm(layer.width, layer.norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(layer) for _ in range(shape.num_layers))
-        self.norm = Norm(layer.width, layer.norm_eps)
+        check_range("the mask token", shape.mask_token, 0, target.vocab_size - 1)
+        width, norm_eps = shape.layer.width, shape.layer.norm_eps
+        self.shape, self.hidden_layers, self.target = shape, shape.hidden_layers, target
+        self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
+        self.fc = nn.Linear(len(shape.hidden_layers) * width, width, bias=False)
+        self.hidden_norm = Norm(width, norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(shape.layer) for _ in range(shape.num_layers))
+        self.norm = Norm(width, norm_eps)
         if shape.has_output:
-            self.lm_head = nn.Linear(layer.width, shape.num_words, bias=False)
+            self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False)
         if shape.markov_rank:
-            self.markov_head = MarkovHead(shape)
+            self.markov_head = MarkovHead(shape.markov_rank, self.vocabulary)
         if shape.has_confidence:
-            self.confidence_head = ConfidenceHead(shape)
-        if shape.has_vocab_map:
-            self.register_buffer("d2t", torch.zeros(shape.num_words, dtype=torch.long))
-            self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
-        self._ends = ends
+            markov_width = shape.markov_rank if shape.confidence_reads_markov else 0
+            self.confidence_head = ConfidenceHead(width + markov_width)
 
     @classmethod
     def fresh(
         cls,
-        ends: EmbeddingAndHead,
-        hidden_layers: Sequence[int],
+        target: TargetModel,
+        seed: int = 0,
+        *,
+        hidden_layers: Sequence[int] = (),
         block_size: int = 7,
         markov_rank: int = 64,
         num_layers: int = 2,
-        seed: int = 0,
         mask_token: int = 0,
-        device: torch.device | str = "cpu",
     ) -> Self:
         """Build an untrained drafter head with Qwen3 layers, a Markov and a confidence head.
 
         It uses the target's output matrix; its last norm starts with the weights of the target's.
 
         Args:
-            ends: embeddings, last norm and LM head of the target.
-            hidden_layers: target layers whose states are fused; 0 is the embeddings, k the output
-                of layer k.
-            block_size: positions in a block, each of which drafts a token.
-            markov_rank: rank of the Markov head; 0 for none.
-            num_layers: number of decoder layers.
-            seed: seed of the weights.
-            mask_token: token whose embedding is the input at positions to be predicted.
-            device: device of the target.
-
-        Raises:
-            BadInputError: a number out of range.
+            hidden_layers: as in `DsparkConfig`; empty for four layers, evenly spread.
+            block_size, markov_rank, num_layers, mask_token: as in `DsparkConfig`.
         """
-        signs = torch.ones(ends.width, dtype=ends.dtype, device=device)
+        signs = torch.ones(target.width, dtype=target.dtype, device=target.device)
         signs[1::2] = -1
         with torch.no_grad():
             # A norm maps a vector of zero mean and unit RMS to that vector times its weights, plus
             # its bias; the difference cancels the bias.
-            gains = (ends.normalise(signs) - ends.normalise(-signs)) / 2 * signs
-            vocab_size = ends.unembed(signs).shape[-1]
+            gains = (target.normalise(signs) - target.normalise(-signs)) / 2 * signs
         shape = DsparkConfig(
-            layer=_default_layer_config(ends.width),
+            layer=_default_layer_config(target.width),
             num_layers=num_layers,
-            hidden_layers=tuple(hidden_layers),
+            hidden_layers=tuple(hidden_layers) or evenly_spaced_layers(target.num_layers, 4),
             block_size=block_size,
             mask_token=mask_token,
-            vocab_size=vocab_size,
-            num_words=vocab_size,
             markov_rank=markov_rank,
             has_confidence=True,
             confidence_reads_markov=markov_rank > 0,
         )
-        head = cls(shape, ends)
+        head = cls(shape, target)
         generator = torch.Generator().manual_seed(seed)
         for name, weight in head.named_parameters():
             if weight.dim() > 1:
@@ -152,45 +241,51 @@ class DsparkHead(TrainableHead):
                 nn.init.zeros_(weight)
         with torch.no_grad():
             head.norm.weight.copy_(gains)
-        return head.to(device)
+        return head
 
     @classmethod
-    def load(cls, folder: Path, ends: EmbeddingAndHead, vocab_size: int) -> Self:
-        """Read a drafter head in the `speculators` format, `dspark` or `dflash`.
-
-        Args:
-            folder: folder with `config.json` and weights.
-            ends: embeddings, LM head, width and dtype of the target.
-            vocab_size: vocabulary size of the target.
-
-        Raises:
-            CheckpointError: a field or tensor is missing, unknown or of another shape, or the
-                drafter head was trained for another target.
-            UnsupportedModelError: an unsupported kind of drafter, layer or Markov head.
-        """
+    def load(cls, folder: Path, target: TargetModel) -> Self:
         config, tensors = read_config(folder), read_tensors(folder)
-        shape = DsparkConfig.from_config(config, folder, has_output="lm_head.weight" in tensors)
-        require_same("width", shape.layer.width, ends.width, folder)
-        require_same("vocabulary", shape.vocab_size, vocab_size, folder)
+        kind, has_output = config.get("speculators_model_type"), "lm_head.weight" in tensors
+        if kind not in KINDS:
+            raise UnsupportedModelError(
+                f"expected a drafter of the speculators_model_type {' or '.join(KINDS)} in {folder}, got {kind!r}"
+            )
+        with config_errors(folder):
+            shape = DsparkConfig.from_config(config, folder, has_output)
+            require_same("width", shape.layer.width, target.width, folder)
+            layer_config = config["transformer_layer_config"]
+            vocabulary = pop_vocabulary(tensors, config, layer_config, target, folder)
+            if len(vocabulary) < target.vocab_size and not has_output:
+                raise BadInputError("expected an lm_head.weight beside a vocabulary of its own, got none")
+            head = cls(shape, target, vocabulary)
         # Some files contain a copy of the target's embeddings, which are frozen in training.
         tensors.pop("embed_tokens.weight", None)
-        head = cls(shape, ends)
-        load_into(head, tensors, folder)
-        if shape.has_vocab_map:
-            _check_words(head._words(), head.get_buffer("t2d"), folder)
-        return head.to(ends.dtype)
+        load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
+        return head
 
     def save(self, folder: Path, target: str = "") -> None:
-        """Write the drafter head in the `speculators` format.
-
-        Args:
-            folder: output folder; created if missing.
-            target: name of the target model, which vLLM loads together with the drafter head.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.shape.to_config(target), indent=2) + "\n")
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        shape = self.shape
+        layers = {
+            **layer_fields(shape.layer, self.target.vocab_size, shape.num_layers),
+            "layer_types": ["full_attention"] * shape.num_layers,
+        }
+        config = {
+            **speculators_fields("dspark", shape.num_drafted, target),
+            "architectures": ["DSparkDraftModel"],
+            "block_size": shape.block_size,
+            "aux_hidden_state_layer_ids": list(shape.hidden_layers),
+            "mask_token_id": shape.mask_token,
+            "sample_from_anchor": shape.samples_from_anchor,
+            "sliding_window_non_causal": False,
+            "draft_vocab_size": len(self.vocabulary),
+            "markov_rank": shape.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": shape.has_confidence,
+            "confidence_head_with_markov": shape.confidence_reads_markov,
+            "transformer_layer_config": layers,
+        }
+        write_head(folder, config, checkpoint_tensors(self, self.vocabulary))
 
     def features(self, hidden: HiddenStates) -> Tensor:
         """Fuse the target's states `[..., width]` by layer into features `[..., width]`."""
@@ -226,18 +321,18 @@ class DsparkHead(TrainableHead):
         size = self.shape.block_size
         tokens = anchors[..., None].expand(*anchors.shape, size).clone()
         tokens[..., 1:] = self.shape.mask_token
-        states = self._ends.embed(tokens.flatten(1)).to(self.fc.weight.dtype)
+        states = self.target.embed(tokens.flatten(1)).to(self.fc.weight.dtype)
         steps = torch.arange(size, device=positions.device)
         cos_sin = cos_sin_at(self.shape.layer, (positions[..., None] + steps).flatten(1), states.dtype)
         for index, layer in enumerate(self._decoder_layers()):
             states = layer(states, cos_sin, attend, index)
         outputs: Tensor = self.norm(states).unflatten(1, (-1, size))
-        return outputs[:, :, -self.shape.num_guesses :]
+        return outputs[:, :, -self.shape.num_drafted :]
 
     def base_logits(self, outputs: Tensor) -> Tensor:
         """Return logits `[..., draft_vocab]` of `outputs`, without the Markov head's bias."""
         if not self.shape.has_output:
-            return self._ends.unembed(outputs.to(self._ends.dtype))
+            return self.target.unembed(outputs.to(self.target.dtype))
         logits: Tensor = self.lm_head(outputs)
         return logits
 
@@ -259,22 +354,11 @@ class DsparkHead(TrainableHead):
         """
         if self.shape.confidence_reads_markov:
             outputs = torch.cat((outputs, self.markov_head.markov_w1(previous)), -1)
-        said: Tensor = self.confidence_head.proj(outputs)
-        return said[..., 0]
-
-    def to_target_vocab(self, logits: Tensor) -> Tensor:
-        """Map logits over the draft vocabulary to logits `[..., vocab]` over the target's.
-
-        Tokens outside the draft vocabulary get -inf.
-        """
-        if not self.shape.has_vocab_map:
-            return logits
-        everything = logits.new_full((*logits.shape[:-1], self.shape.vocab_size), -torch.inf)
-        everything[..., self._words()] = logits
-        return everything
+        logits: Tensor = self.confidence_head.proj(outputs)
+        return logits[..., 0]
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, target: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         """Return the losses and acceptance rates of draft blocks at sampled anchor positions.
 
@@ -285,21 +369,23 @@ class DsparkHead(TrainableHead):
         length = training_batch.tokens.shape[1]
         anchors, chosen = self._anchors(training_batch.counts)
         outputs = self._run_backbone_at(training_batch, anchors)
-        before = anchors[..., None] + torch.arange(self.shape.num_guesses, device=anchors.device)
+        before = anchors[..., None] + torch.arange(self.shape.num_drafted, device=anchors.device)
         inside = before < length - 1
         before = before.clamp(max=length - 2)
         rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
         previous = training_batch.tokens[rows, before]
         counts = training_batch.counts[rows, before + 1] & inside & chosen[..., None]
         with torch.no_grad():
-            meant = ends.unembed(training_batch.hidden[LAST_HIDDEN][rows, before])
-            meant = meant[..., self._words()] if self.shape.has_vocab_map else meant
-        said = self.add_markov_bias(self.base_logits(outputs), previous)
-        agreed = overlap(meant, said)
+            states = training_batch.hidden[LAST_HIDDEN][rows, before]
+            target_logits = self.vocabulary.select(target.unembed(states))
+        logits = self.add_markov_bias(self.base_logits(outputs), previous)
+        agreed = overlap(target_logits, logits)
         losses, accepted = [], []
-        for depth in range(self.shape.num_guesses):
+        for depth in range(self.shape.num_drafted):
             counted = counts[..., depth]
-            losses.append(masked_mean(objective(meant[..., depth, :], said[..., depth, :]), counted))
+            losses.append(
+                masked_mean(objective(target_logits[..., depth, :], logits[..., depth, :]), counted)
+            )
             accepted.append(masked_mean(agreed[..., depth], counted))
         if not self.shape.has_confidence:
             return DepthLosses(losses, accepted)
@@ -349,10 +435,20 @@ class DsparkHead(TrainableHead):
     def _decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
-    def _words(self) -> Tensor:
-        """Return the target token ids `[draft_vocab]` of the draft vocabulary."""
-        offsets = self.get_buffer("d2t")
-        return offsets + torch.arange(len(offsets), device=offsets.device)
+
+def evenly_spaced_layers(num_layers: int, most: int) -> tuple[int, ...]:
+    """Return at most `most` layers of a target, evenly spread.
+
+    They are counted from 1, and lie between the second and the third from last, or in a target
+    of fewer than `most + 3` layers between the first and the last.
+
+    >>> evenly_spaced_layers(16, 5), evenly_spaced_layers(2, 5)
+    ((2, 5, 8, 11, 14), (1, 2))
+    """
+    first, last = (2, num_layers - 2) if num_layers >= most + 3 else (1, num_layers)
+    count = min(most, last - first + 1)
+    steps = [index / max(1, count - 1) for index in range(count)]
+    return tuple(round(first + (last - first) * step) for step in steps)
 
 
 def _default_layer_config(width: int) -> LayerConfig:
@@ -367,10 +463,3 @@ def _default_layer_config(width: int) -> LayerConfig:
         mlp_size=3 * width,
         has_qk_norm=True,
     )
-
-
-def _check_words(words: Tensor, known: Tensor, folder: Path) -> None:
-    if words.tolist() != known.nonzero()[:, 0].tolist():
-        raise CheckpointError(
-            f"expected d2t and t2d of one set of tokens in {folder}, got two; both come from the same training"
-        )

@@ -2,22 +2,65 @@
 
 EAGLE-3 (arXiv 2503.01840) fuses the target's hidden states of three depths and has its own LM head
 over a reduced vocabulary. EAGLE-1 and 2 (arXiv 2401.15077, 2406.16858; same weights) extrapolate
-the target's last hidden state and use its LM head. Weight names are those of the `speculators`
-format.
+the target's last hidden state and use its LM head.
+
+The EAGLE authors' two formats and that of the `speculators` library are read. EAGLE-3 is written
+in the `speculators` format, EAGLE-1 in its authors' format.
+
+| format | recognised by | decoder layer |
+|---|---|---|
+| EAGLE-1, 2 | none of the marks below | `layers.0.*` without `input_layernorm` |
+| EAGLE-3 | `draft_vocab_size` or `midlayer.*` | `midlayer.*` |
+| `speculators` | `speculators_model_type` | `layers.N.*` |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
+from secondguess.heads.base import DraftVocabulary, TargetModel
+from secondguess.heads.feature import DEFAULT_STEPS, FeatureHead, default_layer_config, initialise
+from secondguess.heads.files import (
+    CONFIG,
+    config_errors,
+    load_into,
+    read_config,
+    read_tensors,
+    require_same,
+    write_head,
+)
 from secondguess.heads.layer import Attention, AttentionFunction, CosSin, DecoderLayer, LayerConfig, Mlp, Norm
-from secondguess.heads.unrolled import DEFAULT_STEPS, UnrolledHead, default_layer_config, initialise
-from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
+from secondguess.heads.mtp import MtpHead, TensorNames
+from secondguess.heads.speculators import (
+    checkpoint_tensors,
+    layer_fields,
+    pop_vocabulary,
+    speculators_fields,
+)
+from secondguess.runtime.base import HiddenStates
+
+FORMAT_VERSION = "0.9.0"
+"""Version of the `speculators` format that is written."""
+
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_EAGLE1_NAMES = TensorNames({"fc.": "eh_proj.", "layers.0.": "layer."})
+
+
+def load_eagle(folder: Path, target: TargetModel) -> EagleHead | Eagle1Head:
+    """Read an EAGLE head of any of the formats; see `Head.load`."""
+    config, tensors = read_config(folder), _read_tensors(folder)
+    is_third = config.get("speculators_model_type") is not None or "draft_vocab_size" in config
+    if is_third or "layers.0.hidden_norm.weight" in tensors:
+        return EagleHead.from_tensors(config, tensors, folder, target)
+    return Eagle1Head.from_tensors(config, tensors, folder, target)
 
 
 @dataclass(frozen=True)
@@ -26,8 +69,6 @@ class EagleConfig:
 
     Args:
         layer: shape of its decoder layers.
-        vocab_size: vocabulary size of the target.
-        draft_vocab_size: size of the draft vocabulary, a subset of the target's.
         hidden_layers: target layers whose hidden states are fused, numbered as in
             `output_hidden_states`.
         num_layers: number of decoder layers; the first one reads the embeddings.
@@ -35,16 +76,13 @@ class EagleConfig:
             normalised feature, not the feature itself.
         norm_before_fc: whether one norm over the concatenated target states precedes the fusion.
         fc_norm: whether each target state has its own norm before the fusion instead.
-        norm_output: whether later draft steps read the output after the last norm, not before it.
-        num_steps: number of draft steps in training.
+        norm_output, num_steps: as in `FeatureHead`.
 
     Raises:
-        BadInputError: a number out of range, or both `norm_before_fc` and `fc_norm`.
+        BadInputError: both `norm_before_fc` and `fc_norm`.
     """
 
     layer: LayerConfig
-    vocab_size: int
-    draft_vocab_size: int
     hidden_layers: tuple[int, ...]
     num_layers: int = 1
     norm_before_residual: bool = False
@@ -54,15 +92,6 @@ class EagleConfig:
     num_steps: int = DEFAULT_STEPS
 
     def __post_init__(self) -> None:
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise BadInputError(
-                f"expected a draft vocabulary of 1 to {self.vocab_size} words, got {self.draft_vocab_size}"
-            )
-        if self.num_layers < 1 or self.num_steps < 1 or not self.hidden_layers:
-            raise BadInputError(
-                f"expected at least one layer, step and state of the target, got {self.num_layers}, {self.num_steps} "
-                f"and {list(self.hidden_layers)}"
-            )
         if self.norm_before_fc and self.fc_norm:
             raise BadInputError("expected one of norm_before_fc and fc_norm, got both")
 
@@ -83,215 +112,206 @@ class FirstLayer(nn.Module):
         self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
     ) -> Tensor:
         normed = self.hidden_norm(features)
-        both = torch.cat((self.input_layernorm(embedded), normed), -1)
+        joined = torch.cat((self.input_layernorm(embedded), normed), -1)
         kept = normed if self.norm_before_residual else features
-        states = kept + self.self_attn(both, cos_sin, attend, 0)
+        states = kept + self.self_attn(joined, cos_sin, attend, 0)
         output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return output
 
 
-class EagleHead(UnrolledHead):
+class EagleHead(FeatureHead):
     """EAGLE-3 drafter head.
 
     Args:
-        shape: sizes and options.
-        ends: the target's embeddings, used unless the drafter head has its own.
-        words: target token ids of the draft vocabulary, ascending; required if the draft
-            vocabulary is smaller than the target's.
-        has_embeddings: whether it has embeddings of its own.
+        config: sizes and options.
+        target: target model.
+        vocabulary: tokens that it drafts; None for the whole vocabulary.
+        has_embeddings: whether it has embeddings of its own; if not, it uses the target's.
 
     Raises:
-        BadInputError: another hidden size than the target's, or `words` does not fit the draft
-            vocabulary.
+        BadInputError: another hidden size than the target's, or a number below 1.
     """
 
-    d2t: Tensor | None
+    lm_head: nn.Linear
 
     def __init__(
         self,
-        shape: EagleConfig,
-        ends: EmbeddingAndHead,
-        words: Tensor | None = None,
+        config: EagleConfig,
+        target: TargetModel,
+        vocabulary: DraftVocabulary | None = None,
         has_embeddings: bool = False,
     ) -> None:
-        super().__init__()
-        layer = shape.layer
-        if layer.width != ends.width:
-            raise BadInputError(
-                f"expected an EAGLE head for states of width {ends.width}, the target's, got one for {layer.width}"
-            )
-        self.eagle = shape
-        self.shape, self.num_layers = layer, shape.num_layers
-        self.hidden_layers, self.num_steps, self.vocab_size = (
-            shape.hidden_layers,
-            shape.num_steps,
-            shape.vocab_size,
+        layer, num_states = config.layer, len(config.hidden_layers)
+        super().__init__(
+            target,
+            layer,
+            config.hidden_layers,
+            num_layers=config.num_layers,
+            num_steps=config.num_steps,
+            norm_output=config.norm_output,
+            vocabulary=vocabulary,
         )
-        num_states = len(shape.hidden_layers)
-        if shape.norm_before_fc:
+        self.config = config
+        if config.norm_before_fc:
             self.input_norm = Norm(num_states * layer.width, layer.norm_eps)
-        if shape.fc_norm:
-            self.fc_norm = nn.ModuleList(Norm(layer.width, layer.norm_eps) for _ in shape.hidden_layers)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(layer.width, layer.norm_eps) for _ in config.hidden_layers)
         self.fc = nn.Linear(num_states * layer.width, layer.width, bias=False)
-        deeper = [DecoderLayer(layer) for _ in range(1, shape.num_layers)]
-        self.layers = nn.ModuleList([FirstLayer(layer, shape.norm_before_residual), *deeper])
+        deeper = [DecoderLayer(layer) for _ in range(1, config.num_layers)]
+        self.layers = nn.ModuleList([FirstLayer(layer, config.norm_before_residual), *deeper])
         self.norm = Norm(layer.width, layer.norm_eps)
-        self.lm_head = nn.Linear(layer.width, shape.draft_vocab_size, bias=False)
-        if has_embeddings:
-            self.embed_tokens = nn.Embedding(shape.vocab_size, layer.width)
-        self._has_embeddings = has_embeddings
-        self._ends = ends
-        self._take_words(words)
+        self.lm_head = nn.Linear(layer.width, len(self.vocabulary), bias=False)
+        self.embed_tokens = nn.Embedding(target.vocab_size, layer.width) if has_embeddings else None
 
     @classmethod
     def fresh(
         cls,
-        ends: EmbeddingAndHead,
-        num_layers_of_target: int,
-        draft_vocab_size: int,
-        counts: Tensor,
-        seed: int,
+        target: TargetModel,
+        seed: int = 0,
         *,
-        layer: LayerConfig | None = None,
+        vocabulary: DraftVocabulary | None = None,
         num_steps: int = DEFAULT_STEPS,
     ) -> EagleHead:
         """Build an untrained drafter head; its LM head starts with the target's weights.
 
-        Args:
-            ends: embeddings and LM head of the target.
-            num_layers_of_target: number of target layers.
-            draft_vocab_size: size of the draft vocabulary.
-            counts: `[vocab]` on the target's device, frequency of each token (`most_frequent_tokens`).
-            seed: seed of the other weights.
-            layer: shape of its decoder layer; None for the default of the target's hidden size.
-            num_steps: number of draft steps in training.
-
-        Raises:
-            BadInputError: a draft vocabulary larger than the target's.
+        Its vocabulary should be that of the most frequent tokens (`DraftVocabulary.most_frequent`).
         """
-        shape = EagleConfig(
-            layer=layer or default_layer_config(ends.width),
-            vocab_size=len(counts),
-            draft_vocab_size=draft_vocab_size,
-            hidden_layers=default_layers(num_layers_of_target),
+        config = EagleConfig(
+            layer=default_layer_config(target.width),
+            hidden_layers=default_layers(target.num_layers),
             # The target's raw states vary widely in magnitude; the first layer trains faster on
             # normalised ones.
             norm_before_residual=True,
             num_steps=num_steps,
         )
-        words = most_frequent_tokens(counts, draft_vocab_size)
-        head = cls(shape, ends, words)
+        head = cls(config, target, vocabulary)
         initialise(head, seed)
-        device = counts.device
         with torch.no_grad():
             # Applying the LM head to the identity gives its weights even if they are packed,
             # quantised or tied.
-            columns = ends.unembed(torch.eye(ends.width, dtype=ends.dtype, device=device))
-            head.lm_head.weight.copy_(columns[:, words].T)
+            columns = target.unembed(torch.eye(target.width, dtype=target.dtype, device=target.device))
+            head.lm_head.weight.copy_(head.vocabulary.to(target.device).select(columns).T)
         return head
+
+    @classmethod
+    def load(cls, folder: Path, target: TargetModel) -> EagleHead:
+        return cls.from_tensors(read_config(folder), _read_tensors(folder), folder, target)
+
+    @classmethod
+    def from_tensors(
+        cls, config: Mapping[str, Any], tensors: dict[str, Tensor], folder: Path, target: TargetModel
+    ) -> EagleHead:
+        """Build a head from a folder's configuration and its tensors by `speculators` name."""
+        with config_errors(folder):
+            kind = config.get("speculators_model_type")
+            if kind not in (None, "eagle3"):
+                raise UnsupportedModelError(f"expected a drafter of the kind eagle3 in {folder}, got {kind}")
+            fields = config["transformer_layer_config"] if kind else config
+            vocabulary = pop_vocabulary(tensors, config, fields, target, folder)
+            require_same("width", config.get("target_hidden_size") or target.width, target.width, folder)
+            _drop_target_embeddings(tensors, target)
+            shape = EagleConfig(
+                layer=LayerConfig.from_config(fields),
+                hidden_layers=_hidden_layers(config, target.num_layers, folder),
+                num_layers=fields.get("num_hidden_layers", 1),
+                num_steps=_num_steps(config),
+                **{flag: bool(config.get(flag, False)) for flag in _FLAGS},
+            )
+            head = cls(shape, target, vocabulary, has_embeddings="embed_tokens.weight" in tensors)
+        load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
+        return head
+
+    def save(self, folder: Path, target: str = "") -> None:
+        path = Path(target) / CONFIG
+        target_config = read_config(path.parent) if path.is_file() else {}
+        config = {
+            **speculators_fields("eagle3", self.num_steps, target, target_config.get("architectures", [])),
+            "architectures": ["Eagle3Speculator"],
+            "speculators_version": FORMAT_VERSION,
+            "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+            "draft_vocab_size": len(self.vocabulary),
+            "target_hidden_size": None,
+            _LAYER_IDS: list(self.hidden_layers),
+            # All flags are written, because readers disagree on the defaults of missing ones.
+            **{flag: getattr(self.config, flag) for flag in _FLAGS},
+            "embed_requires_grad": False,
+            "transformer_layer_config": {
+                **layer_fields(self.shape, self.target.vocab_size, self.num_layers),
+                **{key: value for key, value in target_config.items() if key == "max_position_embeddings"},
+                "attention_bias": self.shape.attention_bias,
+                "tie_word_embeddings": False,
+            },
+        }
+        # Embeddings are written even if they are the target's: `speculators` leaves missing ones
+        # uninitialised.
+        weight = self.fc.weight
+        with torch.no_grad():
+            embeddings = self.embed(torch.arange(self.target.vocab_size, device=weight.device))
+        tensors = checkpoint_tensors(self, self.vocabulary)
+        write_head(folder, config, {**tensors, "embed_tokens.weight": embeddings.to(weight.dtype)})
 
     def features(self, hidden: HiddenStates) -> Tensor:
         states = [hidden[layer] for layer in self.hidden_layers]
-        if self.eagle.fc_norm:
+        if self.config.fc_norm:
             states = [norm(each) for norm, each in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(states, -1)
-        fused: Tensor = self.fc(self.input_norm(joined) if self.eagle.norm_before_fc else joined)
+        fused: Tensor = self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
         return fused
 
-    def forward(
+    def run_layers(
         self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
     ) -> Tensor:
         first, *deeper = self.layers
         states: Tensor = first(embedded, features, cos_sin, attend)
         for index, layer in enumerate(deeper, start=1):
             states = layer(states, cos_sin, attend, index)
-        return self.norm(states) if self.eagle.norm_output else states
-
-    def draft_logits(self, thought: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(thought if self.eagle.norm_output else self.norm(thought))
-        return logits
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.embed_tokens(tokens) if self._has_embeddings else self._ends.embed(tokens)
-        return embedded
-
-    def _take_words(self, words: Tensor | None) -> None:
-        """Register the vocabulary mapping in the `speculators` format.
-
-        `d2t` holds, per draft token, the target id minus the draft id; `t2d` marks the target
-        tokens in the draft vocabulary.
-        """
-        num_words, vocab_size = self.eagle.draft_vocab_size, self.eagle.vocab_size
-        if num_words == vocab_size:
-            words = None
-        elif words is None or len(words) != num_words:
-            raise BadInputError(
-                f"expected the {num_words} tokens of the draft vocabulary, got {'none' if words is None else len(words)}"
-            )
-        elif (words.diff() <= 0).any() or words[0] < 0 or words[-1] >= vocab_size:
-            raise BadInputError(
-                f"expected ascending tokens between 0 and {vocab_size - 1}, got {words.tolist()[:8]}..."
-            )
-        self.register_buffer("words", words, persistent=False)
-        self.register_buffer(
-            "d2t", None if words is None else words - torch.arange(num_words, device=words.device)
-        )
-        self.register_buffer(
-            "t2d", None if words is None else torch.zeros(vocab_size).index_fill(0, words.cpu(), 1).bool()
-        )
+        return states
 
 
-class Eagle1Head(UnrolledHead):
-    """EAGLE-1 and 2 drafter head: predicts the target's next hidden state.
-
-    It reads the last hidden state and the next token, and uses the target's embeddings and LM
-    head.
+class Eagle1Head(MtpHead):
+    """EAGLE-1 and 2 drafter head: an MTP module without norms, in its authors' format.
 
     Args:
-        layer: shape of its decoder layer.
-        ends: embeddings and LM head of the target.
-        vocab_size: vocabulary size of the target.
-        has_bias: whether the projection of token embedding and hidden state has a bias.
-        num_steps: number of draft steps in training.
-
-    Raises:
-        BadInputError: another hidden size than the target's.
+        layer, target, has_bias, num_steps: as in `MtpHead`.
     """
 
     def __init__(
         self,
         layer: LayerConfig,
-        ends: EmbeddingAndHead,
-        vocab_size: int,
+        target: TargetModel,
+        *,
         has_bias: bool = False,
         num_steps: int = DEFAULT_STEPS,
     ) -> None:
-        super().__init__()
-        if layer.width != ends.width:
-            raise BadInputError(
-                f"expected an EAGLE head for states of width {ends.width}, the target's, got one for {layer.width}"
-            )
-        self.shape, self.num_layers = layer, 1
-        self.hidden_layers, self.num_steps, self.vocab_size = (-1,), num_steps, vocab_size
-        self.fc = nn.Linear(2 * layer.width, layer.width, bias=has_bias)
-        self.layers = nn.ModuleList([DecoderLayer(layer, has_input_norm=False)])
-        self.words = None
-        self._ends = ends
+        super().__init__(layer, target, has_norms=False, has_bias=has_bias, num_steps=num_steps)
 
-    def features(self, hidden: HiddenStates) -> Tensor:
-        return hidden[-1]
+    @classmethod
+    def load(cls, folder: Path, target: TargetModel) -> Eagle1Head:
+        return cls.from_tensors(read_config(folder), _read_tensors(folder), folder, target)
 
-    def forward(
-        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
-    ) -> Tensor:
-        state: Tensor = self.layers[0](self.fc(torch.cat((embedded, features), -1)), cos_sin, attend)
-        return state
+    @classmethod
+    def from_tensors(
+        cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, target: TargetModel
+    ) -> Eagle1Head:
+        """Build a head from a folder's configuration and tensors."""
+        tensors = {_EAGLE1_NAMES.in_module(name): tensor for name, tensor in tensors.items()}
+        # A copy of the target's embeddings, which these checkpoints contain.
+        tensors.pop("embed_tokens.weight", None)
+        with config_errors(folder):
+            require_same("vocabulary", config["vocab_size"], target.vocab_size, folder)
+            layer = LayerConfig.from_config(config)
+            head = cls(layer, target, has_bias="eh_proj.bias" in tensors)
+        load_into(head, tensors, folder, _EAGLE1_NAMES.in_file)
+        return head
 
-    def draft_logits(self, thought: Tensor) -> Tensor:
-        return self._ends.unembed(thought.to(self._ends.dtype))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self._ends.embed(tokens)
+    def save(self, folder: Path, target: str = "") -> None:
+        config = {
+            **layer_fields(self.shape, self.target.vocab_size, 1),
+            "architectures": ["LlamaForCausalLM"],
+            "bias": self.eh_proj.bias is not None,
+        }
+        tensors = {_EAGLE1_NAMES.in_file(name): tensor for name, tensor in self.state_dict().items()}
+        write_head(folder, config, tensors)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -312,28 +332,48 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return (first, (first + last) // 2, last)
 
 
-def most_frequent_tokens(counts: Tensor, num_words: int) -> Tensor:
-    """Return the most frequent tokens, `[num_words]` ids in ascending order.
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors by `speculators` name.
 
-    Ties are broken in favour of smaller ids.
+    Tensors that can be computed, and copies of the target's last norm and LM head, are left out.
+    """
+    left_out = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+    return {
+        name.replace("midlayer.", "layers.0."): tensor
+        for name, tensor in read_tensors(folder).items()
+        if not name.endswith(left_out)
+    }
 
-    Args:
-        counts: `[vocab]`, frequency of each token.
-        num_words: number of tokens.
+
+def _hidden_layers(config: Mapping[str, Any], num_layers: int, folder: Path) -> tuple[int, ...]:
+    """Return the fused layers of a configuration, or the default ones.
 
     Raises:
-        BadInputError: `num_words` is not between 1 and the vocabulary size.
+        CheckpointError: a layer that the target lacks.
     """
-    if not 1 <= num_words <= len(counts):
-        raise BadInputError(f"expected a draft vocabulary of 1 to {len(counts)} words, got {num_words}")
-    return counts.argsort(descending=True, stable=True)[:num_words].sort().values
+    nested = config.get("eagle_config", {}).get(_LAYER_IDS)
+    layers = config.get(_LAYER_IDS) or nested or default_layers(num_layers)
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise CheckpointError(
+            f"expected a head in {folder} that reads states 0 to {num_layers} of the target, got {list(layers)}; it was "
+            "trained for another target"
+        )
+    return tuple(layers)
 
 
-def token_ids_from_d2t(offsets: Tensor) -> Tensor:
-    """Return the target token ids of `d2t`, which holds the target id minus the draft id."""
-    return offsets.long() + torch.arange(len(offsets), device=offsets.device)
+def _drop_target_embeddings(tensors: dict[str, Tensor], target: TargetModel) -> None:
+    """Drop embeddings that equal the target's, which are used instead.
+
+    They are the largest part of a drafter head.
+    """
+    own = tensors.get("embed_tokens.weight")
+    if own is not None and tuple(own.shape) == (target.vocab_size, target.width):
+        with torch.no_grad():
+            of_target = target.embed(torch.arange(target.vocab_size, device=target.device)).cpu()
+        if torch.equal(of_target.to(own.dtype), own):
+            del tensors["embed_tokens.weight"]
 
 
-def layers_within(layers: Sequence[int], num_layers: int) -> bool:
-    """Return whether a target of `num_layers` layers has all of these hidden states."""
-    return all(0 <= layer <= num_layers for layer in layers)
+def _num_steps(config: Mapping[str, Any]) -> int:
+    methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
+    return int(methods[0].get("speculative_tokens", DEFAULT_STEPS))

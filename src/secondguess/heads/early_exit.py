@@ -7,22 +7,28 @@ the target's last norm and LM head directly, which suits models trained for earl
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.fields import config_errors, whole_number
-from secondguess.heads.files import load_into, read_config, read_tensors
+from secondguess.heads.base import Head, TargetModel
+from secondguess.heads.files import (
+    config_errors,
+    load_into,
+    read_config,
+    read_tensors,
+    require_same,
+    whole_number,
+    write_head,
+)
 from secondguess.heads.layer import Norm
 from secondguess.heads.learning import (
+    LAST_HIDDEN,
     DepthLosses,
     Objective,
-    TrainableHead,
     TrainingBatch,
     masked_loss_and_acceptance,
 )
@@ -31,7 +37,7 @@ from secondguess.runtime.base import EmbeddingAndHead
 KIND = "secondguess-early-exit"
 
 
-class EarlyExitHead(TrainableHead):
+class EarlyExitHead(Head):
     """Early-exit adapter: a gated feed-forward network with residual connection, and a final norm.
 
     The final norm replaces the target's before the target's LM head.
@@ -62,60 +68,24 @@ class EarlyExitHead(TrainableHead):
         self.norm = Norm(width, norm_eps)
 
     @classmethod
-    def fresh(cls, ends: EmbeddingAndHead, exit_layer: int, mlp_size: int, seed: int) -> EarlyExitHead:
-        """Build an untrained adapter, which only normalises the hidden states."""
+    def fresh(
+        cls, target: TargetModel, seed: int = 0, *, exit_layer: int = 0, mlp_size: int = 0
+    ) -> EarlyExitHead:
+        """Build an untrained adapter, which only normalises the hidden states.
+
+        Args:
+            exit_layer: number of target layers to run; 0 for a quarter of them.
+            mlp_size: intermediate size; 0 for twice the target's hidden size.
+        """
+        exit_layer = exit_layer or max(1, target.num_layers // 4)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            head = cls(exit_layer, ends.width, mlp_size)
+            head = cls(exit_layer, target.width, mlp_size or 2 * target.width)
         nn.init.zeros_(head.down_proj.weight)
         return head
 
-    def forward(self, states: Tensor) -> Tensor:
-        """Map outputs of the exit layer `[..., width]` to inputs of the target's LM head."""
-        normed = self.input_norm(states)
-        states = states + self.down_proj(functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
-        adapted: Tensor = self.norm(states)
-        return adapted
-
-    def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
-    ) -> DepthLosses:
-        """Return the loss and acceptance rate of next-token prediction, as one depth.
-
-        The adapter predicts the next token at every draft depth, so there is a single depth to
-        train.
-        """
-        loss, accepted = masked_loss_and_acceptance(
-            training_batch.hidden[-1][:, :-1],
-            ends,
-            training_batch.hidden[self.exit_layer][:, :-1],
-            lambda states: ends.unembed(self(states)),
-            training_batch.counts[:, 1:],
-            objective,
-        )
-        return DepthLosses([loss], [accepted])
-
-    def save(self, folder: Path) -> None:
-        """Write `config.json` and `model.safetensors`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {
-            "model_type": KIND,
-            "exit_layer": self.exit_layer,
-            "hidden_size": self.norm.weight.shape[0],
-            "intermediate_size": self.up_proj.weight.shape[0],
-            "rms_norm_eps": self.norm.eps,
-        }
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        weights = {name: weight.detach().contiguous() for name, weight in self.state_dict().items()}
-        save_file(weights, folder / "model.safetensors")
-
     @classmethod
-    def load(cls, folder: Path) -> EarlyExitHead:
-        """Read an adapter written by `save`.
-
-        Raises:
-            CheckpointError: missing or broken files, or a drafter of another kind.
-        """
+    def load(cls, folder: Path, target: TargetModel) -> EarlyExitHead:
         config = read_config(folder)
         if config.get("model_type") != KIND:
             raise CheckpointError(
@@ -128,5 +98,41 @@ class EarlyExitHead(TrainableHead):
                 whole_number(config, "intermediate_size"),
                 float(config["rms_norm_eps"]),
             )
+        require_same("width", config["hidden_size"], target.width, folder)
         load_into(head, read_tensors(folder), folder)
         return head
+
+    def save(self, folder: Path, target: str = "") -> None:
+        config = {
+            "model_type": KIND,
+            "exit_layer": self.exit_layer,
+            "hidden_size": self.norm.weight.shape[0],
+            "intermediate_size": self.up_proj.weight.shape[0],
+            "rms_norm_eps": self.norm.eps,
+        }
+        write_head(folder, config, self.state_dict())
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Map outputs of the exit layer `[..., width]` to inputs of the target's LM head."""
+        normed = self.input_norm(states)
+        states = states + self.down_proj(functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        adapted: Tensor = self.norm(states)
+        return adapted
+
+    def learn(
+        self, training_batch: TrainingBatch, target: EmbeddingAndHead, objective: Objective
+    ) -> DepthLosses:
+        """Return the loss and acceptance rate of next-token prediction, as one depth.
+
+        The adapter predicts the next token at every draft depth, so there is a single depth to
+        train.
+        """
+        loss, accepted = masked_loss_and_acceptance(
+            training_batch.hidden[LAST_HIDDEN][:, :-1],
+            target,
+            training_batch.hidden[self.exit_layer][:, :-1],
+            lambda states: target.unembed(self(states)),
+            training_batch.counts[:, 1:],
+            objective,
+        )
+        return DepthLosses([loss], [accepted])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from secondguess.builtin import head_path
@@ -25,12 +26,12 @@ from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
 from secondguess.names import Name
 from secondguess.runtime.fingerprint import hash_weights, weight_files
 
-PROVENANCE = "secondguess.json"
+CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "secondguess.json"
 
 NAMED = {"draft": "model"}
 """Drafter kind to write in `--drafter` by trained kind, for kinds whose two names differ."""
 
-CHECKPOINT_PROBES = {"mtp": "secondguess.heads.mtp_files:contains_mtp"}
+CHECKPOINT_PROBES = {"mtp": "secondguess.heads.mtp:contains_mtp"}
 """Predicates `module:function` by drafter kind, for kinds that a target's checkpoint may contain.
 
 The predicate takes the target's folder and returns whether it contains such a drafter.
@@ -84,21 +85,16 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
         BadInputError: no path in the name, and no drafter of this kind comes with the target.
         CheckpointError: no such folder, or it holds another kind of drafter.
     """
-    if name.argument:
-        folder = Path(name.argument)
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(
-                f"expected the folder of a trained {name.kind} drafter with a config.json, got {name.argument}; "
-                f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
-            )
-    else:
-        found = _find_own(name.kind, target_name, target_path)
-        if found is None:
-            raise BadInputError(
-                f"expected {name.kind}:PATH for the target {target_name}, which has no built-in one, got no path; "
-                f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
-            )
-        folder = found
+    how_to_train = f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
+    folder = Path(name.argument) if name.argument else _find_own(name.kind, target_name, target_path)
+    if folder is None:
+        raise BadInputError(
+            f"expected {name.kind}:PATH for the target {target_name}, which has no built-in one, got no path; {how_to_train}"
+        )
+    if name.argument and not (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"expected the folder of a trained {name.kind} drafter with a {CONFIG}, got {folder}; {how_to_train}"
+        )
     _require_kind(folder, name.kind)
     return folder
 
@@ -166,14 +162,56 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: it is missing, unreadable or not a JSON object.
     """
     try:
-        content = json.loads((folder / "config.json").read_text())
+        content = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"expected a readable config.json in {folder}, got: {error}") from error
+        raise CheckpointError(f"expected a readable {CONFIG} in {folder}, got: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"expected a JSON object in {folder / 'config.json'}, got {type(content).__name__}"
-        )
+        raise CheckpointError(f"expected a JSON object in {folder / CONFIG}, got {type(content).__name__}")
     return content
+
+
+@contextmanager
+def config_errors(folder: Path) -> Iterator[None]:
+    """Convert errors raised while reading a `config.json` into a `CheckpointError` with its path.
+
+    Raises:
+        CheckpointError: in place of a `KeyError`, `TypeError`, `ValueError` or `AttributeError`.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"expected the field {error} in {folder / CONFIG}, got none") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"expected a drafter that fits in {folder / CONFIG}, got: {error}") from error
+
+
+def whole_number(config: Mapping[str, Any], key: str, least: int = 1) -> int:
+    """Return an integer field of at least `least`; call it inside `config_errors`."""
+    value = config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{key} of {value!r}, which should be a whole number from {least} on")
+    return value
+
+
+def get_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return a boolean field; call it inside `config_errors`."""
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} of {value!r}, which should be true or false")
+    return value
+
+
+def require_same(what: str, found: int, expected: int, folder: Path) -> None:
+    """Raise if a drafter was trained for a target of another size.
+
+    Raises:
+        CheckpointError: `found` differs from `expected`; the message names the size `what`.
+    """
+    if found != expected:
+        raise CheckpointError(
+            f"expected a drafter for a target with a {what} of {expected}, got one for {found} in {folder}; "
+            "use the target that it was trained for"
+        )
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -188,10 +226,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     pickles = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
     try:
         tensors: dict[str, Tensor] = {}
-        for path in files:
-            tensors |= load_file(path)
-        for path in [] if files else pickles:
-            tensors |= torch.load(path, map_location="cpu", weights_only=True)
+        for path in files or pickles:
+            tensors |= load_file(path) if files else torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, SafetensorError, EOFError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"expected readable weights in {folder}, got: {first}") from error
@@ -206,42 +242,55 @@ def find_tensors(folder: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: an unreadable file.
     """
-    places: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
-                places |= dict.fromkeys(file.keys(), path)
+                files |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"expected readable weights in {folder}, got: {error}") from error
-    return places
+    return files
 
 
-def read_named_tensors(places: Mapping[str, Path]) -> dict[str, Tensor]:
+def read_named_tensors(files: Mapping[str, Path]) -> dict[str, Tensor]:
     """Read the named tensors from the files that `find_tensors` returned."""
     tensors: dict[str, Tensor] = {}
-    for path in sorted(set(places.values())):
+    for path in sorted(set(files.values())):
         with safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name, place in places.items() if place == path}
+            tensors |= {name: file.get_tensor(name) for name, of_tensor in files.items() if of_tensor == path}
     return tensors
 
 
-def load_into(module: torch.nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+def load_into(
+    module: torch.nn.Module,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    name_in_file: Callable[[str], str] = str,
+) -> None:
     """Load tensors into a module with exactly these names and shapes.
+
+    Args:
+        name_in_file: maps a name in the module to that in the file, for error messages.
 
     Raises:
         CheckpointError: a tensor is missing, unknown or of another shape; the message names it.
     """
     wanted = module.state_dict()
-    missing = sorted(set(wanted) - set(tensors))
-    unknown = sorted(set(tensors) - set(wanted))
-    wrong = [name for name in wanted if name in tensors and wanted[name].shape != tensors[name].shape]
-    if missing or unknown or wrong:
-        problem = (
-            f"missing {missing[0]}"
-            if missing
-            else f"unknown {unknown[0]}"
-            if unknown
-            else f"{wrong[0]} of shape {list(tensors[wrong[0]].shape)} instead of {list(wanted[wrong[0]].shape)}"
-        )
-        raise CheckpointError(f"expected the weights that config.json describes in {folder}, got {problem}")
+    problems = [f"missing {name_in_file(name)}" for name in sorted(set(wanted) - set(tensors))]
+    problems += [f"unknown {name_in_file(name)}" for name in sorted(set(tensors) - set(wanted))]
+    problems += [
+        f"{name_in_file(name)} of shape {list(tensors[name].shape)} instead of {list(wanted[name].shape)}"
+        for name in wanted
+        if name in tensors and wanted[name].shape != tensors[name].shape
+    ]
+    if problems:
+        raise CheckpointError(f"expected the weights that {CONFIG} describes in {folder}, got {problems[0]}")
     module.load_state_dict(dict(tensors))
+
+
+def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write `config.json` and `model.safetensors` into a folder, created if missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(on_host, folder / WEIGHTS, metadata={"format": "pt"})

@@ -220,6 +220,16 @@ def cos_sin_at(shape: LayerConfig, positions: Tensor, dtype: torch.dtype) -> Cos
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool = False
+) -> Tensor:
+    """Return scaled dot-product attention, grouped if there are fewer key-value heads."""
+    grouped = query.shape[1] != keys.shape[1]
+    return functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
+    )
+
+
 def sequence_attention(mask: Tensor | None) -> AttentionFunction:
     """Return an attention function over whole sequences, for training.
 
@@ -227,15 +237,4 @@ def sequence_attention(mask: Tensor | None) -> AttentionFunction:
         mask: `[row or 1, 1, query, key]` bool, True where a query attends to a key; None for
             causal attention.
     """
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-
-    return attend
+    return lambda layer, query, key, value: attention(query, key, value, mask, is_causal=mask is None)

@@ -9,11 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
+
+LAST_HIDDEN = -1
+"""Target layer from which its distributions are computed: the last, normalised one."""
 
 Objective = Callable[[Tensor, Tensor], Tensor]
 """Loss function: target and drafter logits `[..., vocab]` to a loss per position `[...]`."""
@@ -28,8 +32,7 @@ class TrainingBatch:
         counts: `[row, position]` bool, True if the token is to be predicted; by default, if the
             target model generated it.
         hidden: the target's hidden states `[row, position, width]` at each token, by layer: the
-            layers that the drafter head reads, and the last, normalised one (-1), from which the
-            target's distribution is computed.
+            layers that the drafter head reads, and `LAST_HIDDEN`.
     """
 
     tokens: Tensor
@@ -54,7 +57,7 @@ class DepthLosses:
 
 
 class TrainableHead(nn.Module, ABC):
-    """Base class of drafter heads that are trained with a frozen target.
+    """Base class of drafters that are trained with a frozen target.
 
     Attributes:
         hidden_layers: target layers whose hidden states it reads.
@@ -64,25 +67,30 @@ class TrainableHead(nn.Module, ABC):
 
     @abstractmethod
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, target: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
-        """Return the losses and acceptance rates on a batch, at every depth of the drafter head.
+        """Return the losses and acceptance rates on a batch, at every draft depth.
 
         Args:
-            training_batch: training batch.
-            ends: embeddings and LM head of the target; the LM head gives its distributions.
-            objective: loss function of one prediction.
+            target: embeddings and LM head of the target; the LM head gives its distributions.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path, target: str = "") -> None:
+        """Write `config.json` and `model.safetensors` into a folder, created if missing.
+
+        Formats that record the name of the target take it from `target`.
         """
 
 
 def masked_loss_and_acceptance(
     states: Tensor,
-    ends: EmbeddingAndHead,
+    target: EmbeddingAndHead,
     outputs: Tensor,
-    say: Callable[[Tensor], Tensor],
+    logits_of: Callable[[Tensor], Tensor],
     counts: Tensor,
     objective: Objective,
-    words: Tensor | None = None,
+    select: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> tuple[Tensor, Tensor]:
     """Return the mean loss and the acceptance rate over the counted positions.
 
@@ -91,13 +99,13 @@ def masked_loss_and_acceptance(
     Args:
         states: `[row, position, width]`, the target's last, normalised hidden states at the
             positions to predict.
-        ends: LM head of the target.
+        target: LM head of the target.
         outputs: `[row, position, ...]`, outputs of the drafter head.
-        say: maps outputs of the drafter head to logits `[..., draft_vocab]`.
+        logits_of: maps outputs of the drafter head to logits `[..., draft_vocab]`.
         counts: `[row, position]` bool, positions to include.
-        words: `[draft_vocab]`, target token ids of the draft vocabulary, which the loss is
-            restricted to; None for the whole vocabulary. The acceptance rate uses the target's
-            probabilities over the whole vocabulary.
+        select: maps values `[..., vocab]` to those of the draft vocabulary, which the loss is
+            restricted to. The acceptance rate uses the target's probabilities over the whole
+            vocabulary.
 
     Returns:
         The loss, and the acceptance rate without gradient; both 0 if no position is counted.
@@ -105,15 +113,14 @@ def masked_loss_and_acceptance(
     if not counts.any():
         # Computed from one position so that the loss has a (zero) gradient: `outputs` themselves
         # may be the target's hidden states, which have none.
-        nothing = say(outputs[:1, :1]).sum() * 0.0
+        nothing = logits_of(outputs[:1, :1]).sum() * 0.0
         return nothing, nothing.detach()
-    said = say(outputs[counts])
+    logits = logits_of(outputs[counts])
     with torch.no_grad():
-        taught = ends.unembed(states[counts])
-        dist = taught.float().softmax(-1)
-        known, dist = (taught, dist) if words is None else (taught[:, words], dist[:, words])
-        accepted = torch.minimum(dist, said.float().softmax(-1)).sum(-1).mean()
-    return objective(known, said).mean(), accepted
+        target_logits = target.unembed(states[counts])
+        probs = select(target_logits.float().softmax(-1))
+        accepted = torch.minimum(probs, logits.float().softmax(-1)).sum(-1).mean()
+    return objective(select(target_logits), logits).mean(), accepted
 
 
 def masked_mean(values: Tensor, counts: Tensor) -> Tensor:

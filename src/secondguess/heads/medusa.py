@@ -10,35 +10,39 @@ file: to serve them with vLLM, add the target's as `lm_head.weight`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.fields import config_errors, get_bool, require_same, whole_number
-from secondguess.heads.files import load_into, read_config, read_tensors
+from secondguess.heads.base import DraftVocabulary, Head, TargetModel
+from secondguess.heads.files import (
+    config_errors,
+    get_bool,
+    load_into,
+    read_config,
+    read_tensors,
+    require_same,
+    whole_number,
+    write_head,
+)
 from secondguess.heads.learning import (
+    LAST_HIDDEN,
     DepthLosses,
     Objective,
-    TrainableHead,
     TrainingBatch,
     masked_loss_and_acceptance,
 )
 from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead
-
-LAST_HIDDEN = -1
-"""Target layer that the drafter heads read: the last, normalised one, the LM head's input."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +50,20 @@ class MedusaConfig:
     """Sizes and options of a set of Medusa drafter heads.
 
     Args:
-        width: hidden size of the target.
         num_heads: number of drafter heads, which is the maximum draft length.
         num_layers: number of residual layers per drafter head.
         has_bias: whether the residual layers have biases.
         num_outputs: number of output matrices: one per drafter head, one shared by all, or 0 to
             use the target's.
-        num_words: draft vocabulary size of the output matrices.
-        has_vocab_map: whether the draft vocabulary is a proper subset of the target's, listed in
-            `token_map`.
 
     Raises:
         BadInputError: a number out of range.
     """
 
-    width: int
     num_heads: int
     num_layers: int
     has_bias: bool = False
     num_outputs: int = 0
-    num_words: int = 0
-    has_vocab_map: bool = False
 
     def __post_init__(self) -> None:
         check_range("heads of a medusa drafter", self.num_heads, 1, MAX_DRAFT_LENGTH)
@@ -80,10 +77,10 @@ class MedusaConfig:
 class ResidualBlock(nn.Module):
     """Drafter head without its output matrix: a stack of residual layers `x + silu(Wx)`."""
 
-    def __init__(self, shape: MedusaConfig) -> None:
+    def __init__(self, shape: MedusaConfig, width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Linear(shape.width, shape.width, bias=shape.has_bias) for _ in range(shape.num_layers)
+            nn.Linear(width, width, bias=shape.has_bias) for _ in range(shape.num_layers)
         )
 
     def forward(self, states: Tensor) -> Tensor:
@@ -92,105 +89,79 @@ class ResidualBlock(nn.Module):
         return states
 
 
-class MedusaHead(TrainableHead):
+class MedusaHead(Head):
     """Set of Medusa drafter heads for one target.
 
     Args:
         shape: sizes and options.
-        ends: LM head of the target, used if there is no output matrix of its own.
+        target: target model; its LM head is used if there is no output matrix of its own.
+        vocabulary: tokens that they draft; None for the whole vocabulary.
     """
 
-    def __init__(self, shape: MedusaConfig, ends: EmbeddingAndHead) -> None:
+    hidden_layers = (LAST_HIDDEN,)
+
+    def __init__(
+        self, shape: MedusaConfig, target: TargetModel, vocabulary: DraftVocabulary | None = None
+    ) -> None:
         super().__init__()
-        self.hidden_layers = (LAST_HIDDEN,)
-        self.shape = shape
-        self.blocks = nn.ModuleList(ResidualBlock(shape) for _ in range(shape.num_heads))
+        self.shape, self.target = shape, target
+        self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
+        self.blocks = nn.ModuleList(ResidualBlock(shape, target.width) for _ in range(shape.num_heads))
         self.lm_heads = nn.ModuleList(
-            nn.Linear(shape.width, shape.num_words, bias=False) for _ in range(shape.num_outputs)
+            nn.Linear(target.width, len(self.vocabulary), bias=False) for _ in range(shape.num_outputs)
         )
-        if shape.has_vocab_map:
-            self.register_buffer("token_map", torch.arange(shape.num_words))
-        self._ends = ends
 
     @classmethod
-    def fresh(cls, ends: EmbeddingAndHead, num_heads: int = 4, num_layers: int = 1, seed: int = 0) -> Self:
+    def fresh(cls, target: TargetModel, seed: int = 0, *, num_heads: int = 4, num_layers: int = 1) -> Self:
         """Build untrained drafter heads that share the target's output matrix.
 
         Weights are near zero, so each drafter head starts close to the target's own next-token
         prediction. They are random because the layers of one drafter head, if all started at zero,
         would all learn the same weights.
-
-        Args:
-            ends: LM head of the target.
-            num_heads: number of drafter heads.
-            num_layers: number of residual layers per drafter head.
-            seed: seed of the weights.
-
-        Raises:
-            BadInputError: a number out of range.
         """
-        head = cls(MedusaConfig(ends.width, num_heads, num_layers), ends)
+        head = cls(MedusaConfig(num_heads, num_layers), target)
         generator = torch.Generator().manual_seed(seed)
         for weight in head.parameters():
             nn.init.normal_(weight, std=1e-3, generator=generator)
         return head
 
     @classmethod
-    def load(cls, folder: Path, ends: EmbeddingAndHead, vocab_size: int) -> Self:
-        """Read drafter heads in the original format or in vLLM's.
-
-        Args:
-            folder: folder with `config.json` and weights.
-            ends: LM head, width and dtype of the target.
-            vocab_size: vocabulary size of the target.
-
-        Raises:
-            CheckpointError: a field or tensor is missing, unknown or of another shape, or the
-                drafter heads were trained for another target.
-        """
+    def load(cls, folder: Path, target: TargetModel) -> Self:
+        """Read drafter heads in the original format or in vLLM's."""
         config, tensors = read_config(folder), read_tensors(folder)
-        if "medusa_num_heads" in config:
-            shape, tensors = _read_original(config, tensors, folder, ends.width, vocab_size)
-        elif config.get("model_type") == "medusa":
-            shape, tensors = _read_vllm(config, tensors, folder, vocab_size)
-        else:
-            raise CheckpointError(
-                f"expected the config.json of a medusa drafter in {folder} (medusa_num_heads, or the model_type medusa), "
-                f"got the model_type {config.get('model_type')!r}"
-            )
-        require_same("width", shape.width, ends.width, folder)
-        if shape.num_outputs and not shape.has_vocab_map:
-            require_same("vocabulary", shape.num_words, vocab_size, folder)
-        head = cls(shape, ends)
-        load_into(head, tensors, folder)
-        if shape.has_vocab_map:
-            _check_map(head.get_buffer("token_map"), vocab_size, folder)
-        return head.to(ends.dtype)
+        with config_errors(folder):
+            if "medusa_num_heads" in config:
+                shape, vocabulary, tensors = _read_original(config, tensors, target, folder)
+            elif config.get("model_type") == "medusa":
+                shape, vocabulary, tensors = _read_vllm(config, tensors, target, folder)
+            else:
+                raise CheckpointError(
+                    f"expected the config.json of a medusa drafter in {folder} (medusa_num_heads, or the model_type medusa), "
+                    f"got the model_type {config.get('model_type')!r}"
+                )
+            head = cls(shape, target, vocabulary)
+        load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
+        return head
 
     def save(self, folder: Path, target: str = "") -> None:
-        """Write the drafter heads in vLLM's format.
-
-        Args:
-            folder: output folder; created if missing.
-            target: name of the target model.
-        """
-        shape, vocab_size = self.shape, self._vocab_size
+        """Write the drafter heads in vLLM's format; see `Head.save`."""
+        shape = self.shape
         config = {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],
             "base_model_name_or_path": target,
             "num_heads": shape.num_heads,
             "num_hidden_layers": shape.num_layers,
-            "hidden_size": shape.width,
-            "vocab_size": vocab_size,
-            "truncated_vocab_size": shape.num_words if shape.has_vocab_map else vocab_size,
+            "hidden_size": self.target.width,
+            "vocab_size": self.target.vocab_size,
+            "truncated_vocab_size": len(self.vocabulary),
             "medusa_fc_bias": shape.has_bias,
             "original_lm_head": shape.num_outputs < shape.num_heads,
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = self.state_dict()
+        if "vocabulary.token_ids" in tensors:
+            tensors["token_map"] = tensors.pop("vocabulary.token_ids")
+        write_head(folder, config, tensors)
 
     def forward(self, states: Tensor, depth: int) -> Tensor:
         """Return the logits of drafter head `depth` over its draft vocabulary.
@@ -205,7 +176,7 @@ class MedusaHead(TrainableHead):
         """
         output = self.blocks[depth](states.to(self._dtype))
         if not self.lm_heads:
-            return self._ends.unembed(output.to(self._ends.dtype))
+            return self.target.unembed(output.to(self.target.dtype))
         logits: Tensor = self.lm_heads[min(depth, len(self.lm_heads) - 1)](output)
         return logits
 
@@ -214,15 +185,10 @@ class MedusaHead(TrainableHead):
 
         Arguments are those of `forward`. Tokens outside the draft vocabulary get -inf.
         """
-        known: Tensor = self(states, depth)
-        if not self.shape.has_vocab_map:
-            return known
-        everything = known.new_full((*known.shape[:-1], self._vocab_size), -torch.inf)
-        everything[..., self.get_buffer("token_map")] = known
-        return everything
+        return self.vocabulary.to_target(self(states, depth))
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, target: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         """Return the losses and acceptance rates, one per drafter head.
 
@@ -230,13 +196,17 @@ class MedusaHead(TrainableHead):
         reference is the target's distribution from the hidden state at token i + 1 + k.
         """
         states = training_batch.hidden[LAST_HIDDEN]
-        words = self.get_buffer("token_map") if self.shape.has_vocab_map else None
         losses, accepted = [], []
         for depth in range(self.shape.num_heads):
             counts = training_batch.counts[:, depth + 2 :]
-            meant, behind = states[:, depth + 1 : -1], states[:, : counts.shape[1]]
             loss, share = masked_loss_and_acceptance(
-                meant, ends, behind, partial(self, depth=depth), counts, objective, words
+                states[:, depth + 1 : -1],
+                target,
+                states[:, : counts.shape[1]],
+                partial(self, depth=depth),
+                counts,
+                objective,
+                self.vocabulary.select,
             )
             losses.append(loss)
             accepted.append(share)
@@ -246,87 +216,56 @@ class MedusaHead(TrainableHead):
     def _dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
-    @cached_property
-    def _vocab_size(self) -> int:
-        """Vocabulary size of the target."""
-        device = next(self.parameters()).device
-        nothing = torch.zeros(self.shape.width, dtype=self._ends.dtype, device=device)
-        return self._ends.unembed(nothing).shape[-1]
-
 
 def _read_original(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, width: int, vocab_size: int
-) -> tuple[MedusaConfig, dict[str, Tensor]]:
-    """Return the shape and the renamed tensors of drafter heads in the original format.
-
-    Args:
-        config, tensors, folder: contents and path of the folder.
-        width, vocab_size: sizes of the target, which this format's configuration does not contain.
-    """
-    tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
-    with config_errors(folder):
-        num_heads, num_layers = (
-            whole_number(config, "medusa_num_heads"),
-            whole_number(config, "medusa_num_layers"),
-        )
-        first = tensors.get(f"0.{num_layers}.weight")
-        num_words = vocab_size if first is None else len(first)
-        shape = MedusaConfig(width, num_heads, num_layers, True, num_heads, num_words)
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel, folder: Path
+) -> tuple[MedusaConfig, DraftVocabulary, dict[str, Tensor]]:
+    """Return the shape, the vocabulary and the renamed tensors of heads in the original format."""
+    num_heads = whole_number(config, "medusa_num_heads")
+    num_layers = whole_number(config, "medusa_num_layers")
     renamed = {}
     for name, tensor in tensors.items():
-        name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+        name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name.removeprefix("medusa_head."))
         renamed[re.sub(rf"^(\d+)\.{num_layers}\.weight$", r"lm_heads.\1.weight", name)] = tensor
-    return shape, renamed
+    if "lm_heads.0.weight" in renamed:
+        require_same("vocabulary", len(renamed["lm_heads.0.weight"]), target.vocab_size, folder)
+    shape = MedusaConfig(num_heads, num_layers, has_bias=True, num_outputs=num_heads)
+    return shape, DraftVocabulary(target.vocab_size), renamed
 
 
 def _read_vllm(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, vocab_size: int
-) -> tuple[MedusaConfig, dict[str, Tensor]]:
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel, folder: Path
+) -> tuple[MedusaConfig, DraftVocabulary, dict[str, Tensor]]:
+    """Return the shape, the vocabulary and the renamed tensors of heads in vLLM's format."""
     tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
-    with config_errors(folder):
-        width = whole_number(config, "hidden_size")
-        require_same("vocabulary", whole_number(config, "vocab_size"), vocab_size, folder)
-        num_heads = whole_number(config, "num_heads")
-        num_words = whole_number({"truncated_vocab_size": vocab_size, **config}, "truncated_vocab_size")
-        num_outputs = num_heads
-        if get_bool(config, "original_lm_head", False):
-            # vLLM accepts the shared matrix under either name and ignores further copies of it.
-            shared = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight"))
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head")}
-            num_outputs = 0 if shared is None else 1
-            if shared is not None:
-                tensors["lm_heads.0.weight"] = shared
-        has_vocab_map = num_words < vocab_size
-        if not has_vocab_map:
-            tensors.pop("token_map", None)
-        elif not num_outputs:
-            raise ValueError("a truncated vocabulary without an lm_head.weight")
-        shape = MedusaConfig(
-            width,
-            num_heads,
-            whole_number(config, "num_hidden_layers"),
-            get_bool(config, "medusa_fc_bias", False),
-            num_outputs,
-            num_words,
-            has_vocab_map,
-        )
-    return shape, _truncated(tensors, shape)
-
-
-def _truncated(tensors: dict[str, Tensor], shape: MedusaConfig) -> dict[str, Tensor]:
-    """Select the rows listed in `token_map` from output matrices that are stored in full."""
-    words = tensors.get("token_map")
-    if words is None:
-        return tensors
-    return {
-        name: tensor[words] if name.startswith("lm_heads.") and len(tensor) > shape.num_words else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _check_map(words: Tensor, vocab_size: int, folder: Path) -> None:
-    found = set(words.tolist())
-    if len(found) < len(words) or not found <= set(range(vocab_size)):
-        raise CheckpointError(
-            f"expected a token_map of different tokens below {vocab_size} in {folder}, got others; it is for another target"
-        )
+    require_same("width", whole_number(config, "hidden_size"), target.width, folder)
+    require_same("vocabulary", whole_number(config, "vocab_size"), target.vocab_size, folder)
+    num_heads = num_outputs = whole_number(config, "num_heads")
+    if get_bool(config, "original_lm_head", False):
+        # vLLM accepts the shared matrix under either name and ignores further copies of it.
+        shared = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight"))
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head")}
+        num_outputs = 0 if shared is None else 1
+        if shared is not None:
+            tensors["lm_heads.0.weight"] = shared
+    shape = MedusaConfig(
+        num_heads,
+        whole_number(config, "num_hidden_layers"),
+        get_bool(config, "medusa_fc_bias", False),
+        num_outputs,
+    )
+    token_ids = tensors.pop("token_map", None)
+    size = whole_number({"truncated_vocab_size": target.vocab_size, **config}, "truncated_vocab_size")
+    if size >= target.vocab_size:
+        return shape, DraftVocabulary(target.vocab_size), tensors
+    if not num_outputs:
+        raise ValueError("a truncated vocabulary without an lm_head.weight")
+    if token_ids is None or len(token_ids) != size:
+        found = "no token_map" if token_ids is None else f"one of {len(token_ids)}"
+        raise CheckpointError(f"expected a token_map of {size} tokens in {folder}, got {found}")
+    vocabulary = DraftVocabulary(target.vocab_size, token_ids)
+    for name, tensor in tensors.items():
+        if name.startswith("lm_heads.") and len(tensor) > size:
+            # Some files contain the output matrices for the whole vocabulary.
+            tensors[name] = tensor[token_ids]
+    return shape, vocabulary, tensors

@@ -3,32 +3,51 @@
 A drafter head, trained with the target or after it, that reads the target's last hidden state.
 One module drafts any number of tokens: after its own draft tokens it reads its own outputs. The
 modules of Qwen and MiMo have the same form.
+
+A module is read from its target's checkpoint or from a folder of its own; it is written to a
+folder of its own with DeepSeek's tensor names.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
 import torch
 from torch import Tensor, nn
 
-from secondguess.errors import BadInputError
+from secondguess.errors import CheckpointError, UnsupportedModelError
+from secondguess.heads.base import TargetModel
+from secondguess.heads.feature import DEFAULT_STEPS, FeatureHead, default_layer_config, initialise
+from secondguess.heads.files import (
+    CONFIG,
+    config_errors,
+    find_tensors,
+    load_into,
+    read_config,
+    read_named_tensors,
+    write_head,
+)
 from secondguess.heads.layer import AttentionFunction, CosSin, DecoderLayer, LayerConfig, Norm
-from secondguess.heads.unrolled import DEFAULT_STEPS, UnrolledHead, default_layer_config, initialise
-from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
+from secondguess.heads.learning import LAST_HIDDEN
+from secondguess.runtime.base import HiddenStates
 
 
-class MtpHead(UnrolledHead):
+class MtpHead(FeatureHead):
     """MTP module: `layer(eh_proj([enorm(embedding); hnorm(state)]))`, a norm and an LM head.
 
     Args:
         layer: shape of its decoder layer.
-        ends: embeddings and LM head of the target.
-        vocab_size: vocabulary size of the target.
-        num_layers_of_target: number of target layers; in a checkpoint, the module's layer index
-            follows them.
+        target: target model.
+        has_norms: whether it has norms other than the one inside the decoder layer.
+        has_bias: whether the projection has a bias.
         has_embeddings, has_head: whether it has its own embeddings and LM head; if not, it uses
             the target's.
-        norm_output: whether later draft steps read the output after the last norm, not before it.
-        num_steps: number of draft steps in training.
+        norm_output, num_steps: as in `FeatureHead`.
 
     Raises:
         BadInputError: another hidden size than the target's.
@@ -37,77 +56,224 @@ class MtpHead(UnrolledHead):
     def __init__(
         self,
         layer: LayerConfig,
-        ends: EmbeddingAndHead,
-        vocab_size: int,
-        num_layers_of_target: int,
+        target: TargetModel,
         *,
+        has_norms: bool = True,
+        has_bias: bool = False,
         has_embeddings: bool = False,
         has_head: bool = False,
         norm_output: bool = False,
         num_steps: int = DEFAULT_STEPS,
     ) -> None:
-        super().__init__()
-        width = layer.width
-        if width != ends.width:
-            raise BadInputError(
-                f"expected a module for states of width {ends.width}, the target's, got one for {width}"
-            )
-        self.shape, self.num_layers = layer, 1
-        self.hidden_layers, self.num_steps, self.vocab_size = (-1,), num_steps, vocab_size
-        self.num_layers_of_target, self.norm_output = num_layers_of_target, norm_output
-        self.words = None
-        self.enorm = Norm(width, layer.norm_eps)
-        self.hnorm = Norm(width, layer.norm_eps)
-        self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.layer = DecoderLayer(layer)
-        self.norm = Norm(width, layer.norm_eps)
-        if has_embeddings:
-            self.embed_tokens = nn.Embedding(vocab_size, width)
-        if has_head:
-            self.head = nn.Linear(width, vocab_size, bias=False)
-        self._has_embeddings, self._has_head = has_embeddings, has_head
-        self._ends = ends
+        super().__init__(target, layer, norm_output=norm_output, num_steps=num_steps)
+        width, vocab_size = layer.width, target.vocab_size
+        make_norm: Callable[[], nn.Module] = (
+            partial(Norm, width, layer.norm_eps) if has_norms else nn.Identity
+        )
+        self.enorm = make_norm()
+        self.hnorm = make_norm()
+        self.eh_proj = nn.Linear(2 * width, width, bias=has_bias)
+        self.layer = DecoderLayer(layer, has_input_norm=has_norms)
+        self.norm = make_norm()
+        self.embed_tokens = nn.Embedding(vocab_size, width) if has_embeddings else None
+        self.lm_head = nn.Linear(width, vocab_size, bias=False) if has_head else None
 
     @classmethod
-    def fresh(
-        cls,
-        ends: EmbeddingAndHead,
-        vocab_size: int,
-        num_layers_of_target: int,
-        seed: int,
-        *,
-        layer: LayerConfig | None = None,
-        num_steps: int = DEFAULT_STEPS,
-    ) -> MtpHead:
-        """Build an untrained module.
-
-        Args:
-            ends, vocab_size, num_layers_of_target, num_steps: as in the constructor.
-            seed: seed of the weights.
-            layer: shape of its decoder layer; None for the default of the target's hidden size.
-        """
-        shape = layer or default_layer_config(ends.width)
-        head = cls(shape, ends, vocab_size, num_layers_of_target, num_steps=num_steps)
+    def fresh(cls, target: TargetModel, seed: int = 0, *, num_steps: int = DEFAULT_STEPS) -> Self:
+        """Build an untrained module with a default layer for the target's hidden size."""
+        head = cls(default_layer_config(target.width), target, num_steps=num_steps)
         initialise(head, seed)
         return head
 
-    def features(self, hidden: HiddenStates) -> Tensor:
-        return hidden[-1]
+    @classmethod
+    def load(cls, folder: Path, target: TargetModel) -> MtpHead:
+        """Read the first MTP module of a checkpoint; other tensors are not read.
 
-    def forward(
+        The folder is that of the target or of a single module. Warns if there are further modules,
+        which are not used.
+        """
+        config, files = _text_config(read_config(folder)), find_tensors(folder)
+        with config_errors(folder):
+            num_layers = config["num_hidden_layers"]
+            names = _find_names(files, num_layers)
+            if names is None:
+                raise CheckpointError(
+                    f"expected a multi-token-prediction module in {folder}, such as model.layers.{num_layers}.eh_proj.weight, "
+                    "got none; train one with `secondguess train mtp`"
+                )
+            own = {name: file for name, file in files.items() if name.startswith(names.prefix)}
+            _require_supported_layer(folder, own, config)
+            if (config["vocab_size"], num_layers) != (target.vocab_size, target.num_layers):
+                raise CheckpointError(
+                    f"expected a module in {folder} for a target with {target.vocab_size} words and {target.num_layers} "
+                    f"layers, got one for {config['vocab_size']} and {num_layers}; it was trained for another target"
+                )
+            tensors = {names.in_module(name): tensor for name, tensor in read_named_tensors(own).items()}
+            if names.state_first:
+                tensors["eh_proj.weight"] = torch.cat(tensors["eh_proj.weight"].chunk(2, 1)[::-1], 1)
+            head = cls(
+                _layer_config(config),
+                target,
+                has_embeddings="embed_tokens.weight" in tensors,
+                has_head="lm_head.weight" in tensors,
+                norm_output=config.get("norm_output", names.norm_output),
+                num_steps=config.get("num_steps", DEFAULT_STEPS),
+            )
+        load_into(head, tensors, folder, names.in_file)
+        if names.next_prefix and f"{names.next_prefix}{names.projection}" in files:
+            warnings.warn(
+                f"{folder} holds several multi-token-prediction modules: the first one drafts all tokens, the others are unused",
+                stacklevel=2,
+            )
+        return head
+
+    def save(self, folder: Path, target: str = "") -> None:
+        names = family_names(self.target.num_layers)[0]
+        config = {
+            **self.shape.to_config(),
+            "vocab_size": self.target.vocab_size,
+            "num_hidden_layers": self.target.num_layers,
+            "num_nextn_predict_layers": 1,
+            "norm_output": self.norm_output,
+            "num_steps": self.num_steps,
+        }
+        write_head(
+            folder, config, {names.in_file(name): tensor for name, tensor in self.state_dict().items()}
+        )
+
+    def features(self, hidden: HiddenStates) -> Tensor:
+        return hidden[LAST_HIDDEN]
+
+    def run_layers(
         self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
     ) -> Tensor:
-        both = torch.cat((self.enorm(embedded), self.hnorm(features)), -1)
-        state: Tensor = self.layer(self.eh_proj(both), cos_sin, attend)
-        return self.norm(state) if self.norm_output else state
+        joined = torch.cat((self.enorm(embedded), self.hnorm(features)), -1)
+        states: Tensor = self.layer(self.eh_proj(joined), cos_sin, attend)
+        return states
 
-    def draft_logits(self, output: Tensor) -> Tensor:
-        normed = output if self.norm_output else self.norm(output)
-        logits: Tensor = (
-            self.head(normed) if self._has_head else self._ends.unembed(normed.to(self._ends.dtype))
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Tensor names of an `MtpHead` in the files of a model family.
+
+    Args:
+        parts: name prefixes in the file, mapped to those in the module.
+        prefix: prefix of all names in the file.
+        next_prefix: the same of a second module; empty if there is none.
+        state_first: whether the projection's input is `[state; embedding]`, not
+            `[embedding; state]`.
+        norm_output: as in `FeatureHead`.
+    """
+
+    parts: Mapping[str, str]
+    prefix: str = ""
+    next_prefix: str = ""
+    state_first: bool = False
+    norm_output: bool = False
+
+    @property
+    def projection(self) -> str:
+        """Name of the projection weight, without the prefix; present in every module."""
+        return self.in_file("eh_proj.weight").removeprefix(self.prefix)
+
+    def in_module(self, name: str) -> str:
+        """Return the name in the module for a name in the file."""
+        name = name.removeprefix(self.prefix)
+        for in_file, in_module in self.parts.items():
+            if name.startswith(in_file):
+                return in_module + name.removeprefix(in_file)
+        return name
+
+    def in_file(self, name: str) -> str:
+        """Return the name in the file for a name in the module; inverse of `in_module`."""
+        for in_file, in_module in self.parts.items():
+            if name.startswith(in_module):
+                return self.prefix + in_file + name.removeprefix(in_module)
+        return self.prefix + name
+
+
+_DEEPSEEK = TensorNames(
+    {
+        "enorm.": "enorm.",
+        "hnorm.": "hnorm.",
+        "eh_proj.": "eh_proj.",
+        "shared_head.norm.": "norm.",
+        "shared_head.head.": "lm_head.",
+        "embed_tokens.": "embed_tokens.",
+        "": "layer.",
+    }
+)
+_QWEN = TensorNames(
+    {
+        "pre_fc_norm_embedding.": "enorm.",
+        "pre_fc_norm_hidden.": "hnorm.",
+        "fc.": "eh_proj.",
+        "norm.": "norm.",
+        "layers.0.": "layer.",
+    },
+    prefix="mtp.",
+    norm_output=True,
+)
+_MIMO = TensorNames(
+    {
+        "token_layernorm.": "enorm.",
+        "hidden_layernorm.": "hnorm.",
+        "input_proj.": "eh_proj.",
+        "final_layernorm.": "norm.",
+        "": "layer.",
+    },
+    prefix="model.mtp_layers.0.",
+    next_prefix="model.mtp_layers.1.",
+    state_first=True,
+    norm_output=True,
+)
+
+_UNSUPPORTED_PARTS = {
+    "self_attn.kv_a_proj_with_mqa.": "latent attention (MLA)",
+    "mlp.experts.": "a mixture of experts (MoE)",
+    "mlp.gate.": "a mixture of experts (MoE)",
+    "linear_attn.": "linear attention",
+}
+"""Unsupported layer parts by a substring of their tensor names."""
+
+
+def family_names(num_layers: int) -> tuple[TensorNames, ...]:
+    """Return the tensor names of all families, for a target of `num_layers` layers."""
+    prefixes = [f"model.layers.{num_layers + index}." for index in range(2)]
+    return replace(_DEEPSEEK, prefix=prefixes[0], next_prefix=prefixes[1]), _QWEN, _MIMO
+
+
+def contains_mtp(folder: Path) -> bool:
+    """Return whether a target's checkpoint contains an MTP module."""
+    if not (folder / CONFIG).is_file():
+        return False
+    num_layers = _text_config(read_config(folder)).get("num_hidden_layers", 0)
+    return _find_names(find_tensors(folder), num_layers) is not None
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the language model; that of a multimodal model is nested."""
+    inner: Mapping[str, Any] = config.get("text_config", config)
+    return inner
+
+
+def _find_names(files: Mapping[str, Path], num_layers: int) -> TensorNames | None:
+    families = family_names(num_layers)
+    return next((names for names in families if names.prefix + names.projection in files), None)
+
+
+def _require_supported_layer(folder: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
+    found = [reason for part, reason in _UNSUPPORTED_PARTS.items() if any(part in name for name in names)]
+    if config.get("attn_output_gate"):
+        found.append("gated attention")
+    if found:
+        raise UnsupportedModelError(
+            f"expected a multi-token-prediction module with a dense layer like those of llama or qwen in {folder}, got one "
+            f"with {found[0]}, which is not supported yet; train one with `secondguess train mtp` or use another drafter"
         )
-        return logits
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.embed_tokens(tokens) if self._has_embeddings else self._ends.embed(tokens)
-        return embedded
+
+def _layer_config(config: Mapping[str, Any]) -> LayerConfig:
+    """Return the layer shape; MiMo's layers are those of Qwen2."""
+    is_mimo = config.get("model_type") == "mimo"
+    return LayerConfig.from_config({**config, "model_type": "qwen2"} if is_mimo else config)

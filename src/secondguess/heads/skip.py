@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from secondguess.errors import CheckpointError
-from secondguess.heads.files import read_config
+from secondguess.heads.files import CONFIG, read_config
 
 KIND = "secondguess-layer-skip"
 
@@ -32,4 +32,4 @@ def write_skipped(folder: Path, skipped: Sequence[int], facts: Mapping[str, Any]
     """Write the skipped layers and further fields `facts` to `config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": KIND, **facts, "skipped": list(skipped)}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

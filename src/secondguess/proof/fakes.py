@@ -192,7 +192,7 @@ class DistTreeDrafter(Drafter):
         dist: maps the whole context to probabilities `[vocab]`, as in `TableModel`.
         widths: number of children of a node at each depth: (2, 1) draws two children of pending
             and one child of each.
-        distinct: draw siblings without replacement. Where no token of positive probability is
+        without_replacement: draw siblings without replacement. Where no token of positive probability is
             left, token 0 fills the node, so that trees keep the same shape in all rows; no
             verifier accepts it.
         grows: maps the probability of a drawn node's path to whether it gets children; None for
@@ -208,13 +208,13 @@ class DistTreeDrafter(Drafter):
         vocab_size: int,
         dist: NextTokenDist,
         widths: Sequence[int],
-        distinct: bool = True,
+        without_replacement: bool = True,
         grows: Callable[[float], bool] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.dist = dist
         self.widths = widths
-        self.distinct = distinct
+        self.without_replacement = without_replacement
         self.grows = grows
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
@@ -251,9 +251,9 @@ class DistTreeDrafter(Drafter):
             self._queue_children(tree, node)
 
     def _sibling_probs(self, tree: _Tree, parent: int, dist: Tensor) -> Tensor:
-        """Return the distribution of a node's next child, without its earlier children if distinct."""
+        """Return the distribution of a node's next child, given the tokens of its earlier children."""
         siblings = [token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent]
-        if not self.distinct or not siblings:
+        if not self.without_replacement or not siblings:
             return dist
         rest = dist.clone()
         rest[siblings] = 0.0
@@ -270,4 +270,4 @@ class DistTreeDrafter(Drafter):
         for row, tree in enumerate(trees):
             if tree.dists:
                 probs[row, : len(tree.dists)] = torch.stack(tree.dists)
-        return Draft(tokens, parents, lengths, probs, self.distinct)
+        return Draft(tokens, parents, lengths, probs, self.without_replacement)

@@ -91,7 +91,7 @@ class Runtime(ABC):
                 "use a drafter that needs none"
             )
 
-    def ends(self) -> EmbeddingAndHead:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         """Return the model's embeddings, final norm and head.
 
         Raises:
@@ -176,8 +176,12 @@ class Runtime(ABC):
         """Forget the cache entries of released rows, so that new rows do not reuse them."""
 
     def begin(self, rows: Sequence[Row]) -> list[HiddenStates]:
-        """Admit rows and prefill them; return the hidden states as `prefill` does."""
-        self.admit(rows)
+        """Admit rows, reusing nothing, and prefill them.
+
+        Returns:
+            Per row, the requested hidden states of all tokens but the last, as `prefill` does.
+        """
+        self.admit(rows, [0] * len(rows))
         return self.prefill(rows)
 
     @abstractmethod

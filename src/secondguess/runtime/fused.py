@@ -336,7 +336,7 @@ class FusedDecoder:
         states = functional.embedding(tokens, self.embedding)
         return states if self.embedding_scale is None else states * self.embedding_scale
 
-    def ends(self) -> EmbeddingAndHead:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         """Return the embeddings, final norm and head, which a drafter may share."""
         width = self.embedding.shape[1]
         return EmbeddingAndHead(width, self.embedding.dtype, self.embed, self.norm, self.head)
@@ -371,8 +371,8 @@ class FusedRuntime(LayeredRuntime):
         group = decoder.num_heads_per_key
         self._added_stairs = ChainMasks(self.device, self._shown, self._hidden, repeats=group)
 
-    def ends(self) -> EmbeddingAndHead:
-        return self.decoder.ends()
+    def embedding_and_head(self) -> EmbeddingAndHead:
+        return self.decoder.embedding_and_head()
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         decoder = self.decoder

@@ -65,7 +65,7 @@ class TransformersRuntime(CachedRuntime):
     ) -> None:
         self.close()
 
-    def ends(self) -> EmbeddingAndHead:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         embedding = self.model.get_input_embeddings()
         norm = last_norm(self.model)
         return EmbeddingAndHead(

@@ -99,8 +99,8 @@ class StoredCapture:
 
     def num_bytes(self, texts: Sequence[TrainingText]) -> int:
         """Return the size of the states of some texts in bytes."""
-        target, num_layers, itemsize = self.live.target, len(self.live.layers), int(self.dtype.itemsize)
-        return sum(len(text.tokens) for text in texts) * target.ends().width * itemsize * num_layers
+        width, num_layers = self.live.target.embedding_and_head().width, len(self.live.layers)
+        return sum(len(text.tokens) for text in texts) * width * int(self.dtype.itemsize) * num_layers
 
     def fill(self, gigabytes: float, report: Report, pause: Callable[[], None] = lambda: None) -> None:
         """Compute and store the states of all texts, continuing an interrupted call.
@@ -179,7 +179,7 @@ def _padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.de
     return TrainingBatch(batch.tokens.to(device), batch.counts.to(device), layers)
 
 
-def frozen_float32_ends(target: Runtime) -> EmbeddingAndHead:
+def frozen_float32_embedding_and_head(target: Runtime) -> EmbeddingAndHead:
     """Return the target's embeddings, final norm and LM head, frozen and with float32 outputs.
 
     They still compute in the target's dtype.
@@ -187,24 +187,24 @@ def frozen_float32_ends(target: Runtime) -> EmbeddingAndHead:
     Raises:
         UnsupportedModelError: an LM head that does not propagate gradients.
     """
-    ends = target.ends()
-    for part in (ends.embed, ends.normalise, ends.unembed):
+    embedding_and_head = target.embedding_and_head()
+    for part in (embedding_and_head.embed, embedding_and_head.normalise, embedding_and_head.unembed):
         if isinstance(part, nn.Module):
             part.requires_grad_(False)
 
     def normalise(states: Tensor) -> Tensor:
-        return ends.normalise(states.to(ends.dtype)).float()
+        return embedding_and_head.normalise(states.to(embedding_and_head.dtype)).float()
 
     def unembed(states: Tensor) -> Tensor:
-        return ends.unembed(states.to(ends.dtype)).float()
+        return embedding_and_head.unembed(states.to(embedding_and_head.dtype)).float()
 
     def embed(tokens: Tensor) -> Tensor:
         with torch.no_grad():
-            return ends.embed(tokens).float()
+            return embedding_and_head.embed(tokens).float()
 
-    probe = torch.zeros(1, ends.width, device=target.device, requires_grad=True)
+    probe = torch.zeros(1, embedding_and_head.width, device=target.device, requires_grad=True)
     if not unembed(probe).requires_grad:
         raise UnsupportedModelError(
             "expected a target whose head passes gradients on, got one in packed form; use --dtype float32"
         )
-    return EmbeddingAndHead(ends.width, torch.float32, embed, normalise, unembed)
+    return EmbeddingAndHead(embedding_and_head.width, torch.float32, embed, normalise, unembed)

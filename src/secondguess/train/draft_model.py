@@ -53,7 +53,7 @@ class DraftModel(TrainableHead):
         cls,
         target: Mapping[str, Any],
         vocab_size: int,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         num_layers: int,
         width: int,
         device: torch.device | None = None,
@@ -64,7 +64,7 @@ class DraftModel(TrainableHead):
         Args:
             target: configuration of the target, for special tokens, context length and dtype.
             vocab_size: size of the target's logits.
-            ends: embeddings, final norm and LM head of the target.
+            embedding_and_head: embeddings, final norm and LM head of the target.
             num_layers: number of layers of the draft model.
             width: hidden size, a multiple of 64; 0 for the target's, reduced to at most 512.
             device: device of the target.
@@ -73,7 +73,9 @@ class DraftModel(TrainableHead):
         Raises:
             BadInputError: a width that is not a multiple of the head size, 64.
         """
-        width = width or max(HEAD_SIZE, min(ends.width, MAX_DEFAULT_WIDTH) // HEAD_SIZE * HEAD_SIZE)
+        width = width or max(
+            HEAD_SIZE, min(embedding_and_head.width, MAX_DEFAULT_WIDTH) // HEAD_SIZE * HEAD_SIZE
+        )
         if width % HEAD_SIZE:
             raise BadInputError(f"expected a width that is a multiple of {HEAD_SIZE}, got {width}")
         num_heads = width // HEAD_SIZE
@@ -94,18 +96,20 @@ class DraftModel(TrainableHead):
             model = LlamaForCausalLM(config)
         with torch.no_grad():
             model.get_input_embeddings().weight.copy_(
-                project_embeddings(ends.embed(torch.arange(vocab_size, device=device)).cpu(), width)
+                project_embeddings(
+                    embedding_and_head.embed(torch.arange(vocab_size, device=device)).cpu(), width
+                )
             )
         return cls(model, saved_dtype(target))
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, target: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         outputs = self.model.model(input_ids=training_batch.tokens, use_cache=False).last_hidden_state
         # The hidden state at a position predicts the next token.
         loss, accepted = masked_loss_and_acceptance(
             training_batch.hidden[-1][:, :-1],
-            ends,
+            target,
             outputs[:, :-1],
             self.model.lm_head,
             training_batch.counts[:, 1:],
@@ -113,7 +117,7 @@ class DraftModel(TrainableHead):
         )
         return DepthLosses([loss], [accepted])
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, target: str = "") -> None:
         """Write the model in Transformers format, without a tokenizer."""
         save_model(self.model, folder, self.dtype)
 

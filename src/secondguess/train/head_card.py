@@ -15,13 +15,7 @@ NOT_DRAFTED = "none: the controller did not draft"
 
 
 def write_card(folder: Path, provenance: Provenance, how_to_use: str) -> None:
-    """Write both files into the folder of the weights.
-
-    Args:
-        folder: folder of the drafter.
-        provenance: target, training and figures of the drafter.
-        how_to_use: command that runs the drafter.
-    """
+    """Write both files into the folder of the weights; `how_to_use` is a command with the drafter."""
     provenance.write(folder)
     with write_atomically(folder / "README.md") as stream:
         stream.write(card_text(provenance, how_to_use).encode())

@@ -153,7 +153,7 @@ class HeadTrainer:
 
     Args:
         trainable: module to train, on the target's device.
-        ends: embeddings, final norm and LM head of the target, with float32 outputs.
+        target: embeddings, final norm and LM head of the target, with float32 outputs.
         texts: training texts and held-out texts.
         capture, held_out_capture: sources of the target's hidden states for them.
         aim: loss, weights by depth, and score.
@@ -171,7 +171,7 @@ class HeadTrainer:
     def __init__(
         self,
         trainable: TrainableHead,
-        ends: EmbeddingAndHead,
+        target: EmbeddingAndHead,
         texts: TextSplit,
         capture: Capture,
         held_out_capture: Capture,
@@ -182,7 +182,7 @@ class HeadTrainer:
         progress: Callable[[Progress], None],
         pause: Callable[[], None] = nothing,
     ) -> None:
-        self.trainable, self.ends, self.texts, self.aim = trainable, ends, texts, aim
+        self.trainable, self.target, self.texts, self.aim = trainable, target, texts, aim
         self.capture, self.held_out_capture = capture, held_out_capture
         self.settings, self.folder = settings, folder
         self._tell, self._pause = progress, pause
@@ -240,14 +240,11 @@ class HeadTrainer:
             if due or now - last_save > settings.checkpoint_seconds:
                 self.save(log)
                 last_save = time.monotonic()
-            self._pause_after_saving(log)
-
-    def _pause_after_saving(self, log: BinaryIO) -> None:
-        try:
-            self._pause()
-        except KeyboardInterrupt:
-            self.save(log)
-            raise
+            try:
+                self._pause()
+            except KeyboardInterrupt:
+                self.save(log)
+                raise
 
     def _out_of_patience(self) -> bool:
         return 0 < self.settings.patience <= self.standing.num_disappointments
@@ -259,7 +256,7 @@ class HeadTrainer:
             # Random numbers (dropout, anchors) depend on the step alone, not on earlier draws.
             torch.manual_seed(self.settings.seed * 1_000_003 + self.standing.step)
             training_batch = _thinned(self.capture.training_batch(batch), self.settings.places)
-            marks = self.trainable.learn(training_batch, self.ends, self.aim.objective)
+            marks = self.trainable.learn(training_batch, self.target, self.aim.objective)
             loss = self._weighted(marks)
             loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
@@ -307,7 +304,7 @@ class HeadTrainer:
         standing = self.standing
         accepted = held_out_acceptance(
             self.trainable,
-            self.ends,
+            self.target,
             self.texts.held_out,
             self.held_out_capture,
             self.aim,
@@ -375,7 +372,7 @@ def _thinned(training_batch: TrainingBatch, share: float) -> TrainingBatch:
 @torch.no_grad()
 def held_out_acceptance(
     trainable: TrainableHead,
-    ends: EmbeddingAndHead,
+    target: EmbeddingAndHead,
     texts: Sequence[TrainingText],
     capture: Capture,
     aim: TrainingObjective,
@@ -385,7 +382,7 @@ def held_out_acceptance(
     trainable.eval()
     total, num_counted = torch.zeros(0), 0
     for batch in batches_in_order(texts, batch_size):
-        marks = trainable.learn(capture.training_batch(batch), ends, aim.objective)
+        marks = trainable.learn(capture.training_batch(batch), target, aim.objective)
         accepted = torch.stack([each.float().cpu() for each in marks.accepted])
         total = accepted * batch.num_counted + (total if num_counted else 0)
         num_counted += batch.num_counted

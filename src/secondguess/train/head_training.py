@@ -8,7 +8,7 @@ the name of the first difference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,12 +20,13 @@ from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.systems import public_name
 from secondguess.drafters import DRAFTERS
 from secondguess.errors import BadInputError
+from secondguess.heads.base import TargetModel
 from secondguess.heads.files import NAMED, Provenance
 from secondguess.heads.learning import TrainableHead
 from secondguess.names import check_range
 from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.loading import pick_device, read_config
-from secondguess.train.capture import Capture, LiveCapture, StoredCapture, frozen_float32_ends
+from secondguess.train.capture import Capture, LiveCapture, StoredCapture, frozen_float32_embedding_and_head
 from secondguess.train.export import saved_dtype
 from secondguess.train.files import require_folder
 from secondguess.train.head_card import write_card
@@ -142,21 +143,9 @@ class HeadJob:
         return "float32" if self.dtype == "auto" and on_cpu else self.dtype
 
     def settings(self) -> TrainSettings:
-        recipe = self.recipe
-        return TrainSettings(
-            self.budget,
-            learning_rate=recipe.learning_rate,
-            weight_decay=recipe.weight_decay,
-            warmup_steps=recipe.warmup_steps,
-            clip=recipe.clip,
-            batch_size=recipe.batch_size,
-            places=recipe.places,
-            seed=self.seed,
-            checkpoint_seconds=self.checkpoint_seconds,
-            checkpoint_steps=self.checkpoint_steps,
-            evaluate_steps=self.evaluate_steps,
-            patience=self.patience,
-        )
+        """Return the settings of the run; recipe and job have fields of the same names."""
+        given = vars(self.recipe) | vars(self)
+        return TrainSettings(**{each.name: given[each.name] for each in fields(TrainSettings)})
 
     def identity(self) -> dict[str, Any]:
         """Return the options that determine texts and weights, with which a run is continued."""
@@ -213,7 +202,7 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     trainable, standing = _learn(job, llm, texts, run, show)
     # Saved in the dtype of the target's weights: a drafter needs no more precision than that.
     trainable.to(saved_dtype(read_config(llm.target.path).to_dict()))
-    job.recipe.save(trainable, job.out, public_name(job.model))
+    trainable.save(job.out, public_name(job.model))
     if job.recipe.keeps_tokenizer:
         llm.target.tokenizer.save_pretrained(job.out)
     path, num_words = llm.target.path, llm.target.runtime.vocab_size
@@ -244,22 +233,27 @@ def _learn(
     job: HeadJob, llm: LLM, texts: TextSplit, run: Path, show: ProgressDisplay
 ) -> tuple[TrainableHead, RunState]:
     runtime, recipe = llm.target.runtime, job.recipe
-    ends = frozen_float32_ends(runtime)
+    target = TargetModel.of(runtime, frozen_float32_embedding_and_head(runtime))
     facts = TargetInfo(
         path=Path(llm.target.path),
         config=read_config(llm.target.path).to_dict(),
-        ends=ends,
-        num_layers=runtime.num_layers,
-        vocab_size=runtime.vocab_size,
-        token_counts=texts.token_counts(runtime.vocab_size).to(runtime.device),
-        device=runtime.device,
+        model=target,
+        token_counts=texts.token_counts(runtime.vocab_size),
         seed=job.seed,
     )
     trainable = recipe.fresh(facts).float().to(runtime.device)
     captures = _captures(job, llm, texts, trainable.hidden_layers, run / "states", show)
     aim = TrainingObjective(objective(job.loss_name), recipe.weights, recipe.score)
     trainer = HeadTrainer(
-        trainable, ends, texts, *captures, aim, job.settings(), run, progress=show.training, pause=show.pause
+        trainable,
+        target,
+        texts,
+        *captures,
+        aim,
+        job.settings(),
+        run,
+        progress=show.training,
+        pause=show.pause,
     )
     return trainable, trainer.run()
 

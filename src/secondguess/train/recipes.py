@@ -12,19 +12,16 @@ from math import exp
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from secondguess.heads.dspark import DsparkHead
+from secondguess.heads.base import DraftVocabulary, TargetModel
+from secondguess.heads.dspark import DsparkHead, evenly_spaced_layers
 from secondguess.heads.eagle import EagleHead
-from secondguess.heads.eagle_files import save_eagle
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.learning import TrainableHead
 from secondguess.heads.medusa import MedusaHead
 from secondguess.heads.mtp import MtpHead
-from secondguess.heads.mtp_files import save_mtp
 from secondguess.names import check_range, parse_name, read_options
-from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.draft_model import DraftModel
 from secondguess.train.export import saved_dtype
 from secondguess.train.head_trainer import acceptance_length
@@ -38,21 +35,15 @@ class TargetInfo:
     Args:
         path: folder of the target.
         config: the target's configuration in Transformers format.
-        ends: the target's embeddings, final norm and LM head, with float32 outputs.
-        num_layers: number of layers of the target.
-        vocab_size: size of the target's logits.
+        model: the target's parts, with float32 outputs, and its sizes.
         token_counts: `[vocab]` int64, occurrences of each token that counts in training texts.
-        device: device of the target.
         seed: seed of the initial weights.
     """
 
     path: Path
     config: Mapping[str, Any]
-    ends: EmbeddingAndHead
-    num_layers: int
-    vocab_size: int
+    model: TargetModel
     token_counts: Tensor
-    device: torch.device
     seed: int
 
 
@@ -114,10 +105,6 @@ class Recipe(ABC):
         """Return the held-out score used for early stopping: the acceptance length."""
         return acceptance_length(accepted)
 
-    def save(self, trainable: Any, folder: Path, target: str) -> None:
-        """Write a trained learner in the format of the kind; `target` is the name of the target."""
-        trainable.save(folder)
-
 
 @dataclass(frozen=True)
 class DecayingRecipe(Recipe):
@@ -152,11 +139,11 @@ class DraftRecipe(Recipe):
     def fresh(self, target: TargetInfo) -> TrainableHead:
         return DraftModel.fresh(
             target.config,
-            target.vocab_size,
-            target.ends,
+            target.model.vocab_size,
+            target.model,
             self.num_layers,
             self.width,
-            target.device,
+            target.model.device,
             target.seed,
         )
 
@@ -178,9 +165,9 @@ class EarlyExitRecipe(Recipe):
     runs_first_layers = True
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        layer = self.layer or max(1, target.num_layers // 4)
-        check_range("the layer", layer, 1, target.num_layers - 1)
-        return EarlyExitHead.fresh(target.ends, layer, self.mlp_size or 2 * target.ends.width, target.seed)
+        if self.layer:
+            check_range("the layer", self.layer, 1, target.model.num_layers - 1)
+        return EarlyExitHead.fresh(target.model, target.seed, exit_layer=self.layer, mlp_size=self.mlp_size)
 
 
 @dataclass(frozen=True)
@@ -229,10 +216,9 @@ class MedusaRecipe(DecayingRecipe):
     kind = "medusa"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        return MedusaHead.fresh(target.ends, self.num_heads, self.num_layers, target.seed)
-
-    def save(self, trainable: Any, folder: Path, target: str) -> None:
-        trainable.save(folder, target)
+        return MedusaHead.fresh(
+            target.model, target.seed, num_heads=self.num_heads, num_layers=self.num_layers
+        )
 
 
 @dataclass(frozen=True)
@@ -252,17 +238,9 @@ class EagleRecipe(DecayingRecipe):
     kind = "eagle"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        return EagleHead.fresh(
-            target.ends,
-            target.num_layers,
-            min(self.draft_vocab_size or target.vocab_size, target.vocab_size),
-            target.token_counts,
-            target.seed,
-            num_steps=self.num_steps,
-        )
-
-    def save(self, trainable: Any, folder: Path, target: str) -> None:
-        save_eagle(trainable, folder, target)
+        size = min(self.draft_vocab_size or target.model.vocab_size, target.model.vocab_size)
+        vocabulary = DraftVocabulary.most_frequent(target.token_counts.cpu(), size)
+        return EagleHead.fresh(target.model, target.seed, vocabulary=vocabulary, num_steps=self.num_steps)
 
 
 @dataclass(frozen=True)
@@ -279,12 +257,7 @@ class MtpRecipe(DecayingRecipe):
     kind = "mtp"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        return MtpHead.fresh(
-            target.ends, target.vocab_size, target.num_layers, target.seed, num_steps=self.num_steps
-        )
-
-    def save(self, trainable: Any, folder: Path, target: str) -> None:
-        save_mtp(trainable, folder)
+        return MtpHead.fresh(target.model, target.seed, num_steps=self.num_steps)
 
 
 @dataclass(frozen=True)
@@ -310,37 +283,18 @@ class DSparkRecipe(Recipe):
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
         return DsparkHead.fresh(
-            target.ends,
-            evenly_spaced_layers(target.num_layers, self.num_states),
+            target.model,
+            target.seed,
+            hidden_layers=evenly_spaced_layers(target.model.num_layers, self.num_states),
             block_size=self.block_size,
             markov_rank=self.markov_rank,
             num_layers=self.num_layers,
-            seed=target.seed,
             # The embedding of the padding token is not used by any text.
             mask_token=target.config.get("pad_token_id") or 0,
-            device=target.device,
         )
 
     def weights(self, num_depths: int) -> list[float]:
         return [exp(-depth / self.gamma) for depth in range(num_depths)]
-
-    def save(self, trainable: Any, folder: Path, target: str) -> None:
-        trainable.save(folder, target)
-
-
-def evenly_spaced_layers(num_layers: int, most: int) -> tuple[int, ...]:
-    """Return at most `most` layers of a target, evenly spread.
-
-    They are counted from 1, and lie between the second and the third from last, or in a target
-    of fewer than `most + 3` layers between the first and the last.
-
-    >>> evenly_spaced_layers(16, 5), evenly_spaced_layers(2, 5)
-    ((2, 5, 8, 11, 14), (1, 2))
-    """
-    first, last = (2, num_layers - 2) if num_layers >= most + 3 else (1, num_layers)
-    count = min(most, last - first + 1)
-    steps = [index / max(1, count - 1) for index in range(count)]
-    return tuple(round(first + (last - first) * step) for step in steps)
 
 
 RECIPES: dict[str, type[Recipe]] = {

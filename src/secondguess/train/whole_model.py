@@ -55,17 +55,17 @@ class WholeModel(TrainableHead):
             layer.register_forward_hook(self._watch(rate))
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, target: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         """Return losses and acceptance by exit, the earliest first; the last is the whole model.
 
-        `ends` belong to the original model, whose distribution is the training target.
+        `target` belong to the original model, whose distribution is the training target.
         """
         self._exits.clear()
         self.model.base_model(input_ids=training_batch.tokens, use_cache=False)
         counts = training_batch.counts[:, 1:]
         with torch.no_grad():
-            before = ends.unembed(training_batch.hidden[-1][:, :-1][counts])
+            before = target.unembed(training_batch.hidden[-1][:, :-1][counts])
             now = self._logits(self._exits[-1], counts)
         losses, accepted, num_counted = [], [], max(1, len(before))
         for index, states in enumerate(self._exits):
@@ -77,7 +77,7 @@ class WholeModel(TrainableHead):
         self._exits.clear()
         return DepthLosses(losses, accepted)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, target: str = "") -> None:
         """Write the new checkpoint in Transformers format, without a tokenizer."""
         save_model(self.model, folder, self.dtype)
 

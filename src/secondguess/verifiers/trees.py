@@ -182,7 +182,7 @@ class TokenProbs:
             drafted = to_host(draft.probs.gather(2, tokens.expand(-1, draft.num_nodes, -1)))
         remaining = numpy.ones(draft.tokens.shape)
         late = [node for node in range(shape.num_nodes) if shape.earlier_siblings[node]]
-        if late and (draft.distinct or draft.probs is None):
+        if late and (draft.without_replacement or draft.probs is None):
             if draft.probs is not None:
                 # Siblings share one reported distribution; its total is read at the first of them.
                 eldest = {shape.earlier_siblings[node][0]: None for node in late}

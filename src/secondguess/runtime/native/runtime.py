@@ -103,7 +103,7 @@ class NativeRuntime(LayeredRuntime):
         self._forward.hidden_is_float32 = self._dtype_of_states == torch.float32
         self._differentiable_head: Tensor | None = None
 
-    def ends(self) -> EmbeddingAndHead:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         decoder, dtype = self.decoder, self._dtype_of_states
 
         def embed(tokens: Tensor) -> Tensor:
@@ -171,7 +171,11 @@ class NativeRuntime(LayeredRuntime):
         wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
         layers = range(num_layers, self.num_layers)
         output = self._call(tokens, step, layers, tokens.shape[1], wanted, states=states.to(torch.bfloat16))
-        of_tokens = {layer: self.ends().embed(tokens) for layer in self.hidden_layers if layer not in wanted}
+        of_tokens = {
+            layer: self.embedding_and_head().embed(tokens)
+            for layer in self.hidden_layers
+            if layer not in wanted
+        }
         return Output(output.logits, output.hidden | of_tokens)
 
     def _call(

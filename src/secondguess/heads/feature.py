@@ -1,4 +1,4 @@
-"""Autoregressive drafter heads, trained with training-time test (EAGLE-3, arXiv 2503.01840).
+"""Autoregressive drafter heads (EAGLE, MTP), trained with training-time test (arXiv 2503.01840).
 
 The input is a token and the feature of the previous position. While drafting, that feature comes
 from the target for committed tokens and from the drafter head's own output for draft nodes. In
@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from secondguess.heads.layer import LayerConfig, cos_sin_at, sequence_attention
+from secondguess.errors import BadInputError
+from secondguess.heads.base import DraftVocabulary, Head, TargetModel
+from secondguess.heads.layer import AttentionFunction, CosSin, LayerConfig, cos_sin_at, sequence_attention
 from secondguess.heads.learning import (
+    LAST_HIDDEN,
     DepthLosses,
     Objective,
-    TrainableHead,
     TrainingBatch,
     masked_loss_and_acceptance,
 )
-from secondguess.heads.runtime import FeatureHead
-from secondguess.runtime.base import EmbeddingAndHead
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
 DEFAULT_STEPS = 4
 """Default number of draft steps that a drafter head is trained for."""
@@ -74,32 +76,94 @@ def _for_queries(heads: Tensor, group: int, num_places: int) -> Tensor:
     return heads[:, :, :num_places].repeat_interleave(group, 1)
 
 
-class UnrolledHead(FeatureHead, TrainableHead):
-    """Feature-reading drafter head trained by unrolling its own outputs.
+class FeatureHead(Head):
+    """Drafter head that reads a feature beside each token, trained by unrolling its own outputs.
 
-    Attributes:
+    Subclasses create the modules: embeddings and LM head of their own as `embed_tokens` and
+    `lm_head`, if any, and the last norm as `norm`.
+
+    Args:
+        target: target model.
+        layer: shape of the decoder layers.
+        hidden_layers: target layers whose hidden states the features are computed from.
+        num_layers: number of decoder layers.
         num_steps: number of draft steps in training.
-        vocab_size: vocabulary size of the target.
-        words: `[draft_vocab]`, target token ids of the draft vocabulary; None for the whole
-            vocabulary.
+        norm_output: whether later draft steps read the output after the last norm, not before it.
+        vocabulary: tokens that it drafts; None for the whole vocabulary.
+
+    Raises:
+        BadInputError: another hidden size than the target's, or a number below 1.
     """
 
-    hidden_layers: tuple[int, ...]
-    num_steps: int
-    vocab_size: int
-    words: Tensor | None
+    embed_tokens: nn.Embedding | None
+    lm_head: nn.Linear | None
+    norm: nn.Module
+
+    def __init__(
+        self,
+        target: TargetModel,
+        layer: LayerConfig,
+        hidden_layers: Sequence[int] = (LAST_HIDDEN,),
+        *,
+        num_layers: int = 1,
+        num_steps: int = DEFAULT_STEPS,
+        norm_output: bool = False,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        super().__init__()
+        if layer.width != target.width:
+            raise BadInputError(
+                f"expected a head for states of width {target.width}, the target's, got one for {layer.width}"
+            )
+        if num_layers < 1 or num_steps < 1 or not hidden_layers:
+            raise BadInputError(
+                f"expected at least one layer, step and state of the target, got {num_layers}, {num_steps} "
+                f"and {list(hidden_layers)}"
+            )
+        self.target, self.shape, self.hidden_layers = target, layer, tuple(hidden_layers)
+        self.num_layers, self.num_steps, self.norm_output = num_layers, num_steps, norm_output
+        self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
 
     @abstractmethod
+    def features(self, hidden: HiddenStates) -> Tensor:
+        """Return features `[..., feature]` of the target's states `[..., width]` by layer."""
+
+    @abstractmethod
+    def run_layers(
+        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
+    ) -> Tensor:
+        """Return the outputs `[row, position, feature]` before the last norm; see `forward`."""
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
+    ) -> Tensor:
+        """Return the outputs `[row, position, feature]`, the features of the next tokens.
+
+        Args:
+            embedded: `[row, position, width]`, token embeddings.
+            features: `[row, position, feature]`, the feature of the token before each token.
+        """
+        states = self.run_layers(embedded, features, cos_sin, attend)
+        return self.norm(states) if self.norm_output else states
+
     def draft_logits(self, output: Tensor) -> Tensor:
-        """Return logits `[..., draft_vocab]` over the draft vocabulary `words`."""
+        """Return logits `[..., draft_vocab]` over the draft vocabulary for outputs of `forward`."""
+        normed: Tensor = output if self.norm_output else self.norm(output)
+        if self.lm_head is None:
+            return self.target.unembed(normed.to(self.target.dtype))
+        logits: Tensor = self.lm_head(normed)
+        return logits
 
     def logits(self, output: Tensor) -> Tensor:
-        own = self.draft_logits(output)
-        if self.words is None:
-            return own
-        everywhere = own.new_full((*own.shape[:-1], self.vocab_size), -torch.inf)
-        everywhere[..., self.words] = own
-        return everywhere
+        """Return logits `[..., vocab]`; tokens outside the draft vocabulary get -inf."""
+        return self.vocabulary.to_target(self.draft_logits(output))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of target token ids."""
+        if self.embed_tokens is None:
+            return self.target.embed(tokens)
+        embedded: Tensor = self.embed_tokens(tokens)
+        return embedded
 
     def unroll(self, training_batch: TrainingBatch) -> list[Tensor]:
         """Return the outputs `[row, position, feature]` of each depth, teacher-forced on the text.
@@ -125,7 +189,7 @@ class UnrolledHead(FeatureHead, TrainableHead):
         return outputs
 
     def learn(
-        self, training_batch: TrainingBatch, ends: EmbeddingAndHead, objective: Objective
+        self, training_batch: TrainingBatch, target: EmbeddingAndHead, objective: Objective
     ) -> DepthLosses:
         """Return the losses and acceptance rates of `num_steps` draft steps from every position.
 
@@ -133,16 +197,20 @@ class UnrolledHead(FeatureHead, TrainableHead):
         """
         losses, accepted = [], []
         for step, output in enumerate(self.unroll(training_batch)):
-            places = slice(1 + step, 1 + step + output.shape[1])
-            counts = training_batch.counts[:, 2 + step : 2 + step + output.shape[1]]
-            states = training_batch.hidden[-1][:, places]
+            length = output.shape[1]
             loss, share = masked_loss_and_acceptance(
-                states, ends, output, self.draft_logits, counts, objective, self.words
+                training_batch.hidden[LAST_HIDDEN][:, 1 + step : 1 + step + length],
+                target,
+                output,
+                self.draft_logits,
+                training_batch.counts[:, 2 + step : 2 + step + length],
+                objective,
+                self.vocabulary.select,
             )
             losses.append(loss)
             accepted.append(share)
         # Depths that the texts are too short for count as 0.
-        missing = [training_batch.hidden[-1].new_zeros(())] * (self.num_steps - len(losses))
+        missing = [training_batch.hidden[LAST_HIDDEN].new_zeros(())] * (self.num_steps - len(losses))
         return DepthLosses(losses + missing, accepted + missing)
 
 

@@ -1,0 +1,344 @@
+"""Configurations of the engines that recommendations can be exported to."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from secondguess.drafters.ngram import NgramOptions
+from secondguess.export.base import (
+    DrafterExport,
+    ExportTarget,
+    Recommendation,
+    draft_length,
+    draft_model,
+    head_folder,
+    option,
+)
+
+GPU_DTYPES = ("float32", "bfloat16", "float16")
+INT8_NOTE = "{} has no equivalent of our 8-bit weights; give it a checkpoint that is quantised"
+NUMERICS_NOTE = "greedy text may change with drafting in half precision, and a seed gives another text with drafts than without"
+PLAIN = DrafterExport()
+
+
+def _command(recommendation: Recommendation, words: list[str], settings: dict[str, object]) -> str:
+    """Return a command line with the model, the dtype and one option per setting."""
+    dtype = [] if recommendation.dtype is None else ["--dtype", recommendation.dtype]
+    options = [word for name, value in settings.items() for word in (name, str(value))]
+    return shlex.join([*words, recommendation.model, *dtype, *options]) + "\n"
+
+
+# vLLM, option names of 0.33: `vllm serve` with `--speculative-config` JSON.
+
+
+def _write_vllm(recommendation: Recommendation, settings: dict[str, object]) -> str:
+    if settings:
+        settings = {**settings, "num_speculative_tokens": recommendation.draft_length}
+        settings = {"--speculative-config": json.dumps(settings, ensure_ascii=False)}
+    return _command(recommendation, ["vllm", "serve"], settings)
+
+
+VLLM = ExportTarget(
+    title="vLLM",
+    drafters={
+        "none": PLAIN,
+        "model": DrafterExport(
+            {"method": "draft_model", "model": draft_model},
+            notes=(
+                "vLLM's drafts are greedy at any temperature, which is lossless and accepts less; for sampled text add "
+                '"draft_sample_method": "probabilistic" (it takes memory for the probabilities) and, for block verification, '
+                '"rejection_sample_method": "block"',
+            ),
+        ),
+        "ngram": DrafterExport(
+            {"method": "ngram", "prompt_lookup_max": option("max"), "prompt_lookup_min": option("min")},
+            options=("max", "min"),
+        ),
+        "suffix": DrafterExport(
+            {
+                "method": "suffix",
+                "suffix_decoding_max_spec_factor": option("factor"),
+                "suffix_decoding_min_token_prob": option("threshold"),
+            },
+            options=("factor", "threshold"),
+            notes=(
+                "suffix needs `pip install arctic-inference` with vLLM's first model runner; the second needs nothing and does "
+                "not read the two suffix_ keys; matches there also reach into the outputs of earlier requests",
+            ),
+        ),
+        "eagle": DrafterExport({"method": "eagle3", "model": head_folder}),
+        # Without a folder, the modules in the target's own checkpoint.
+        "mtp": DrafterExport({"method": "mtp", "model": draft_model}),
+        "medusa": DrafterExport(
+            {"method": "medusa", "model": head_folder},
+            notes=(
+                "vLLM's Medusa wants an output matrix in the file: add the target's as lm_head.weight to a folder trained here; "
+                "its drafts are chains of the likeliest tokens",
+            ),
+        ),
+        "dspark": DrafterExport({"method": "dspark", "model": head_folder}),
+    },
+    write=_write_vllm,
+    dtypes=GPU_DTYPES,
+    int8=INT8_NOTE.format("vLLM"),
+    longest_draft=32,
+    notes=(
+        f"vLLM calls itself lossless up to numerics: {NUMERICS_NOTE}",
+        "it drafts this many tokens at any load; num_speculative_tokens_per_batch_size in the same JSON can make that "
+        "fewer for large batches",
+    ),
+)
+
+# SGLang, option names of 0.5.23: one command-line option per setting.
+
+
+def _write_sglang(recommendation: Recommendation, settings: dict[str, object]) -> str:
+    if settings:
+        # SGLang counts the pending token as part of the draft.
+        settings = {**settings, "--speculative-num-draft-tokens": recommendation.draft_length + 1}
+    return _command(recommendation, ["python", "-m", "sglang.launch_server", "--model-path"], settings)
+
+
+# Chains only: trees need further options and the overlap scheduler disabled.
+_SGLANG_CHAIN = {"--speculative-num-steps": draft_length, "--speculative-eagle-topk": 1}
+_SGLANG_NGRAM = {"--speculative-algorithm": "NGRAM"}
+_SGLANG_NGRAM_NOTE = (
+    "SGLang's NGRAM looks up a tree of past text, that of other requests included, and needs CUDA; "
+    "how long a match must be is its own choice"
+)
+
+SGLANG = ExportTarget(
+    title="SGLang",
+    drafters={
+        "none": PLAIN,
+        "model": DrafterExport(
+            {
+                "--speculative-algorithm": "STANDALONE",
+                "--speculative-draft-model-path": draft_model,
+                **_SGLANG_CHAIN,
+            }
+        ),
+        "ngram": DrafterExport(_SGLANG_NGRAM, notes=(_SGLANG_NGRAM_NOTE,)),
+        "suffix": DrafterExport(
+            _SGLANG_NGRAM,
+            notes=("SGLang has no suffix drafter: NGRAM is the nearest it has", _SGLANG_NGRAM_NOTE),
+        ),
+        "eagle": DrafterExport(
+            {
+                "--speculative-algorithm": "EAGLE3",
+                "--speculative-draft-model-path": head_folder,
+                **_SGLANG_CHAIN,
+            },
+            notes=(
+                "SGLang reads the authors' format (midlayer.*); what is trained here is in that of speculators: rename "
+                "layers.0. to midlayer. if your version refuses it",
+            ),
+        ),
+    },
+    write=_write_sglang,
+    dtypes=GPU_DTYPES,
+    int8=INT8_NOTE.format("SGLang"),
+    notes=(
+        "the distribution of sampled text is not guaranteed: SGLang samples the target alone unless "
+        "--speculative-use-rejection-sampling is added (chains only)",
+        "with speculation on, SGLang lowers --max-running-requests to 48 unless it is given",
+    ),
+)
+
+# llama.cpp, option names of 2026, commit 0c1e570: commands that convert the weights to GGUF and
+# start `llama-server`.
+
+_OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+def _write_llama_cpp(recommendation: Recommendation, settings: dict[str, object]) -> str:
+    files = {"target.gguf": (recommendation.model, recommendation.quantize)}
+    if recommendation.drafter.draft_model is not None:
+        files["drafter.gguf"] = (recommendation.drafter.draft_model, recommendation.drafter_quantize)
+    commands = []
+    for file, (model, quantize) in files.items():
+        folder = model
+        if not Path(model).is_dir():  # the converter reads directories only
+            folder = file.removesuffix(".gguf")
+            commands.append(["hf", "download", model, "--local-dir", folder])
+        dtype = "auto" if recommendation.dtype is None else _OUTTYPES[recommendation.dtype]
+        outtype = "q8_0" if quantize else dtype
+        commands.append(["python", "convert_hf_to_gguf.py", folder, "--outfile", file, "--outtype", outtype])
+    options = [word for name, value in settings.items() for word in (name, str(value))]
+    commands.append(["llama-server", "-m", "target.gguf", *options])
+    return "".join(shlex.join(command) + "\n" for command in commands)
+
+
+_LLAMA_NGRAM = {
+    "--spec-type": "ngram-simple",
+    "--spec-ngram-simple-size-n": option("max", NgramOptions().max),
+    "--spec-ngram-simple-size-m": draft_length,
+}
+_LLAMA_NGRAM_NOTE = (
+    "llama.cpp's ngram-simple looks for matches of exactly that many tokens, where ours tries several lengths"
+)
+
+LLAMA_CPP = ExportTarget(
+    title="llama.cpp",
+    drafters={
+        "none": PLAIN,
+        "model": DrafterExport(
+            {"-md": "drafter.gguf", "--spec-type": "draft-simple", "--spec-draft-n-max": draft_length}
+        ),
+        "ngram": DrafterExport(_LLAMA_NGRAM, options=("max",), notes=(_LLAMA_NGRAM_NOTE,)),
+        "suffix": DrafterExport(
+            _LLAMA_NGRAM,
+            notes=(
+                "llama.cpp has no suffix drafter: ngram-simple is the nearest it has",
+                _LLAMA_NGRAM_NOTE,
+            ),
+        ),
+    },
+    write=_write_llama_cpp,
+    dtypes=tuple(_OUTTYPES),
+    notes=(
+        "convert_hf_to_gguf.py lies in llama.cpp's sources; builds from before 2026 call --spec-draft-n-max --draft-max",
+        "llama.cpp keeps the target's distribution by sampling the target and comparing: with a draft model it accepts "
+        "less at temperatures above 0 than we do",
+        "it drafts at any load, also where that does not pay",
+    ),
+)
+
+# Transformers, names of 5.23: a Python script that calls `generate`.
+
+_SCRIPT = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({model!r})
+model = AutoModelForCausalLM.from_pretrained({model!r}, dtype={dtype!r})
+{setup}inputs = tokenizer("def quicksort(items):", return_tensors="pt", return_token_type_ids=False)
+ids = model.generate(**inputs, {arguments}max_new_tokens=128)
+print(tokenizer.decode(ids[0]))
+"""
+_ASSISTANT = """\
+assistant = AutoModelForCausalLM.from_pretrained({draft_model!r}, dtype={dtype!r})
+# These three are read from the assistant's own configuration; as arguments of generate they are ignored.
+assistant.generation_config.num_assistant_tokens = {length}
+assistant.generation_config.num_assistant_tokens_schedule = "constant"
+assistant.generation_config.assistant_confidence_threshold = 0.0
+"""
+
+
+def _write_transformers(recommendation: Recommendation, settings: dict[str, object]) -> str:
+    fields = {
+        "model": recommendation.model,
+        "dtype": recommendation.dtype or "auto",
+        "draft_model": recommendation.drafter.draft_model,
+        "length": recommendation.draft_length,
+    }
+    setup = _ASSISTANT.format(**fields) if recommendation.drafter.draft_model is not None else ""
+    arguments = "".join(f"{name}={value}, " for name, value in settings.items())
+    return _SCRIPT.format(**fields, setup=setup, arguments=arguments)
+
+
+_PROMPT_LOOKUP = {
+    "prompt_lookup_num_tokens": draft_length,
+    "max_matching_ngram_size": option("max", NgramOptions().max),
+}
+_PROMPT_LOOKUP_NOTE = (
+    "prompt lookup there copies the leftmost match, ours the latest, and tries matches down to one token"
+)
+
+TRANSFORMERS = ExportTarget(
+    title="Transformers",
+    drafters={
+        "none": PLAIN,
+        "model": DrafterExport(
+            {"assistant_model": "assistant"},
+            notes=(
+                "two models whose vocabularies are padded to different widths also need tokenizer= and "
+                "assistant_tokenizer=, and fail there when sampling",
+            ),
+        ),
+        "ngram": DrafterExport(_PROMPT_LOOKUP, options=("max",), notes=(_PROMPT_LOOKUP_NOTE,)),
+        "suffix": DrafterExport(
+            _PROMPT_LOOKUP,
+            notes=(
+                "Transformers has no suffix drafter: prompt lookup is the nearest it has",
+                _PROMPT_LOOKUP_NOTE,
+            ),
+        ),
+    },
+    write=_write_transformers,
+    dtypes=("float64", *GPU_DTYPES),
+    int8="give from_pretrained a quantization_config",
+    notes=(
+        "Transformers drafts for one prompt at a time: batches and several sequences per prompt are refused",
+        NUMERICS_NOTE,
+        "our loop runs under the same generate: custom_generate=secondguess.custom_generate",
+    ),
+)
+
+# TensorRT-LLM, names of 1.3 and 1.4: a YAML file for `trtllm-serve --config`.
+
+_TENSORRT_FILE = "secondguess-trtllm.yaml"
+_NO_OVERLAP = {"disable_overlap_scheduler": True}
+
+
+def _write_tensorrt_llm(recommendation: Recommendation, settings: dict[str, object]) -> str:
+    outer = {name: value for name, value in settings.items() if name in _NO_OVERLAP}
+    if recommendation.dtype is not None:
+        outer["dtype"] = recommendation.dtype
+    inner = {name: value for name, value in settings.items() if name not in _NO_OVERLAP}
+    lines = [f"# {shlex.join(['trtllm-serve', recommendation.model, '--config', _TENSORRT_FILE])}"]
+    lines += [f"{name}: {_yaml(value)}" for name, value in outer.items()]
+    if inner:
+        lines += ["speculative_config:", *(f"  {name}: {_yaml(value)}" for name, value in inner.items())]
+    if not outer and not inner:
+        # A YAML file of comments only does not parse as a mapping.
+        lines.append("{}")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(value: object) -> str:
+    # Every JSON scalar is a valid YAML scalar.
+    return json.dumps(value, ensure_ascii=False)
+
+
+TENSORRT_LLM = ExportTarget(
+    title="TensorRT-LLM",
+    drafters={
+        "none": PLAIN,
+        "model": DrafterExport(
+            {
+                "decoding_type": "DraftTarget",
+                "max_draft_len": draft_length,
+                "speculative_model": draft_model,
+                **_NO_OVERLAP,
+            },
+            notes=(
+                "its documentation names the decoding type DraftTarget; releases that refuse it call it Draft_Target",
+            ),
+        ),
+        "ngram": DrafterExport(
+            {
+                "decoding_type": "NGram",
+                "max_draft_len": draft_length,
+                "max_matching_ngram_size": option("max"),
+                # Same behaviour as our n-gram drafter: the latest match within one request.
+                "is_keep_all": True,
+                "is_use_oldest": False,
+                "is_public_pool": False,
+                **_NO_OVERLAP,
+            },
+            options=("max",),
+        ),
+        "suffix": DrafterExport({"decoding_type": "SA", "max_draft_len": draft_length}),
+    },
+    write=_write_tensorrt_llm,
+    dtypes=GPU_DTYPES,
+    int8=INT8_NOTE.format("TensorRT-LLM"),
+    notes=(
+        "TensorRT-LLM runs on NVIDIA GPUs only",
+        "the distribution of sampled text is not guaranteed: use_rejection_sampling and allow_advanced_sampling are off unless "
+        "they are added to speculative_config",
+        "it drafts this many tokens at any load; max_concurrency or draft_len_schedule in speculative_config limit that",
+    ),
+)

@@ -1,0 +1,12 @@
+"""What every test of this folder does."""
+
+from collections.abc import Iterator
+
+import pytest
+from head_formats import TARGET
+
+
+@pytest.fixture(autouse=True)
+def forget_rows() -> Iterator[None]:
+    yield
+    TARGET.release()
