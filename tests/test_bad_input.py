@@ -79,7 +79,7 @@ def change_config(directory, **changes):
         (["generate", "x", "--max-tokens", "1e9"], ["--max-tokens", "got '1e9'"]),
         (["generate", "x", "--max-tokens=1e9"], ["--max-tokens", "got '1e9'"]),
         (["verify", "--drafter", "eagle"], ["eagle", "--model builtin"]),
-        (["train", "draft", "--steps", "0", "--out", "somewhere"], ["--steps of at least 1", "got 0"]),
+        (["train", "draft", "--steps", "0", "--out", "somewhere"], ["--steps above 0", "got 0"]),
         (["train", "draft", "--minutes", "0", "--out", "somewhere"], ["--minutes above 0", "got 0"]),
         (["verify", "--drafter", "none", "--controller", "fixed:2"], ["none", "fixed:2"]),
         (["verify", "--drafter", "ngram", "--controller", "confidence"], ["ngram", "confidence"]),
