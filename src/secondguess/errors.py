@@ -6,7 +6,7 @@ SecondGuessError                 base of all errors that this package raises on 
 │   └── UnsupportedModelError    a model that was found but cannot be decoded speculatively
 └── OutOfMemoryError             models and caches that do not fit; raised before allocation
 
-StrangerWarning (UserWarning) warns of a drafter that was trained for other target weights.
+MismatchWarning (UserWarning)    a drafter that was trained for other target weights
 
 Every message gives what was expected, what was found and how to fix it. The command line prints it
 as one line and exits with code 2.

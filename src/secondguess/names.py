@@ -66,21 +66,13 @@ def parse_name(text: str, what: str, kinds: Iterable[str]) -> Name:
 
 
 def refuse_options(name: Name, what: str) -> None:
-    """Refuse options, for a kind that takes none.
-
-    Raises:
-        BadInputError: the name has options; the message lists them.
-    """
+    """Refuse options with a `BadInputError`, for a kind that takes none."""
     if name.options:
         raise BadInputError(f"expected no options for the {what} {name.kind}, got {', '.join(name.options)}")
 
 
 def refuse_argument(name: Name, what: str) -> None:
-    """Refuse an argument after the colon, for a kind that takes none.
-
-    Raises:
-        BadInputError: the name has an argument; the message shows it.
-    """
+    """Refuse an argument after the colon with a `BadInputError`, for a kind that takes none."""
     if name.argument is not None:
         raise BadInputError(f"expected nothing behind the {what} {name.kind}, got ':{name.argument}'")
 
@@ -129,11 +121,7 @@ def format_options(options: DataclassInstance) -> str:
 
 
 def check_range(what: str, value: float, low: float, high: float) -> None:
-    """Refuse a number outside of `[low, high]`, or NaN.
-
-    Raises:
-        BadInputError: the message gives `what`, the range and the value.
-    """
+    """Refuse a number outside of `[low, high]`, or NaN, with a `BadInputError`."""
     if not low <= value <= high:
         raise BadInputError(f"expected {what} between {low:g} and {high:g}, got {value:g}")
 

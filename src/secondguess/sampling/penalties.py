@@ -45,13 +45,10 @@ class LogitProcessors:
         return self.has_min_tokens and any(row.num_output < row.params.min_tokens for row in rows)
 
     def apply(self, logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Tensor) -> Tensor:
-        """Return an edited copy of the logits.
+        """Return an edited copy of the logits `[row, query, vocab]`.
 
-        Args:
-            logits: `[row, query, vocab]`.
-            rows: rows whose tokens are counted.
-            nodes: `[row, node]` draft tokens.
-            visible: `[row, query, node]` bool, True for nodes that precede the query.
+        Tokens of `rows` and draft tokens `nodes` `[row, node]` are counted, the latter where
+        `visible` `[row, query, node]` is True: for nodes that precede the query.
         """
         logits = logits.clone()
         if self.bias is not None:
