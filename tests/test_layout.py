@@ -24,6 +24,7 @@ LAYERS = [
         "noise",
         "stats",
         "runtime",
+        "checkpoint",
         "drafters",
         "heads",
         "verifiers",
@@ -41,10 +42,10 @@ LAYERS = [
 # the rest are strangers to each other.
 SIDEWAYS = {
     "drafters": {"noise", "sampling", "runtime", "heads"},
-    "heads": {"builtin", "runtime"},
+    "heads": {"builtin", "runtime", "checkpoint"},
+    "checkpoint": {"builtin", "runtime"},
     "verifiers": {"noise"},
     "sampling": {"runtime"},
-    "runtime": {"builtin"},
     "controllers": {"builtin", "runtime"},
 }
 FOLDERS_OF_VARIANTS = {
@@ -141,7 +142,7 @@ def test_docstrings_begin_with_a_statement():
 @pytest.mark.parametrize(
     ("library", "homes"),
     [
-        ("transformers", {"runtime", "train", "bench", "drop_in"}),
+        ("transformers", {"runtime", "checkpoint", "train", "bench", "drop_in"}),
         ("fastapi", {"server"}),
         ("typer", {"cli"}),
     ],

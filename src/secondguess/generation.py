@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.memory import check_cache_memory
 from secondguess.core import Commit, FinishReason, Row, TokenLogprob
 from secondguess.decode import Components, decode
 from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode
-from secondguess.runtime.loading import LoadedModel
-from secondguess.runtime.memory import check_cache_memory
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats, StatsRecorder
 from secondguess.text import Piece, StreamingDetokenizer, text_of_token

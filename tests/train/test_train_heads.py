@@ -11,9 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from checkpoints import write_llama, write_tokenizer
 from secondguess.api import load
+from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import BadInputError
 from secondguess.heads.files import read_provenance
-from secondguess.runtime.fingerprint import hash_weights
 from secondguess.train.recipes import RECIPES, make_recipe
 
 OPTIONS = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Budgets, Draft, Row
-from secondguess.drafters.base import DrafterResources
+from secondguess.drafters.base import DrafterResources, Requirements
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
@@ -55,6 +55,16 @@ class EarlyExitDrafter(SamplingDrafter):
         self._finish = finish
         self._unembed = target.ends().unembed
         self._chains: list[list[int]] = []
+
+    @classmethod
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
+        if name.argument is None or not name.argument.isdecimal():
+            return super().requirements(name, head)
+        read_tree_options(name)
+        exit_layer = int(name.argument)
+        if exit_layer < 1:
+            raise BadInputError(f"expected an exit behind layer 1 or a later one, got {exit_layer}")
+        return Requirements(num_target_layers=exit_layer + 1)
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> EarlyExitDrafter:

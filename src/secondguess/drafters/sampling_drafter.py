@@ -10,15 +10,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, Verdict
-from secondguess.drafters.base import Drafter
-from secondguess.drafters.trees import TreeShape, draft_trees
+from secondguess.drafters.base import Drafter, Requirements
+from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.errors import BadInputError
+from secondguess.names import Name
 from secondguess.noise import Noise
 from secondguess.runtime.base import HiddenStates
 from secondguess.runtime.native.library import with_confidences
@@ -48,6 +50,12 @@ class SamplingDrafter(Drafter):
         self.shape = shape
         self.can_draft_trees = shape is not None
         self._tree_parents: Sequence[Sequence[int]] = ()
+
+    @classmethod
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
+        """Accept the options of trees, and require a trained head."""
+        read_tree_options(name)
+        return Requirements(head=True)
 
     @abstractmethod
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
