@@ -18,7 +18,8 @@ from secondguess.checkpoint.description import compatibility_notes, describe, pl
 from secondguess.checkpoint.memory import check_memory
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.core import Row
-from secondguess.errors import BadInputError, OutOfMemoryError
+from secondguess.errors import BadInputError, OutOfMemoryError, SecondGuessError
+from secondguess.heads.skip import write_skipped
 from secondguess.sampling import SamplingParams
 
 FLOAT32 = ["--dtype", "float32", "--device", "cpu"]
@@ -164,12 +165,24 @@ def test_a_row_that_outgrew_the_draft_model_is_not_counted_there(inspected, tiny
     assert whole["drafter"] == quarter["drafter"]
 
 
-def test_a_drafter_with_another_tokenizer_is_refused(secondguess_command, tiny_checkpoint, tmp_path):
-    other = write_llama(tmp_path / "other", seed=2, vocab_size=280)
-    done = secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{other}")
+@pytest.mark.parametrize("what", ["tokenizer", "layers"])
+def test_a_drafter_that_does_not_fit_is_refused_before_weights_are_read(
+    secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, what
+):
+    monkeypatch.setattr(Checkpoint, "read_module", lambda _: pytest.fail("weights were read"))
+    if what == "tokenizer":
+        drafter = f"model:{write_llama(tmp_path, seed=2, vocab_size=280)}"
+        expected = ["tokenizer", "279", "299", str(tmp_path)]
+    else:
+        write_skipped(tmp_path, [1, 99], {})
+        drafter, expected = f"layer-skip:{tmp_path}", ["layers 0 to 1", "100 layers"]
+    done = secondguess_command("inspect", tiny_checkpoint, "--drafter", drafter)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    for words in ("tokenizer", "279", "299", str(other)):
+    with pytest.raises(SecondGuessError) as refused:
+        load(tiny_checkpoint, drafter)
+    for words in expected:
         assert words in done.err
+        assert words in str(refused.value)
 
 
 def test_a_drafter_that_cannot_draft_is_refused(secondguess_command, tiny_checkpoint, tmp_path):

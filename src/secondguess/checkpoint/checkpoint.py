@@ -124,7 +124,8 @@ class Checkpoint:
             drafts,
             needs_kernels,
         )
-        if quantize is not None and "native" not in found.runtimes:
+        by_kernels = "native" in found.runtimes  # raises an error if no runtime covers the model
+        if quantize is not None and not by_kernels:
             require_torchao()
         return found
 
@@ -272,8 +273,8 @@ class Checkpoint:
             if name == "native":
                 # A draft model whose probe fails in 8 bits is tried in bfloat16, still faster than
                 # elsewhere.
-                is_plain_draft = self.drafts and self.quantize is None
-                for eight_bits in [True, False] if is_plain_draft else [self.quantize is not None]:
+                in_eight_bits = [True, False] if self.drafts else [False]
+                for eight_bits in in_eight_bits if self.quantize is None else [True]:
                     unpacked = fuse(model.eval(), packed=False)
                     native = to_native(unpacked, eight_bits) if unpacked else None
                     if native is not None:
