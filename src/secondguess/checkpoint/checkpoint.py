@@ -84,14 +84,7 @@ class Checkpoint:
         Args:
             name: a directory, a repository in the local Hugging Face cache, or a built-in model
                 (`builtin` or `builtin-draft`).
-            dtype: `float64`, `float32`, `bfloat16`, `float16`, or `auto`: bfloat16 if the hardware
-                multiplies in bfloat16 or the kernels run the model, else float32.
-            device: `auto` (see `pick_device`), `cpu`, `cuda` or `cuda:N`.
-            quantize: `int8` keeps the weights of linear layers in 8 bits, quantised by the kernels
-                if they run the model, else by torchao.
-            runtime: `native` (compiled kernels, see `runtime.native`), `fused` (torch, see
-                `runtime.fused`), `transformers` (the module), or `auto`: the first of them that
-                covers the model and reproduces the module's logits.
+            dtype, device, quantize, runtime: as in `secondguess.load`.
             drafts: whether the model is used for drafting only. The kernels, if they run it, then
                 quantise its weights to 8 bits, which is faster and changes probabilities slightly.
 
@@ -159,7 +152,7 @@ class Checkpoint:
     def _not_covered(self) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"expected a model that the {self.runtime} runtime covers, got a {self.config.model_type} "
-            f"({str(self.dtype).removeprefix('torch.')} on {self.device}, quantize {self.quantize}); "
+            f"({self.dtype_name} on {self.device}, quantize {self.quantize}); "
             "use runtime auto or transformers"
         )
 
@@ -176,6 +169,11 @@ class Checkpoint:
             CheckpointError: if there is none, or it cannot be read.
         """
         return read_tokenizer(self.path)
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the compute dtype: `float64`, `float32`, `bfloat16` or `float16`."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def num_layers(self) -> int:

@@ -102,7 +102,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
         context_length=checkpoint.context_length,
         attention=attention,
         sliding_window=getattr(text, "sliding_window", None) if "sliding_attention" in attention else None,
-        dtype=str(checkpoint.dtype).removeprefix("torch."),
+        dtype=checkpoint.dtype_name,
         device=str(checkpoint.device),
         runtime=runtime,
         not_native=not_native,

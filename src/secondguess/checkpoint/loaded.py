@@ -42,8 +42,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> str:
-        """Compute dtype: `float64`, `float32`, `bfloat16` or `float16`."""
-        return str(self.checkpoint.dtype).removeprefix("torch.")
+        return self.checkpoint.dtype_name
 
     @property
     def device(self) -> str:
