@@ -53,7 +53,7 @@ def score(loaded, tokens=TOKENS):
 def test_what_was_picked_is_stated(checkpoint):
     loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
     assert (loaded.name, loaded.path, loaded.dtype) == (str(checkpoint), str(checkpoint), "float32")
-    assert (loaded.device, loaded.quantize, loaded.end_tokens) == ("cpu", None, frozenset({0}))
+    assert (loaded.device, loaded.checkpoint.quantize, loaded.end_tokens) == ("cpu", None, frozenset({0}))
     assert loaded.tokenizer.decode(loaded.encode("def f(x):")) == "def f(x):"
     assert loaded.runtime.context_length == LLAMA_LIKE["max_position_embeddings"]
     assert loaded.runtime.vocab_size == 300
@@ -86,7 +86,7 @@ def test_int8_weights_stay_near(checkpoint):
     pytest.importorskip("torchao")
     exact = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
     rounded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", quantize="int8").load()
-    assert rounded.quantize == "int8"
+    assert rounded.checkpoint.quantize == "int8"
     difference = (score(rounded) - score(exact)).abs().max()
     assert 0 < difference < 0.05 * score(exact).abs().max()
 

@@ -276,9 +276,9 @@ def test_what_was_trained_for_the_target_is_counted(inspected, secondguess_comma
         load("builtin", "medusa", dtype="float32", device="cpu")
 
 
-def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint):
+def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint, monkeypatch):
     endless = Checkpoint.resolve(tiny_checkpoint)
-    endless.config.max_position_embeddings = None
+    monkeypatch.setattr(Checkpoint, "context_length", None)
     assert plan_memory(endless).context == 4096
     assert plan_memory(endless, rows=2, context=1_000_000).context == 1_000_000
     with pytest.raises(BadInputError, match="100000000 tokens"):
