@@ -17,7 +17,8 @@ import torch
 from torch.nn import functional
 
 from secondguess.bench.provenance import collect_provenance
-from secondguess.runtime.loading import LoadedModel, load_runtime
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.loaded import LoadedModel
 
 PRECISIONS = {"bfloat16": None, "int8": "int8"}
 
@@ -48,7 +49,7 @@ def main() -> None:
     texts = ["".join(line[field] for field in options.fields) for line in lines]
     num_bytes = sum(len(text.encode()) for text in texts)
     models = {
-        name: load_runtime(options.model, dtype="bfloat16", device="cpu", quantize=quantize)
+        name: Checkpoint.resolve(options.model, dtype="bfloat16", device="cpu", quantize=quantize).load()
         for name, quantize in PRECISIONS.items()
     }
     bits = {

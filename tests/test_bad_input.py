@@ -15,8 +15,9 @@ import torch
 from checkpoints import write_llama
 from secondguess import generation, load
 from secondguess.builtin import head_path
+from secondguess.checkpoint import memory
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import BadInputError, OutOfMemoryError
-from secondguess.runtime import memory
 
 REFUSED = "secondguess: error: "
 
@@ -124,7 +125,7 @@ def test_a_place_that_turns_out_to_be_closed(secondguess_command, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", "/some/file")
 
-    monkeypatch.setattr("secondguess.runtime.describe.describe_model", refuse)
+    monkeypatch.setattr("secondguess.checkpoint.description.describe", refuse)
     done = secondguess_command("inspect", "builtin")
     assert_refused(done, "expected a usable path, got /some/file: Permission denied", "choose another")
     assert "Errno" not in done.err
@@ -571,19 +572,18 @@ def test_a_cache_that_is_held_already_is_not_asked_for_again(tiny_checkpoint, mo
 def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
     ask, tiny_checkpoint, tiny_draft_checkpoint, monkeypatch
 ):
-    from secondguess.runtime.loading import estimate_load_memory
-
     def refuse_to_load(*_, **__):
         raise AssertionError("loaded, although there is no room")
 
     arguments = ["x", "--dtype", "float32", "--drafter", f"model:{tiny_draft_checkpoint}"]
     needs = [
-        estimate_load_memory(path, dtype="float32").total for path in (tiny_checkpoint, tiny_draft_checkpoint)
+        Checkpoint.resolve(path, dtype="float32").memory().total
+        for path in (tiny_checkpoint, tiny_draft_checkpoint)
     ]
-    monkeypatch.setattr("secondguess.api.load_runtime", refuse_to_load)
-    monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda device: sum(needs) - 1)
+    monkeypatch.setattr(Checkpoint, "load", refuse_to_load)
+    monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda device: sum(needs) - 1)
     assert_refused(ask(*arguments), "weights", "cache", "available", "tiny-draft", "smaller model")
-    monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda device: sum(needs))
+    monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda device: sum(needs))
     assert "loaded, although" in ask(*arguments).err
 
 

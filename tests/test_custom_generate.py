@@ -12,13 +12,13 @@ from transformers import NoRepeatNGramLogitsProcessor
 import secondguess
 import secondguess.drop_in
 from drop_in_cases import PROMPT, tiny_model
+from secondguess.checkpoint.checkpoint import wrap_model
+from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import MismatchWarning
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
 from secondguess.proof.fakes import DistTreeDrafter
-from secondguess.runtime.fingerprint import hash_weights
-from secondguess.runtime.loading import wrap_model
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-import secondguess.decode
+import secondguess.rounds
 from distribution_cases import (
     PAIRS,
     PROMPT,
@@ -445,7 +445,7 @@ def top_p_after_the_ratio(patch: Patch) -> None:
         seen["laws"] = logits.softmax(-1)
         return compute_target_probs(logits, rows, draft)
 
-    patch.setattr(secondguess.decode, "compute_target_probs", remember)
+    patch.setattr(secondguess.rounds, "compute_target_probs", remember)
     patch.setattr(
         rejection, "likelihood_ratios", lambda draft, dists: base.likelihood_ratios(draft, seen["laws"])
     )

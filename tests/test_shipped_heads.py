@@ -8,8 +8,8 @@ import pytest
 
 import secondguess
 from secondguess.builtin import builtin_paths, head_path
+from secondguess.checkpoint.weights import hash_weights
 from secondguess.heads.files import read_provenance
-from secondguess.runtime.fingerprint import hash_weights
 from secondguess.train.head_card import card_text
 
 SHIPPED = ("early-exit", "medusa", "mtp", "eagle", "dspark")

@@ -10,26 +10,17 @@ from dataclasses import replace
 from itertools import islice
 from os import PathLike, fspath
 
+from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.memory import MemoryEstimate, check_memory
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
-from secondguess.drafters import draft_model_paths, make_drafter
+from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.generation import Generation, Output, check_request, make_row
-from secondguess.pairing import UnloadedTarget, require_model_to_quantize, resolve_drafter
+from secondguess.pairing import resolve_pair
 from secondguess.prompts import Prompt, encode, is_single
 from secondguess.round_lock import RoundLock
-from secondguess.runtime.base import Runtime
-from secondguess.runtime.loading import (
-    LoadedModel,
-    check_vocabularies,
-    estimate_load_memory,
-    find_checkpoint,
-    load_runtime,
-    pick_device,
-    read_config,
-)
-from secondguess.runtime.memory import MemoryEstimate, check_memory
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece
 from secondguess.verifiers import make_verifier
@@ -227,60 +218,31 @@ def load(
         if not isinstance(value, str):
             raise BadInputError(f"expected {option} to be a text, got {value!r}")
     # Checked first: names are cheap to check, weights are expensive to load.
-    draft_model_names = draft_model_paths(name)
     chosen_verifier = make_verifier(verifier)
     if controller is not None:
         make_controller(controller)
-    needs = [estimate_load_memory(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)]
-    needs += [
-        estimate_load_memory(path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
-        for path in draft_model_names
-    ]
-    head_bytes = resolve_drafter(name, _unloaded_target(model, runtime)).head_bytes
-    if head_bytes:
-        needs.append(MemoryEstimate(name, head_bytes, 0, needs[0].num_cached_tokens))
-    check_memory(needs, pick_device(device))
-    target = load_runtime(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
-    draft_models: list[LoadedModel] = []
-
-    def load_draft_model(path: str) -> Runtime:
-        loaded = load_runtime(path, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True)
-        check_vocabularies(target, loaded)
-        draft_models.append(loaded)
-        return loaded.runtime
-
+    pair = resolve_pair(
+        model,
+        name,
+        dtype=dtype,
+        device=device,
+        quantize=quantize,
+        drafter_quantize=drafter_quantize,
+        runtime=runtime,
+    )
+    checkpoints = [pair.target] if pair.draft_model is None else [pair.target, pair.draft_model]
+    heads = [MemoryEstimate(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
+    check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
+    target, *draft_models = loaded = [each.load() for each in checkpoints]
     made = make_drafter(
         name,
         target_vocab_size=target.runtime.vocab_size,
-        load_draft_model=load_draft_model,
+        load_draft_model=lambda path: draft_models[0].runtime,
         target=target,
     )
     check_verifier(chosen_verifier, made)
-    chosen_controller = choose_controller(controller, made)
-    require_model_to_quantize(drafter_quantize, made.name, bool(draft_models))
-    cache_bytes = sum(map(_cache_bytes_per_token, [target, *draft_models]))
-    return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes)
-
-
-def _unloaded_target(model: str, runtime: str) -> UnloadedTarget:
-    """Return the properties of a target that drafters are checked against before it is loaded.
-
-    Whether its layers can run separately is assumed here, and known only after loading.
-    """
-    path = find_checkpoint(model)
-    num_layers = read_config(path).get_text_config().num_hidden_layers
-    return UnloadedTarget(model, path, num_layers, supports_partial_forward=runtime != "transformers")
-
-
-def _cache_bytes_per_token(loaded: LoadedModel) -> int:
-    """Return the KV cache bytes per token of a model, in the dtype in use.
-
-    A probe at loading can replace the dtype that was picked first.
-    """
-    need = estimate_load_memory(
-        loaded.name, dtype=loaded.dtype, device=loaded.device, quantize=loaded.quantize, runtime=loaded.kind
-    )
-    return need.cache // need.num_cached_tokens
+    cache_bytes = sum(each.checkpoint.cache_bytes_per_token for each in loaded)
+    return LLM(target, made, chosen_verifier, choose_controller(controller, made), cache_bytes)
 
 
 def choose_controller(name: str | None, drafter: Drafter) -> Controller:

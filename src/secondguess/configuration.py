@@ -278,8 +278,8 @@ def require_same_weights(configuration: Configuration, source: Path) -> None:
     Raises:
         BadInputError: the weights have another hash.
     """
-    from secondguess.runtime.fingerprint import hash_weights
-    from secondguess.runtime.loading import find_checkpoint
+    from secondguess.checkpoint.resolve import find_checkpoint
+    from secondguess.checkpoint.weights import hash_weights
 
     expected, model = configuration.tuned.model_sha256, configuration.load.model
     if expected is None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from secondguess.checkpoint import memory
+from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.core import Commit, FinishReason, Row, StopChecker, TokenLogprob
 from secondguess.decode import Components, decode
 from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode
-from secondguess.runtime import memory
-from secondguess.runtime.loading import LoadedModel
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
 from secondguess.stats import Stats, StatsRecorder

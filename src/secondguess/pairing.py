@@ -1,29 +1,22 @@
-"""Validation of drafter names without loading models.
+"""Checks of a target and its drafter without loading them.
 
-Describes the drafter of a name, and lets `load` refuse an invalid one before any weights are read.
+`load` refuses an invalid pair before any weights are read, `inspect` describes a valid one.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
-import torch
-
-from secondguess.core import Draft, Row
-from secondguess.drafters import build_drafter, parse_drafter_name
-from secondguess.drafters.base import DrafterResources
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.weights import weight_files
+from secondguess.drafters import drafter_class, parse_drafter_name
 from secondguess.drafters.combined import check_parts
 from secondguess.errors import BadInputError
 from secondguess.heads.files import find_head_folder
 from secondguess.names import Name
-from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, Runtime
-from secondguess.runtime.fingerprint import weight_files
-from secondguess.runtime.layered import remaining_layers
+from secondguess.runtime.base import partial_forward_error
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,8 @@ class DrafterInfo:
         needs_target: True if it uses parts of the target, so that not all of it can be checked
             before the target is loaded.
         trained: path of a trained head, if the name gives one.
-        head_bytes: size of the trained head's weights, where known.
+        head_bytes: size of the trained head's weights, where known; 0 for a head in the target's
+            own folder, which is counted with the target.
         options: values of all its options.
         given: options in the name, as written.
         parts: descriptions of the component drafters, if the name joins several; else empty.
@@ -54,66 +48,7 @@ class DrafterInfo:
     parts: tuple[DrafterInfo, ...] = ()
 
 
-class _DraftModelRequested(Exception):
-    """Raised when a drafter requests a draft model, to stop its construction before loading."""
-
-
-class _TargetRequested(Exception):
-    """Raised when a drafter requests its target or trained head, to stop its construction."""
-
-
-class UnloadedTarget(Runtime):
-    """Placeholder for a target that is not loaded, with the properties known before loading.
-
-    A drafter that calls its methods has passed all checks that are possible before loading:
-    `_TargetRequested` stops its construction.
-
-    Args:
-        name: name that the user gave.
-        path: its folder.
-        num_layers: number of layers.
-        supports_partial_forward: True if its layers will be able to run separately.
-    """
-
-    device = torch.device("meta")
-
-    def __init__(self, name: str, path: str, num_layers: int, supports_partial_forward: bool = True) -> None:
-        self.name = name
-        self.path = path
-        self.num_layers = num_layers
-        self.supports_partial_forward = supports_partial_forward
-
-    def embedding_and_head(self) -> EmbeddingAndHead:
-        raise _TargetRequested
-
-    def skip_layers(self, skipped: Sequence[int]) -> Runtime:
-        self.require_partial_forward()
-        remaining_layers(skipped, self.num_layers)
-        raise _TargetRequested
-
-    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
-        raise _TargetRequested
-
-    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
-        raise _TargetRequested
-
-    def num_to_prefill(self, row: Row) -> int:
-        raise _TargetRequested
-
-    def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
-        raise _TargetRequested
-
-    def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:
-        raise _TargetRequested
-
-    def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        raise _TargetRequested
-
-    def end(self, row: Row) -> None:
-        raise _TargetRequested
-
-
-def resolve_drafter(name: str, target: UnloadedTarget | None = None) -> DrafterInfo:
+def resolve_drafter(name: str, target: Checkpoint | None = None) -> DrafterInfo:
     """Check a drafter's name, argument and options as `load` does, and return a description.
 
     Args:
@@ -130,11 +65,80 @@ def resolve_drafter(name: str, target: UnloadedTarget | None = None) -> DrafterI
     if len(parts) == 1:
         return replace(parts[0], name=name)
     check_parts([part.kind for part in parts])
-    draft_model = next((part.draft_model for part in parts if part.draft_model), None)
-    needs_target = any(part.needs_target for part in parts)
-    kinds = "+".join(part.kind for part in parts)
-    head_bytes = sum(part.head_bytes for part in parts)
-    return DrafterInfo(name, kinds, draft_model, needs_target, head_bytes=head_bytes, parts=parts)
+    return DrafterInfo(
+        name,
+        "+".join(part.kind for part in parts),
+        draft_model=next((part.draft_model for part in parts if part.draft_model), None),
+        needs_target=any(part.needs_target for part in parts),
+        head_bytes=sum(part.head_bytes for part in parts),
+        parts=parts,
+    )
+
+
+def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
+    drafter = drafter_class(name.kind)
+    required = drafter.requirements(name)
+    needs_target = required.head or drafter.uses_target_layers
+    head_bytes = 0
+    if target is not None:
+        if required.head:
+            folder = find_head_folder(name, target.name, target.path)
+            required = drafter.requirements(name, folder)
+            if folder != Path(target.path):
+                head_bytes = sum(file.stat().st_size for file in weight_files(folder))
+        if drafter.uses_target_layers and target.runtimes[0] == "transformers":
+            raise partial_forward_error()
+        if target.num_layers < required.num_target_layers:
+            raise BadInputError(
+                f"expected a drafter that uses layers of {target.name}, which has the layers 0 to "
+                f"{target.num_layers - 1}, got {name}, which needs {required.num_target_layers} layers"
+            )
+    return DrafterInfo(
+        str(name),
+        name.kind,
+        required.draft_model,
+        needs_target,
+        trained=name.argument if needs_target else None,
+        head_bytes=head_bytes,
+        options=required.options,
+        given=name.options,
+    )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Target and drafter that fit, as far as can be known without their weights.
+
+    Args:
+        draft_model: None if the drafter has no model.
+    """
+
+    target: Checkpoint
+    drafter: DrafterInfo
+    draft_model: Checkpoint | None
+
+
+def resolve_pair(
+    model: str,
+    drafter: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantize: str | None = None,
+    drafter_quantize: str | None = None,
+    runtime: str = "auto",
+) -> Pair:
+    """Find a target and its drafter and check that they fit. Arguments and errors are those of `load`."""
+    target = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
+    described = resolve_drafter(drafter, target)
+    require_model_to_quantize(drafter_quantize, drafter, described.draft_model is not None)
+    if described.draft_model is None:
+        return Pair(target, described, None)
+    draft_model = Checkpoint.resolve(
+        described.draft_model, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
+    )
+    target.require_same_tokenizer(draft_model)
+    return Pair(target, described, draft_model)
 
 
 def require_model_to_quantize(drafter_quantize: str | None, drafter: str, has_model: bool) -> None:
@@ -147,44 +151,3 @@ def require_model_to_quantize(drafter_quantize: str | None, drafter: str, has_mo
         raise BadInputError(
             f"expected a drafter with a model for drafter_quantize={drafter_quantize!r}, got {drafter}; leave it out"
         )
-
-
-def _resolve(name: Name, target: UnloadedTarget | None) -> DrafterInfo:
-    heads: list[Path] = []
-
-    def tell(path: str) -> NoReturn:
-        raise _DraftModelRequested(path)
-
-    def tell_of_target(name: Name) -> NoReturn:
-        raise _TargetRequested
-
-    resources = DrafterResources(target_vocab_size=1, load_draft_model=tell, find_head_folder=tell_of_target)
-    if target is not None:
-        resources = replace(resources, find_head_folder=partial(_find_head, target, heads), target=target)
-    try:
-        drafter = build_drafter(name, resources)
-    except _TargetRequested:
-        return DrafterInfo(
-            str(name),
-            name.kind,
-            needs_target=True,
-            trained=name.argument,
-            head_bytes=sum(file.stat().st_size for folder in heads for file in weight_files(folder)),
-            given=name.options,
-        )
-    except _DraftModelRequested as asked:
-        return DrafterInfo(str(name), name.kind, draft_model=str(asked), given=name.options)
-    options = getattr(drafter, "options", None)
-    values = dataclasses.asdict(options) if options is not None else {}
-    return DrafterInfo(str(name), name.kind, options=values, given=name.options)
-
-
-def _find_head(target: UnloadedTarget, found: list[Path], name: Name) -> Path:
-    """Return the folder that `load` would read, and append it to `found`.
-
-    The target's own folder is not appended, because its weights are counted with the target.
-    """
-    folder = find_head_folder(name, target.name, target.path)
-    if folder != Path(target.path):
-        found.append(folder)
-    return folder

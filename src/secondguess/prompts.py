@@ -9,8 +9,8 @@ from typing import TypeGuard
 import numpy
 from torch import Tensor
 
+from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.errors import BadInputError
-from secondguess.runtime.loading import LoadedModel
 
 Message = Mapping[str, str]
 """Message of a conversation, `{"role": ..., "content": ...}`; both values are text."""

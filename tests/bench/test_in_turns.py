@@ -9,8 +9,8 @@ import pytest
 from secondguess.bench import systems as systems_module
 from secondguess.bench.in_turns import in_turns
 from secondguess.bench.systems import ModelsWithOwnCaches, SecondguessSystem, with_own_cache
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import UnsupportedModelError
-from secondguess.runtime.loading import load_runtime
 
 PROMPTS = [[1, 2, 3, 4, 2, 3], [3, 2, 1]]
 
@@ -66,7 +66,7 @@ def test_a_draft_model_is_read_once_and_shared(models, tiny_draft_checkpoint):
 
 
 def test_weights_that_cannot_be_lent_are_refused(tiny_checkpoint):
-    whole = load_runtime(str(tiny_checkpoint), dtype="float32", runtime="transformers")
+    whole = Checkpoint.resolve(str(tiny_checkpoint), dtype="float32", runtime="transformers").load()
     with pytest.raises(UnsupportedModelError, match="runs as a whole"):
         with_own_cache(whole)
 

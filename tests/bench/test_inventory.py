@@ -1,12 +1,10 @@
 """What drafters take, and which ones there are."""
 
-import json
-
 import pytest
 
 from secondguess.bench import BenchConfig
 from secondguess.bench.inventory import all_drafters, drafter_footprint
-from secondguess.builtin import builtin_paths
+from secondguess.builtin import builtin_paths, head_path
 from secondguess.drafters import parse_drafter_name
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.files import Provenance
@@ -38,7 +36,8 @@ def test_all_means_every_drafter_in_chains_and_in_trees():
     assert BenchConfig(drafters=("all",)).drafters_to_run == names
 
 
-@pytest.mark.parametrize(("config", "expected"), [({}, False), ({"num_nextn_predict_layers": 1}, True)])
-def test_modules_in_a_targets_own_checkpoint_are_found(config, expected, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ("mtp" in all_drafters(str(tmp_path))) == expected
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"), [(builtin_paths().target, False), (head_path("mtp"), True)]
+)
+def test_modules_in_a_targets_own_checkpoint_are_found(checkpoint, expected):
+    assert ("mtp" in all_drafters(str(checkpoint))) == expected

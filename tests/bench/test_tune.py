@@ -16,6 +16,7 @@ from secondguess.bench.tune_charts import draw_charts, draw_speedups
 from secondguess.bench.tune_config import TuneConfig
 from secondguess.bench.tune_report import Rounds, make_report, recommendation, table
 from secondguess.bench.tuning import Budget, Findings, Tuner, run_tune
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.stats import Stats
 
 
@@ -398,3 +399,13 @@ def test_a_drafter_of_another_vocabulary_is_refused(secondguess_command, tiny_ch
     )
     assert done.code == 2
     assert "expected a drafter that shares the target's tokenizer" in done.err
+
+
+def test_drafters_are_checked_before_the_target_is_loaded(secondguess_command, tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "read_module", lambda _: pytest.fail("weights were read"))
+    for drafter, words in (("medusa:nowhere", "nowhere"), ("early-exit:2", "layers 0 to 1")):
+        done = secondguess_command(
+            "tune", tiny_checkpoint, "--drafter", drafter, "--prompts", "builtin", "--device", "cpu"
+        )
+        assert done.code == 2
+        assert words in done.err

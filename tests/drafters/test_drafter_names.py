@@ -138,6 +138,14 @@ def test_parts_that_do_not_mix_are_refused(text: str, message: str) -> None:
         make(text)
 
 
+def test_every_part_is_checked_before_a_draft_model_is_loaded() -> None:
+    def refuse(path: str) -> Runtime:
+        raise AssertionError(f"{path} was loaded")
+
+    with pytest.raises(BadInputError, match="the option 'oops'"):
+        make_drafter("model:some/dir+ngram,oops=1", target_vocab_size=4, load_draft_model=refuse)
+
+
 def kinds_in(words: str) -> set[str]:
     return {re.split(r"[:\[]", name)[0] for name in re.split(", | or ", words)}
 

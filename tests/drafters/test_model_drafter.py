@@ -284,4 +284,4 @@ def test_its_name_needs_a_path_and_takes_no_options() -> None:
     )
     for text in ("model", "model:", "model:some/dir,speed=9"):
         with pytest.raises(BadInputError, match=r"model"):
-            ModelDrafter.build(parse_name(text, "drafter", ["model"]), resources)
+            ModelDrafter.requirements(parse_name(text, "drafter", ["model"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from families import (
     CASES,
     FAMILIES,
@@ -18,7 +19,6 @@ from families import (
     trees,
     write_checkpoint,
 )
-
 from secondguess.core import Draft
 
 PROMPT = random_tokens(3 * WINDOW, seed=1)

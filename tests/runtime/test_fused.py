@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+
 from families import (
     COVERED,
     FAMILIES,
@@ -19,14 +20,14 @@ from families import (
     runtime_of,
     write_checkpoint,
 )
-
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
-from secondguess.runtime import fused, loading
+from secondguess.runtime import fused
 from secondguess.runtime.attention import masked_attention
 from secondguess.runtime.families import can_fuse
 from secondguess.runtime.fused import FusedRuntime, fuse
-from secondguess.runtime.loading import load_runtime
 from secondguess.runtime.packing import can_pack
 
 NAMES = COVERED
@@ -47,7 +48,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def scores(path, runtime, dtype, num_nodes=4):
-    loaded = load_runtime(path, runtime=runtime, dtype=dtype, device="cpu")
+    loaded = Checkpoint.resolve(path, runtime=runtime, dtype=dtype, device="cpu").load()
     assert loaded.kind == runtime
     row = row_of(PROMPT)
     loaded.runtime.begin([row])
@@ -78,7 +79,7 @@ def test_a_tokens_bits_do_not_depend_on_how_many_are_scored_with_it(name, num_kv
     }.items():  # fmt: skip
         setattr(config, field, value)
     path = write_checkpoint(config, tmp_path)
-    model = load_runtime(path, runtime=runtime, dtype="bfloat16", device="cpu").runtime
+    model = Checkpoint.resolve(path, runtime=runtime, dtype="bfloat16", device="cpu").load().runtime
     tokens = random_tokens(90, seed=3)
     for place in (1, 10, 27, 29, 31, 47, 63):
         row, neighbour = row_of(tokens[:place]), row_of(tokens[:5])
@@ -123,10 +124,10 @@ def test_weights_are_held_once(checkpoint):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_description_that_is_wrong_is_not_used(checkpoint, monkeypatch, dtype):
     monkeypatch.setattr(fused, "rotate", lambda states, cos, sin: states)
-    loaded = load_runtime(checkpoint, dtype=dtype, device="cpu")
+    loaded = Checkpoint.resolve(checkpoint, dtype=dtype, device="cpu").load()
     assert loaded.kind == "transformers"
     with pytest.raises(UnsupportedModelError, match="use runtime auto or transformers"):
-        load_runtime(checkpoint, runtime="fused", dtype="float32", device="cpu")
+        Checkpoint.resolve(checkpoint, runtime="fused", dtype="float32", device="cpu").load()
 
 
 def test_positions_that_are_scaled_otherwise_are_noticed(tmp_path, monkeypatch):
@@ -141,7 +142,7 @@ def test_positions_that_are_scaled_otherwise_are_noticed(tmp_path, monkeypatch):
         self.frequencies = self.frequencies * 1.001
 
     monkeypatch.setattr(fused.Rotary, "__init__", slightly_off)
-    assert load_runtime(path, dtype="float32", device="cpu").kind == "transformers"
+    assert Checkpoint.resolve(path, dtype="float32", device="cpu").load().kind == "transformers"
 
 
 @pytest.mark.parametrize(
@@ -209,9 +210,9 @@ def test_what_the_descriptions_have_no_words_for_is_left_to_the_module(name, cha
 
 def test_what_is_not_described_runs_as_its_module(tmp_path):
     path = write_checkpoint(FAMILIES["gpt2"](), tmp_path)
-    assert load_runtime(path, dtype="float32", device="cpu").kind == "transformers"
+    assert Checkpoint.resolve(path, dtype="float32", device="cpu").load().kind == "transformers"
     with pytest.raises(UnsupportedModelError, match="gpt2"):
-        load_runtime(path, runtime="fused", dtype="float32", device="cpu")
+        Checkpoint.resolve(path, runtime="fused", dtype="float32", device="cpu").load()
 
 
 @pytest.mark.parametrize(
@@ -237,25 +238,28 @@ def test_positions_that_depend_on_the_length_are_left_to_the_module(tmp_path):
     config = FAMILIES["llama"]()
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     path = write_checkpoint(config, tmp_path)
-    assert load_runtime(path, dtype="float32", device="cpu").kind == "transformers"
+    assert Checkpoint.resolve(path, dtype="float32", device="cpu").load().kind == "transformers"
 
 
 def test_a_runtime_that_does_not_exist(checkpoint):
     with pytest.raises(BadInputError, match="auto, native, fused, transformers, got 'quick'"):
-        load_runtime(checkpoint, runtime="quick")
+        Checkpoint.resolve(checkpoint, runtime="quick").load()
 
 
 def test_int8_runs_as_the_module(checkpoint):
     pytest.importorskip("torchao")
-    assert load_runtime(checkpoint, dtype="float32", device="cpu", quantize="int8").kind == "transformers"
+    assert (
+        Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", quantize="int8").load().kind
+        == "transformers"
+    )
 
 
 def test_the_module_to_compare_with_is_read_again(checkpoint):
-    loaded = load_runtime(checkpoint, dtype="float32", device="cpu")
+    loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
     assert isinstance(loaded.runtime, FusedRuntime)
     assert torch.equal(
         loaded.module().model.layers[0].mlp.down_proj.weight,
-        loading._read_model(str(checkpoint), torch.float32).model.layers[0].mlp.down_proj.weight,
+        read_module(str(checkpoint), torch.float32).model.layers[0].mlp.down_proj.weight,
     )
     assert isinstance(runtime_of(checkpoint), FusedRuntime)
 

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+
 from families import (
     COVERED,
     FAMILIES,
@@ -19,13 +20,12 @@ from families import (
     trees,
     write_checkpoint,
 )
-
 from secondguess import load
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, OutOfMemoryError, UnsupportedModelError
-from secondguess.runtime import loading
 from secondguess.runtime.fused import fuse
-from secondguess.runtime.loading import estimate_load_memory, load_runtime
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder, why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime
@@ -56,7 +56,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def native_runtime(path, eight_bits=False, unit=None, **options):
-    decoder = fuse(loading._read_model(str(path), torch.bfloat16).eval(), packed=False)
+    decoder = fuse(read_module(str(path), torch.bfloat16).eval(), packed=False)
     return NativeRuntime(NativeDecoder(decoder, eight_bits, unit), **options)
 
 
@@ -66,8 +66,8 @@ def error(logits, exact):
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_it_is_as_near_to_the_exact_law_as_the_module_in_bfloat16(checkpoint, unit):
-    rounded = loading._read_model(str(checkpoint), torch.bfloat16).eval()
-    exact = loading._read_model(str(checkpoint), torch.bfloat16).float().eval()
+    rounded = read_module(str(checkpoint), torch.bfloat16).eval()
+    exact = read_module(str(checkpoint), torch.bfloat16).float().eval()
     with torch.inference_mode():
         truth = exact(TOKENS, use_cache=False).logits
         of_module = rounded(TOKENS, use_cache=False).logits
@@ -151,9 +151,9 @@ def test_other_shapes(change, tmp_path):
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)
     model.save_pretrained(path)
-    rounded = loading._read_model(str(path), torch.bfloat16).eval()
+    rounded = read_module(str(path), torch.bfloat16).eval()
     with torch.inference_mode():
-        truth = loading._read_model(str(path), torch.bfloat16).float().eval()(TOKENS, use_cache=False).logits
+        truth = read_module(str(path), torch.bfloat16).float().eval()(TOKENS, use_cache=False).logits
         of_module = rounded(TOKENS, use_cache=False).logits
     runtime = native_runtime(path)
     whole = runtime.read(TOKENS).logits
@@ -165,7 +165,7 @@ def test_other_shapes(change, tmp_path):
 
 
 def test_hidden_states_are_those_of_the_module(checkpoint):
-    model = loading._read_model(str(checkpoint), torch.bfloat16).eval()
+    model = read_module(str(checkpoint), torch.bfloat16).eval()
     with torch.inference_mode():
         expected = model(TOKENS, output_hidden_states=True, use_cache=False).hidden_states
     found = native_runtime(checkpoint, hidden_layers=(0, 1, 2, -1)).read(TOKENS).hidden
@@ -211,13 +211,11 @@ def test_a_released_runtime_begins_anew(checkpoint):
 
 def test_eight_bits_have_no_module(checkpoint):
     with pytest.raises(UnsupportedModelError, match="weights in 8 bits"):
-        load_runtime(checkpoint, dtype="bfloat16", device="cpu", quantize="int8").module()
+        Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", quantize="int8").load().module()
 
 
 def test_loading_takes_more_for_a_while_than_eight_bits_do(checkpoint):
-    need = estimate_load_memory(
-        checkpoint, dtype="bfloat16", device="cpu", quantize="int8", num_cached_tokens=0
-    )
+    need = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", quantize="int8").memory(0)
     assert need.loading > need.weights
     assert need.excess == need.loading - need.total
 
@@ -272,18 +270,18 @@ def test_an_arena_takes_what_is_larger_than_its_pieces(monkeypatch):
 
 
 def test_what_loads_in_bfloat16_is_native_and_says_so(checkpoint):
-    loaded = load_runtime(checkpoint, dtype="bfloat16", device="cpu")
+    loaded = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load()
     assert (loaded.kind, loaded.runtime_description) == ("native", "native")
-    drafting = load_runtime(checkpoint, dtype="bfloat16", device="cpu", drafts=True)
+    drafting = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", drafts=True).load()
     assert drafting.runtime_description == "native, weights in 8 bits"
-    small = load_runtime(checkpoint, dtype="bfloat16", device="cpu", quantize="int8")
+    small = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", quantize="int8").load()
     assert small.runtime_description == "native, weights in 8 bits"
-    assert load_runtime(checkpoint, dtype="float32", device="cpu").kind == "fused"
+    assert Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load().kind == "fused"
 
 
 def test_a_draft_model_takes_half_the_memory(checkpoint):
     plain, drafting = (
-        estimate_load_memory(checkpoint, dtype="bfloat16", device="cpu", drafts=drafts)
+        Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", drafts=drafts).memory()
         for drafts in (False, True)
     )
     linear = sum(
@@ -295,7 +293,7 @@ def test_a_draft_model_takes_half_the_memory(checkpoint):
 
 
 def test_weights_are_held_once(checkpoint):
-    model = loading._read_model(str(checkpoint), torch.bfloat16).eval()
+    model = read_module(str(checkpoint), torch.bfloat16).eval()
     released = [weakref.ref(model.model.layers[0]), weakref.ref(model.model.layers[1].mlp.down_proj.weight)]
     decoder = fuse(model, packed=False)
     released += [weakref.ref(decoder.layers[1].gate_up.weight)]
@@ -397,7 +395,7 @@ def test_its_head_teaches_where_it_is_the_embeddings(tmp_path):
 def test_layers_can_be_left_out(checkpoint):
     runtime = native_runtime(checkpoint)
     fewer = runtime.skip_layers([0])
-    decoder = fuse(loading._read_model(str(checkpoint), torch.bfloat16).eval(), packed=False)
+    decoder = fuse(read_module(str(checkpoint), torch.bfloat16).eval(), packed=False)
     expected = NativeRuntime(NativeDecoder(decoder.without([0])))
     assert fewer.num_layers == runtime.num_layers - 1
     assert torch.equal(fewer.read(TOKENS).logits, expected.read(TOKENS).logits)
@@ -409,9 +407,9 @@ def test_layers_can_be_left_out(checkpoint):
 
 def test_without_kernels_torch_computes(checkpoint, monkeypatch):
     monkeypatch.setattr(library, "units", lambda: ())
-    assert load_runtime(checkpoint, dtype="bfloat16", device="cpu").kind == "fused"
+    assert Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load().kind == "fused"
     with pytest.raises(UnsupportedModelError, match="native runtime covers"):
-        load_runtime(checkpoint, dtype="bfloat16", device="cpu", runtime="native")
+        Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", runtime="native").load()
 
 
 def test_kernels_that_say_something_else_are_not_used(checkpoint, monkeypatch):
@@ -422,7 +420,7 @@ def test_kernels_that_say_something_else_are_not_used(checkpoint, monkeypatch):
         self.described.scaling *= 3
 
     monkeypatch.setattr(NativeDecoder, "__init__", slightly_off)
-    assert load_runtime(checkpoint, dtype="bfloat16", device="cpu").kind == "fused"
+    assert Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load().kind == "fused"
 
 
 def test_kernels_of_other_sources_are_not_called(monkeypatch):
@@ -447,24 +445,27 @@ def test_kernels_that_lack_a_function_are_not_called(monkeypatch):
 
 
 def test_where_the_kernels_are_given_up_auto_is_as_without_them(checkpoint, monkeypatch):
-    monkeypatch.setattr(loading, "has_bfloat16", lambda _: False)
-    assert load_runtime(checkpoint, device="cpu").dtype == "bfloat16"
-    monkeypatch.setattr(loading, "to_native", lambda *_: None)
-    found = load_runtime(checkpoint, device="cpu")
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
+    assert Checkpoint.resolve(checkpoint, device="cpu").load().dtype == "bfloat16"
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda *_: None)
+    found = Checkpoint.resolve(checkpoint, device="cpu").load()
     assert (found.kind, found.dtype) == ("fused", "float32")
 
 
 def test_prompts_are_checked_against_the_cache_in_use(checkpoint, monkeypatch):
     """Where float32 took the place of the bfloat16 that was picked, a token takes twice the bytes."""
-    monkeypatch.setattr(loading, "has_bfloat16", lambda _: False)
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
     picked = load(checkpoint, "none", device="cpu").cache_bytes
-    monkeypatch.setattr(loading, "to_native", lambda *_: None)
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda *_: None)
     assert load(checkpoint, "none", device="cpu").cache_bytes == 2 * picked
 
 
 def test_memory_is_that_of_the_runtime_asked_for(checkpoint, monkeypatch):
-    monkeypatch.setattr(loading, "has_bfloat16", lambda _: False)
-    needs = {kind: estimate_load_memory(checkpoint, device="cpu", runtime=kind) for kind in ("auto", "fused")}
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
+    needs = {
+        kind: Checkpoint.resolve(checkpoint, device="cpu", runtime=kind).memory()
+        for kind in ("auto", "fused")
+    }
     assert needs["fused"].cache == 2 * needs["auto"].cache
     assert needs["fused"].weights > needs["auto"].weights
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
+
 from families import (
     FAMILIES,
     KINDS,
@@ -17,8 +19,6 @@ from families import (
     trees,
     write_checkpoint,
 )
-from transformers import DynamicCache
-
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import attention, cache

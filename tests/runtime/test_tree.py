@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from families import root_path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from families import root_path
 from secondguess.core import Draft, ancestor_closure
 from secondguess.runtime import tree
 

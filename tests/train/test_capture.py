@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import BadInputError
-from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import GIGABYTE, LiveCapture, StoredCapture, frozen_float32_embedding_and_head
 from secondguess.train.training_data import Batch, TrainingText
 
@@ -21,14 +21,14 @@ BATCH = Batch.of([(index, TEXTS[index]) for index in (3, 0)])
 
 @pytest.fixture(scope="module")
 def target(tiny_checkpoint: Path):
-    return load_runtime(tiny_checkpoint, dtype="float32")
+    return Checkpoint.resolve(tiny_checkpoint, dtype="float32").load()
 
 
 @pytest.mark.parametrize("runtime", ["fused", "transformers"])
 def test_states_are_those_that_the_module_shows(tiny_checkpoint: Path, runtime: str) -> None:
-    loaded = load_runtime(tiny_checkpoint, dtype="float32", runtime=runtime)
+    loaded = Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime=runtime).load()
     training_batch = LiveCapture(loaded.runtime, (0, 1)).training_batch(BATCH)
-    module = load_runtime(tiny_checkpoint, dtype="float32", runtime="transformers")
+    module = Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime="transformers").load()
     assert loaded.runtime.num_live_rows == 0
     for row, index in enumerate(BATCH.indices):
         tokens = torch.tensor([TEXTS[index].tokens])
@@ -49,7 +49,7 @@ def test_the_last_states_say_the_targets_distribution(target) -> None:
 
 
 def test_gradients_reach_the_head_and_not_the_target(tiny_checkpoint: Path) -> None:
-    loaded = load_runtime(tiny_checkpoint, dtype="float32", runtime="transformers")
+    loaded = Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime="transformers").load()
     embedding_and_head = frozen_float32_embedding_and_head(loaded.runtime)
     states = torch.ones(2, embedding_and_head.width, requires_grad=True)
     embedding_and_head.unembed(embedding_and_head.normalise(states)).sum().backward()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import BadInputError
-from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_head
 from secondguess.train.draft_model import DraftModel, project_embeddings
 from secondguess.train.losses import objective
@@ -25,7 +25,7 @@ CONFIG = {"max_position_embeddings": 256, "eos_token_id": 0, "dtype": "float32"}
 
 @pytest.fixture(scope="module")
 def target(tiny_checkpoint: Path):
-    return load_runtime(tiny_checkpoint, dtype="float32").runtime
+    return Checkpoint.resolve(tiny_checkpoint, dtype="float32").load().runtime
 
 
 def test_inner_products_survive_another_width() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.learning import (
     DepthLosses,
@@ -27,7 +28,6 @@ from secondguess.heads.learning import (
     overlap,
 )
 from secondguess.runtime.base import EmbeddingAndHead
-from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_head
 from secondguess.train.head_trainer import (
     HeadTrainer,
@@ -89,7 +89,7 @@ class TwoAhead(TrainableHead):
 
 @pytest.fixture(scope="module")
 def target(tiny_checkpoint: Path):
-    return load_runtime(tiny_checkpoint, dtype="float32").runtime
+    return Checkpoint.resolve(tiny_checkpoint, dtype="float32").load().runtime
 
 
 @pytest.fixture

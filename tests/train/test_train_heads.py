@@ -11,10 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from checkpoints import write_llama, write_tokenizer
 from secondguess.api import load
+from secondguess.checkpoint.weights import hash_weights
 from secondguess.cli.train_heads import LOSSES
 from secondguess.errors import BadInputError
 from secondguess.heads.files import read_provenance
-from secondguess.runtime.fingerprint import hash_weights
 from secondguess.train.losses import OBJECTIVES
 from secondguess.train.recipes import RECIPES, make_recipe
 

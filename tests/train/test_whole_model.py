@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import UnsupportedModelError
-from secondguess.runtime.loading import load_runtime
 from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_head
 from secondguess.train.losses import objective
 from secondguess.train.training_data import Batch, TrainingText
@@ -23,7 +23,7 @@ def whole(tiny_checkpoint: Path) -> WholeModel:
 
 
 def learn(whole: WholeModel, tiny_checkpoint: Path):
-    target = load_runtime(tiny_checkpoint, dtype="float32").runtime
+    target = Checkpoint.resolve(tiny_checkpoint, dtype="float32").load().runtime
     training_batch = LiveCapture(target, (1,)).training_batch(BATCH)
     return (
         training_batch,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from secondguess.runtime.fingerprint import hash_weights
 
 from builtin_pair.card import write_cards
 from builtin_pair.checkpoints import read_decoder
@@ -36,7 +37,6 @@ from builtin_pair.trainer import Report, Trainer
 from secondguess.api import load
 from secondguess.errors import BadInputError
 from secondguess.names import check_range
-from secondguess.runtime.fingerprint import hash_weights
 from secondguess.train.files import write_atomically
 from secondguess.train.run_folder import check_or_record_options
 from secondguess.train.schedule import Budget

@@ -9,8 +9,8 @@ from statistics import median
 from secondguess.api import encode
 from secondguess.bench.costs import repeat_to_length
 from secondguess.bench.workloads import Workload
+from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.errors import BadInputError
-from secondguess.runtime.loading import LoadedModel
 
 MIN_TRUNCATED_TOKENS = 16
 """Fewest tokens of a truncated prompt; a shorter one would not represent its task."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from secondguess.builtin import head_path
-from secondguess.drafters import DRAFTERS, draft_model_paths, parse_drafter_name
+from secondguess.checkpoint.resolve import find_checkpoint
+from secondguess.checkpoint.weights import weight_files
+from secondguess.drafters import DRAFTERS
 from secondguess.errors import CheckpointError
 from secondguess.heads.files import read_provenance
-from secondguess.runtime.loading import find_checkpoint
+from secondguess.heads.mtp import contains_mtp
+from secondguess.pairing import resolve_drafter
 
 TREE = "tree=2x2x1"
 """Tree shape in which drafters with draft probabilities are compared, besides the chain."""
@@ -31,17 +33,21 @@ class DrafterFootprint:
 
 def drafter_footprint(drafter: str) -> DrafterFootprint:
     """Return memory and training time of the named drafter, summed over its components."""
-    folders = [Path(find_checkpoint(path)) for path in draft_model_paths(drafter)]
-    for name in parse_drafter_name(drafter):
-        folder = Path(name.argument) if name.argument else head_path(name.kind)
-        if name.kind != "model" and folder is not None and (folder / "config.json").is_file():
-            folders.append(folder)
+    described = resolve_drafter(drafter)
+    folders = []
+    for part in described.parts or (described,):
+        if part.draft_model is not None:
+            folders.append(Path(find_checkpoint(part.draft_model)))
+        elif part.needs_target:
+            head = Path(part.trained) if part.trained else head_path(part.kind)
+            if head is not None and (head / "config.json").is_file():
+                folders.append(head)
     minutes = [found for folder in folders if (found := _training_minutes(folder)) is not None]
     return DrafterFootprint(sum(map(_num_bytes, folders)), sum(minutes) if minutes else None)
 
 
 def _num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def _training_minutes(folder: Path) -> float | None:
@@ -66,15 +72,6 @@ def all_drafters(model: str) -> tuple[str, ...]:
         dists += [kind for kind in DRAFTERS if kind != "model" and head_path(kind) is not None]
         names += [variant for name in dists for variant in (name, f"{name},{TREE}")]
         names.append("suffix+model:builtin-draft")
-    elif _has_mtp_modules(model):
+    elif contains_mtp(Path(find_checkpoint(model))):
         names += ["mtp", f"mtp,{TREE}"]
     return tuple(names)
-
-
-def _has_mtp_modules(model: str) -> bool:
-    """Return whether a checkpoint's config declares multi-token-prediction modules."""
-    try:
-        config = json.loads((Path(find_checkpoint(model)) / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return bool(config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers"))

@@ -15,9 +15,9 @@ from secondguess.bench.systems import (
     public_name,
     speculator_name,
 )
+from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.controllers import make_controller
 from secondguess.errors import BadInputError
-from secondguess.runtime.loading import LoadedModel
 
 
 def make_systems(config: BenchConfig, models: Models) -> list[System]:

@@ -17,6 +17,8 @@ import torch
 
 from secondguess.api import choose_controller, make_row
 from secondguess.bench.summary import sum_stats
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
@@ -24,7 +26,6 @@ from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.loading import LoadedModel, check_vocabularies, load_runtime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
 from secondguess.verifiers import make_verifier
@@ -130,7 +131,7 @@ class Models:
     """Models of one benchmark, each loaded once and shared by all systems of this package."""
 
     def __init__(self, model: str, dtype: str, device: str, quantize: str | None = None) -> None:
-        self.target: LoadedModel = load_runtime(model, dtype=dtype, device=device, quantize=quantize)
+        self.target = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize).load()
         self._dtype = dtype
         self._device = device
         self._draft_models: dict[str, LoadedModel] = {}
@@ -141,9 +142,9 @@ class Models:
         return self._draft_models[name]
 
     def _load_draft_model(self, name: str) -> LoadedModel:
-        loaded = load_runtime(name, dtype=self._dtype, device=self._device, drafts=True)
-        check_vocabularies(self.target, loaded)
-        return loaded
+        checkpoint = Checkpoint.resolve(name, dtype=self._dtype, device=self._device, drafts=True)
+        self.target.checkpoint.require_same_tokenizer(checkpoint)
+        return checkpoint.load()
 
     @property
     def draft_models(self) -> dict[str, LoadedModel]:

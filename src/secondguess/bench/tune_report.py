@@ -22,9 +22,8 @@ from secondguess.bench.predict import Costs, predicted_seconds
 from secondguess.bench.provenance import Provenance, collect_provenance
 from secondguess.bench.systems import public_name
 from secondguess.bench.tuning import Findings
+from secondguess.checkpoint.weights import hash_weights
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
-from secondguess.runtime.fingerprint import hash_weights
-from secondguess.runtime.loading import estimate_load_memory
 
 SCHEMA = 2
 MIB = 2**20
@@ -253,10 +252,8 @@ def make_report(findings: Findings) -> TuneReport:
 
 def _memory(findings: Findings) -> Memory:
     config, models = findings.config, findings.models
-    dtype, device = models.target.dtype, models.target.device
-    needs = {public_name(config.model): estimate_load_memory(config.model, dtype=dtype, device=device)}
-    for name in models.draft_models:
-        needs[public_name(name)] = estimate_load_memory(name, dtype=dtype, device=device, drafts=True)
+    loaded = {config.model: models.target, **models.draft_models}
+    needs = {public_name(name): each.checkpoint.memory() for name, each in loaded.items()}
     per_token = sum(need.cache // need.num_cached_tokens for need in needs.values())
     # Linux counts in kibibytes, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024

@@ -23,7 +23,9 @@ from secondguess.bench.systems import Models, Run, SecondguessSystem
 from secondguess.bench.threads import threads
 from secondguess.bench.tune_config import TuneConfig
 from secondguess.bench.workloads import Workload, load_workload
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import SecondGuessError
+from secondguess.pairing import resolve_drafter
 from secondguess.stats import Clock
 
 Progress = Callable[[int, int, str], None]
@@ -107,6 +109,9 @@ def run_tune(
     workload = load_workload(config.prompts, config.num_prompts)
     with threads(config.num_threads), torch.inference_mode():
         progress(0, len(Tuner.STEPS) + 1, "loading the models")
+        checkpoint = Checkpoint.resolve(config.model, dtype=config.dtype, device=config.device)
+        for drafter in config.drafters_to_compare:
+            resolve_drafter(drafter, checkpoint)
         tuner = Tuner(config, workload, Models(config.model, config.dtype, config.device), budget)
         budget.book("loading")
         for number, (step, method) in enumerate(Tuner.STEPS.items(), start=1):
@@ -271,7 +276,7 @@ class Tuner:
         config, notes = self._config, self.findings.notes
         if not config.int8:
             return
-        if self._models.target.quantize is not None:
+        if self._models.target.checkpoint.quantize is not None:
             notes.append("the target is in 8 bits already")
             return
         if self._budget.left < LEAST_FOR_INT8 * self._budget.seconds:

@@ -42,14 +42,14 @@ def validate_with(check_name: str) -> Callable[[Any], Any]:
     return callback
 
 
-check_model = validate_with("secondguess.runtime.resolve:find_checkpoint")
+check_model = validate_with("secondguess.checkpoint.resolve:find_checkpoint")
 check_drafter = validate_with("secondguess.drafters:parse_drafter_name")
 check_verifier = validate_with("secondguess.verifiers:check_verifier_name")
 check_controller = validate_with("secondguess.controllers:parse_controller_name")
-check_dtype = validate_with("secondguess.runtime.resolve:check_dtype")
-check_device = validate_with("secondguess.runtime.resolve:check_device")
-check_quantization = validate_with("secondguess.runtime.resolve:check_quantization_name")
-check_runtime = validate_with("secondguess.runtime.resolve:check_runtime")
+check_dtype = validate_with("secondguess.checkpoint.resolve:check_dtype")
+check_device = validate_with("secondguess.checkpoint.resolve:check_device")
+check_quantization = validate_with("secondguess.checkpoint.resolve:check_quantization")
+check_runtime = validate_with("secondguess.checkpoint.resolve:check_runtime")
 check_engine = validate_with("secondguess.export:check_engine")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from secondguess.names import Name, parse_name
 
 if TYPE_CHECKING:
-    from secondguess.drafters.base import Drafter, DrafterResources
+    from secondguess.drafters.base import Drafter
     from secondguess.runtime.base import Runtime
 
 DRAFTERS = {
@@ -93,7 +93,9 @@ def make_drafter(
         resources = replace(resources, find_head_folder=find_head_folder, target=target.runtime)
     if len(names) > 1:
         check_parts([name.kind for name in names])
-    parts = [build_drafter(name, resources) for name in names]
+    for name in names:
+        drafter_class(name.kind).requirements(name)
+    parts = [drafter_class(name.kind).build(name, resources) for name in names]
     made = parts[0] if len(parts) == 1 else CombinedDrafter(parts, target_vocab_size)
     if target is not None:
         # Fail now, rather than in the first round, if the target lacks these layers.
@@ -109,15 +111,6 @@ def _find_head(target: Target, found: dict[str, Path], name: Name) -> Path:
 
     found[name.kind] = find_head_folder(name, target.name, target.path)
     return found[name.kind]
-
-
-def build_drafter(name: Name, resources: DrafterResources) -> Drafter:
-    """Build the drafter for one parsed name.
-
-    Raises:
-        BadInputError: an unknown argument, option or value.
-    """
-    return drafter_class(name.kind).build(name, resources)
 
 
 def drafter_class(kind: str) -> type[Drafter]:

@@ -7,8 +7,8 @@ A drafter owns its state per row and can always resynchronise it with the commit
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -34,8 +34,7 @@ class DrafterResources:
         target_vocab_size: width of the target's logits.
         load_draft_model: returns the runtime of the model at a path.
         find_head_folder: returns the folder of the trained head for a name: the folder in the name, the
-            head shipped for the target, or the target's own folder. Call it before
-            `require_target`, so that a name can be checked before the target is loaded.
+            head shipped for the target, or the target's own folder.
         target: runtime of the target, if there is one.
     """
 
@@ -51,10 +50,26 @@ class DrafterResources:
             BadInputError: there is no target.
         """
         if self.target is None:
-            self.find_head_folder(name)
             _refuse_without_target(name)
         assert self.target is not None
         return self.target
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """Requirements of a drafter, as far as its name determines them.
+
+    Args:
+        draft_model: name or path of the draft model.
+        head: True if it reads the folder of a trained head (`DrafterResources.find_head_folder`).
+        num_target_layers: smallest number of layers that the target must have.
+        options: values of all options, for drafters that other engines have too.
+    """
+
+    draft_model: str | None = None
+    head: bool = False
+    num_target_layers: int = 0
+    options: Mapping[str, float] = field(default_factory=dict)
 
 
 class Drafter(ABC):
@@ -78,14 +93,26 @@ class Drafter(ABC):
     uses_target_layers: bool = False
 
     @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> Drafter:
-        """Build the drafter for a user's name; override to accept an argument or options.
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
+        """Check a user's name and return what it requires, before anything is loaded.
+
+        Override it, like `build`, to accept an argument or options.
+
+        Args:
+            name: parsed name.
+            head: folder of the trained head, if one is required and was found.
 
         Raises:
             BadInputError: an argument or an option that this drafter does not accept.
+            CheckpointError: a folder whose configuration cannot be read.
         """
         refuse_argument(name, "drafter")
         refuse_options(name, "drafter")
+        return Requirements()
+
+    @classmethod
+    def build(cls, name: Name, resources: DrafterResources) -> Drafter:
+        """Build the drafter for a user's name, which `requirements` has checked."""
         return cls()
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:

@@ -11,11 +11,12 @@ after it was drawn is computed again.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
 from secondguess.core import Draft, Row
-from secondguess.drafters.base import DrafterResources
+from secondguess.drafters.base import DrafterResources, Requirements
 from secondguess.drafters.sampling_drafter import SamplingDrafter, Stepper, at_least_float32
 from secondguess.drafters.trees import read_tree_options
 from secondguess.errors import BadInputError
@@ -28,6 +29,16 @@ class EarlyExitDrafter(SamplingDrafter):
     """Drafter that runs the target's first layers, an optional adapter, and the target's LM head."""
 
     uses_target_layers = True
+
+    @classmethod
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
+        if name.argument is None or not name.argument.isdecimal():
+            return super().requirements(name, head)
+        read_tree_options(name)
+        exit_layer = int(name.argument)
+        if exit_layer < 1:
+            raise BadInputError(f"expected an exit behind layer 1 or a later one, got {exit_layer}")
+        return Requirements(num_target_layers=exit_layer + 1)
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> EarlyExitDrafter:

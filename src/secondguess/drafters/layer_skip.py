@@ -9,7 +9,9 @@ drafter has its own KV cache for the remaining layers.
 
 from __future__ import annotations
 
-from secondguess.drafters.base import DrafterResources
+from pathlib import Path
+
+from secondguess.drafters.base import DrafterResources, Requirements
 from secondguess.drafters.mirroring import ModelStepper
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.trees import read_tree_options
@@ -22,6 +24,16 @@ class LayerSkipDrafter(SamplingDrafter):
     """Drafter that runs the target without some of its layers."""
 
     uses_target_layers = True
+
+    @classmethod
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
+        read_tree_options(name)
+        skipped = _parse(name.argument)
+        needs_head = skipped is None
+        if head is not None:
+            skipped = read_skipped(head)
+        num_layers = 1 + max(len(skipped), *skipped) if skipped else 0
+        return Requirements(head=needs_head, num_target_layers=num_layers)
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> LayerSkipDrafter:

@@ -5,7 +5,9 @@ Use `model:PATH`, or `model:PATH,tree=3x2x1` for trees.
 
 from __future__ import annotations
 
-from secondguess.drafters.base import DrafterResources
+from pathlib import Path
+
+from secondguess.drafters.base import DrafterResources, Requirements
 from secondguess.drafters.mirroring import ModelStepper
 from secondguess.drafters.optimal_tree import OptimalTree, measure_costs
 from secondguess.drafters.sampling_drafter import SamplingDrafter
@@ -28,9 +30,15 @@ class ModelDrafter(SamplingDrafter):
         self.runtime = runtime
 
     @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> ModelDrafter:
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         if not name.argument:
             raise BadInputError("expected the path of a draft model, as in model:PATH, got none")
+        read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        return Requirements(draft_model=name.argument)
+
+    @classmethod
+    def build(cls, name: Name, resources: DrafterResources) -> ModelDrafter:
+        assert name.argument is not None  # by `requirements`
         options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
         runtime = resources.load_draft_model(name.argument)
         shown = f"{name.kind}:{name.argument}{options}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
-from secondguess.drafters.base import Drafter, DrafterResources
+from secondguess.drafters.base import Drafter, DrafterResources, Requirements
 from secondguess.errors import BadInputError
 from secondguess.names import Name, check_range, format_options, read_options, refuse_argument
 from secondguess.runtime.base import HiddenStates
@@ -94,8 +95,13 @@ class NgramDrafter(Drafter):
         self._indices: dict[Row, NgramIndex] = {}
 
     @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> NgramDrafter:
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         refuse_argument(name, "drafter")
+        options = read_options(NgramOptions, name.options, "drafter ngram")
+        return Requirements(options=asdict(options))
+
+    @classmethod
+    def build(cls, name: Name, resources: DrafterResources) -> NgramDrafter:
         return cls(read_options(NgramOptions, name.options, "drafter ngram"))
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:

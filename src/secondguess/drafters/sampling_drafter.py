@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
-from secondguess.drafters.base import Drafter, DrafterResources, single_candidate
+from secondguess.drafters.base import Drafter, DrafterResources, Requirements, single_candidate
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.base import Head, TargetModel
@@ -131,6 +131,12 @@ class SamplingDrafter(Drafter):
         self.shape = shape
         self.can_draft_trees = shape is not None
         self._tree_parents: Sequence[Sequence[int]] = ()
+
+    @classmethod
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
+        """Accept the options of trees, and require a trained head."""
+        read_tree_options(name)
+        return Requirements(head=True)
 
     @classmethod
     def build_with_head(

@@ -8,11 +8,12 @@ transitions while they are probable enough (SuffixDecoding, arXiv 2411.04975).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from pathlib import Path
 
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
-from secondguess.drafters.base import Drafter, DrafterResources
+from secondguess.drafters.base import Drafter, DrafterResources, Requirements
 from secondguess.names import Name, check_range, format_options, read_options, refuse_argument
 from secondguess.runtime.base import HiddenStates
 from secondguess.sampling.noise import Noise
@@ -186,8 +187,13 @@ class SuffixDrafter(Drafter):
         self._choices = lru_cache(maxsize=4096)(self._choices_for)
 
     @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> SuffixDrafter:
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         refuse_argument(name, "drafter")
+        options = read_options(SuffixOptions, name.options, "drafter suffix")
+        return Requirements(options=asdict(options))
+
+    @classmethod
+    def build(cls, name: Name, resources: DrafterResources) -> SuffixDrafter:
         return cls(read_options(SuffixOptions, name.options, "drafter suffix"))
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:

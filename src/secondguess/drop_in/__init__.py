@@ -22,6 +22,8 @@ from transformers import StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from secondguess.api import check_verifier, choose_controller, encode, make_row
+from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
+from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
@@ -37,7 +39,6 @@ from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_o
 from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.loading import LoadedModel, check_vocabularies, load_runtime, wrap_model
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -214,7 +215,7 @@ def _check_context_length(target: LoadedModel, max_length: int) -> None:
 
 def _draft_runtime(target: LoadedModel, path: str) -> Runtime:
     loaded = _loaded_draft_model(path, target.dtype, target.device)
-    check_vocabularies(target, loaded)
+    target.checkpoint.require_same_tokenizer(loaded.checkpoint)
     return loaded.runtime
 
 
@@ -265,4 +266,4 @@ def _loaded_draft_model(path: str, dtype: str, device: str) -> LoadedModel:
 
     `generate` is typically called once per prompt.
     """
-    return load_runtime(path, dtype=dtype, device=device, drafts=True)
+    return Checkpoint.resolve(path, dtype=dtype, device=device, drafts=True).load()

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from secondguess.builtin import head_path
+from secondguess.checkpoint.weights import hash_weights, weight_files
 from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
 from secondguess.names import Name
-from secondguess.runtime.fingerprint import hash_weights, weight_files
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "secondguess.json"
 
@@ -45,7 +45,7 @@ class Provenance:
     Args:
         kind: drafter kind as trained, such as `medusa`.
         target: name of the target it was trained for.
-        fingerprint: hash of the target's weights (`runtime.fingerprint`).
+        fingerprint: hash of the target's weights (`checkpoint.weights`).
         training: training record: data, losses, budget, commit, machine.
         figures: results on held-out text.
     """

@@ -196,14 +196,15 @@ def tiny_system(
     Raises:
         BadInputError: an unknown name, or a drafter with a model of its own.
     """
-    from secondguess.runtime.loading import make_runtime
+    from secondguess.checkpoint.checkpoint import Checkpoint
     from secondguess.runtime.tiny import tiny_pair
 
     model, _ = tiny_pair(seed=seed)
 
     def runtime(which: int) -> Runtime:
         # `make_runtime` may modify its model; the reference model must stay intact.
-        return make_runtime(tiny_pair(seed=seed)[which], lambda: tiny_pair(seed=seed)[which])
+        own = tiny_pair(seed=seed)[which]
+        return Checkpoint.of_module(own).make_runtime(own, lambda: tiny_pair(seed=seed)[which])
 
     def load_draft_model(path: str) -> Runtime:
         if path != "tiny":

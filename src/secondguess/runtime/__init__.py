@@ -1,1 +1,1 @@
-"""Model runtimes for speculative decoding: interface (`base`), implementations and loading."""
+"""Model runtimes for speculative decoding: interface (`base`) and implementations."""

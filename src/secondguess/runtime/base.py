@@ -108,7 +108,7 @@ class Runtime(ABC):
             UnsupportedModelError: if the layers cannot be run separately.
         """
         if not self.supports_partial_forward:
-            raise _partial_forward_error()
+            raise partial_forward_error()
 
     def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
         """Run only the first layers over pending and a draft that may still grow.
@@ -123,7 +123,7 @@ class Runtime(ABC):
         Raises:
             UnsupportedModelError: if the layers cannot be run separately.
         """
-        raise _partial_forward_error()
+        raise partial_forward_error()
 
     def skip_layers(self, skipped: Sequence[int]) -> Runtime:
         """Return a runtime that shares the weights but skips some layers, with a cache of its own.
@@ -135,7 +135,7 @@ class Runtime(ABC):
             BadInputError: if a layer does not exist, or none would be left.
             UnsupportedModelError: if the layers cannot be run separately.
         """
-        raise _partial_forward_error()
+        raise partial_forward_error()
 
     @abstractmethod
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
@@ -216,7 +216,8 @@ def join_hidden(pieces: Sequence[HiddenStates]) -> HiddenStates:
     return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]} if pieces else {}
 
 
-def _partial_forward_error() -> UnsupportedModelError:
+def partial_forward_error() -> UnsupportedModelError:
+    """Return the error for a target whose layers cannot be run separately."""
     return UnsupportedModelError(
         "expected a target whose layers run one by one, got one that runs as a whole; load it with runtime native or fused "
         "if one covers the model (docs/runtimes.md), or use a drafter that does without, such as suffix"

@@ -6,6 +6,7 @@ text positions and the mask are explicit. A subclass implements the forward pass
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -252,10 +253,10 @@ class CachedRuntime(Runtime):
             The hidden states of the tokens cached now, by row; empty unless `with_hidden`.
         """
         pieces: dict[Row, list[HiddenStates]] = {}
-        left = sum(state.num_to_prefill for state in states) if max_tokens is None else max_tokens
+        left = math.inf if max_tokens is None else max_tokens
         waiting = sorted(states, key=_num_to_prefill)
         while left > 0 and waiting and waiting[-1].num_to_prefill > 0:
-            most = min(left, self.prefill_chunk)
+            most = int(min(left, self.prefill_chunk))
             width = min(waiting[-1].num_to_prefill, most)
             num_rows = most // width if self._prefills_together else 1
             group = [state for state in waiting[-num_rows:] if state.num_to_prefill > 0]

@@ -30,11 +30,7 @@ def check_supported(model: Any) -> None:
 
 
 def check_class(model_class: Any, name: str) -> None:
-    """Run the checks of `check_supported` that need only the model class.
-
-    Raises:
-        UnsupportedModelError: for recurrent models and models without the attention interface.
-    """
+    """Run the checks of `check_supported` that need only the model class."""
     if model_class._is_stateful:
         raise _unsupported(name, "it has recurrent state, which cannot forget rejected tokens")
     if not model_class._supports_attention_backend:
@@ -44,12 +40,7 @@ def check_class(model_class: Any, name: str) -> None:
 
 
 def check_config(config: Any, name: str) -> None:
-    """Run the checks of `check_supported` that need only the configuration.
-
-    Raises:
-        UnsupportedModelError: for encoder-decoders, and for layer types other than full and
-            sliding attention.
-    """
+    """Run the checks of `check_supported` that need only the configuration."""
     if config.is_encoder_decoder:
         raise _unsupported(name, "it is an encoder-decoder; secondguess decodes decoder-only models")
     found = set(getattr(config.get_text_config(), "layer_types", None) or LAYER_TYPES)

@@ -17,13 +17,13 @@ from secondguess.api import LLM, encode, load, make_row
 from secondguess.bench.systems import public_name
 from secondguess.bench.traces import Trace, record
 from secondguess.bench.workloads import Workload, load_workload
+from secondguess.checkpoint.resolve import find_checkpoint
+from secondguess.checkpoint.weights import hash_weights
 from secondguess.controllers.acceptance_features import features_of_path
 from secondguess.controllers.predictor import Predictor
 from secondguess.core import MAX_DRAFT_LENGTH, Row
 from secondguess.drafters import draft_model_paths
 from secondguess.errors import BadInputError
-from secondguess.runtime.fingerprint import hash_weights
-from secondguess.runtime.loading import find_checkpoint
 from secondguess.sampling import SamplingParams
 from secondguess.train.acceptance_fit import Examples, FitOptions, Fitted, fit
 from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts

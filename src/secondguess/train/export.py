@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from secondguess.runtime.loading import DTYPES
+from secondguess.checkpoint.resolve import DTYPE_NAMES
 from secondguess.runtime.quiet import quiet
 
 with quiet():
@@ -38,7 +38,8 @@ def write_folder_atomically(directory: Path) -> Iterator[Path]:
 def saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype that a configuration names; float32 if it names none or an unknown one."""
     name = str(config.get("dtype") or "float32").removeprefix("torch.")
-    return DTYPES.get(name, torch.float32)
+    found: torch.dtype = getattr(torch, name if name in DTYPE_NAMES else "float32")
+    return found
 
 
 def save_model(model: Any, directory: Path, dtype: torch.dtype) -> None:

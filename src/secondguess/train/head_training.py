@@ -18,14 +18,14 @@ import torch
 from secondguess.api import LLM, load
 from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.systems import public_name
+from secondguess.checkpoint.read import pick_device, read_config
+from secondguess.checkpoint.weights import hash_weights
 from secondguess.drafters import DRAFTERS
 from secondguess.errors import BadInputError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import NAMED, Provenance
 from secondguess.heads.learning import TrainableHead
 from secondguess.names import check_range
-from secondguess.runtime.fingerprint import hash_weights
-from secondguess.runtime.loading import pick_device, read_config
 from secondguess.train.capture import Capture, LiveCapture, StoredCapture, frozen_float32_embedding_and_head
 from secondguess.train.export import saved_dtype
 from secondguess.train.files import require_folder

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from secondguess.checkpoint.resolve import find_checkpoint
+from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.runtime.fingerprint import hash_weights
-from secondguess.runtime.loading import find_checkpoint
 from secondguess.train.files import write_atomically
 from secondguess.train.training_texts import AnswerSettings
 

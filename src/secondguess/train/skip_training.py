@@ -8,11 +8,11 @@ from pathlib import Path
 
 from secondguess.api import load
 from secondguess.bench.systems import public_name
+from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import UnsupportedModelError
 from secondguess.heads.files import Provenance
 from secondguess.heads.skip import write_skipped
 from secondguess.names import check_range
-from secondguess.runtime.fingerprint import hash_weights
 from secondguess.runtime.fused import FusedRuntime
 from secondguess.train.files import require_folder
 from secondguess.train.head_training import DEFAULT_PROMPTS, ProgressDisplay

@@ -23,9 +23,9 @@ from secondguess.bench.prompt_files import (
     read_text,
 )
 from secondguess.bench.workloads import evenly_spaced
+from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.errors import BadInputError
 from secondguess.names import check_range
-from secondguess.runtime.loading import LoadedModel
 from secondguess.sampling import SamplingParams
 from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts
 from secondguess.train.training_data import TrainingText, read_texts, windows, write_texts

@@ -1,6 +1,7 @@
 """Validation of the names that loading accepts, and lookup of a model's directory.
 
 Imports neither torch nor Transformers, so that the command line rejects a wrong name at once.
+Every check raises `BadInputError`, with the known names.
 """
 
 from __future__ import annotations
@@ -17,43 +18,29 @@ RUNTIMES = ("auto", "native", "fused", "transformers")
 
 
 def check_dtype(name: str) -> None:
-    """Check the name of a dtype.
-
-    Raises:
-        BadInputError: if it is unknown; the message lists the known names.
-    """
-    if name != "auto" and name not in DTYPE_NAMES:
-        raise BadInputError(f"expected dtype auto, {', '.join(DTYPE_NAMES)}, got {name!r}")
+    """Check the name of a dtype."""
+    _require(name in ("auto", *DTYPE_NAMES), f"dtype auto, {', '.join(DTYPE_NAMES)}", name)
 
 
 def check_device(name: str) -> None:
-    """Check the form of a device name; `pick_device` checks that the device exists.
-
-    Raises:
-        BadInputError: if the form is unknown; the message lists the known forms.
-    """
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", name):
-        raise BadInputError(f"expected device auto, cpu, cuda or cuda:N, got {name!r}")
+    """Check the form of a device name; `pick_device` checks that the device exists."""
+    known = re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", name) is not None
+    _require(known, "device auto, cpu, cuda or cuda:N", name)
 
 
-def check_quantization_name(name: str | None) -> None:
-    """Check the name of a quantization; None is no quantization.
-
-    Raises:
-        BadInputError: if it is unknown; the message lists the known names.
-    """
-    if name is not None and name not in QUANTIZATIONS:
-        raise BadInputError(f"expected quantize {', '.join(QUANTIZATIONS)} or nothing, got {name!r}")
+def check_quantization(name: str | None) -> None:
+    """Check the name of a quantization; None is no quantization."""
+    _require(name is None or name in QUANTIZATIONS, f"quantize {', '.join(QUANTIZATIONS)} or nothing", name)
 
 
-def check_runtime(kind: str) -> None:
-    """Check the name of a runtime.
+def check_runtime(name: str) -> None:
+    """Check the name of a runtime."""
+    _require(name in RUNTIMES, f"runtime {', '.join(RUNTIMES)}", name)
 
-    Raises:
-        BadInputError: if it is unknown; the message lists the known names.
-    """
-    if kind not in RUNTIMES:
-        raise BadInputError(f"expected runtime {', '.join(RUNTIMES)}, got {kind!r}")
+
+def _require(known: bool, expected: str, name: str | None) -> None:
+    if not known:
+        raise BadInputError(f"expected {expected}, got {name!r}")
 
 
 def find_checkpoint(name: str) -> str:

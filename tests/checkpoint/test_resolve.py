@@ -3,8 +3,8 @@
 import huggingface_hub
 import pytest
 
+from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.errors import CheckpointError
-from secondguess.runtime.loading import find_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

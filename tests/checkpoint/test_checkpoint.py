@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import platform
 import re
@@ -14,6 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+
 from families import (
     FAMILIES,
     LLAMA_LIKE,
@@ -24,12 +24,10 @@ from families import (
     row_of,
     write_checkpoint,
 )
-from transformers import AutoConfig
-
+from secondguess.checkpoint import memory
+from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
-from secondguess.runtime import loading, memory
-from secondguess.runtime.loading import check_vocabularies, load_runtime, pick_dtype, wrap_model
 from secondguess.runtime.native.library import processor_supports, units
 from secondguess.runtime.support import context_length_of
 
@@ -53,9 +51,9 @@ def score(loaded, tokens=TOKENS):
 
 
 def test_what_was_picked_is_stated(checkpoint):
-    loaded = load_runtime(checkpoint, dtype="float32", device="cpu")
+    loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
     assert (loaded.name, loaded.path, loaded.dtype) == (str(checkpoint), str(checkpoint), "float32")
-    assert (loaded.device, loaded.quantize, loaded.end_tokens) == ("cpu", None, frozenset({0}))
+    assert (loaded.device, loaded.checkpoint.quantize, loaded.end_tokens) == ("cpu", None, frozenset({0}))
     assert loaded.tokenizer.decode(loaded.encode("def f(x):")) == "def f(x):"
     assert loaded.runtime.context_length == LLAMA_LIKE["max_position_embeddings"]
     assert loaded.runtime.vocab_size == 300
@@ -63,22 +61,21 @@ def test_what_was_picked_is_stated(checkpoint):
 
 @pytest.mark.parametrize(("has_it", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_is_bfloat16_where_the_processor_has_it(checkpoint, monkeypatch, has_it, expected):
-    monkeypatch.setattr(loading, "has_bfloat16", lambda _: has_it)
-    assert (
-        pick_dtype("auto", torch.device("cpu"), AutoConfig.from_pretrained(checkpoint), "fused") is expected
-    )
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: has_it)
+    assert Checkpoint.resolve(checkpoint, device="cpu", runtime="fused").dtype is expected
 
 
 @needs_kernels
-def test_auto_is_bfloat16_where_the_kernels_run_the_model(monkeypatch):
-    monkeypatch.setattr(loading, "has_bfloat16", lambda _: False)
-    found = {name: pick_dtype("auto", torch.device("cpu"), FAMILIES[name]()) for name in ("llama", "gpt2")}
-    assert found == {"llama": torch.bfloat16, "gpt2": torch.float32}
+def test_auto_is_bfloat16_where_the_kernels_run_the_model(monkeypatch, tmp_path):
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
+    for name, expected in (("llama", torch.bfloat16), ("gpt2", torch.float32)):
+        path = write_checkpoint(FAMILIES[name](), tmp_path / name)
+        assert Checkpoint.resolve(path, device="cpu").dtype is expected
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_the_dtype_that_was_asked_for_computes(checkpoint, dtype):
-    loaded = load_runtime(checkpoint, dtype=dtype, device="cpu")
+    loaded = Checkpoint.resolve(checkpoint, dtype=dtype, device="cpu").load()
     assert loaded.dtype == dtype
     assert loaded.module().dtype == getattr(torch, dtype)
     assert_near(score(loaded).float(), plain_logits(plain_model(checkpoint), TOKENS)[-1], tolerance=0.2)
@@ -87,9 +84,9 @@ def test_the_dtype_that_was_asked_for_computes(checkpoint, dtype):
 
 def test_int8_weights_stay_near(checkpoint):
     pytest.importorskip("torchao")
-    exact = load_runtime(checkpoint, dtype="float32", device="cpu")
-    rounded = load_runtime(checkpoint, dtype="float32", device="cpu", quantize="int8")
-    assert rounded.quantize == "int8"
+    exact = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
+    rounded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", quantize="int8").load()
+    assert rounded.checkpoint.quantize == "int8"
     difference = (score(rounded) - score(exact)).abs().max()
     assert 0 < difference < 0.05 * score(exact).abs().max()
 
@@ -97,7 +94,7 @@ def test_int8_weights_stay_near(checkpoint):
 def test_int8_without_torchao_says_what_to_install(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(BadInputError, match=r"secondguess\[quant\]"):
-        load_runtime(checkpoint, quantize="int8", runtime="transformers")
+        Checkpoint.resolve(checkpoint, quantize="int8", runtime="transformers").load()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ def test_int8_without_torchao_says_what_to_install(checkpoint, monkeypatch):
 )
 def test_unknown_options(checkpoint, option, value):
     with pytest.raises(BadInputError, match=f"{option}.*{value}"):
-        load_runtime(checkpoint, **{option: value})
+        Checkpoint.resolve(checkpoint, **{option: value}).load()
 
 
 def tiny(config_class, **sizes):
@@ -152,31 +149,31 @@ def test_refused_by_name(kind, tmp_path):
     else:
         write_checkpoint(config, tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"(?s){words}"):
-        load_runtime(tmp_path)
+        Checkpoint.resolve(tmp_path).load()
 
 
 def test_weights_that_are_not_a_language_model(copied):
     base = plain_model(copied).model
     base.save_pretrained(copied)
     with pytest.raises(CheckpointError, match="LlamaModel"):
-        load_runtime(copied)
+        Checkpoint.resolve(copied).load()
 
 
 def test_a_name_that_is_nowhere():
     with pytest.raises(CheckpointError, match="nobody/nothing"):
-        load_runtime("nobody/nothing")
+        Checkpoint.resolve("nobody/nothing").load()
 
 
 def test_a_directory_without_a_configuration(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        load_runtime(tmp_path)
+        Checkpoint.resolve(tmp_path).load()
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"", b'{"model_type": "nonsense"}'])
 def test_a_broken_configuration(copied, content):
     (copied / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=str(copied)):
-        load_runtime(copied)
+        Checkpoint.resolve(copied).load()
 
 
 @pytest.mark.parametrize("kept", [0, 6, 500, -100])
@@ -184,13 +181,13 @@ def test_weights_that_were_cut_off(copied, kept):
     file = copied / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        load_runtime(copied)
+        Checkpoint.resolve(copied).load()
 
 
 def test_weights_that_are_missing(copied):
     (copied / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=str(copied)):
-        load_runtime(copied)
+        Checkpoint.resolve(copied).load()
 
 
 @pytest.mark.parametrize("content", [None, b"{"])
@@ -199,19 +196,19 @@ def test_a_tokenizer_that_is_missing_or_broken(copied, content):
     if content is not None:
         (copied / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="tokenizer"):
-        load_runtime(copied)
+        Checkpoint.resolve(copied).load()
 
 
 def test_too_little_memory_is_told_before_loading(checkpoint, monkeypatch):
-    monkeypatch.setattr(loading, "_read_model", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(Checkpoint, "read_module", lambda _: pytest.fail("weights were read"))
     monkeypatch.setattr(memory, "available_memory", lambda _: 1000)
     with pytest.raises(OutOfMemoryError, match=r"weights.*cache"):
-        load_runtime(checkpoint)
+        Checkpoint.resolve(checkpoint).load()
 
 
 def test_the_estimate_is_what_a_model_and_its_cache_take(checkpoint):
-    need = loading.estimate_load_memory(checkpoint, dtype="float32", num_cached_tokens=256)
-    loaded = load_runtime(checkpoint, dtype="float32", device="cpu", runtime="transformers")
+    need = Checkpoint.resolve(checkpoint, dtype="float32").memory(256)
+    loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", runtime="transformers").load()
     assert need.weights == sum(weight.nbytes for weight in loaded.runtime.model.parameters())
     score(loaded)
     cache = loaded.runtime.cache
@@ -226,10 +223,9 @@ def test_memory_is_asked_of_the_system():
 def test_a_vocabulary_that_was_padded_differently_fits(checkpoint, tmp_path):
     padded = transformers.LlamaConfig(**(LLAMA_LIKE | {"vocab_size": 320}))
     write_checkpoint(padded, tmp_path)
-    target, drafter = (load_runtime(path, device="cpu") for path in (checkpoint, tmp_path))
-    assert (target.runtime.vocab_size, drafter.runtime.vocab_size) == (300, 320)
-    check_vocabularies(target, drafter)
-    check_vocabularies(dataclasses.replace(target, tokenizer=None), drafter)
+    target, drafter = (Checkpoint.resolve(path) for path in (checkpoint, tmp_path))
+    assert (target.config.vocab_size, drafter.config.vocab_size) == (300, 320)
+    target.require_same_tokenizer(drafter)
 
 
 def test_another_tokenizer_is_refused(checkpoint, copied):
@@ -238,9 +234,9 @@ def test_another_tokenizer_is_refused(checkpoint, copied):
     vocabulary = content["model"]["vocab"]
     vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
     file.write_text(json.dumps(content))
-    target, drafter = (load_runtime(path, device="cpu") for path in (checkpoint, copied))
+    target, drafter = (Checkpoint.resolve(path) for path in (checkpoint, copied))
     with pytest.raises(CheckpointError, match=re.escape(drafter.name)):
-        check_vocabularies(target, drafter)
+        target.require_same_tokenizer(drafter)
 
 
 def test_a_borrowed_model_is_given_back(checkpoint):
@@ -273,9 +269,7 @@ def test_a_context_ends_where_frequencies_start_to_depend_on_the_neighbours(rope
 
 
 def test_loading_prints_nothing(checkpoint):
-    script = (
-        f"from secondguess.runtime.loading import load_runtime as l; l({str(checkpoint)!r}, quantize=None)"
-    )
+    script = f"from secondguess.checkpoint.checkpoint import Checkpoint; Checkpoint.resolve({str(checkpoint)!r}).load()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
 

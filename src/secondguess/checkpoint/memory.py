@@ -1,23 +1,17 @@
-"""Memory of models and their KV caches, estimated and checked before large allocations."""
+"""Memory of models and their KV caches, checked before large allocations."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from secondguess.errors import CheckpointError, OutOfMemoryError
+from secondguess.errors import OutOfMemoryError
 
 GIB = 2**30
-HEADER_LIMIT = 100_000_000
-INT8_BYTES = 1.02
-"""Bytes per weight with int8: one, plus the scales of the output channels."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +28,8 @@ class MemoryEstimate:
 
     name: str
     weights: int
-    cache: int
-    num_cached_tokens: int
+    cache: int = 0
+    num_cached_tokens: int = 0
     loading: int = 0
 
     @property
@@ -46,65 +40,6 @@ class MemoryEstimate:
     def excess(self) -> int:
         """Bytes that loading temporarily takes beyond the total."""
         return max(0, self.loading - self.total)
-
-
-def count_parameters(directory: Path) -> int | None:
-    """Return the number of parameters in a directory's safetensors files, None for other formats.
-
-    Raises:
-        CheckpointError: if a file is not safetensors or is truncated.
-    """
-    files = sorted(directory.glob("*.safetensors"))
-    return sum(_count_in_file(file) for file in files) if files else None
-
-
-def _count_in_file(file: Path) -> int:
-    size = file.stat().st_size
-    broken = f"expected whole safetensors weights in {file}, got %s; copy or download the checkpoint again"
-    with file.open("rb") as stream:
-        header_size = int.from_bytes(stream.read(8), "little")
-        if not 0 < header_size <= min(size - 8, HEADER_LIMIT):
-            raise CheckpointError(broken % f"{size} bytes without a readable header")
-        try:
-            header: dict[str, Any] = json.loads(stream.read(header_size))
-            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-            count = sum(int(math.prod(entry["shape"])) for entry in tensors)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(broken % "a header that cannot be read") from error
-    if size < 8 + header_size + end:
-        raise CheckpointError(broken % f"{size} of {8 + header_size + end} bytes")
-    return count
-
-
-def estimate_memory(
-    name: str,
-    config: Any,
-    num_parameters: int,
-    dtype: torch.dtype,
-    *,
-    quantized: bool = False,
-    packed: bool = False,
-    num_cached_tokens: int = 4096,
-) -> MemoryEstimate:
-    """Return the memory of a model's weights and of the keys and values of all layers.
-
-    Packing gives a head that is tied to the embeddings a copy of its own.
-    """
-    text = config.get_text_config()
-    num_heads = text.num_attention_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    cached_numbers = 2 * text.num_hidden_layers * num_kv_heads * head_size * num_cached_tokens
-    num_embedded = text.vocab_size * text.hidden_size
-    loading = num_parameters * dtype.itemsize
-    if packed and text.tie_word_embeddings:
-        num_parameters += num_embedded
-    if quantized:  # except the embeddings, with a head that shares them
-        weights = int((num_parameters - num_embedded) * INT8_BYTES) + num_embedded * dtype.itemsize
-    else:
-        weights = num_parameters * dtype.itemsize
-    return MemoryEstimate(name, weights, cached_numbers * dtype.itemsize, num_cached_tokens, loading)
 
 
 def available_memory(device: torch.device) -> int | None:

@@ -13,13 +13,13 @@ import pytest
 from checkpoints import write_llama
 from secondguess import load
 from secondguess.builtin import head_path
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
+from secondguess.checkpoint.memory import check_memory
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.core import Row
-from secondguess.errors import BadInputError, OutOfMemoryError
-from secondguess.runtime import loading
-from secondguess.runtime.describe import describe_model
-from secondguess.runtime.memory import check_memory
-from secondguess.runtime.pair import compatibility_notes, plan_demand, plan_memory
+from secondguess.errors import BadInputError, OutOfMemoryError, SecondGuessError
+from secondguess.heads.skip import write_skipped
 from secondguess.sampling import SamplingParams
 
 FLOAT32 = ["--dtype", "float32", "--device", "cpu"]
@@ -32,7 +32,7 @@ def inspected(secondguess_command, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(loading, "_read_model", refuse)
+    monkeypatch.setattr(Checkpoint, "read_module", refuse)
 
     def run(*arguments):
         done = secondguess_command("inspect", *arguments, *FLOAT32, "--json")
@@ -62,7 +62,7 @@ def test_the_drafter_that_load_would_take_is_described(inspected, tiny_checkpoin
 
 def test_a_draft_model_is_described_and_counted(inspected, tiny_checkpoint, tiny_draft_checkpoint):
     record = inspected(tiny_checkpoint, "--drafter", f"model:{tiny_draft_checkpoint}")
-    drafter = describe_model(str(tiny_draft_checkpoint), dtype="float32", device="cpu", drafts=True)
+    drafter = describe(Checkpoint.resolve(tiny_draft_checkpoint, dtype="float32", device="cpu", drafts=True))
     assert record["drafter"]["model"] | {"available_bytes": 0} == dataclasses.asdict(drafter) | {
         "available_bytes": 0
     }
@@ -88,20 +88,19 @@ def test_caches_are_counted_as_they_are_allocated(inspected, tiny_checkpoint, mo
 
 
 def test_what_fits_is_what_load_accepts(tiny_checkpoint, tiny_draft_checkpoint, monkeypatch):
-    described = [
-        describe_model(str(path), dtype="float32") for path in (tiny_checkpoint, tiny_draft_checkpoint)
-    ]
+    pair = [Checkpoint.resolve(path, dtype="float32") for path in (tiny_checkpoint, tiny_draft_checkpoint)]
+    total = plan_memory(*pair, rows=2, context=100).total_bytes
     for missing in (0, 1):
-        plan = plan_memory(plan_demand(described[0], rows=2, context=100), *described)
-        enough = plan.total_bytes - missing
-        monkeypatch.setattr("secondguess.runtime.pair.available_memory", lambda _, enough=enough: enough)
-        monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda _, enough=enough: enough)
-        plan = plan_memory(plan_demand(described[0], rows=2, context=100), *described)
+        for module in ("description", "memory"):
+            monkeypatch.setattr(
+                f"secondguess.checkpoint.{module}.available_memory", lambda _, enough=total - missing: enough
+            )
+        plan = plan_memory(*pair, rows=2, context=100)
         assert plan.missing_bytes == missing
         assert plan.as_dict()["fits"] is (missing == 0)
         refusal = pytest.raises(OutOfMemoryError) if missing else contextlib.nullcontext()
         with refusal:
-            check_memory([plan.target, plan.drafter], loading.pick_device("cpu"))
+            check_memory(plan.needs.values(), pair[0].device)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_what_fits_is_what_load_accepts(tiny_checkpoint, tiny_draft_checkpoint, 
     [(10**12, "fits into the"), (1000, "does not fit"), (None, "is unknown")],
 )
 def test_people_are_told_whether_it_fits(secondguess_command, tiny_checkpoint, monkeypatch, available, words):
-    monkeypatch.setattr("secondguess.runtime.pair.available_memory", lambda _: available)
+    monkeypatch.setattr("secondguess.checkpoint.description.available_memory", lambda _: available)
     done = secondguess_command("inspect", tiny_checkpoint, "--rows", 2, "--context", 100, *FLOAT32)
     assert done.code == 0
     assert "2 rows of 100 tokens" in done.out
@@ -151,7 +150,7 @@ def test_what_may_differ_is_remarked(
     assert (
         remark in secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{short_drafter}").out
     )
-    target = describe_model(str(tiny_checkpoint))
+    target = describe(Checkpoint.resolve(tiny_checkpoint))
     wider, larger = compatibility_notes(target, dataclasses.replace(target, vocab_size=320))
     assert "320 and 300" in wider
     assert "not smaller" in larger
@@ -166,12 +165,24 @@ def test_a_row_that_outgrew_the_draft_model_is_not_counted_there(inspected, tiny
     assert whole["drafter"] == quarter["drafter"]
 
 
-def test_a_drafter_with_another_tokenizer_is_refused(secondguess_command, tiny_checkpoint, tmp_path):
-    other = write_llama(tmp_path / "other", seed=2, vocab_size=280)
-    done = secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{other}")
+@pytest.mark.parametrize("what", ["tokenizer", "layers"])
+def test_a_drafter_that_does_not_fit_is_refused_before_weights_are_read(
+    secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, what
+):
+    monkeypatch.setattr(Checkpoint, "read_module", lambda _: pytest.fail("weights were read"))
+    if what == "tokenizer":
+        drafter = f"model:{write_llama(tmp_path, seed=2, vocab_size=280)}"
+        expected = ["tokenizer", "279", "299", str(tmp_path)]
+    else:
+        write_skipped(tmp_path, [1, 99], {})
+        drafter, expected = f"layer-skip:{tmp_path}", ["layers 0 to 1", "100 layers"]
+    done = secondguess_command("inspect", tiny_checkpoint, "--drafter", drafter)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    for words in ("tokenizer", "279", "299", str(other)):
+    with pytest.raises(SecondGuessError) as refused:
+        load(tiny_checkpoint, drafter)
+    for words in expected:
         assert words in done.err
+        assert words in str(refused.value)
 
 
 def test_a_drafter_that_cannot_draft_is_refused(secondguess_command, tiny_checkpoint, tmp_path):
@@ -259,18 +270,19 @@ def test_what_was_trained_for_the_target_is_counted(inspected, secondguess_comma
     assert (plain["head_bytes"], with_head["head_bytes"]) == (0, size)
     assert with_head["total_bytes"] == plain["total_bytes"] + size
     said = secondguess_command("inspect", "builtin", "--drafter", "medusa", *FLOAT32).out
-    assert "what was trained for it" in said
-    monkeypatch.setattr("secondguess.runtime.memory.available_memory", lambda _: plain["total_bytes"])
+    assert "trained head" in said
+    monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: plain["total_bytes"])
     with pytest.raises(OutOfMemoryError, match="medusa"):
         load("builtin", "medusa", dtype="float32", device="cpu")
 
 
-def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint):
-    endless = dataclasses.replace(describe_model(str(tiny_checkpoint)), context_length=None)
-    assert plan_demand(endless, rows=None, context=None).context == 4096
-    assert plan_demand(endless, rows=2, context=1_000_000).context == 1_000_000
+def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint, monkeypatch):
+    endless = Checkpoint.resolve(tiny_checkpoint)
+    monkeypatch.setattr(Checkpoint, "context_length", None)
+    assert plan_memory(endless).context == 4096
+    assert plan_memory(endless, rows=2, context=1_000_000).context == 1_000_000
     with pytest.raises(BadInputError, match="100000000 tokens"):
-        plan_demand(endless, rows=None, context=10**12)
+        plan_memory(endless, context=10**12)
 
 
 def test_a_configuration_is_inspected(inspected, secondguess_command, tiny_checkpoint, tmp_path):

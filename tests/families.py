@@ -14,10 +14,10 @@ import transformers
 from torch import Tensor
 
 from checkpoints import write_tokenizer
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.families import can_fuse
-from secondguess.runtime.loading import load_runtime
 from secondguess.runtime.native.library import units
 from secondguess.sampling import SamplingParams
 
@@ -141,7 +141,7 @@ def oracle_of(directory: Path, kind: str) -> Any:
 
 def runtime_of(directory: Path, runtime: str = "auto", **options: Any) -> CachedRuntime:
     dtype = "bfloat16" if runtime == "native" else "float32"
-    return load_runtime(directory, dtype=dtype, device="cpu", runtime=runtime, **options).runtime
+    return Checkpoint.resolve(directory, dtype=dtype, device="cpu", runtime=runtime, **options).load().runtime
 
 
 def row_of(tokens: Sequence[int]) -> Row:

@@ -1,0 +1,305 @@
+"""Checkpoints with the settings of loading, resolved once, and the models loaded from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.memory import MemoryEstimate, check_memory
+from secondguess.checkpoint.read import (
+    check_loadable,
+    find_end_tokens,
+    pick_device,
+    quantize_to_int8,
+    read_config,
+    read_module,
+    read_tokenizer,
+    require_torchao,
+)
+from secondguess.checkpoint.resolve import check_dtype, check_quantization, check_runtime, find_checkpoint
+from secondguess.checkpoint.weights import count_parameters
+from secondguess.errors import CheckpointError, UnsupportedModelError
+from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.families import can_fuse
+from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.native.decoder import can_run_native
+from secondguess.runtime.native.runtime import NativeRuntime, to_native
+from secondguess.runtime.packing import can_pack, pack_linears
+from secondguess.runtime.support import context_length_of, has_bfloat16
+from secondguess.runtime.transformers import TransformersRuntime
+
+DEFAULT_CONTEXT = 4096
+"""Cached tokens, over all rows, that must fit into memory beside the weights by default."""
+INT8_BYTES = 1.02
+"""Bytes per weight with int8: one, plus the scales of the output channels."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """Checkpoint of a causal language model with the settings of loading. Made by `resolve`.
+
+    Args:
+        name: name or path as given by the user.
+        path: directory of the checkpoint; the name, for a model passed to `wrap_model` whose
+            directory is unknown.
+        config: the Transformers configuration.
+        dtype: compute dtype, also with `quantize`.
+        device: device of weights and caches.
+        runtime, quantize, drafts: as in `resolve`.
+        dtype_needs_kernels: True if bfloat16 was picked because the kernels run the model, on a
+            processor on which it is slow otherwise.
+    """
+
+    name: str
+    path: str
+    config: Any
+    dtype: torch.dtype
+    device: torch.device
+    runtime: str = "auto"
+    quantize: str | None = None
+    drafts: bool = False
+    dtype_needs_kernels: bool = False
+
+    @classmethod
+    def resolve(
+        cls,
+        name: str | PathLike[str],
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        quantize: str | None = None,
+        runtime: str = "auto",
+        drafts: bool = False,
+    ) -> Checkpoint:
+        """Find a checkpoint and check that it can be loaded, without reading its weights.
+
+        Args:
+            name: a directory, a repository in the local Hugging Face cache, or a built-in model
+                (`builtin` or `builtin-draft`).
+            dtype, device, quantize, runtime: as in `secondguess.load`.
+            drafts: whether the model is used for drafting only. The kernels, if they run it, then
+                quantise its weights to 8 bits, which is faster and changes probabilities slightly.
+
+        Raises:
+            BadInputError: if the dtype, device, quantization or runtime is not available.
+            CheckpointError: if the checkpoint is missing, broken or of the wrong kind.
+            UnsupportedModelError: if the model cannot be decoded speculatively, or not by this
+                runtime.
+        """
+        check_dtype(dtype)
+        check_quantization(quantize)
+        check_runtime(runtime)
+        picked = pick_device(device)
+        path = find_checkpoint(fspath(name))
+        config = read_config(path)
+        check_loadable(config, path)
+        needs_kernels = False
+        if dtype == "auto":
+            by_kernels = runtime in ("auto", "native") and can_run_native(config, torch.bfloat16, picked)
+            needs_kernels = by_kernels and not has_bfloat16(picked)
+            dtype = "bfloat16" if by_kernels or has_bfloat16(picked) else "float32"
+        found = cls(
+            fspath(name),
+            path,
+            config,
+            getattr(torch, dtype),
+            picked,
+            runtime,
+            quantize,
+            drafts,
+            needs_kernels,
+        )
+        by_kernels = "native" in found.runtimes  # raises an error if no runtime covers the model
+        if quantize is not None and not by_kernels:
+            require_torchao()
+        return found
+
+    @classmethod
+    def of_module(cls, model: Any) -> Checkpoint:
+        """Describe a model in memory, whose directory need not exist."""
+        name = str(model.name_or_path)
+        try:
+            path = find_checkpoint(name) if name else name
+        except CheckpointError:
+            path = name
+        return cls(name, path, model.config, model.dtype, model.device)
+
+    @cached_property
+    def runtimes(self) -> list[str]:
+        """Runtimes that cover the model, in the order in which loading tries them.
+
+        Raises:
+            UnsupportedModelError: if there is none.
+        """
+        covers = {
+            "native": can_run_native(self.config, self.dtype, self.device),
+            "fused": self.quantize is None and can_fuse(self.config, self.device),
+            "transformers": True,
+        }
+        found = [name for name, covered in covers.items() if covered and self.runtime in ("auto", name)]
+        if not found:
+            raise self._not_covered()
+        return found
+
+    def _not_covered(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"expected a model that the {self.runtime} runtime covers, got a {self.config.model_type} "
+            f"({self.dtype_name} on {self.device}, quantize {self.quantize}); "
+            "use runtime auto or transformers"
+        )
+
+    @property
+    def is_packed(self) -> bool:
+        """True if linear layers outside of the kernels are packed for the processor."""
+        return self.quantize is None and can_pack(self.dtype, self.device)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the checkpoint.
+
+        Raises:
+            CheckpointError: if there is none, or it cannot be read.
+        """
+        return read_tokenizer(self.path)
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the compute dtype: `float64`, `float32`, `bfloat16` or `float16`."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
+    def context_length(self) -> int | None:
+        """Largest number of positions; None if the configuration sets no limit."""
+        return context_length_of(self.config.get_text_config())
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token, over all layers."""
+        text = self.config.get_text_config()
+        num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return int(2 * text.num_hidden_layers * num_kv_heads * head_size * self.dtype.itemsize)
+
+    def memory(self, num_cached_tokens: int = DEFAULT_CONTEXT) -> MemoryEstimate:
+        """Return the memory of the weights and of a KV cache, from the headers of the weight files.
+
+        Raises:
+            CheckpointError: if a weight file is broken.
+        """
+        text, size = self.config.get_text_config(), self.dtype.itemsize
+        num_parameters = count_parameters(Path(self.path))
+        num_embedded = text.vocab_size * text.hidden_size
+        loading = num_parameters * size
+        by_kernels = self.runtimes[0] == "native"
+        if (by_kernels or self.is_packed) and text.tie_word_embeddings:  # the head becomes a copy of its own
+            num_parameters += num_embedded
+        weights = num_parameters * size
+        if self.quantize is not None or (self.drafts and by_kernels):
+            # except the embeddings, with a head that shares them
+            weights = int((num_parameters - num_embedded) * INT8_BYTES) + num_embedded * size
+        cache = num_cached_tokens * self.cache_bytes_per_token
+        return MemoryEstimate(self.name, weights, cache, num_cached_tokens, loading)
+
+    def require_same_tokenizer(self, drafter: Checkpoint) -> None:
+        """Check that each token has the same id for this target and for a draft model.
+
+        Padding of the vocabulary (Qwen2.5: 151936 rows in small models, 152064 in large ones, one
+        tokenizer) and tokens that were added to one of them are ignored.
+
+        Raises:
+            CheckpointError: if the tokenizers differ.
+        """
+        own, other = _vocabulary(self.tokenizer), _vocabulary(drafter.tokenizer)
+        if own == other:
+            return
+        _, first = min(own.items() ^ other.items(), key=lambda item: item[1])
+        raise CheckpointError(
+            f"expected a drafter that shares the target's tokenizer, got vocabularies of {len(other)} tokens "
+            f"({drafter.name}) and {len(own)} tokens ({self.name}) that differ, first at token {first}; "
+            "choose a drafter of the same model family"
+        )
+
+    def read_module(self) -> Any:
+        """Return the Transformers module with its weights, on the device.
+
+        Raises:
+            CheckpointError: if weights are missing or cannot be read.
+        """
+        return read_module(self.path, self.dtype).to(self.device).eval()
+
+    def load(self) -> LoadedModel:
+        """Load the model and its tokenizer.
+
+        Raises:
+            CheckpointError: if weights or tokenizer are missing or broken.
+            UnsupportedModelError: if the requested runtime does not reproduce the model's logits.
+            OutOfMemoryError: if weights and cache would not fit; nothing has been allocated.
+        """
+        check_memory([self.memory()], self.device)
+        tokenizer = self.tokenizer
+        model = self.read_module()
+        end_tokens = find_end_tokens(model, tokenizer)
+        runtime = self.make_runtime(model, self.read_module)
+        if self.dtype_needs_kernels and not isinstance(runtime, NativeRuntime):
+            del model, runtime
+            return replace(self, dtype=torch.float32, dtype_needs_kernels=False).load()
+        return LoadedModel(self, runtime, tokenizer, end_tokens)
+
+    def make_runtime(self, model: Any, reload_model: Callable[[], Any]) -> CachedRuntime:
+        """Return the first of `runtimes` that reproduces the module's logits.
+
+        Args:
+            model: the module; it must not be used by the caller afterwards.
+            reload_model: returns another copy of the module, for use after a probe has failed.
+
+        Raises:
+            UnsupportedModelError: if there is none.
+        """
+        for name in self.runtimes:
+            if name == "native":
+                # A draft model whose probe fails in 8 bits is tried in bfloat16, still faster than
+                # elsewhere.
+                in_eight_bits = [True, False] if self.drafts else [False]
+                for eight_bits in in_eight_bits if self.quantize is None else [True]:
+                    unpacked = fuse(model.eval(), packed=False)
+                    native = to_native(unpacked, eight_bits) if unpacked else None
+                    if native is not None:
+                        return NativeRuntime(native)
+                    model = reload_model()
+            elif name == "fused":
+                fused = fuse(model.eval(), self.is_packed)
+                if fused is not None:
+                    return FusedRuntime(fused)
+                model = reload_model()
+            else:
+                if self.quantize is not None:
+                    quantize_to_int8(model)
+                elif self.is_packed:
+                    pack_linears(model)
+                return TransformersRuntime(model)
+        raise self._not_covered()
+
+
+@contextmanager
+def wrap_model(model: Any) -> Iterator[LoadedModel]:
+    """Wrap the user's own model as a `LoadedModel` and restore the model when the context ends."""
+    with TransformersRuntime(model) as runtime:
+        checkpoint = replace(Checkpoint.of_module(model), runtime="transformers")
+        yield LoadedModel(checkpoint, runtime, None, find_end_tokens(model, tokenizer=None))
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    added = tokenizer.get_added_vocab()
+    return {token: index for token, index in tokenizer.get_vocab().items() if token not in added}

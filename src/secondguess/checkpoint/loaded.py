@@ -1,0 +1,89 @@
+"""Models that are loaded and ready for decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from secondguess.errors import UnsupportedModelError
+from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.fused import FusedRuntime
+from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.transformers import TransformersRuntime
+
+if TYPE_CHECKING:
+    from secondguess.checkpoint.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Model ready for decoding.
+
+    Attributes:
+        checkpoint: the checkpoint, with the settings in use.
+        runtime: the model; see `runtime.base.Runtime`.
+        tokenizer: a Transformers tokenizer; None for a model passed to `wrap_model`.
+        end_tokens: end-of-sequence tokens, from the generation configuration or else the model
+            configuration or the tokenizer.
+    """
+
+    checkpoint: Checkpoint
+    runtime: CachedRuntime
+    tokenizer: Any
+    end_tokens: frozenset[int]
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.name
+
+    @property
+    def path(self) -> str:
+        return self.checkpoint.path
+
+    @property
+    def dtype(self) -> str:
+        return self.checkpoint.dtype_name
+
+    @property
+    def device(self) -> str:
+        """Device, such as `cpu` or `cuda:0`."""
+        return str(self.checkpoint.device)
+
+    @property
+    def kind(self) -> str:
+        """Name of the runtime in use, one of `resolve.RUNTIMES` except `auto`."""
+        if isinstance(self.runtime, NativeRuntime):
+            return "native"
+        return "fused" if isinstance(self.runtime, FusedRuntime) else "transformers"
+
+    @property
+    def runtime_description(self) -> str:
+        """Name of the runtime, with a note if the kernels hold weights in 8 bits."""
+        return f"{self.kind}, weights in 8 bits" if self._is_rounded else self.kind
+
+    @property
+    def _is_rounded(self) -> bool:
+        return isinstance(self.runtime, NativeRuntime) and self.runtime.decoder.eight_bits
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, with the special tokens that the tokenizer adds."""
+        ids: list[int] = self.tokenizer(text, verbose=False).input_ids
+        return ids
+
+    def module(self) -> Any:
+        """Return the Transformers module whose distribution the runtime reproduces.
+
+        It is the module that the runtime runs, or else a second copy loaded into memory.
+
+        Raises:
+            UnsupportedModelError: if the kernels quantised the weights, which no module
+                reproduces.
+        """
+        if self._is_rounded:
+            raise UnsupportedModelError(
+                f"expected a model that a Transformers module computes, got {self.name} with weights in 8 bits of our own; "
+                "load it without quantize, or with runtime transformers"
+            )
+        if isinstance(self.runtime, TransformersRuntime):
+            return self.runtime.model
+        return self.checkpoint.read_module()

@@ -1,0 +1,159 @@
+"""One round of speculative decoding: draft, score, verify, commit.
+
+1. The controller chooses a draft length for each row.
+2. The drafter proposes a chain or a tree of draft tokens.
+3. The target scores all of them in one forward pass.
+4. The verifier accepts a path of draft tokens and samples the token that follows it.
+5. The KV cache keeps the accepted path and drops all other draft tokens.
+6. The row gains the accepted tokens and the sampled token.
+7. Drafter and controller update their state from the result.
+
+Invariant: between rounds, the target's KV cache holds every committed token of a row except the
+last one, `pending`, which is the first input of the next forward pass. Therefore prefill samples
+nothing, the first output token is verified like any other, and plain decoding is a round with an
+empty draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor, inference_mode
+
+from secondguess.controllers.base import Controller
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import Budgets, Commit, Draft, Row, Verdict
+from secondguess.drafters.base import Drafter
+from secondguess.runtime.base import ForwardOutput, Runtime
+from secondguess.sampling.noise import KeyedNoise, Noise
+from secondguess.sampling.probs import commit_logprobs, compute_target_probs
+from secondguess.stats import StatsRecorder
+from secondguess.verifiers.base import Verifier
+
+
+@dataclass(frozen=True)
+class Components:
+    """Components of the decoding loop.
+
+    With a lossless verifier, the output follows the target's distribution for any drafter and
+    controller; these only determine the speed.
+
+    Args:
+        target: model whose distribution the output follows.
+        drafter: proposes draft tokens.
+        verifier: decides which draft tokens are accepted.
+        controller: chooses the draft lengths.
+        recorder: collects counters and timings per row.
+        make_noise: returns the noise of a round; None for `KeyedNoise`, keyed by the rows' seeds.
+    """
+
+    target: Runtime
+    drafter: Drafter
+    verifier: Verifier
+    controller: Controller
+    recorder: StatsRecorder = field(default_factory=StatsRecorder)
+    make_noise: Callable[[Sequence[Row]], Noise] | None = None
+
+    def noise(self, rows: Sequence[Row]) -> Noise:
+        """Return the noise of this round; tests pass a `make_noise` that enumerates outcomes."""
+        return self.make_noise(rows) if self.make_noise else KeyedNoise.from_rows(rows, self.target.device)
+
+
+@inference_mode()
+def run_round(components: Components, rows: Sequence[Row]) -> list[Commit]:
+    """Run one round: draft, one target forward pass, verification and commit.
+
+    Returns:
+        One `Commit` per row, with at least one token each.
+    """
+    recorder = components.recorder
+    with recorder.round(rows):
+        noise = components.noise(rows)
+        budgets = _budgets(components, rows)
+        draft = _draft(components, rows, budgets, noise)
+        with recorder.phase("score"):
+            scores = components.target.score(rows, draft)
+        with recorder.phase("verify"):
+            verdict = components.verifier.verify(
+                draft, compute_target_probs(scores.logits, rows, draft), noise
+            )
+            paths = verdict.path_lists()
+        # The cache drops rejected nodes before the rows' tokens change.
+        components.target.keep(rows, paths)
+        commits = _commit(rows, draft, scores, verdict, paths)
+        with recorder.phase("draft"):
+            components.drafter.observe(rows, verdict, scores.hidden)
+        components.controller.learn(rows, draft, verdict, recorder.round_time())
+    recorder.record(rows, draft, commits)
+    return commits
+
+
+def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
+    """Choose the draft length of every row.
+
+    A request's own `draft_length` overrides the controller. The last free position of a row is
+    reserved for the token that the verifier samples.
+    """
+    controller = components.controller
+    candidates = components.drafter.candidates(rows)
+    plans = controller.plan(rows, candidates)
+    wishes = [row.params.draft_length for row in rows]
+    lengths = [
+        max(0, min(plan.length if wish is None else wish, row.room - 1))
+        for row, plan, wish in zip(rows, plans, wishes, strict=True)
+    ]
+    # With a draft length of its own, a request gets the drafter's preferred component.
+    parts = [
+        plan.part if wish is None else choices[0].part
+        for plan, wish, choices in zip(plans, wishes, candidates, strict=True)
+    ]
+    go_on = partial(_go_on, controller, rows, wishes)
+    return Budgets(lengths, go_on, controller.uses_probs and None in wishes, parts)
+
+
+def _go_on(
+    controller: Controller,
+    rows: Sequence[Row],
+    wishes: Sequence[int | None],
+    logits: Tensor,
+    depth: int,
+    *per_row: Sequence[float] | None,
+) -> list[bool]:
+    """Return whether to draft another level, per row; always True for a request's own length."""
+    answers = controller.go_on(rows, DraftProbs(logits, *per_row), depth)
+    return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
+
+
+def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+    """Draft for all rows; skip the drafter when every draft length is 0."""
+    if not budgets.longest:
+        return components.drafter.empty_draft(len(rows), noise, components.target.vocab_size)
+    members = [index for index, length in enumerate(budgets.lengths) if length > 0]
+    with components.recorder.phase("prefill"):
+        components.drafter.prepare(
+            [rows[index] for index in members], [budgets.parts[index] for index in members]
+        )
+    with components.recorder.phase("draft"):
+        return components.drafter.propose(rows, budgets, noise)
+
+
+def _commit(
+    rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict, paths: Sequence[Sequence[int]]
+) -> list[Commit]:
+    """Append each row's accepted path and next token, up to the token that ends the row."""
+    node_tokens = draft.tokens.tolist()
+    next_tokens = verdict.next_tokens.tolist()
+    commits = []
+    for index, (row, path) in enumerate(zip(rows, paths, strict=True)):
+        commit = row.commit([node_tokens[index][node] for node in path], next_tokens[index])
+        commits.append(commit_logprobs(commit, scores.logits[index], path))
+    return commits
+
+
+def release(components: Components, row: Row) -> None:
+    """Release the state that target, drafter and controller hold for a row."""
+    components.target.end(row)
+    components.drafter.end(row)
+    components.controller.end(row)
