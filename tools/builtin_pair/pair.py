@@ -204,9 +204,9 @@ def prepare_data(recipe: PairRecipe, directory: Path, report: Report) -> TokenSt
     Raises:
         BadInputError: the directory holds a run with other options.
     """
-    check_or_record_options(directory, recipe.identity())
     tokens = directory / "tokens"
     if (tokens / "summary.json").is_file():
+        check_or_record_options(directory, recipe.identity())
         return TokenStore.open(tokens)
     report("collecting Python source")
     corpus = build_corpus(
@@ -215,14 +215,16 @@ def prepare_data(recipe: PairRecipe, directory: Path, report: Report) -> TokenSt
         forbidden_prompts=recipe.forbidden_prompts,
         most_bytes=recipe.most_corpus_bytes,
     )
-    with write_atomically(directory / "manifest.json") as stream:
-        stream.write(json.dumps(corpus.manifest(), indent=2).encode())
     if recipe.start is not None:
         tokenizer = load_tokenizer(recipe.start / "tokenizer.json")
     else:
         report("learning the tokenizer")
         # More text than a quarter of the files hardly changes the merges.
         tokenizer = train_tokenizer([*corpus.functions, *corpus.files[::4]], recipe.target.vocab_size)
+    # Recorded only now, so that a command with a wrong option can be corrected.
+    check_or_record_options(directory, recipe.identity())
+    with write_atomically(directory / "manifest.json") as stream:
+        stream.write(json.dumps(corpus.manifest(), indent=2).encode())
     with write_atomically(directory / "tokenizer.json") as stream:
         stream.write(tokenizer.to_str().encode())
     report("tokenising")

@@ -61,6 +61,8 @@ def test_a_run_is_continued_with_its_options(recipe: PairRecipe, tmp_path: Path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Return the smallest of three numbers"}')
     first = replace(recipe, forbidden_prompts=prompts)
+    with pytest.raises(BadInputError, match="does not exist"):
+        stages.prepare_data(replace(first, corpus=(tmp_path / "no",)), tmp_path / "run", lambda line: None)
     stages.prepare_data(first, tmp_path / "run", lambda line: None)
     stages.prepare_data(
         replace(first, target_budget=Budget(steps=99), most_threads=1), tmp_path / "run", lambda line: None
