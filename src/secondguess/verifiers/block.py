@@ -45,11 +45,11 @@ class BlockVerifier(IndependentVerifier):
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
         left = residual(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
-        chances = numpy.zeros_like(left.masses)
-        for row, length in enumerate(draft.lengths.tolist()):
+        chances, draft_lengths = numpy.zeros_like(left.masses), draft.lengths.tolist()
+        for row, length in enumerate(draft_lengths):
             chances[row, :length] = prefix_chances(weights[row].tolist(), left.masses[row].tolist(), length)
-        accepted = noise.accept(chances)
-        lengths = numpy.array([_last_true(row) for row in accepted.tolist()])
+        accepted = zip(noise.accept(chances).tolist(), draft_lengths, strict=True)
+        lengths = numpy.array([_last_true(row[:length]) for row, length in accepted])
         return make_chain_verdict(draft, target_probs, lengths, left.at, noise)
 
 
