@@ -16,8 +16,8 @@ from statistics import stdev
 import torch
 from torch.nn import functional
 
-from secondguess.bench.provenance import collect_provenance
 from secondguess.runtime.loading import LoadedModel, load_runtime
+from secondguess.workloads.provenance import collect_provenance
 
 PRECISIONS = {"bfloat16": None, "int8": "int8"}
 

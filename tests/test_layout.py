@@ -16,7 +16,7 @@ REPOSITORY = PACKAGE.parents[1]
 # A module may import from its own layer only inside its own folder, and from every lower layer.
 LAYERS = [
     ("core", "errors"),
-    ("names", "penalties", "truncation"),
+    ("names", "penalties", "truncation", "validation"),
     (
         "builtin",
         "sampling",
@@ -29,7 +29,7 @@ LAYERS = [
         "verifiers",
         "controllers",
     ),
-    ("decode", "testing", "configuration", "pairing", "prompts", "round_lock"),
+    ("decode", "testing", "configuration", "pairing", "prompts", "round_lock", "workloads"),
     ("generation",),
     ("api", "certify", "enumeration"),
     ("drop_in", "export"),

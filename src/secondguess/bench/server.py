@@ -13,11 +13,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
+
+from pydantic import BaseModel, Field, ValidationError
 
 from secondguess.bench.systems import Run, System
 from secondguess.errors import BadInputError
+from secondguess.validation import describe
 
 TIMEOUT_SECONDS = 600.0
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -90,6 +93,25 @@ class ServerAddress:
         return f"{self.scheme}://{self.host}{self.path}"
 
 
+class _Usage(BaseModel):
+    completion_tokens: Annotated[int, Field(ge=1, strict=True)]
+
+
+class _Completion(BaseModel):
+    usage: _Usage
+
+
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    data: list[_Model]
+
+
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
+
+
 class Server(System):
     """Server that continues prompts with `/v1/completions`.
 
@@ -144,13 +166,8 @@ class Server(System):
         return self._read(status, answer, seconds)
 
     def _read(self, status: int, answer: bytes, seconds: float) -> Run:
-        count = _at(self._json(status, answer, "completions"), "usage", "completion_tokens")
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise BadInputError(
-                f"expected at least one token and their number in usage.completion_tokens from "
-                f"{self._address.shown}, got {_shown(answer)}; is it an OpenAI-compatible server?"
-            )
-        return Run([], seconds, lengths=(count,))
+        usage = self._parse(_Completion, status, answer, "completions").usage
+        return Run([], seconds, lengths=(usage.completion_tokens,))
 
     def _only_model(self) -> str:
         """Return the name of the server's model.
@@ -159,28 +176,26 @@ class Server(System):
             BadInputError: the server does not have exactly one model.
         """
         status, answer, _ = self._ask("GET", "models")
-        listed = _at(self._json(status, answer, "models"), "data")
-        names = [_at(each, "id") for each in listed] if isinstance(listed, list) else []
-        if len(names) != 1 or not isinstance(names[0], str):
-            found = ", ".join(map(str, names[:5])) or _shown(answer)
+        names = [model.id for model in self._parse(_Models, status, answer, "models").data]
+        if len(names) != 1:
+            found = ", ".join(names[:5]) or "none"
             raise BadInputError(
                 f"expected one model at {self._address.shown}, got {found}; "
                 f"name one: --against {self._address.shown},model=NAME"
             )
         return names[0]
 
-    def _json(self, status: int, answer: bytes, what: str) -> Any:
-        place = f"{self._address.shown}/v1/{what}"
+    def _parse(self, answer_type: type[AnswerT], status: int, answer: bytes, what: str) -> AnswerT:
+        url = f"{self._address.shown}/v1/{what}"
+        shown = repr(" ".join(answer.decode("utf-8", "replace").split())[:SHOWN]) if answer else "nothing"
         if status != http.client.OK:
-            hint = f"; give its key in {KEY_VARIABLE}" if status in (401, 403) else "; is the address right?"
-            raise BadInputError(
-                f"expected an answer from {place}, got status {status}: {_shown(answer)}{hint}"
-            )
+            hint = f"give its key in {KEY_VARIABLE}" if status in (401, 403) else "is the address right?"
+            raise BadInputError(f"expected an answer from {url}, got status {status}: {shown}; {hint}")
         try:
-            return json.loads(answer)
-        except ValueError:
+            return answer_type.model_validate_json(answer)
+        except ValidationError as error:
             raise BadInputError(
-                f"expected JSON from {place}, got {_shown(answer)}; is it an OpenAI-compatible server?"
+                f"{describe(error)}, in the answer of {url}: {shown}; is it an OpenAI-compatible server?"
             ) from None
 
     def _ask(self, method: str, what: str, body: object = None) -> tuple[int, bytes, float]:
@@ -204,15 +219,3 @@ class Server(System):
             ) from None
         finally:
             connection.close()
-
-
-def _at(value: Any, *keys: str) -> Any:
-    """Return the value at a path of keys, or None if there is none."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _shown(answer: bytes) -> str:
-    text = " ".join(answer.decode("utf-8", "replace").split())
-    return repr(text[:SHOWN]) if text else "nothing"

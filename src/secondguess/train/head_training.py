@@ -16,8 +16,6 @@ from typing import Any, Protocol
 import torch
 
 from secondguess.api import LLM, load
-from secondguess.bench.provenance import collect_provenance
-from secondguess.bench.systems import public_name
 from secondguess.drafters import DRAFTERS
 from secondguess.errors import BadInputError
 from secondguess.heads.files import NAMED, Provenance
@@ -52,6 +50,7 @@ from secondguess.train.training_texts import (
     texts_as_they_stand,
     write_answers,
 )
+from secondguess.workloads.provenance import collect_provenance, public_name
 
 DEFAULT_PROMPTS = 400
 """Number of prompts from the standard library if no data is given."""

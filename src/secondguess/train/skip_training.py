@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from secondguess.api import load
-from secondguess.bench.systems import public_name
 from secondguess.errors import UnsupportedModelError
 from secondguess.heads.files import Provenance
 from secondguess.names import check_range
@@ -24,6 +23,7 @@ from secondguess.train.training_texts import (
     sample_evenly,
     write_answers,
 )
+from secondguess.workloads.provenance import public_name
 
 MAX_SEARCH_TOKENS = 128
 """Maximum number of tokens of each text that are searched on."""
