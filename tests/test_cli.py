@@ -695,7 +695,7 @@ def test_bench_compares_stored_reports(secondguess_command):
     results = Path(__file__).parents[1] / "benchmarks" / "results" / "2026-11-21-builtin-pair.json"
     page = secondguess_command("bench", "compare", results, results)
     assert (page.code, page.err) == (0, "")
-    assert "| secondguess suffix | 1 | 1 | all |" in page.out
+    assert re.search(r"\| secondguess suffix +\| 1 +\| 1 +\| all +\|", page.out)
     assert "the same prompts, resampled in pairs" in page.out
     told = secondguess_command("bench", "compare", results, results, "--json")
     assert {change["verdict"] for change in json.loads(told.out)["changes"]} == {"no difference beyond noise"}
