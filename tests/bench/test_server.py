@@ -68,8 +68,8 @@ def serve(fake):
         server.server_close()
 
 
-def connect(url, **more):
-    return Server(ServerAddress.parse(url), lambda ids: " ".join(map(str, ids)), **more)
+def connect(url):
+    return Server(ServerAddress.parse(url), lambda ids: " ".join(map(str, ids)))
 
 
 def test_it_is_asked_for_exactly_the_tokens_and_its_own_count_is_taken():

@@ -23,6 +23,7 @@ from secondguess.errors import BadInputError
 from secondguess.validation import describe
 
 TIMEOUT_SECONDS = 600.0
+"""Seconds without data after which a request fails."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 SHOWN = 200
 """Maximum number of characters of a server's response that an error message quotes."""
@@ -121,8 +122,6 @@ class Server(System):
     Args:
         address: address of the server.
         decode: converts a prompt's token ids to text.
-        key: bearer token; by default the environment variable OPENAI_API_KEY.
-        timeout: seconds without data after which a request fails.
 
     Raises:
         BadInputError: no server at the address, an error status, or a response in another format.
@@ -131,19 +130,10 @@ class Server(System):
     speculates = False
     exact_length = False
 
-    def __init__(
-        self,
-        address: ServerAddress,
-        decode: Callable[[Sequence[int]], str],
-        key: str | None = None,
-        timeout: float = TIMEOUT_SECONDS,
-    ) -> None:
-        self.family = address.host
-        self.name = address.name
-        self._address = address
-        self._decode = decode
-        self._timeout = timeout
-        self._key = os.environ.get(KEY_VARIABLE) if key is None else key
+    def __init__(self, address: ServerAddress, decode: Callable[[Sequence[int]], str]) -> None:
+        self.family, self.name = address.host, address.name
+        self._address, self._decode = address, decode
+        self._key = os.environ.get(KEY_VARIABLE)
         self._supports_ignore_eos = True
         self._model = address.model or self._only_model()
 
@@ -155,17 +145,14 @@ class Server(System):
             "temperature": temperature,
             "seed": seed,
         }
+        status = 400
         if self._supports_ignore_eos:
             status, answer, seconds = self._ask("POST", "completions", {**request, "ignore_eos": True})
-            if status not in (400, 422):
-                return self._read(status, answer, seconds)
-        # OpenAI's own protocol has no such field, and some servers refuse unknown fields. A request
-        # that is refused without it too was refused for another reason.
-        status, answer, seconds = self._ask("POST", "completions", request)
-        self._supports_ignore_eos &= status in (400, 422)
-        return self._read(status, answer, seconds)
-
-    def _read(self, status: int, answer: bytes, seconds: float) -> Run:
+        if status in (400, 422):
+            # OpenAI's own protocol has no such field, and some servers refuse unknown fields. A request
+            # that is refused without it too was refused for another reason.
+            status, answer, seconds = self._ask("POST", "completions", request)
+            self._supports_ignore_eos &= status in (400, 422)
         usage = self._parse(_Completion, status, answer, "completions").usage
         return Run([], seconds, lengths=(usage.completion_tokens,))
 
@@ -204,7 +191,7 @@ class Server(System):
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        connection = _SCHEMES[self._address.scheme](self._address.host, timeout=self._timeout)
+        connection = _SCHEMES[self._address.scheme](self._address.host, timeout=TIMEOUT_SECONDS)
         try:
             connection.connect()
             start = time.perf_counter()

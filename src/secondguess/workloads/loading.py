@@ -157,7 +157,12 @@ def load_workload(
     for prompt in (prompt for _, prompts in loaded for prompt in prompts):
         by_task[prompt.task].append(prompt)
     name = " + ".join(name for name, _ in loaded)
-    chosen = _sample(_only(by_task, tasks, name), num_prompts)
+    for task in tasks:
+        if task not in by_task:
+            raise BadInputError(
+                f"expected a task of {name} ({_list_some(by_task)}), got {task!r}; take one of these"
+            )
+    chosen = _sample({task: by_task[task] for task in tasks or by_task}, num_prompts)
     return Workload(
         name, tuple(prompt.text for prompt in chosen), tuple(prompt.task for prompt in chosen), note
     )
@@ -181,15 +186,6 @@ def _load(source: str) -> tuple[str, list[Prompt]]:
     return found.name, read_records(found, data_set.convert)
 
 
-def _only(by_task: Mapping[str, list[Prompt]], tasks: Sequence[str], name: str) -> Mapping[str, list[Prompt]]:
-    for task in tasks:
-        if task not in by_task:
-            raise BadInputError(
-                f"expected a task of {name} ({_list_some(by_task)}), got {task!r}; take one of these"
-            )
-    return {task: by_task[task] for task in tasks} if tasks else by_task
-
-
 def _sample(by_task: Mapping[str, Sequence[Prompt]], num_prompts: int) -> list[Prompt]:
     """Return equally many prompts of every task as far as available, interleaved evenly.
 
@@ -201,12 +197,8 @@ def _sample(by_task: Mapping[str, Sequence[Prompt]], num_prompts: int) -> list[P
             f"{num_prompts}; ask for more with --num-prompts or for fewer tasks with --task"
         )
     shares = equal_shares([len(prompts) for prompts in by_task.values()], num_prompts)
-    return interleave(
-        [
-            evenly_spaced(tuple(prompts), share)
-            for prompts, share in zip(by_task.values(), shares, strict=True)
-        ]
-    )
+    groups = zip(by_task.values(), shares, strict=True)
+    return interleave([evenly_spaced(tuple(prompts), share) for prompts, share in groups])
 
 
 def equal_shares(sizes: Sequence[int], total: int) -> list[int]:
