@@ -4,7 +4,7 @@ import pytest
 from bench_fakes import stats_of
 
 from secondguess.bench import costs
-from secondguess.bench.costs import Costs, ForwardTimer, predicted_seconds
+from secondguess.bench.costs import Costs, ForwardTimer, predicted_seconds, typical_context
 from secondguess.errors import BadInputError
 from secondguess.stats import Stats
 from secondguess.testing import TableModel, random_probs
@@ -121,3 +121,10 @@ def test_one_disturbed_pass_does_not_move_the_median(clock):
     target.start = 1.0
     probe.sample()
     assert probe.costs().target == {1: 1.0}
+
+
+def test_the_context_is_half_way_through_a_median_row_and_fits():
+    assert len(typical_context([[1] * 10, [2] * 20, [3] * 90], num_tokens=8)) == 20 + 4
+    assert len(typical_context([[1, 2, 3]], num_tokens=100)) == 3 + 50
+    assert len(typical_context([[1] * 100], num_tokens=8, most=90)) == 90
+    assert len(typical_context([[1] * 10], num_tokens=8, most=90)) == 14

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from secondguess.bench.costs import typical_context
 from secondguess.bench.encoding import encode_workload, truncate_left
 from secondguess.errors import BadInputError
 from secondguess.workloads.loading import Workload
@@ -50,8 +49,3 @@ def test_too_little_of_a_prompt_is_refused_but_short_prompts_may_have_little_roo
     with pytest.raises(BadInputError, match="take other prompts or fewer tokens"):
         encode_workload(target(40), workload("x" * 30), num_tokens=30)
     assert encode_workload(target(40), workload("short"), num_tokens=30).num_truncated == 0
-
-
-def test_the_cost_curve_fits_into_the_context():
-    assert len(typical_context([[1] * 100], num_tokens=8, most=90)) == 90
-    assert len(typical_context([[1] * 10], num_tokens=8, most=90)) == 14

@@ -4,7 +4,6 @@ import pytest
 from bench_fakes import FakeBatcher, FakeSystem
 
 from secondguess.bench.config import BenchConfig
-from secondguess.bench.costs import typical_context
 from secondguess.bench.measurement import Batch, Measurement, Setting, make_batches, turns
 from secondguess.errors import BadInputError
 
@@ -107,12 +106,6 @@ def test_a_system_that_stops_early_is_not_compared():
     measured = measurement([], Lazy("A", []))
     with pytest.raises(BadInputError, match="expected 4 tokens from A"):
         measured.run(ignore)
-
-
-def test_the_context_of_the_cost_curve_is_half_way_through_a_median_row():
-    prompts = [[1] * 10, [2] * 20, [3] * 90]
-    assert len(typical_context(prompts, num_tokens=8)) == 20 + 4
-    assert len(typical_context([[1, 2, 3]], num_tokens=100)) == 3 + 50
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def test_flips_are_counted_against_plain_decoding_of_the_same_family():
     assert fast.equality.first_differences == [2, 2, 2]
     assert theirs.equality.num_prompts_differing == 0
     assert [fast.equality.reference, theirs.equality.reference] == ["ours plain", "theirs plain"]
+    assert all(result.equality is None for result in results(temperature=1.0))
 
 
 def test_a_runtime_that_writes_another_text_shows_in_its_plain_decoding():
@@ -229,12 +230,6 @@ def test_passes_of_batches_are_not_predicted_from_those_of_single_prompts():
     assert summary.acceptance_length == 4.0
 
 
-def test_notes_are_on_the_page():
-    told = report()
-    noted = dataclasses.replace(told, workbench=dataclasses.replace(told.workbench, notes=["who is missing"]))
-    assert "- Note: who is missing.\n" in page_of(noted)
-
-
 def test_names_do_not_break_the_tables():
     told = report()
     named = [dataclasses.replace(result, system="a | b\nc") for result in told.results]
@@ -248,18 +243,9 @@ def test_a_result_is_that_of_the_smallest_batch_unless_told():
     both = dataclasses.replace(told, results=[*larger, *told.results])
     assert both.result("ours fast", 0.0).batch_size == 1
     assert both.result("ours fast", 0.0, 8).batch_size == 8
-    with pytest.raises(KeyError):
-        both.result("ours fast", 0.0, 2)
-
-
-def test_flips_are_a_matter_of_temperature_zero():
-    assert all(result.equality is None for result in results(temperature=1.0))
-
-
-def test_an_equal_text_is_no_flip():
-    equality = compare_texts(runs([1.0, 1.0]), runs([2.0, 2.0]), "plain")
-    assert equality.first_differences == [None, None]
-    assert equality.num_tokens_differing == 0
+    for absent in (("ours fast", 0.0, 2), ("ours fast", 0.5), ("nobody", 0.0)):
+        with pytest.raises(KeyError):
+            both.result(*absent)
 
 
 def test_the_champion_of_a_family_is_its_fastest_speculator():
@@ -273,12 +259,6 @@ def test_the_champion_of_a_family_is_its_fastest_speculator():
     # The mean of `slow` is larger; its median is not.
     speeds = {"plain": [9.0] * 3, "slow": [1.0, 2.0, 90.0], "fast": [3.0, 3.0, 3.0], "lone": [1.0] * 3}
     assert fastest_speculators(rivals, speeds) == {"secondguess": "fast"}
-
-
-def test_results_are_found_by_name_and_temperature():
-    assert report().result("ours fast", 0.0).tokens_per_second == 40.0
-    with pytest.raises(KeyError):
-        report().result("ours fast", 0.5)
 
 
 def test_json_holds_everything_under_stable_names(tmp_path):
@@ -322,3 +302,7 @@ def test_a_note_on_the_prompts_is_on_the_page_and_in_the_data():
     assert "Note: other prompts." in page_of(noted)
     assert json.loads(noted.to_json())["workbench"]["workload_note"] == "other prompts"
     assert "Note:" not in page_of(report())
+    more = dataclasses.replace(
+        noted, workbench=dataclasses.replace(noted.workbench, notes=["who is missing"])
+    )
+    assert "- Note: who is missing.\n" in page_of(more)
