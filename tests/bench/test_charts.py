@@ -105,6 +105,21 @@ def test_tasks_are_groups_of_speed_ups():
     assert heights == pytest.approx(expected)
 
 
+def test_no_two_systems_have_one_colour():
+    told = often_drafted(report())
+    drafted = told.results[1]
+    many = [
+        dataclasses.replace(
+            drafted, system=f"system {number}", temperature=number % 2, tokens_per_second=10.0 + number
+        )
+        for number in range(12)
+    ]
+    figure = draw_acceptance(dataclasses.replace(told, results=many))
+    lines = {line.get_label(): line.get_color() for axis in figure.axes for line in axis.lines}
+    assert set(lines) == {f"system {number}" for number in range(4, 12)}
+    assert len(set(lines.values())) == 8
+
+
 def test_no_speculation_no_speed_ups():
     assert draw_tasks(with_results(report(), speculates=False)) is None
 

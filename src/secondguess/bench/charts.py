@@ -23,7 +23,7 @@ MATPLOTLIB_HINT = "no charts without matplotlib: pip install 'secondguess[bench]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 """Colour-blind safe palette of Okabe and Ito, without yellow, which is hard to see on white."""
 PLAIN_COLOUR = "#B8BDC4"
-MOST_SYSTEMS, MOST_POSITIONS = 8, 16
+MOST_POSITIONS = 16
 FEWEST_NODES = 20
 """Fewest drafted nodes for which a share is plotted; with fewer it is mostly noise."""
 DOTS_PER_INCH = 140
@@ -191,15 +191,17 @@ def draw_tuning(title: str, speedups: Mapping[int, Mapping[str, tuple[float, flo
 
 
 def _fastest_with(values: Callable[[Result], Sequence[object]], report: Report) -> Panels:
-    """Return the fastest results that have values, by setting, at the smallest batch size."""
+    """Return the results that have values of the fastest systems, by setting, at the smallest batch size."""
     smallest = min(result.batch_size for result in report.results)
-    found = {}
-    for setting, results in report.by_setting().items():
-        able = [result for result in results if setting[1] == smallest and values(result)]
-        kept = sorted(able, key=lambda result: -result.tokens_per_second)[:MOST_SYSTEMS]
-        if kept:
-            found[setting] = [result for result in able if result in kept]
-    return found
+    able = [result for result in report.results if result.batch_size == smallest and values(result)]
+    fastest_first = sorted(able, key=lambda result: -result.tokens_per_second)
+    # The same systems in all panels, no more than there are colours.
+    kept = list(dict.fromkeys(result.system for result in fastest_first))[: len(COLOURS)]
+    panels = {
+        setting: [result for result in results if result in able and result.system in kept]
+        for setting, results in report.by_setting().items()
+    }
+    return {setting: results for setting, results in panels.items() if results}
 
 
 def _positions(result: Result) -> list[float]:
@@ -276,7 +278,7 @@ def _legend(figure: Any) -> None:
 def _colours(settings: Panels) -> dict[str, str]:
     """Return a colour for each system, the same in all panels."""
     systems = dict.fromkeys(result.system for results in settings.values() for result in results)
-    return {system: COLOURS[number % len(COLOURS)] for number, system in enumerate(systems)}
+    return dict(zip(systems, COLOURS, strict=False))
 
 
 def _conditions(report: Report) -> str:

@@ -11,12 +11,11 @@ from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL
 from secondguess.bench.tables import show, show_count, show_ratio, table
 
 NOTES = """\
-Tokens/s: median over prompts of new tokens over wall-clock seconds, prefill included (of a batch: all its
-new tokens). Ratios: median over
-median, [95 % bootstrap interval over prompts], then the worst prompt; against the other family's plain
-decoding and against its fastest speculative setting. tau: tokens per target pass and row. c: one draft step
-over one target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/predicted leaves our overhead
-out of 1 (both without prefill)."""
+Tokens/s: median over prompts of new tokens over wall-clock seconds, prefill included (of a batch: all its new tokens).
+Ratios: median over median, [95 % bootstrap interval over prompts], then the worst prompt; against the other family's
+plain decoding and against its fastest speculative setting. tau: tokens per target pass and row. c: one draft step over
+one target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/predicted leaves our overhead out of 1
+(both without prefill)."""
 
 
 def save_report(report: Report, folder: str | Path) -> list[Path]:
