@@ -37,10 +37,10 @@ import torch
 
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
-from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
-from secondguess.bench.workloads import load_workload
 from secondguess.builtin import builtin_paths
+from secondguess.workloads.loading import load_workload
+from secondguess.workloads.provenance import collect_provenance
 
 PLAIN = "fixed:0"
 BUSY_LOOP = "while True: pass"

@@ -20,13 +20,13 @@ import torch
 
 from secondguess import SamplingParams
 from secondguess.api import LLM, Generation, load
-from secondguess.bench.provenance import collect_provenance
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.runtime.base import HiddenStates, Runtime
 from secondguess.sampling.noise import KeyedNoise, Noise
 from secondguess.sampling.probs import compute_target_probs
+from secondguess.workloads.provenance import collect_provenance
 
 SEED = 7
 

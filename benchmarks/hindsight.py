@@ -24,15 +24,15 @@ from round_costs import Stage, measure_round_costs
 from secondguess.api import encode, load, make_row
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
-from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
 from secondguess.bench.traces import Trace, record
-from secondguess.bench.workloads import Workload, load_workload
 from secondguess.builtin import builtin_paths
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.drafters import draft_model_paths
 from secondguess.sampling import SamplingParams
+from secondguess.workloads.loading import Workload, load_workload
+from secondguess.workloads.provenance import collect_provenance
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12)
 REPETITIVE = (

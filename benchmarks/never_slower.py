@@ -29,10 +29,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
-from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
-from secondguess.bench.workloads import load_workload
 from secondguess.builtin import builtin_paths
+from secondguess.workloads.loading import load_workload
+from secondguess.workloads.provenance import collect_provenance
 
 
 @contextmanager

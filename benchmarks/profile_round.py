@@ -3,7 +3,7 @@
     python benchmarks/profile_round.py --controller fixed:5
 
 Prints milliseconds per round for each phase, then the cost of the rounds' forward passes in
-isolation (the cost model of `secondguess.bench.predict`); the difference is our overhead. If our
+isolation (the cost model of `secondguess.bench.costs`); the difference is our overhead. If our
 kernels run all models, it also prints the time to read their weights from memory; the rest is
 arithmetic, waiting and calls. A second, slower run under cProfile lists the functions with the
 most time.
@@ -20,14 +20,12 @@ from statistics import median
 import torch
 
 from secondguess.api import encode
-from secondguess.bench.costs import ForwardTimer
-from secondguess.bench.encoding import typical_context
-from secondguess.bench.predict import predicted_seconds
+from secondguess.bench.costs import ForwardTimer, predicted_seconds, typical_context
 from secondguess.bench.systems import Models, Run, SecondguessSystem, draft_models
-from secondguess.bench.workloads import BUILTIN, load_workload
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.stats import Stats
+from secondguess.workloads.loading import BUILTIN, load_workload
 
 READINGS = 20
 

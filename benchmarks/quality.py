@@ -16,9 +16,9 @@ from statistics import stdev
 import torch
 from torch.nn import functional
 
-from secondguess.bench.provenance import collect_provenance
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.workloads.provenance import collect_provenance
 
 PRECISIONS = {"bfloat16": None, "int8": "int8"}
 

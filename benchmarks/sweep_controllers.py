@@ -14,7 +14,7 @@ import torch
 
 from secondguess.api import encode
 from secondguess.bench.systems import Models, SecondguessSystem
-from secondguess.bench.workloads import BUILTIN, load_workload
+from secondguess.workloads.loading import BUILTIN, load_workload
 
 CONTROLLERS = [
     *(f"fixed:{length}" for length in (1, 2, 3, 4)),

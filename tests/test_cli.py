@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -602,22 +603,18 @@ def test_bench_passes_its_options_on_and_saves_the_report(
 
     seen = []
 
-    class FakeReport:
-        complete = False
-
-        def save(self, folder):
-            assert folder == tmp_path
-            return folder / "a.json", folder / "a.md"
-
-        def to_markdown(self):
-            return "# table\n"
-
     def run_bench(config, progress):
         seen.append(config)
         progress(1, 2, "half")
-        return FakeReport()
+        return SimpleNamespace(complete=False)
+
+    def save_report(report, folder):
+        assert folder == tmp_path
+        return [folder / "a.json", folder / "a.md"]
 
     monkeypatch.setattr("secondguess.bench.run_bench", run_bench)
+    monkeypatch.setattr("secondguess.bench.as_markdown", lambda _: "# table\n")
+    monkeypatch.setattr("secondguess.bench.save_report", save_report)
     plain = secondguess_command("bench", "--output", tmp_path)
     # Interrupted, and yet saved.
     assert (plain.code, plain.out) == (130, "# table\n")
@@ -645,8 +642,9 @@ def test_bench_passes_its_options_on_and_saves_the_report(
     dtype, device, threads, name, tasks, controllers, batch_sizes = rest
     assert seen == [
         BenchConfig(
-            model, drafters, against, prompts, num_prompts, num_tokens, temperatures, lengths, dtype, device,
-            threads, seed, name, tasks, controllers, batch_sizes,
+            model=model, drafters=drafters, against=against, prompts=prompts, num_prompts=num_prompts,
+            num_tokens=num_tokens, temperatures=temperatures, draft_lengths=lengths, dtype=dtype, device=device,
+            num_threads=threads, seed=seed, name=name, tasks=tasks, controllers=controllers, batch_sizes=batch_sizes,
         )
     ]  # fmt: skip
 
@@ -662,14 +660,12 @@ def test_bench_tries_its_folder_before_it_measures(secondguess_command, tmp_path
 
 
 def test_a_benchmark_that_cannot_be_saved_any_more_has_been_shown(secondguess_command, tmp_path, monkeypatch):
-    class Unsaved:
-        def save(self, folder):
-            raise OSError("no space left")
+    def save_report(*_):
+        raise OSError("no space left")
 
-        def to_markdown(self):
-            return "# table\n"
-
-    monkeypatch.setattr("secondguess.bench.run_bench", lambda *_: Unsaved())
+    monkeypatch.setattr("secondguess.bench.run_bench", lambda *_: None)
+    monkeypatch.setattr("secondguess.bench.as_markdown", lambda _: "# table\n")
+    monkeypatch.setattr("secondguess.bench.save_report", save_report)
     done = secondguess_command("bench", "--output", tmp_path)
     assert (done.code, done.out) == (2, "# table\n")
     assert "no space left" in done.err
@@ -699,7 +695,7 @@ def test_bench_compares_stored_reports(secondguess_command):
     results = Path(__file__).parents[1] / "benchmarks" / "results" / "2026-11-21-builtin-pair.json"
     page = secondguess_command("bench", "compare", results, results)
     assert (page.code, page.err) == (0, "")
-    assert "| secondguess suffix | 1 | 1 | all |" in page.out
+    assert re.search(r"\| secondguess suffix +\| 1 +\| 1 +\| all +\|", page.out)
     assert "the same prompts, resampled in pairs" in page.out
     told = secondguess_command("bench", "compare", results, results, "--json")
     assert {change["verdict"] for change in json.loads(told.out)["changes"]} == {"no difference beyond noise"}

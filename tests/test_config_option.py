@@ -37,7 +37,7 @@ def write(tmp_path):
 
     def write_file(model, tuned=None, **settings):
         path = tmp_path / "secondguess.toml"
-        Configuration(LoadSettings(str(model), **settings), tuned or TuningRecord()).write(path)
+        Configuration(LoadSettings(model=str(model), **settings), tuned or TuningRecord()).write(path)
         return path
 
     return write_file

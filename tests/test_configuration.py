@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shutil
 import tomllib
@@ -63,7 +62,7 @@ def optional(**strategies):
     return {name: st.none() | strategy for name, strategy in strategies.items()}
 
 
-names = {field.name: texts for field in dataclasses.fields(LoadSettings) if field.name != "model"}
+names = {name: texts for name in LoadSettings.model_fields if name != "model"}
 configurations = st.builds(
     Configuration,
     st.builds(LoadSettings, model=texts, **optional(**names)),
@@ -104,8 +103,8 @@ def test_every_key_of_the_format_is_understood(tmp_path):
     path = tmp_path / "secondguess.toml"
     path.write_text(FULL)
     found = read_configuration(str(path))
-    assert None not in dataclasses.asdict(found.load).values()
-    assert None not in dataclasses.asdict(found.tuned).values()
+    assert None not in found.load.model_dump().values()
+    assert None not in found.tuned.model_dump().values()
     assert found.tuned.speedup == {1: 2.3, 4: 1.8, 16: 1.0}
     assert found.tuned.acceptance_by_position == (0.8, 0.6, 1.0)
 
@@ -115,13 +114,13 @@ def test_the_file_in_the_documentation_is_one(tmp_path):
     path = tmp_path / "secondguess.toml"
     path.write_text(text)
     found = read_configuration(path)
-    assert None not in dataclasses.asdict(found.load).values()
-    missing = {name for name, value in dataclasses.asdict(found.tuned).items() if value is None}
+    assert None not in found.load.model_dump().values()
+    missing = {name for name, value in found.tuned.model_dump().items() if value is None}
     assert missing == {"workload_sha256", "model_sha256"}
 
 
 def test_the_keys_of_load_are_the_arguments_of_load():
-    assert [field.name for field in dataclasses.fields(LoadSettings)] == list(signature(load).parameters)
+    assert list(LoadSettings.model_fields) == list(signature(load).parameters)
 
 
 def test_a_comment_explains_every_key(tmp_path):
@@ -133,9 +132,9 @@ def test_a_comment_explains_every_key(tmp_path):
 
 
 def test_only_the_keys_that_are_there_are_given():
-    assert LoadSettings("m", dtype="float32").given() == {"model": "m", "dtype": "float32"}
+    assert LoadSettings(model="m", dtype="float32").given() == {"model": "m", "dtype": "float32"}
     assert TuningRecord().given() == {}
-    assert "[tuned]" not in Configuration(LoadSettings("m")).to_toml()
+    assert "[tuned]" not in Configuration(LoadSettings(model="m")).to_toml()
 
 
 def change(key, line):
@@ -152,32 +151,32 @@ def change(key, line):
         (b"{}", ["TOML"]),
         (b"[" * 5000, ["TOML"]),
         (b"schema = 1\n", ["model", "[load]", "none"]),
-        (b"schema = 1\nload = 3\n", ["load", "[load]", "3"]),
-        (b"schema = 1\n[[tuned]]\n", ["tuned", "[tuned]"]),
+        (b"schema = 1\nload = 3\n", ["load", "a valid dictionary", "3"]),
+        (b"schema = 1\n[[tuned]]\n", ["tuned", "a valid dictionary", "[{}]"]),
         (change("schema", "schema = 2"), ["schema = 1", "2"]),
         (change("schema", "schema = true"), ["schema = 1", "True"]),
         (change("schema", 'schema = "1"'), ["schema = 1", "'1'"]),
-        (change("schema", "schema = 1\ncolour = 1"), ["colour", "at the top"]),
+        (change("schema", "schema = 1\ncolour = 1"), ["colour", "known: load, tuned"]),
         (change("model", ""), ["model", "[load]"]),
-        (change("model", "model = 3"), ["model", "text", "3"]),
-        (change("model", 'model = ""'), ["model", "text", "''"]),
+        (change("model", "model = 3"), ["[load]", "model", "string", "3"]),
+        (change("model", 'model = ""'), ["[load]", "model", "at least 1 character", "''"]),
         (change("drafter", "drafer = 'ngram'"), ["drafer", "'drafter'"]),
-        (change("dtype", "dtype = true"), ["dtype", "text", "True"]),
-        (change("verifier", "verifier = [1]"), ["verifier", "text", "[1]"]),
-        (change("date", "date = 2026-11-21"), ["date", "text in quotes"]),
-        (change("num_threads", "num_threads = 0"), ["num_threads", "1 to 65536", "0"]),
+        (change("dtype", "dtype = true"), ["dtype", "string", "True"]),
+        (change("verifier", "verifier = [1]"), ["verifier", "string", "[1]"]),
+        (change("date", "date = 2026-11-21"), ["date", "string"]),
+        (change("num_threads", "num_threads = 0"), ["[tuned]", "num_threads", "greater than or equal to 1", "0"]),
         (change("num_threads", "num_threads = true"), ["num_threads", "True"]),
         (change("num_threads", "num_threads = 2.0"), ["num_threads", "2.0"]),
         (change("model_sha256", 'model_sha256 = "abc"'), ["model_sha256", "64", "abc"]),
-        (change("acceptance_rate", "acceptance_rate = 1.5"), ["acceptance_rate", "0 to 1", "1.5"]),
+        (change("acceptance_rate", "acceptance_rate = 1.5"), ["acceptance_rate", "less than or equal to 1", "1.5"]),
         (change("acceptance_rate", "acceptance_rate = nan"), ["acceptance_rate", "nan"]),
         (change("acceptance_by_position", "acceptance_by_position = [0.5, 2]"), ["acceptance_by_position", "2"]),
-        (change("acceptance_by_position", "acceptance_by_position = 0.5"), ["acceptance_by_position", "list"]),
+        (change("acceptance_by_position", "acceptance_by_position = 0.5"), ["acceptance_by_position", "a valid tuple", "0.5"]),
         (change("draft_length", "draft_length = -1"), ["draft_length", "-1"]),
         (change("draft_length", "draft_length = 65"), ["draft_length", "64"]),
         (change("cost_ratio", "cost_ratio = inf"), ["cost_ratio", "inf"]),
-        (change("cost_ratio", "cost_ratio = " + "9" * 400), ["cost_ratio", "at least 0"]),
-        (change("speedup", "speedup = 2.3"), ["speedup", "table", "2.3"]),
+        (change("cost_ratio", "cost_ratio = " + "9" * 400), ["cost_ratio", "number"]),
+        (change("speedup", "speedup = 2.3"), ["speedup", "a valid dictionary", "2.3"]),
         (change("speedup", 'speedup = { "one" = 2.3 }'), ["speedup", "one"]),
         (change("speedup", 'speedup = { "1" = -2 }'), ["speedup", "-2"]),
         (change("speedup", 'speedups = { "1" = 2 }'), ["speedups", "'speedup'"]),
@@ -199,13 +198,13 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path):
     with pytest.raises(BadInputError, match="Is a directory"):
         read_configuration(tmp_path)
     with pytest.raises(BadInputError, match="Is a directory"):
-        Configuration(LoadSettings("m")).write(tmp_path)
+        Configuration(LoadSettings(model="m")).write(tmp_path)
 
 
 @pytest.mark.parametrize("value", [3, "", "\ud800", b"m", None])
 def test_a_model_that_is_no_text(value):
-    with pytest.raises(BadInputError, match="expected model to be a text"):
-        LoadSettings(value)
+    with pytest.raises(BadInputError, match="expected model to "):
+        LoadSettings(model=value)
 
 
 def test_a_model_goes_by_its_name_or_by_its_directory(tmp_path, monkeypatch):
@@ -226,7 +225,7 @@ def test_a_model_goes_by_its_name_or_by_its_directory(tmp_path, monkeypatch):
 
 
 def test_a_configuration_of_another_model_is_refused(tmp_path):
-    configuration = Configuration(LoadSettings("org/model"))
+    configuration = Configuration(LoadSettings(model="org/model"))
     source = tmp_path / "secondguess.toml"
     require_same_model(configuration, "org/model", source)
     with pytest.raises(BadInputError, match=r"other, got .*secondguess\.toml.* of org/model.*no --model"):
@@ -237,7 +236,7 @@ def test_a_configuration_of_other_weights_is_refused(tmp_path, tiny_checkpoint):
     from secondguess.checkpoint.weights import hash_weights
 
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    settings = LoadSettings(str(model))
+    settings = LoadSettings(model=str(model))
     configuration = Configuration(settings, TuningRecord(model_sha256=hash_weights(model)))
     require_same_weights(configuration, tmp_path / "secondguess.toml")
     weights = bytearray((model / "model.safetensors").read_bytes())

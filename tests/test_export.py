@@ -32,7 +32,7 @@ LENGTH = 4
 
 
 def exported(engine, drafter, length=LENGTH, **settings):
-    settings = LoadSettings("builtin", drafter=NAMES.get(drafter, drafter), **settings)
+    settings = LoadSettings(model="builtin", drafter=NAMES.get(drafter, drafter), **settings)
     return export(recommend(settings, draft_length=None if drafter == "none" else length), engine)
 
 
@@ -326,7 +326,7 @@ def test_dtype_and_quantization_are_used_or_named(engine):
 
 def test_the_script_for_transformers_runs(tiny_checkpoint, tiny_draft_checkpoint, capsys):
     for drafter in ("none", f"model:{tiny_draft_checkpoint}", "ngram", "suffix"):
-        settings = LoadSettings(str(tiny_checkpoint), drafter=drafter, dtype="float32")
+        settings = LoadSettings(model=str(tiny_checkpoint), drafter=drafter, dtype="float32")
         exec(export(recommend(settings), "transformers").text, {})
     texts = capsys.readouterr().out.split("def quicksort(items):")[1:]
     assert len(texts) == 4
@@ -344,7 +344,9 @@ def test_the_script_drafts_as_many_tokens_as_it_says(tiny_checkpoint, tiny_draft
         return found
 
     original = candidate_generator.AssistedCandidateGenerator.get_candidates
-    settings = LoadSettings(str(tiny_checkpoint), drafter=f"model:{tiny_draft_checkpoint}", dtype="float32")
+    settings = LoadSettings(
+        model=str(tiny_checkpoint), drafter=f"model:{tiny_draft_checkpoint}", dtype="float32"
+    )
     with pytest.MonkeyPatch.context() as patch:
         generator = candidate_generator.AssistedCandidateGenerator
         patch.setattr(generator, "__wrapped__", original, raising=False)
@@ -355,7 +357,7 @@ def test_the_script_drafts_as_many_tokens_as_it_says(tiny_checkpoint, tiny_draft
 
 
 def test_a_model_of_the_hub_is_fetched_before_it_is_converted():
-    settings = LoadSettings("org/model", drafter="none")
+    settings = LoadSettings(model="org/model", drafter="none")
     fetch, convert, serve = export(recommend(settings), "llama.cpp").text.splitlines()
     assert fetch == "hf download org/model --local-dir target"
     assert convert.startswith("python convert_hf_to_gguf.py target --outfile target.gguf")
@@ -369,14 +371,14 @@ AWKWARD = 'a model\'s "name" with $spaces; # and ünïcode'
 def test_awkward_paths_are_quoted(engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / AWKWARD).mkdir()
-    settings = LoadSettings(AWKWARD, drafter=f"model:{AWKWARD}")
+    settings = LoadSettings(model=AWKWARD, drafter=f"model:{AWKWARD}")
     read = READERS[engine](export(recommend(settings, draft_length=2), engine).text)
     assert (read["model"], read["draft_model"]) == (AWKWARD, AWKWARD)
 
 
 def test_a_path_that_could_write_lines_of_its_own_is_refused():
     with pytest.raises(BadInputError, match="printable"):
-        recommend(LoadSettings("a\nspeculative_config: {}"))
+        recommend(LoadSettings(model="a\nspeculative_config: {}"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -387,7 +389,7 @@ def test_a_drafter_that_an_engine_lacks_is_refused(engine):
 
 def test_an_engine_that_does_not_exist():
     with pytest.raises(BadInputError, match=r"vllm, sglang, llama\.cpp.*'triton'"):
-        export(recommend(LoadSettings("m", drafter="none")), "triton")
+        export(recommend(LoadSettings(model="m", drafter="none")), "triton")
 
 
 # where the draft length comes from
@@ -406,31 +408,31 @@ def test_an_engine_that_does_not_exist():
     ],
 )
 def test_the_draft_length_is_asked_for_fixed_measured_or_a_default(settings, tuned, asked, length):
-    done = recommend(LoadSettings("m", **{"drafter": "ngram"} | settings), TuningRecord(**tuned), asked)
+    done = recommend(LoadSettings(model="m", **{"drafter": "ngram"} | settings), TuningRecord(**tuned), asked)
     assert done.draft_length == length
 
 
 def test_it_is_told_where_the_length_comes_from():
-    (default,) = recommend(LoadSettings("m")).notes
+    (default,) = recommend(LoadSettings(model="m")).notes
     assert "nothing was measured" in default
-    (measured,) = recommend(LoadSettings("m"), TuningRecord(draft_length=7, processor="Some CPU")).notes
+    (measured,) = recommend(LoadSettings(model="m"), TuningRecord(draft_length=7, processor="Some CPU")).notes
     assert "best" in measured
     assert "Some CPU" in measured
-    assert recommend(LoadSettings("m"), draft_length=3).notes == ()
+    assert recommend(LoadSettings(model="m"), draft_length=3).notes == ()
 
 
 def test_where_no_draft_is_best_none_is_asked_for():
     for settings, tuned in (({}, {"draft_length": 0}), ({"controller": "fixed:0"}, {})):
-        done = recommend(LoadSettings("m", drafter="model:d", **settings), TuningRecord(**tuned))
+        done = recommend(LoadSettings(model="m", drafter="model:d", **settings), TuningRecord(**tuned))
         assert done.drafter.kind == "none"
         assert "plain decoding" in done.notes[0]
 
 
 def test_what_stays_here_is_named():
-    settings = LoadSettings("m", verifier="block", controller="cost", device="cpu", runtime="native")
+    settings = LoadSettings(model="m", verifier="block", controller="cost", device="cpu", runtime="native")
     notes = recommend(settings, TuningRecord(draft_length=2)).notes
     assert "verifier block, controller cost, device cpu, runtime native" in notes[-1]
-    quiet = LoadSettings("m", verifier="auto", controller="fixed:2", device="auto")
+    quiet = LoadSettings(model="m", verifier="auto", controller="fixed:2", device="auto")
     assert recommend(quiet).notes == ()
 
 
@@ -449,7 +451,7 @@ def test_what_stays_here_is_named():
 )
 def test_recommendations_that_make_no_sense(settings, asked, words):
     with pytest.raises(BadInputError, match=words):
-        recommend(LoadSettings("m", **settings), draft_length=asked)
+        recommend(LoadSettings(model="m", **settings), draft_length=asked)
 
 
 def test_a_draft_that_is_too_long_for_an_engine():
@@ -463,7 +465,9 @@ def test_a_draft_that_is_too_long_for_an_engine():
 
 def test_the_command_prints_the_configuration_and_notes_beside_it(secondguess_command, tmp_path):
     path = tmp_path / "secondguess.toml"
-    settings = LoadSettings("builtin", drafter="model:builtin-draft", dtype="bfloat16", controller="cost")
+    settings = LoadSettings(
+        model="builtin", drafter="model:builtin-draft", dtype="bfloat16", controller="cost"
+    )
     Configuration(settings, TuningRecord(draft_length=6)).write(path)
     done = secondguess_command("export", "--to", "vllm", "--config", path)
     assert done.code == 0

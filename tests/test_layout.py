@@ -16,7 +16,7 @@ REPOSITORY = PACKAGE.parents[1]
 # A module may import from its own layer only inside its own folder, and from every lower layer.
 LAYERS = [
     ("core", "errors"),
-    ("names",),
+    ("names", "validation"),
     (
         "builtin",
         "sampling",
@@ -28,7 +28,7 @@ LAYERS = [
         "verifiers",
         "controllers",
     ),
-    ("rounds", "configuration", "pairing", "prompts", "round_lock"),
+    ("rounds", "configuration", "pairing", "prompts", "round_lock", "workloads"),
     ("decode",),
     ("generation",),
     ("api", "proof"),

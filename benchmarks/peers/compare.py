@@ -17,11 +17,11 @@ from statistics import median
 import torch
 from systems import LlamaCpp, OpenVino
 
-from secondguess.bench.markdown import table
 from secondguess.bench.measurement import turns
 from secondguess.bench.peers import TransformersModel, transformers_systems
-from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.systems import Models, Run, SecondguessSystem, System
+from secondguess.bench.tables import table
+from secondguess.workloads.provenance import collect_provenance
 
 LOSSLESS_WHEN_SAMPLING = ("secondguess", "transformers", "llama.cpp")
 """Families whose speculation is lossless when sampling.

@@ -6,6 +6,7 @@ import pytest
 
 from secondguess.bench import charts
 from secondguess.bench.charts import draw_acceptance, draw_costs, draw_speeds, draw_tasks
+from secondguess.bench.writing import save_report
 
 pytest.importorskip("matplotlib")
 
@@ -36,7 +37,7 @@ def labels(axis):
 
 
 def test_charts_are_saved_beside_the_report(tmp_path):
-    saved = often_drafted(report()).save(tmp_path)
+    saved = save_report(often_drafted(report()), tmp_path)
     assert [path.name for path in saved] == [
         "2026-01-02-tiny.json", "2026-01-02-tiny.md", "2026-01-02-tiny-speed.png",
         "2026-01-02-tiny-acceptance.png", "2026-01-02-tiny-tasks.png", "2026-01-02-tiny-costs.png",
@@ -47,8 +48,7 @@ def test_charts_are_saved_beside_the_report(tmp_path):
 def test_without_matplotlib_the_report_is_saved_without_charts(tmp_path, monkeypatch):
     monkeypatch.setattr(charts, "find_spec", lambda name: None)
     assert not charts.can_draw()
-    monkeypatch.setattr("secondguess.bench.report.can_draw", charts.can_draw)
-    assert [path.suffix for path in report().save(tmp_path)] == [".json", ".md"]
+    assert [path.suffix for path in save_report(report(), tmp_path)] == [".json", ".md"]
 
 
 def test_speeds_are_bars_with_their_intervals():
@@ -105,6 +105,21 @@ def test_tasks_are_groups_of_speed_ups():
     assert heights == pytest.approx(expected)
 
 
+def test_no_two_systems_have_one_colour():
+    told = often_drafted(report())
+    drafted = told.results[1]
+    many = [
+        dataclasses.replace(
+            drafted, system=f"system {number}", temperature=number % 2, tokens_per_second=10.0 + number
+        )
+        for number in range(12)
+    ]
+    figure = draw_acceptance(dataclasses.replace(told, results=many))
+    lines = {line.get_label(): line.get_color() for axis in figure.axes for line in axis.lines}
+    assert set(lines) == {f"system {number}" for number in range(4, 12)}
+    assert len(set(lines.values())) == 8
+
+
 def test_no_speculation_no_speed_ups():
     assert draw_tasks(with_results(report(), speculates=False)) is None
 
@@ -121,7 +136,7 @@ def test_strange_names_are_shown_as_they_are(tmp_path):
         often_drafted(report()),
         system="a $x^{$ name that is so long that no label has any room for all of it",
     )
-    saved = told.save(tmp_path)
+    saved = save_report(told, tmp_path)
     assert len(saved) >= 4
     (axis,) = draw_speeds(told).axes
     assert max(len(label) for label in labels(axis)) <= 46

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from secondguess.bench.encoding import encode_workload, truncate_left, typical_context
-from secondguess.bench.workloads import Workload
+from secondguess.bench.encoding import encode_workload, truncate_left
 from secondguess.errors import BadInputError
+from secondguess.workloads.loading import Workload
 
 
 def target(context_length, first=None):
@@ -27,14 +27,14 @@ def test_a_long_prompt_keeps_its_end_and_the_others_are_whole():
     assert encoded.prompts[0] == list(map(ord, "short"))
     assert encoded.prompts[1] == list(map(ord, ("x" * 30 + "the end")[-32:]))
     assert encoded.num_truncated == 1
-    assert encoded.note == (
+    assert encoded.notes == [
         "1 of 2 prompts were cut from the left to the 32 tokens that the target's context leaves for them"
-    )
+    ]
 
 
 def test_nothing_is_said_where_nothing_was_cut():
     encoded = encode_workload(target(40), workload("x" * 32), num_tokens=8)
-    assert (encoded.num_truncated, encoded.note) == (0, "")
+    assert (encoded.num_truncated, encoded.notes) == (0, [])
 
 
 def test_the_token_that_opens_every_text_stays():
@@ -49,8 +49,3 @@ def test_too_little_of_a_prompt_is_refused_but_short_prompts_may_have_little_roo
     with pytest.raises(BadInputError, match="take other prompts or fewer tokens"):
         encode_workload(target(40), workload("x" * 30), num_tokens=30)
     assert encode_workload(target(40), workload("short"), num_tokens=30).num_truncated == 0
-
-
-def test_the_cost_curve_fits_into_the_context():
-    assert len(typical_context([[1] * 100], num_tokens=8, most=90)) == 90
-    assert len(typical_context([[1] * 10], num_tokens=8, most=90)) == 14

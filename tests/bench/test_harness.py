@@ -4,7 +4,6 @@ import pytest
 from bench_fakes import FakeBatcher, FakeSystem
 
 from secondguess.bench.config import BenchConfig
-from secondguess.bench.encoding import typical_context
 from secondguess.bench.measurement import Batch, Measurement, Setting, make_batches, turns
 from secondguess.errors import BadInputError
 
@@ -49,7 +48,7 @@ def test_every_system_has_every_prompt_with_the_same_seed():
     assert counted == [("A", 0.0, 7), ("B", 0.0, 7), ("B", 0.0, 8), ("A", 0.0, 8)]
     assert measured.probe.num_samples == 2
     assert measured.probe.warmed_up
-    assert measured.num_finished == 2
+    assert measured.finished_prompts == {0, 1}
 
 
 def test_a_steady_drift_gives_equal_systems_equal_medians():
@@ -64,7 +63,10 @@ def test_a_steady_drift_gives_equal_systems_equal_medians():
     systems = [Drifting("A", log), Drifting("B", log)]
     measured = measurement(log, *systems, num_prompts=2, temperatures=(0.0,))
     measured.run(ignore)
-    seconds = {name: sum(run.seconds for run in runs[Setting(0.0)]) for name, runs in measured.runs.items()}
+    seconds = {
+        name: sum(run.seconds for run in runs[Setting(0.0)])
+        for name, runs in measured.finished_runs().items()
+    }
     assert seconds["A"] == pytest.approx(seconds["B"])
 
 
@@ -75,7 +77,7 @@ def test_ctrl_c_keeps_the_finished_prompts_and_no_half_ones():
     measured = measurement(log, *systems, num_prompts=3, temperatures=(0.0,))
     assert not measured.run(ignore)
     finished = measured.finished_runs()
-    assert measured.num_finished == 2
+    assert measured.finished_prompts == {0, 1}
     assert [len(runs[Setting(0.0)]) for runs in finished.values()] == [2, 2]
 
 
@@ -104,12 +106,6 @@ def test_a_system_that_stops_early_is_not_compared():
     measured = measurement([], Lazy("A", []))
     with pytest.raises(BadInputError, match="expected 4 tokens from A"):
         measured.run(ignore)
-
-
-def test_the_context_of_the_cost_curve_is_half_way_through_a_median_row():
-    prompts = [[1] * 10, [2] * 20, [3] * 90]
-    assert len(typical_context(prompts, num_tokens=8)) == 20 + 4
-    assert len(typical_context([[1, 2, 3]], num_tokens=100)) == 3 + 50
 
 
 @pytest.mark.parametrize(
@@ -161,11 +157,11 @@ def test_batches_are_of_one_task_and_of_exactly_their_size():
     assert make_batches(tasks, 1) == [Batch((place,), task) for place, task in enumerate(tasks)]
     for size in (2, 3, 4):
         batches = make_batches(tasks, size)
-        assert {len(batch.places) for batch in batches} == {size}
-        assert {place for batch in batches for place in batch.places} == set(range(7))
-        assert all(tasks[place] == batch.task for batch in batches for place in batch.places)
+        assert {len(batch.prompts) for batch in batches} == {size}
+        assert {place for batch in batches for place in batch.prompts} == set(range(7))
+        assert all(tasks[place] == batch.task for batch in batches for place in batch.prompts)
     # Five prompts of "a" fill two batches of three with one of them twice, two of "b" one batch with one of them twice.
-    assert sorted(batch.places for batch in make_batches(tasks, 3)) == [(0, 2, 4), (1, 3, 1), (5, 6, 0)]
+    assert sorted(batch.prompts for batch in make_batches(tasks, 3)) == [(0, 2, 4), (1, 3, 1), (5, 6, 0)]
 
 
 def test_everybody_who_can_decodes_every_batch_and_the_others_single_prompts():
@@ -174,11 +170,12 @@ def test_everybody_who_can_decodes_every_batch_and_the_others_single_prompts():
     measured = measurement(log, *systems, num_prompts=4, temperatures=(0.0,), batch_sizes=(1, 2))
     assert measured.run(ignore)
     lengths = {
-        name: {setting: len(runs) for setting, runs in of.items()} for name, of in measured.runs.items()
+        name: {setting: len(runs) for setting, runs in of.items()}
+        for name, of in measured.finished_runs().items()
     }
     assert lengths == {"A": {Setting(0.0, 1): 4, Setting(0.0, 2): 2}, "B": {Setting(0.0, 1): 4}}
-    assert {run.row_lengths for run in measured.runs["A"][Setting(0.0, 2)]} == {(4, 4)}
-    assert measured.num_finished == 4
+    assert {run.row_lengths for run in measured.finished_runs()["A"][Setting(0.0, 2)]} == {(4, 4)}
+    assert len(measured.finished_prompts) == 4
     assert measured.finished_tasks() == {1: [""] * 4, 2: [""] * 2}
     assert measured.notes() == []
 
@@ -207,10 +204,9 @@ def test_prompts_that_fill_up_a_batch_are_told():
     measured = measurement(log, FakeBatcher("A", log), num_prompts=3, temperatures=(0.0,), batch_sizes=(2,))
     measured.run(ignore)
     assert measured.notes() == [
-        "batch size 2: 1 of 4 places of the batches are filled with prompts of the same task that another place has "
-        "already"
+        "batch size 2: 1 of 4 rows of the batches repeat a prompt of the same task, to fill the last batch"
     ]
-    assert measured.num_finished == 3
+    assert len(measured.finished_prompts) == 3
 
 
 def test_ctrl_c_leaves_out_a_batch_size_that_has_nothing_finished():

@@ -68,8 +68,8 @@ def serve(fake):
         server.server_close()
 
 
-def connect(url, **more):
-    return Server(ServerAddress.parse(url), lambda ids: " ".join(map(str, ids)), **more)
+def connect(url):
+    return Server(ServerAddress.parse(url), lambda ids: " ".join(map(str, ids)))
 
 
 def test_it_is_asked_for_exactly_the_tokens_and_its_own_count_is_taken():
@@ -133,11 +133,17 @@ def test_a_named_model_is_taken_and_an_unnamed_one_has_to_be_the_only_one():
         (Fake(status=500, answer={"error": "it is too hot"}), "got status 500: .*it is too hot"),
         (Fake(status=401, answer={}), "OPENAI_API_KEY"),
         (Fake(status=302, answer={}), "got status 302"),
-        (Fake(answer=b"<html>hello"), "expected JSON from .*hello"),
-        (Fake(answer={"choices": []}), "usage.completion_tokens"),
-        (Fake(answer=["x"]), "usage.completion_tokens"),
-        (Fake(answer={"usage": {"completion_tokens": 0}}), "at least one token"),
-        (Fake(answer={"usage": {"completion_tokens": True}}), "at least one token"),
+        (Fake(answer=b"<html>hello"), "Invalid JSON.*hello"),
+        (Fake(answer={"choices": []}), "a value for usage, got none.*OpenAI-compatible"),
+        (Fake(answer=["x"]), "to be an object, got .*OpenAI-compatible"),
+        (
+            Fake(answer={"usage": {"completion_tokens": 0}}),
+            "completion_tokens to be greater than or equal to 1",
+        ),
+        (
+            Fake(answer={"usage": {"completion_tokens": True}}),
+            "usage.completion_tokens to be a valid integer",
+        ),
     ],
 )
 def test_an_answer_that_is_none_is_told_in_one_line(fake, message):
@@ -205,7 +211,7 @@ def test_a_server_runs_beside_ours_and_its_lengths_are_told(tiny_checkpoint, tmp
                 model=str(tiny_checkpoint),
                 drafters=("ngram",),
                 against=(url,),
-                prompts="builtin",
+                prompts=("builtin",),
                 num_prompts=2,
                 num_tokens=6,
                 temperatures=(0.0,),

@@ -1,16 +1,11 @@
 """Medians, ratios and intervals against numbers worked out by hand."""
 
+from statistics import median
+
 import pytest
 from bench_fakes import stats_of
 
-from secondguess.bench.summary import (
-    compare,
-    compare_apart,
-    first_difference,
-    median,
-    median_interval,
-    sum_stats,
-)
+from secondguess.bench.summary import compare, median_interval, sum_stats
 
 
 def test_a_ratio_is_of_medians_and_its_worst_is_paired():
@@ -49,21 +44,15 @@ def test_the_same_seed_gives_the_same_interval():
 
 
 def test_speeds_apart_are_resampled_each_by_itself():
-    """Twice as fast on every prompt: certain in pairs, not apart."""
+    """Twice as fast on every prompt is certain in pairs, not apart; nor are equal speeds drawn alike."""
     baseline = [1.0, 100.0, 7.0, 30.0, 0.5, 3.0]
-    ratio = compare_apart([2 * speed for speed in baseline], baseline)
-    assert ratio.of_medians == 2.0
-    assert ratio.low < 1 < ratio.high
-    calm = compare_apart([20.0, 20.1, 19.9] * 5, [10.0, 10.1, 9.9] * 7)
+    for factor in (1, 2):
+        ratio = compare([factor * speed for speed in baseline], baseline, paired=False)
+        assert ratio.of_medians == factor
+        assert ratio.low < 1 < ratio.high
+    calm = compare([20.0, 20.1, 19.9] * 5, [10.0, 10.1, 9.9] * 7, paired=False)
     assert calm.low == pytest.approx(2.0, abs=0.05)
     assert calm.high == pytest.approx(2.0, abs=0.05)
-
-
-def test_equal_speeds_apart_are_not_drawn_alike():
-    """With the same draws on both sides the ratio would be 1 without any doubt."""
-    speeds = [1.0, 100.0, 7.0, 30.0, 0.5, 3.0]
-    ratio = compare_apart(speeds, speeds)
-    assert ratio.low < 1 < ratio.high
 
 
 def test_the_interval_of_one_systems_median():
@@ -75,14 +64,14 @@ def test_the_interval_of_one_systems_median():
 def test_too_few_prompts_have_no_interval(count):
     few, enough = [float(value) for value in range(1, count + 1)], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert median_interval(few) is None
-    for ratio in (compare(few, few), compare_apart(few, enough), compare_apart(enough, few)):
+    for ratio in (
+        compare(few, few),
+        compare(few, enough, paired=False),
+        compare(enough, few, paired=False),
+    ):
         assert (ratio.low, ratio.high) == (None, None)
     assert ratio.of_medians == median(enough) / median(few)
     assert median_interval(enough) is not None
-
-
-def test_the_median_of_an_even_number_lies_between():
-    assert median([1.0, 2.0, 4.0, 100.0]) == 3.0
 
 
 def test_adding_up_statistics_keeps_every_counter():
@@ -95,11 +84,3 @@ def test_adding_up_statistics_keeps_every_counter():
 def stats_like(stats, **seconds):
     stats.seconds.update(seconds)
     return stats
-
-
-@pytest.mark.parametrize(
-    ("text", "reference", "place"),
-    [([1, 2, 3], [1, 2, 3], None), ([1, 9, 3], [1, 2, 3], 1), ([1], [1, 2], 1), ([], [], None)],
-)
-def test_texts_part_at_their_first_different_token(text, reference, place):
-    assert first_difference(text, reference) == place

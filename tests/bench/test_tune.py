@@ -9,12 +9,11 @@ from dataclasses import replace
 import pytest
 
 from secondguess.bench import charts, tuning
-from secondguess.bench.choices import PLAIN, Choice, Speed
-from secondguess.bench.predict import Costs
+from secondguess.bench.choices import PLAIN, Choice, CostModel, Speed
+from secondguess.bench.config import TuneConfig
+from secondguess.bench.costs import Costs
 from secondguess.bench.systems import Run
-from secondguess.bench.tune_charts import draw_charts, draw_speedups
-from secondguess.bench.tune_config import TuneConfig
-from secondguess.bench.tune_report import Rounds, make_report, recommendation, table
+from secondguess.bench.tune_report import make_report
 from secondguess.bench.tuning import Budget, Findings, Tuner, run_tune
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.stats import Stats
@@ -39,9 +38,9 @@ def findings(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
     model = f"model:{tiny_draft_checkpoint}"
     return run_tune(
         TuneConfig(
-            str(tiny_checkpoint),
-            (model, "suffix", "early-exit:1", f"suffix+{model}"),
-            str(prompts),
+            model=str(tiny_checkpoint),
+            drafters=(model, "suffix", "early-exit:1", f"suffix+{model}"),
+            prompts=str(prompts),
             num_tokens=12,
             batch_sizes=(1, 2),
             dtype="float32",
@@ -53,16 +52,14 @@ def findings(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
     )
 
 
-def test_a_budget_knows_what_its_time_went_to():
+def test_a_budget_is_shared_between_steps():
     clock = CountingClock()
     budget = Budget(20, clock)
     has_time = budget.until(0.25)
     assert has_time()
     clock.now += 5
     assert not has_time()
-    budget.book("drafters")
-    budget.book("controllers")
-    assert budget.spent["drafters"] > budget.spent["controllers"] > 0
+    assert 0 < budget.left < 15
 
 
 class Race:
@@ -87,7 +84,7 @@ class Race:
 def halve(race: Race, keep: int, seconds: float = 1e6) -> tuple[list[Choice], Findings]:
     tuner = object.__new__(Tuner)
     tuner._trials, tuner._budget = {1: race}, Budget(seconds, CountingClock())
-    tuner.findings = Findings(None, None, None, 1, 1)
+    tuner.findings = Findings(None, None, None)
     found = tuner._halve(1, [choice for choice in race.num_runs if choice.speculates], keep, 1.0)
     return found, tuner.findings
 
@@ -143,13 +140,12 @@ def test_the_cost_model_is_beside_the_measured_speed():
         drafted_per_position=[10, 10],
         drafting_seconds=2.0,
     )
-    rounds = Rounds.of(Speed((20,), (30.0,), stats), Costs({1: 1.0, 3: 1.5}), 1)
-    assert rounds == Rounds(2.0, pytest.approx(0.1), 1.5, pytest.approx(20 / 17))
+    speed, costs = Speed((20,), (30.0,), stats), Costs({1: 1.0, 3: 1.5})
+    assert speed.cost_model(costs, 1) == CostModel(2.0, pytest.approx(0.1), 1.5, pytest.approx(20 / 17))
     # Of two rows whose rounds take as long, drafting seconds are shared.
-    two = Rounds.of(Speed((20,), (30.0,), stats), Costs({1: 1.0, 3: 1.5}), 2)
-    assert two == Rounds(2.0, pytest.approx(0.2), 1.5, pytest.approx(20 / 19))
-    plain = Rounds.of(Speed((9,), (9.0,), Stats(num_rounds=9, num_tokens=9)), Costs({1: 1.0}), 1)
-    assert plain == Rounds(1.0, 0.0, 1.0, 1.0)
+    assert speed.cost_model(costs, 2) == CostModel(2.0, pytest.approx(0.2), 1.5, pytest.approx(20 / 19))
+    plain = Speed((9,), (9.0,), Stats(num_rounds=9, num_tokens=9))
+    assert plain.cost_model(Costs({1: 1.0}), 1) == CostModel(1.0, 0.0, 1.0, 1.0)
 
 
 def test_the_report_is_whole_json_without_paths_of_this_machine(findings, tmp_path):
@@ -158,9 +154,10 @@ def test_the_report_is_whole_json_without_paths_of_this_machine(findings, tmp_pa
     read = json.loads(text)
     assert str(tmp_path.parent) not in text
     assert findings.models.target.path not in text
-    assert read["speeds"].keys() == read["pass_costs"].keys() == {"1", "2"}
+    assert {row["batch_size"] for row in read["results"]} == {1, 2}
+    assert read["pass_costs"].keys() == {"1", "2"}
     assert read["provenance"]["model_sha256"]
-    plain = next(each for each in read["speeds"]["1"] if each["drafter"] == "none")
+    plain = next(row for row in read["results"] if row["choice"] == "plain")
     assert (plain["over_plain"], plain["acceptance_length"]) == (1.0, 1.0)
 
 
@@ -169,8 +166,11 @@ def test_8_bits_run_where_there_is_time_and_are_not_in_the_configuration(finding
         assert any("8 bits were not run" in note for note in findings.notes)
     quantized = {Choice(quantize="int8"): speed_of(80), Choice("suffix", "cost", "int8"): speed_of(160)}
     report = make_report(replace(findings, int8={1: quantized}))
-    lines = [line.split() for line in table(report) if "8 bits" in line]
-    assert [line[-1] for line in lines] == ["1.00", "2.00"]
+    lines = [line.split("|") for line in report.table().splitlines() if "8 bits" in line]
+    assert [(line[2].strip(), line[4].strip()) for line in lines] == [
+        ("suffix cost, 8 bits", "2.00"),
+        ("plain, 8 bits", "1.00"),
+    ]
     assert "quantize" not in report.to_toml()
 
 
@@ -188,50 +188,42 @@ def decided(findings, speeds):
     return make_report(replace(findings, speeds=measured, dropped={}, int8={}))
 
 
-def test_the_recommendation_says_what_to_expect(findings):
+def test_the_table_and_the_recommendation_say_what_to_expect(findings):
     choice = Choice("suffix", "fixed:5")
     report = decided(findings, {1: {PLAIN: 100, choice: 230}, 2: {PLAIN: 100, choice: 110}})
-    words = " ".join(recommendation(report))
-    assert "One at a time: suffix fixed:5. 71% of 5.0 drafted tokens a round are accepted" in words
-    assert "2.30 times plain decoding (230 against 100 tokens/s), 2.30 times on the worst prompt" in words
-    assert "2 at a time: suffix fixed:5." in words
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.table().splitlines()]
+    assert cells[2][:7] == ["1", "suffix fixed:5", "230", "2.30", "2.30", "71%", "4.55"]
+    assert cells[3][:5] == ["1", "plain", "100", "1.00", "1.00"]
+    assert report.recommendation() == [
+        "The configuration has suffix fixed:5 for all batch sizes. The best for each:",
+        "- batch size 1: suffix fixed:5, 2.30 times as fast as plain; the configuration has it.",
+        "- batch size 2: suffix fixed:5, 1.10 times as fast as plain; the configuration has it.",
+    ]
     loaded = report.configuration()
     assert (loaded.load.drafter, loaded.load.controller) == ("suffix", "fixed:5")
     assert loaded.tuned.speedup == {1: 2.3, 2: 1.1}
 
 
-def test_plain_decoding_is_recommended_in_words_where_nothing_pays(findings):
+def test_plain_decoding_is_recommended_where_nothing_pays(findings):
     choice = Choice("suffix", "fixed:5")
     report = decided(findings, {1: {PLAIN: 100, choice: 101}, 2: {PLAIN: 100, choice: 50}})
-    words = recommendation(report)
-    assert words[0].startswith(
-        "One at a time: decode plainly (drafter none). Nothing is faster by more than 2%"
+    assert report.recommendation()[1] == (
+        "- batch size 1: plain (--drafter none), nothing is faster by more than 2%; the configuration has it."
     )
-    assert "drafter none: plain decoding" in words[2]
     loaded = report.configuration()
     assert (loaded.load.drafter, loaded.load.controller, loaded.tuned.draft_length) == ("none", None, 0)
-
-
-def test_a_choice_that_loses_at_some_batch_size_is_not_in_the_configuration(findings):
-    short, long = Choice("suffix", "fixed:2"), Choice("suffix", "fixed:5")
-    report = decided(
-        findings, {1: {PLAIN: 100, short: 150, long: 230}, 2: {PLAIN: 100, short: 103, long: 80}}
-    )
-    assert report.chosen == short
-    assert report.configuration().tuned.speedup == {1: 1.5, 2: 1.03}
-    assert "It is slower than plain decoding" not in report.to_text()
 
 
 def test_where_all_lose_the_words_and_the_configuration_say_for_which_batch_size_it_is(findings):
     choice = Choice("suffix", "fixed:5")
     report = decided(findings, {1: {PLAIN: 100, choice: 230}, 2: {PLAIN: 100, choice: 80}})
-    words = recommendation(report)
-    assert words[1].startswith("2 at a time: decode plainly (drafter none).")
-    assert words[3].startswith("It is slower than plain decoding for 2 at a time")
-    assert "--drafter none" in words[3]
+    assert report.recommendation()[2] == (
+        "- batch size 2: plain (--drafter none), nothing is faster by more than 2%; "
+        "the configuration's choice has 0.80 of its speed."
+    )
     loaded = report.configuration()
     assert (loaded.load.drafter, loaded.load.controller) == ("suffix", "fixed:5")
-    assert loaded.tuned.speedup == {1: 2.3}, "what it loses at is not what it serves"
+    assert loaded.tuned.speedup == {1: 2.3}, "the sizes at which it loses are left out"
 
 
 def test_what_one_choice_for_all_batch_sizes_loses_is_said(findings):
@@ -240,26 +232,21 @@ def test_what_one_choice_for_all_batch_sizes_loses_is_said(findings):
     report = decided(findings, speeds)
     assert (report.chosen, report.best) == (short, {1: long, 2: short})
     words = [
-        "The configuration has one choice for all batch sizes. Compared with the best choice for each:",
-        "- One at a time: the best is suffix fixed:5; the configuration's choice has 0.65 of its speed.",
-        "- 2 at a time: it is the best choice.",
+        "The configuration has suffix fixed:2 for all batch sizes. The best for each:",
+        "- batch size 1: suffix fixed:5, 2.30 times as fast as plain; the configuration's choice has 0.65 of its speed.",
+        "- batch size 2: suffix fixed:2, 1.10 times as fast as plain; the configuration has it.",
     ]
     assert "\n".join(words) in report.to_text()
     assert report.to_toml().startswith("".join(f"# {line}\n" for line in words))
+    assert report.configuration().tuned.speedup == {1: 1.5, 2: 1.1}
     by_size = json.loads(report.to_json())["recommendation"]["by_batch_size"]
     assert by_size["1"]["chosen_relative_speed"] == pytest.approx(150 / 230)
     assert by_size["2"]["chosen_relative_speed"] == 1.0
 
 
 def test_the_comment_stays_a_comment_whatever_a_drafter_is_called(findings, monkeypatch):
-    monkeypatch.setattr("secondguess.bench.tune_report.compromise", lambda _: ["model:a\n[b"])
+    monkeypatch.setattr("secondguess.bench.tune_report.TuneReport.recommendation", lambda _: ["model:a\n[b"])
     assert tomllib.loads(make_report(findings).to_toml())["schema"] == 1
-
-
-def test_of_one_batch_size_nothing_is_compared(findings):
-    assert (
-        "for all batch sizes" not in make_report(replace(findings, speeds={1: findings.speeds[1]})).to_text()
-    )
 
 
 def test_the_best_constant_length_may_have_been_dropped_before_the_final_runs(findings):
@@ -279,12 +266,11 @@ def test_the_chart_is_an_image_whose_title_is_not_cut_off(findings):
     pytest.importorskip("matplotlib")
     workload = replace(findings.workload, name=" + ".join(["a_long_name.jsonl"] * 3))
     report = make_report(replace(findings, workload=workload))
-    figure = draw_speedups(report)
+    figure = report.draw()
     figure.canvas.draw()
     boxes = [text.get_window_extent() for text in (figure._suptitle, *(axis.title for axis in figure.axes))]
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
-    (image,) = draw_charts(report).values()
-    assert image.startswith(b"\x89PNG")
+    assert charts.to_png(figure).startswith(b"\x89PNG")
 
 
 def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, tmp_path, monkeypatch):
@@ -297,9 +283,9 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
         *("--output", tmp_path / "out", "--config-out", place),
     )
     assert done.code == 0, done.err
-    assert "One at a time: " in done.out
+    assert "- batch size 1: " in done.out
     assert "no charts without matplotlib: pip install" in done.err
-    assert place.read_text().startswith("# The configuration has one choice for all batch sizes.")
+    assert place.read_text().startswith("# The configuration has ")
     written = tomllib.loads(place.read_text())
     assert written["load"]["model"] == "builtin"
     assert written["tuned"]["num_threads"] == 1
@@ -324,7 +310,7 @@ def test_a_tuning_that_cannot_be_saved_any_more_has_been_shown(
     monkeypatch.setattr(tuning, "run_tune", tuned_while_the_folder_became_unwritable)
     done = secondguess_command("tune", "builtin", "--prompts", "builtin", "--config-out", place)
     assert done.code == 2
-    assert "One at a time: " in done.out
+    assert "- batch size 1: " in done.out
     assert done.err.startswith("secondguess: error: ")
 
 
@@ -358,18 +344,21 @@ def test_an_interruption_says_where_and_writes_nothing(
     [
         (["--drafter", "guess"], "expected a drafter among"),
         (["--drafter", "none"], "plain decoding is always measured"),
-        (["--drafter", "suffix", "--drafter", "suffix"], "expected different drafters"),
+        (["--drafter", "suffix", "--drafter", "suffix"], "expected drafters to have different values"),
         (["--drafter", "model:nowhere"], "nowhere"),
-        (["--num-prompts", "0"], "expected num_prompts to be from 1"),
-        (["--max-tokens", "1"], "expected num_tokens to be from 2"),
+        (["--num-prompts", "0"], "expected num_prompts to be greater than or equal to 1, got 0"),
+        (["--max-tokens", "1"], "expected num_tokens to be greater than or equal to 2, got 1"),
         (["--max-tokens", "256"], "take other prompts or fewer tokens"),
-        (["--batch-size", "0"], "expected batch_size to be from 1"),
-        (["--batch-size", "2", "--batch-size", "2"], "expected different batch_sizes"),
-        (["--minutes", "nan"], "expected minutes to be from"),
-        (["--minutes", "-1"], "expected minutes to be from"),
-        (["--verify", "-1"], "expected num_verified to be from 0"),
-        (["--threads", "0"], "expected num_threads to be from 1"),
-        (["--temperature", "-1"], "expected temperature to be from 0"),
+        (["--batch-size", "0"], "expected batch_sizes.0 to be greater than or equal to 1, got 0"),
+        (
+            ["--batch-size", "2", "--batch-size", "2"],
+            "expected batch_sizes to have different values, got (2, 2)",
+        ),
+        (["--minutes", "nan"], "expected minutes to be a finite number"),
+        (["--minutes", "-1"], "expected minutes to be greater than or equal to 0.01"),
+        (["--verify", "-1"], "expected num_verified to be greater than or equal to 0"),
+        (["--threads", "0"], "expected num_threads to be greater than or equal to 1"),
+        (["--temperature", "-1"], "expected temperature to be greater than or equal to 0"),
         (["--dtype", "int3"], "expected dtype"),
         (["--output", "a-file"], "expected a folder for --output, got the file a-file"),
         (["--output", "a-file/x"], "expected a folder for --output that can be written to, got a-file/x"),

@@ -246,7 +246,7 @@ def test_a_configuration_that_load_would_refuse(
 ):
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
     path = tmp_path / "secondguess.toml"
-    Configuration(LoadSettings(str(tiny_checkpoint), **settings)).write(path)
+    Configuration(LoadSettings(model=str(tiny_checkpoint), **settings)).write(path)
     done = secondguess_command("inspect", "--config", path)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:
@@ -258,7 +258,7 @@ def test_the_runtime_of_a_configuration_is_the_one_that_is_described(
     inspected, tiny_checkpoint, tmp_path, runtime
 ):
     path = tmp_path / "secondguess.toml"
-    Configuration(LoadSettings(str(tiny_checkpoint), runtime=runtime)).write(path)
+    Configuration(LoadSettings(model=str(tiny_checkpoint), runtime=runtime)).write(path)
     assert inspected("--config", path)["runtime"] == runtime
 
 
@@ -287,7 +287,7 @@ def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint, mo
 
 def test_a_configuration_is_inspected(inspected, secondguess_command, tiny_checkpoint, tmp_path):
     path = tmp_path / "secondguess.toml"
-    settings = LoadSettings(str(tiny_checkpoint), drafter="ngram", controller="fixed:4")
+    settings = LoadSettings(model=str(tiny_checkpoint), drafter="ngram", controller="fixed:4")
     Configuration(settings, TuningRecord(processor="Some CPU", speedup={1: 2.25})).write(path)
     record = inspected("--config", path)
     assert (record["name"], record["drafter"]["name"]) == (str(tiny_checkpoint), "ngram")

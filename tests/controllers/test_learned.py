@@ -208,8 +208,8 @@ def test_the_predictor_in_the_box_is_whole_and_names_its_source() -> None:
 
 
 def test_the_predictor_in_the_box_belongs_to_the_pair_in_the_box() -> None:
-    from secondguess.bench.provenance import hash_weights
     from secondguess.builtin import acceptance_path, builtin_paths
+    from secondguess.workloads.provenance import hash_weights
 
     provenance, paths = Predictor.read(acceptance_path()).provenance, builtin_paths()
     assert provenance["model_sha256"] == hash_weights(paths.target)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from secondguess.bench.traces import NodeProbs, RecordedDraft, Trace, node_chances, record
-from secondguess.bench.workloads import _OWN_PROMPTS
 from secondguess.controllers import make_controller
 from secondguess.controllers.predictor import Predictor
 from secondguess.core import Candidate, Draft, Row
@@ -29,6 +28,7 @@ from secondguess.train.acceptance_training import (
 )
 from secondguess.train.stdlib_prompts import MAX_PROMPT_CHARACTERS, standard_library_prompts
 from secondguess.verifiers import make_verifier
+from secondguess.workloads.loading import BUILTIN_PROMPTS
 
 VOCAB_SIZE = 6
 TARGET, DRAFTER = random_probs(VOCAB_SIZE, seed=1), random_probs(VOCAB_SIZE, seed=2)
@@ -153,7 +153,7 @@ def test_the_prompts_come_from_the_standard_library() -> None:
     assert all('"""' in prompt or "'''" in prompt or '"' in prompt for prompt in code)
     # The held-out fifth is a mixture, too.
     assert 2 <= sum(prompt.startswith("def ") for prompt in workload.prompts[4::5]) <= 6
-    assert not set(workload.prompts) & set(_OWN_PROMPTS)
+    assert not set(workload.prompts) & set(BUILTIN_PROMPTS)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from secondguess.bench.prompt_files import read_any
 from secondguess.errors import BadInputError
+from secondguess.workloads.files import read_any
 
 PERMISSIVE = re.compile(
     r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation|0BSD|HPND|Unlicense|CC0|Zlib)\b", re.I

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from secondguess.runtime.fingerprint import hash_weights
 
 from builtin_pair.card import write_cards
 from builtin_pair.checkpoints import read_decoder
@@ -35,6 +34,7 @@ from builtin_pair.tokenizer import load_tokenizer, train_tokenizer
 from builtin_pair.tokens import TokenStore, write_tokens
 from builtin_pair.trainer import Report, Trainer
 from secondguess.api import load
+from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import BadInputError
 from secondguess.names import check_range
 from secondguess.train.files import write_atomically

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from secondguess.bench.costs import Costs, predicted_seconds
 from secondguess.bench.summary import sum_stats
 from secondguess.bench.systems import Run
 from secondguess.controllers import CONTROLLERS, make_controller
-from secondguess.errors import BadInputError
 from secondguess.stats import Stats
+from secondguess.workloads.provenance import public_name
 
 FIXED_LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 WORTH_IT = 1.02
@@ -34,8 +35,30 @@ class Choice:
     def speculates(self) -> bool:
         return self.drafter != "none"
 
+    def __str__(self) -> str:
+        """Return the name in reports."""
+        name = f"{public_name(self.drafter)} {self.controller}" if self.speculates else "plain"
+        return f"{name}, 8 bits" if self.quantize else name
+
 
 PLAIN = Choice()
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Speed-up by the cost model (Leviathan et al., arXiv 2211.17192, section 3.3) and its quantities.
+
+    Args:
+        acceptance_length: tau, tokens per row and target pass.
+        cost_ratio: c, seconds per drafted node over those of a plain target pass.
+        pass_cost: v, mean cost of a target pass over drafts of these lengths, in plain passes.
+        predicted_speedup: tau / (v + c k), over plain decoding without overhead.
+    """
+
+    acceptance_length: float
+    cost_ratio: float
+    pass_cost: float
+    predicted_speedup: float
 
 
 @dataclass(frozen=True)
@@ -51,13 +74,6 @@ class Speed:
     seconds: tuple[float, ...]
     stats: Stats
 
-    def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.seconds) or not self.tokens:
-            raise BadInputError(
-                f"expected tokens and seconds of the same batches, at least one, got {len(self.tokens)} and "
-                f"{len(self.seconds)}"
-            )
-
     @classmethod
     def of_runs(cls, runs_of_batches: Sequence[Sequence[Run]]) -> Speed:
         """Speed with the median seconds of each batch over its runs."""
@@ -71,11 +87,6 @@ class Speed:
         return sum(self.tokens) / sum(self.seconds)
 
     @property
-    def per_batch(self) -> list[float]:
-        """Tokens per second of each batch."""
-        return [count / spent for count, spent in zip(self.tokens, self.seconds, strict=True)]
-
-    @property
     def draft_length(self) -> float:
         """Mean drafted nodes per row and round."""
         return self.stats.num_drafted / self.stats.num_rounds if self.stats.num_rounds else 0.0
@@ -84,26 +95,29 @@ class Speed:
         """Return the speed-up over another choice."""
         return self.tokens_per_second / plain.tokens_per_second
 
-    def worst_over(self, plain: Speed) -> tuple[float, int]:
-        """Return the smallest ratio on one batch, and the index of that batch."""
-        ratios = [ours / theirs for ours, theirs in zip(self.per_batch, plain.per_batch, strict=True)]
-        worst = min(ratios)
-        return worst, ratios.index(worst)
+    def worst_over(self, plain: Speed) -> float:
+        """Return the smallest speed-up on one batch."""
+        ours, theirs = (
+            [count / spent for count, spent in zip(speed.tokens, speed.seconds, strict=True)]
+            for speed in (self, plain)
+        )
+        return min(own / other for own, other in zip(ours, theirs, strict=True))
+
+    def cost_model(self, costs: Costs, batch_size: int) -> CostModel:
+        """Return what the cost model predicts from the counters and the measured passes."""
+        stats, plain = self.stats, costs.target[1]
+        # Drafting seconds are shared by the rows of a batch.
+        drafting = batch_size * stats.drafting_seconds / plain
+        passes = predicted_seconds(stats, Costs(costs.target)) / plain
+        return CostModel(
+            stats.acceptance_length,
+            drafting / stats.num_drafted if stats.num_drafted else 0.0,
+            passes / stats.num_rounds,
+            stats.num_tokens / (passes + drafting),
+        )
 
 
 Speeds = Mapping[Choice, Speed]
-
-
-def group(num_prompts: int, batch_size: int) -> list[tuple[int, ...]]:
-    """Return prompts in full batches, each in at least one; the last batch is filled from the first prompts.
-
-    >>> group(3, 2), group(2, 5)
-    ([(0, 1), (2, 0)], [(0, 1, 0, 1, 0)])
-    """
-    return [
-        tuple(place % num_prompts for place in range(start, start + batch_size))
-        for start in range(0, num_prompts, batch_size)
-    ]
 
 
 def controllers_for(deterministic: bool) -> list[str]:
@@ -140,23 +154,15 @@ def one_for_all(speeds: Mapping[int, Speeds]) -> Choice:
     sizes as possible (`losing_sizes`). Of those within `WORTH_IT` of the best of these at the smallest batch size,
     it has the largest geometric mean of speed-ups at the sizes where it gains.
     """
-    smallest = min(speeds)
-    of_smallest = speeds[smallest]
-    least = WORTH_IT * of_smallest[PLAIN].tokens_per_second
-    paying = [
-        choice
-        for choice, speed in of_smallest.items()
-        if choice.speculates and speed.tokens_per_second > least
-    ]
+    of_smallest = speeds[min(speeds)]
+    gains = {choice: of_smallest[choice].over(of_smallest[PLAIN]) for choice in fastest(of_smallest)}
+    paying = [choice for choice, gain in gains.items() if gain > WORTH_IT]
     if not paying:
         return PLAIN
     lost = {choice: len(losing_sizes(choice, speeds)) for choice in paying}
     able = [choice for choice in paying if lost[choice] == min(lost.values())]
-    near = max(of_smallest[choice].tokens_per_second for choice in able) / WORTH_IT
-    return max(
-        (choice for choice in able if of_smallest[choice].tokens_per_second >= near),
-        key=lambda choice: _mean_gain(choice, speeds),
-    )
+    near = [choice for choice in able if gains[choice] >= gains[able[0]] / WORTH_IT]
+    return max(near, key=lambda choice: _mean_gain(choice, speeds))
 
 
 def losing_sizes(choice: Choice, speeds: Mapping[int, Speeds]) -> list[int]:

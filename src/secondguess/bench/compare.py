@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
-from secondguess.bench.markdown import show_interval, table
-from secondguess.bench.stored import StoredReport, StoredResult, read_report
-from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL, Ratio, compare, compare_apart, median
+from secondguess.bench.report import Report, Result, read_report
+from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL, Ratio, compare
+from secondguess.bench.tables import show_ratio, table
 
 FASTER = "faster"
 SLOWER = "slower"
@@ -20,6 +22,21 @@ NOTES = """\
 Ratio: median tokens/s after over before, [95 % bootstrap interval]; beyond noise where that does not hold 1. Noise
 is what differs between prompts: a machine that was busier on one of the days shows as a change, and then in systems
 that nobody touched, too. Of twenty lines without a change, one will say otherwise by chance."""
+
+CONDITIONS: dict[str, Callable[[Report], object]] = {
+    "machine": lambda report: report.provenance.processor,
+    "cores": lambda report: report.provenance.num_cores,
+    "threads": lambda report: report.provenance.num_threads,
+    "device": lambda report: report.provenance.device,
+    "dtype": lambda report: report.provenance.dtype,
+    "weights": lambda report: report.provenance.model_sha256,
+    "runtimes": lambda report: report.provenance.runtimes,
+    "libraries": lambda report: report.provenance.versions,
+    "workload": lambda report: report.workbench.workload_sha256,
+    "new tokens": lambda report: report.workbench.num_tokens,
+    "prompts cut": lambda report: report.workbench.num_prompts_cut,
+}
+"""Conditions that two reports should share."""
 
 PAIRING_CONDITIONS = ("workload", "new tokens", "prompts cut")
 """Conditions that have to be equal for prompts to be compared in pairs."""
@@ -34,7 +51,6 @@ class Change:
         before, after: median tokens/s.
         ratio: after over before.
         low, high: 95 % bootstrap interval of the ratio; None with too few prompts.
-        paired: whether prompts were resampled in pairs.
         num_before, num_after: number of batches (at batch size 1: prompts) behind each median.
         verdict: `faster`, `slower`, `no difference beyond noise`, or a message that there are too
             few prompts.
@@ -49,7 +65,6 @@ class Change:
     ratio: float
     low: float | None
     high: float | None
-    paired: bool
     num_before: int
     num_after: int
     verdict: str
@@ -83,119 +98,117 @@ class Comparison:
             if self.paired
             else "different prompts, each side resampled by itself"
         )
+        only = ((self.before, self.only_before), (self.after, self.only_after))
+        rows = [
+            [
+                change.system,
+                f"{change.temperature:g}",
+                str(change.batch_size),
+                "all"
+                if change.task is None
+                else f"{change.task} ({min(change.num_before, change.num_after)})",
+                f"{change.before:.1f}",
+                f"{change.after:.1f}",
+                show_ratio(Ratio(change.ratio, change.low, change.high, change.ratio)),
+                change.verdict,
+            ]
+            for change in self.changes
+        ]
+        header = ["system", "temperature", "batch size", "task", "before", "after", "ratio", "verdict"]
         blocks = [
             f"# From {self.before} to {self.after}: {how}",
             "\n".join(f"- Warning: {warning}." for warning in self.warnings),
             NOTES,
-            table(
-                ["system", "temperature", "batch size", "task", "before", "after", "ratio", "verdict"],
-                [_row(change) for change in self.changes],
-            ),
-            "\n".join(
-                f"- Only in {file}: {', '.join(systems)}."
-                for file, systems in ((self.before, self.only_before), (self.after, self.only_after))
-                if systems
-            ),
+            table(header, rows),
+            "\n".join(f"- Only in {file}: {', '.join(systems)}." for file, systems in only if systems),
         ]
         return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 def compare_files(before: str | Path, after: str | Path, seed: int = 0) -> Comparison:
-    """Compare two reports saved by `secondguess bench`.
+    """Compare every system, temperature, batch size and task in two reports saved by `secondguess bench`.
 
     Raises:
         BadInputError: a file that is not such a report.
     """
-    return compare_reports(read_report(Path(before)), read_report(Path(after)), seed)
-
-
-def compare_reports(before: StoredReport, after: StoredReport, seed: int = 0) -> Comparison:
-    """Compare every system, temperature, batch size and task present in both reports."""
-    paired = all(before.conditions[word] == after.conditions[word] for word in PAIRING_CONDITIONS)
+    paths = Path(before), Path(after)
+    old, new = map(read_report, paths)
+    different = {
+        word: (first, second)
+        for word, read in CONDITIONS.items()
+        if (first := read(old)) != (second := read(new))
+    }
+    paired = different.keys().isdisjoint(PAIRING_CONDITIONS)
+    later = {_key(result): result for result in new.results}
     changes = [
         change
-        for key in before.results
-        if key in after.results
-        for change in _changes(key, before.results[key], after.results[key], paired, seed)
+        for result in old.results
+        if _key(result) in later
+        for change in _changes(old, result, new, later[_key(result)], paired, seed)
     ]
-    systems = [list(dict.fromkeys(system for system, *_ in each.results)) for each in (before, after)]
+    warnings = [f"different {word}: {_difference(*values)}" for word, values in different.items()]
+    warnings += [
+        f"{path.name} was interrupted and covers only part of its prompts"
+        for path, report in zip(paths, (old, new), strict=True)
+        if not report.complete
+    ]
+    if not changes:
+        warnings.append("no system was measured in the same setting by both")
+    systems = [list(dict.fromkeys(result.system for result in report.results)) for report in (old, new)]
     return Comparison(
-        before=before.label,
-        after=after.label,
+        before=paths[0].name,
+        after=paths[1].name,
         paired=paired,
-        warnings=list(_warnings(before, after, bool(changes))),
+        warnings=warnings,
         only_before=[system for system in systems[0] if system not in systems[1]],
         only_after=[system for system in systems[1] if system not in systems[0]],
         changes=changes,
     )
 
 
-def classify_change(ratio: Ratio) -> str:
-    """Return the verdict that the interval of a ratio supports."""
-    if ratio.low is None or ratio.high is None:
-        return UNKNOWN
-    if ratio.low > 1:
-        return FASTER
-    return SLOWER if ratio.high < 1 else SAME
-
-
 def _changes(
-    key: tuple[str, float, int], before: StoredResult, after: StoredResult, paired: bool, seed: int
+    old: Report, before: Result, new: Report, after: Result, paired: bool, seed: int
 ) -> Iterator[Change]:
     """Yield the change over all prompts, then the change per shared task if there are several."""
-    if paired:
-        # An interrupted run has only the first prompts of its workload.
-        count = min(len(before.speeds), len(after.speeds))
-        before, after = (StoredResult(each.speeds[:count], each.tasks[:count]) for each in (before, after))
-    yield _change(key, None, before.speeds, after.speeds, paired, seed)
-    shared = [task for task in dict.fromkeys(before.tasks) if task in after.tasks]
-    if len(set(before.tasks) | set(after.tasks)) < 2:
-        return
-    for task in shared:
-        ours, theirs = (
-            [speed for speed, each in zip(result.speeds, result.tasks, strict=True) if each == task]
-            for result in (before, after)
+    # An interrupted run has only the first prompts of its workload.
+    count = min(len(before.per_batch), len(after.per_batch)) if paired else None
+    ours, theirs = _by_task(old, before, count), _by_task(new, after, count)
+    several = len({*ours, *theirs} - {None}) > 1
+    for task in [task for task in ours if task in theirs and (task is None or several)]:
+        ratio = compare(theirs[task], ours[task], seed, paired)
+        yield Change(
+            *_key(before),
+            task=task,
+            before=median(ours[task]),
+            after=median(theirs[task]),
+            ratio=ratio.of_medians,
+            low=ratio.low,
+            high=ratio.high,
+            num_before=len(ours[task]),
+            num_after=len(theirs[task]),
+            verdict=_verdict(ratio),
         )
-        yield _change(key, task, ours, theirs, paired, seed)
 
 
-def _change(
-    key: tuple[str, float, int],
-    task: str | None,
-    before: Sequence[float],
-    after: Sequence[float],
-    paired: bool,
-    seed: int,
-) -> Change:
-    ratio = compare(after, before, seed) if paired else compare_apart(after, before, seed)
-    system, temperature, batch_size = key
-    return Change(
-        system=system,
-        temperature=temperature,
-        batch_size=batch_size,
-        task=task,
-        before=median(before),
-        after=median(after),
-        ratio=ratio.of_medians,
-        low=ratio.low,
-        high=ratio.high,
-        paired=paired,
-        num_before=len(before),
-        num_after=len(after),
-        verdict=classify_change(ratio),
-    )
+def _key(result: Result) -> tuple[str, float, int]:
+    return result.system, result.temperature, result.batch_size
 
 
-def _warnings(before: StoredReport, after: StoredReport, any_shared: bool) -> Iterator[str]:
-    for word, first in before.conditions.items():
-        second = after.conditions[word]
-        if first != second:
-            yield f"different {word}: {_difference(first, second)}"
-    for report in (before, after):
-        if not report.complete:
-            yield f"{report.label} was interrupted and covers only part of its prompts"
-    if not any_shared:
-        yield "no system was measured in the same setting by both"
+def _by_task(report: Report, result: Result, count: int | None) -> dict[str | None, list[float]]:
+    """Return the speeds of the first `count` batches: all of them under None, then those of each task."""
+    speeds: dict[str | None, list[float]] = {None: result.per_batch[:count]}
+    for task, speed in zip(report.workbench.tasks.get(result.batch_size, []), speeds[None], strict=False):
+        speeds.setdefault(task, []).append(speed)
+    return speeds
+
+
+def _verdict(ratio: Ratio) -> str:
+    if ratio.interval is None:
+        return UNKNOWN
+    low, high = ratio.interval
+    if low > 1:
+        return FASTER
+    return SLOWER if high < 1 else SAME
 
 
 def _difference(first: object, second: object) -> str:
@@ -208,20 +221,4 @@ def _difference(first: object, second: object) -> str:
 
 def _value(value: object) -> str:
     text = "none" if value is None else str(value)
-    is_hash = len(text) == 64 and all(each in "0123456789abcdef" for each in text)
-    return text[:8] if is_hash else text
-
-
-def _row(change: Change) -> list[str]:
-    interval = show_interval(change.low, change.high)
-    count = min(change.num_before, change.num_after)
-    return [
-        change.system,
-        f"{change.temperature:g}",
-        str(change.batch_size),
-        "all" if change.task is None else f"{change.task} ({count})",
-        f"{change.before:.1f}",
-        f"{change.after:.1f}",
-        f"{change.ratio:.2f}x{interval}",
-        change.verdict,
-    ]
+    return text[:8] if re.fullmatch("[0-9a-f]{64}", text) else text

@@ -1,43 +1,40 @@
-"""Benchmark configuration: systems, prompts and conditions."""
+"""Settings of a benchmark and of a tuning."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from secondguess.api import default_drafter
 from secondguess.bench.inventory import all_drafters
 from secondguess.bench.server import ServerAddress, is_address
-from secondguess.drafters import parse_drafter_name
+from secondguess.drafters import draft_model_paths, parse_drafter_name
 from secondguess.errors import BadInputError
 from secondguess.names import ALL
+from secondguess.validation import Count, Different, Seed, Settings, Temperature
 
 PEERS = ("transformers",)
 
 
-@dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(Settings):
     """Configuration of a benchmark.
 
     Args:
-        model: the target.
         drafters: names of the drafters to compare. None takes the target's default drafter, its
             components, `ngram` and `suffix`. A single `all` takes every drafter available for the
             target, as chain and as tree, without constant draft lengths, and under `controllers`
             instead of the default ones if any are named.
         against: other systems to compare with: libraries from `PEERS`, and servers
             (`http://HOST:PORT,model=NAME`).
-        prompts: one or several sources of prompts (see `workloads.load_workload`); None takes
-            HumanEval if its file is in the folder `SECONDGUESS_DATA`, else `builtin`.
+        prompts: one or several sources of prompts (see `load_workload`); None takes HumanEval if
+            its file is in the folder `SECONDGUESS_DATA`, else `builtin`.
         num_prompts: number of prompts, spread evenly over the tasks and within each task.
         num_tokens: exact number of new tokens per prompt.
-        temperatures: each gets its own table.
         draft_lengths: constant draft lengths at which model drafters (ours and the peers') run,
             besides their defaults.
         dtype, device: of all systems, as in `load`.
         num_threads: torch threads, for all systems; None leaves torch's own number.
-        seed: seed of the sampled texts and of the bootstrap.
-        name: name of the saved files.
-        tasks: only prompts of these tasks; empty for all.
         controllers: controllers with which every drafter of ours runs, besides its default.
         batch_sizes: numbers of prompts that our systems decode together; each gets its own table.
 
@@ -46,60 +43,36 @@ class BenchConfig:
     """
 
     model: str = "builtin"
-    drafters: tuple[str, ...] | None = None
-    against: tuple[str, ...] = ()
-    prompts: str | tuple[str, ...] | None = None
-    num_prompts: int = 40
-    num_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    draft_lengths: tuple[int, ...] = (3, 5, 8)
+    drafters: Different[str] | None = None
+    against: Different[str] = ()
+    prompts: Annotated[Different[str], Field(min_length=1)] | None = None
+    num_prompts: Count = 40
+    num_tokens: Count = 128
+    temperatures: Annotated[Different[Temperature], Field(min_length=1)] = (0.0, 1.0)
+    draft_lengths: Different[Count] = (3, 5, 8)
     dtype: str = "auto"
     device: str = "auto"
-    num_threads: int | None = None
-    seed: int = 0
-    name: str = "bench"
-    tasks: tuple[str, ...] = ()
-    controllers: tuple[str, ...] = ()
-    batch_sizes: tuple[int, ...] = (1,)
+    num_threads: Count | None = None
+    seed: Seed = 0
+    name: Annotated[str, Field(pattern=r"^[\w-]+$")] = "bench"
+    tasks: Different[str] = ()
+    controllers: Different[str] = ()
+    batch_sizes: Annotated[Different[Count], Field(min_length=1)] = (1,)
 
-    def __post_init__(self) -> None:
-        for option in ("num_prompts", "num_tokens", "num_threads"):
-            value = getattr(self, option)
-            _require(value is None or value >= 1, option, "at least 1", value)
-        for option in ("temperatures", "batch_sizes"):
-            _require(bool(getattr(self, option)), option, "at least one value", getattr(self, option))
-        _require(
-            all(0 <= each <= 100 for each in self.temperatures), "temperatures", "0 to 100", self.temperatures
-        )
-        for option in ("draft_lengths", "batch_sizes"):
-            values = getattr(self, option)
-            _require(all(each >= 1 for each in values), option, "at least 1", values)
-        _require(self.prompts != (), "prompts", "at least one source (or None for the default)", self.prompts)
-        _require(self.seed >= 0, "seed", "at least 0", self.seed)
-        for option in (
-            "temperatures", "draft_lengths", "against", "drafters", "tasks", "controllers", "batch_sizes",
-        ):  # fmt: skip
-            values = getattr(self, option) or ()
-            _require(len(set(values)) == len(values), option, "different values", values)
-        if isinstance(self.prompts, tuple):
-            _require(len(set(self.prompts)) == len(self.prompts), "prompts", "different values", self.prompts)
-        self._check_peers()
-        plain_name = self.name.replace("-", "").replace("_", "").isalnum()
-        _require(plain_name, "name", "letters, digits, - and _ (it becomes a file name)", self.name)
-
-    def _check_peers(self) -> None:
+    def model_post_init(self, context: Any) -> None:
         for peer in self.against:
             if is_address(peer):
                 ServerAddress.parse(peer)
-            else:
-                known = f"one of {', '.join(PEERS)}, or the http:// address of a server"
-                _require(peer in PEERS, "against", known, peer)
-        _require(
-            not self.against or 1 in self.batch_sizes,
-            "batch_sizes",
-            f"1 among others, since {', '.join(self.against)} decodes one prompt at a time",
-            self.batch_sizes,
-        )
+            elif peer not in PEERS:
+                raise BadInputError(
+                    f"expected against to be one of {', '.join(PEERS)}, or the http:// address of a server, "
+                    f"got {peer!r}"
+                )
+        if self.against and 1 not in self.batch_sizes:
+            raise BadInputError(
+                f"expected 1 among batch_sizes, since {', '.join(self.against)} decodes one prompt at a time, "
+                f"got {self.batch_sizes}"
+            )
 
     @property
     def servers(self) -> tuple[ServerAddress, ...]:
@@ -121,6 +94,49 @@ class BenchConfig:
         return tuple(dict.fromkeys((default, *parts, "ngram", "suffix")))
 
 
-def _require(holds: bool, option: str, expected: str, got: object) -> None:
-    if not holds:
-        raise BadInputError(f"expected {option} to be {expected}, got {got!r}")
+class TuneConfig(Settings):
+    """Model, prompts, candidates and time budget of a tuning.
+
+    Args:
+        drafters: names of the drafters to compare; empty for the target's default drafter, its draft
+            model alone and joined with `suffix` if it has one, `suffix`, and `ngram`.
+        prompts: one source of prompts (see `load_workload`).
+        num_tokens: maximum number of new tokens per prompt; an end token ends a text before.
+        minutes: time budget; with less of it, fewer prompts and runs.
+        num_verified: number of the best of each batch size that enter the final runs, beside plain
+            decoding and the default.
+
+    Raises:
+        BadInputError: an invalid value, or a drafter that does not exist.
+    """
+
+    model: str = "builtin"
+    drafters: Different[str] = ()
+    prompts: str | None = None
+    num_prompts: Count = 12
+    num_tokens: Annotated[int, Field(ge=2)] = 96
+    temperature: Temperature = 0.0
+    batch_sizes: Annotated[Different[Count], Field(min_length=1)] = (1, 4, 16)
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: Annotated[int, Field(ge=1, le=1024)] = 2
+    minutes: Annotated[float, Field(ge=0.01, le=24 * 60)] = 5.0
+    num_verified: Annotated[int, Field(ge=0, le=100)] = 3
+    int8: bool = True
+    seed: Seed = 0
+
+    def model_post_init(self, context: Any) -> None:
+        for name in self.drafters_to_compare:
+            if any(part.kind == "none" for part in parse_drafter_name(name)):
+                raise BadInputError(
+                    f"expected drafters that draft, got {name!r}; plain decoding is always measured, leave it out"
+                )
+
+    @property
+    def drafters_to_compare(self) -> tuple[str, ...]:
+        if self.drafters:
+            return self.drafters
+        default = default_drafter(self.model)
+        models = [f"model:{path}" for path in draft_model_paths(default)]
+        joined = [f"suffix+{model}" for model in models]
+        return tuple(dict.fromkeys([default, *models, "suffix", "ngram", *joined]))

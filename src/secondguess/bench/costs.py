@@ -1,4 +1,14 @@
-"""Timing of target passes over m tokens and of draft steps, the inputs of the cost model.
+"""Costs of forward passes, and the speed that they allow.
+
+A round that drafts k nodes costs k draft steps and one target pass over k + 1 tokens, so for a run
+
+    predicted seconds = sum over rounds of  T(k + 1) + k * T_draft
+                      = T(1) * sum over rounds of  v(k + 1) + k * c
+
+with v(m) = T(m) / T(1) and c = T_draft / T(1) (section 3.3 of Leviathan et al., arXiv 2211.17192,
+with the measured cost of verifying m tokens in place of the assumption v = 1). Sampling,
+verification, cache bookkeeping and Python are not part of the model, so 1 minus `measured /
+predicted` (speeds) is overhead.
 
 Passes are timed throughout the run, not in one block at the start: `sample` is called after every
 batch, and target passes alternate with draft steps as in a round, so that caches and clock speed
@@ -11,14 +21,63 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import torch
 
-from secondguess.bench.predict import Costs
 from secondguess.core import Draft, Row
+from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
+from secondguess.stats import Stats
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of forward passes on this machine, in seconds.
+
+    Args:
+        target: seconds of one target pass over m tokens, by m; m = 1 is required.
+        draft_step: seconds of one draft-model pass over one token; 0 without a draft model.
+    """
+
+    target: Mapping[int, float]
+    draft_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        if 1 not in self.target:
+            raise BadInputError("expected the cost of a pass over 1 token among the target costs, got none")
+
+    @property
+    def cost_ratio(self) -> float:
+        """Cost ratio c: one draft step over one target pass."""
+        return self.draft_step / self.target[1]
+
+    @property
+    def curve(self) -> dict[int, float]:
+        """Relative cost of a pass over m tokens, v(m) = T(m) / T(1)."""
+        return {m: self.target[m] / self.target[1] for m in sorted(self.target)}
+
+    def target_pass(self, num_tokens: int) -> float:
+        """Return the seconds of a pass over `num_tokens`, inter- or extrapolated linearly."""
+        known = sorted(self.target)
+        if num_tokens in self.target or len(known) == 1:
+            return self.target.get(num_tokens, self.target[1])
+        above = next((m for m in known if m > num_tokens), known[-1])
+        below = known[known.index(above) - 1]
+        slope = (self.target[above] - self.target[below]) / (above - below)
+        return self.target[below] + slope * (num_tokens - below)
+
+
+def predicted_seconds(stats: Stats, costs: Costs) -> float:
+    """Return the predicted seconds of a run's rounds (chains), prefill excluded."""
+    at_least = [stats.num_rounds, *stats.drafted_per_position, 0]
+    return sum(
+        (count - longer) * (costs.target_pass(length + 1) + length * costs.draft_step)
+        for length, (count, longer) in enumerate(pairwise(at_least))
+    )
 
 
 class ForwardTimer:
@@ -70,14 +129,10 @@ class ForwardTimer:
                 runtime.begin(rows)
                 for row in rows:
                     at_the_end.callback(runtime.end, row)
-            for _ in range(self._num_sweeps):
-                self._sweep(rows)
-
-    def _sweep(self, rows: Sequence[Row]) -> None:
-        for width in self._widths:
-            for name, runtime in self._draft_models.items():
-                self._draft_seconds[name].append(_timed_pass(runtime, rows, 1))
-            self._target_seconds[width].append(_timed_pass(self._target, rows, width))
+            for width in self._num_sweeps * list(self._widths):
+                for name, runtime in self._draft_models.items():
+                    self._draft_seconds[name].append(_timed_pass(runtime, rows, 1))
+                self._target_seconds[width].append(_timed_pass(self._target, rows, width))
 
     def costs(self, draft_model: str | None = None) -> Costs:
         """Return the median costs so far.
@@ -119,3 +174,10 @@ def synchronise(device: torch.device) -> None:
     """Wait for queued device work, which a clock on the host would not measure."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def typical_context(prompts: Sequence[Sequence[int]], num_tokens: int, most: int | None = None) -> list[int]:
+    """Return prompt tokens, as many as a median row has halfway, at most `most`."""
+    length = int(median(len(prompt) for prompt in prompts)) + num_tokens // 2
+    length = length if most is None else max(1, min(length, most))
+    return repeat_to_length([token for prompt in prompts for token in prompt], length)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from secondguess.api import encode
-from secondguess.bench.costs import repeat_to_length
-from secondguess.bench.workloads import Workload
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.errors import BadInputError
+from secondguess.workloads.loading import Workload
 
 MIN_TRUNCATED_TOKENS = 16
 """Fewest tokens of a truncated prompt; a shorter one would not represent its task."""
@@ -18,29 +15,16 @@ MIN_TRUNCATED_TOKENS = 16
 
 @dataclass(frozen=True)
 class EncodedWorkload:
-    """Prompts as token ids.
+    """Prompts as token ids, in the order of the workload.
 
     Args:
-        prompts: token ids of each prompt.
-        tasks: the task of each prompt.
         num_truncated: number of prompts truncated on the left to fit.
-        room: maximum number of tokens of a prompt.
+        notes: note on truncated prompts for the report, if there are any.
     """
 
     prompts: list[list[int]]
-    tasks: list[str]
     num_truncated: int
-    room: int
-
-    @property
-    def note(self) -> str:
-        """Note on truncated prompts for the report; empty if there are none."""
-        if not self.num_truncated:
-            return ""
-        return (
-            f"{self.num_truncated} of {len(self.prompts)} prompts were cut from the left to the {self.room} tokens that the "
-            "target's context leaves for them"
-        )
+    notes: list[str]
 
 
 def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) -> EncodedWorkload:
@@ -59,7 +43,12 @@ def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) ->
         )
     first = getattr(target.tokenizer, "bos_token_id", None)
     prompts = [truncate_left(prompt, room, first) for prompt in whole]
-    return EncodedWorkload(prompts, list(workload.tasks), sum(len(prompt) > room for prompt in whole), room)
+    num_truncated = sum(len(prompt) > room for prompt in whole)
+    notes = [
+        f"{num_truncated} of {len(prompts)} prompts were cut from the left to the {room} tokens that the target's "
+        "context leaves for them"
+    ]
+    return EncodedWorkload(prompts, num_truncated, notes if num_truncated else [])
 
 
 def truncate_left(tokens: list[int], room: int, first: int | None) -> list[int]:
@@ -70,13 +59,5 @@ def truncate_left(tokens: list[int], room: int, first: int | None) -> list[int]:
     """
     if len(tokens) <= room:
         return tokens
-    if tokens[0] == first:
-        return [tokens[0], *tokens[len(tokens) - room + 1 :]]
-    return tokens[len(tokens) - room :]
-
-
-def typical_context(prompts: Sequence[Sequence[int]], num_tokens: int, most: int | None = None) -> list[int]:
-    """Return prompt tokens, as many as a median row has halfway, at most `most`."""
-    length = int(median(len(prompt) for prompt in prompts)) + num_tokens // 2
-    length = length if most is None else max(1, min(length, most))
-    return repeat_to_length([token for prompt in prompts for token in prompt], length)
+    kept = tokens[:1] if tokens[0] == first else []
+    return kept + tokens[len(tokens) - room + len(kept) :]

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 from secondguess.bench.config import BenchConfig
-from secondguess.bench.costs import ForwardTimer
-from secondguess.bench.encoding import EncodedWorkload, encode_workload, typical_context
+from secondguess.bench.costs import Costs, ForwardTimer, typical_context
+from secondguess.bench.encoding import encode_workload
 from secondguess.bench.inventory import drafter_footprint
 from secondguess.bench.measurement import Measurement, Progress
-from secondguess.bench.predict import Costs
-from secondguess.bench.provenance import collect_provenance
-from secondguess.bench.report import Conditions, Report, make_cost_table
+from secondguess.bench.report import Conditions, CostTable, Report
 from secondguess.bench.results import make_results
 from secondguess.bench.roster import coverage_notes, make_systems
 from secondguess.bench.summary import sum_stats
-from secondguess.bench.systems import Models, SecondguessSystem, draft_models, public_name
-from secondguess.bench.threads import threads
-from secondguess.bench.workloads import Workload, load_workload
+from secondguess.bench.systems import Models, SecondguessSystem, draft_models, threads
+from secondguess.workloads.loading import load_workload
+from secondguess.workloads.provenance import public_name
 
 MAX_PASS_TOKENS = 9
 """Largest number of tokens for which the cost of a target pass is measured."""
@@ -51,29 +48,11 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
             context=typical_context(encoded.prompts, config.num_tokens, most=shortest - MAX_PASS_TOKENS),
             widths=tuple(range(1, MAX_PASS_TOKENS + 1)),
         )
-        measured = Measurement(systems, encoded.prompts, config, probe, encoded.tasks)
+        measured = Measurement(systems, encoded.prompts, config, probe, workload.tasks)
         complete = measured.run(progress)
-    return make_report(config, workload, encoded, models, measured, complete, num_threads)
-
-
-def make_report(
-    config: BenchConfig,
-    workload: Workload,
-    encoded: EncodedWorkload,
-    models: Models,
-    measured: Measurement,
-    complete: bool,
-    num_threads: int,
-) -> Report:
-    """Return the report over the finished prompts."""
-    systems, probe = measured.systems, measured.probe
-    ours = {
-        system.name: _costs_of(system, probe, measured)
-        for system in systems
-        if isinstance(system, SecondguessSystem)
-    }
-    loaded = {config.model: models.target, **models.draft_models}
-    tasks = measured.finished_tasks()
+    ours = [system for system in systems if isinstance(system, SecondguessSystem)]
+    costs = {system.name: _costs_of(system, probe, measured) for system in ours}
+    tasks, finished = measured.finished_tasks(), measured.finished_prompts
     return Report(
         name=config.name,
         complete=complete,
@@ -81,37 +60,22 @@ def make_report(
             workload=workload.name,
             workload_sha256=workload.sha256,
             workload_note=workload.note,
-            num_prompts=measured.num_finished,
+            num_prompts=len(finished),
             num_prompts_asked=len(workload.prompts),
             num_tokens=config.num_tokens,
-            median_prompt_tokens=median(len(measured.prompts[place]) for place in measured.finished_places),
+            median_prompt_tokens=median(len(encoded.prompts[index]) for index in finished),
             num_prompts_cut=encoded.num_truncated,
             tasks=tasks,
-            notes=[
-                note for note in (encoded.note, *coverage_notes(systems, config), *measured.notes()) if note
-            ],
+            notes=[*encoded.notes, *coverage_notes(systems, config), *measured.notes()],
         ),
         costs=make_cost_table(
             probe.context_length,
-            {
-                None: probe.costs(),
-                **{public_name(name): probe.costs(name) for name in models.draft_models},
-            },
+            probe.costs(),
+            {public_name(name): probe.costs(name).draft_step for name in drafting},
         ),
-        results=make_results(systems, measured.finished_runs(), ours, tasks, config.seed),
-        possessions={
-            system.name: drafter_footprint(system.drafter)
-            for system in systems
-            if isinstance(system, SecondguessSystem) and system.speculates
-        },
-        provenance=collect_provenance(
-            num_threads=num_threads,
-            device=models.target.device,
-            dtype=models.target.dtype,
-            seed=config.seed,
-            models={public_name(name): Path(each.path) for name, each in loaded.items()},
-            runtimes={public_name(name): each.runtime_description for name, each in loaded.items()},
-        ),
+        results=make_results(systems, measured.finished_runs(), costs, tasks, config.seed),
+        possessions={system.name: drafter_footprint(system.drafter) for system in ours if system.speculates},
+        provenance=models.provenance(num_threads, config.seed),
     )
 
 
@@ -127,7 +91,22 @@ def _costs_of(system: SecondguessSystem, probe: ForwardTimer, measured: Measurem
         return costs
     by_setting = measured.finished_runs()[system.name]
     size = min(setting.batch_size for setting in by_setting)
-    told = [run.stats for setting, runs in by_setting.items() if setting.batch_size == size for run in runs]
-    total = sum_stats(stats for stats in told if stats is not None)
+    stats = [run.stats for setting, runs in by_setting.items() if setting.batch_size == size for run in runs]
+    total = sum_stats(each for each in stats if each is not None)
     num_levels = sum(total.drafted_per_position) / size
     return replace(costs, draft_step=total.drafting_seconds / num_levels) if num_levels else costs
+
+
+def make_cost_table(context_length: int, costs: Costs, draft_steps: dict[str, float]) -> CostTable:
+    """Return the cost table of a report.
+
+    Args:
+        draft_steps: seconds of one draft step by draft model.
+    """
+    return CostTable(
+        context_length=context_length,
+        target_ms={m: 1000 * costs.target[m] for m in sorted(costs.target)},
+        curve=costs.curve,
+        draft_step_ms={name: 1000 * seconds for name, seconds in draft_steps.items()},
+        cost_ratio={name: seconds / costs.target[1] for name, seconds in draft_steps.items()},
+    )

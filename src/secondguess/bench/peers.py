@@ -20,8 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from secondguess.bench.systems import Run, System, public_name
+from secondguess.bench.systems import Run, System
 from secondguess.runtime.quiet import quiet
+from secondguess.workloads.provenance import public_name
 
 FAMILY = "transformers"
 LOOKUP_LENGTH = 10
@@ -56,20 +57,50 @@ def _no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-class TransformersPlain(System):
-    """`model.generate` without assistance."""
+class TransformersSystem(System):
+    """`model.generate`: plain, with an assistant, or with prompt lookup.
+
+    Args:
+        target: the model.
+        kind: end of the system's name.
+        draft_model: name of the assistant.
+        assistant: the draft model.
+        draft_length: tokens that the assistant drafts per round, without early stopping; None for
+            Transformers' defaults (up to 20 tokens, stopping below a confidence of 0.4).
+        lookup_length: draft length of prompt lookup; None for none.
+    """
 
     family = FAMILY
-    name = "transformers plain"
-    speculates = False
 
-    def __init__(self, target: TransformersModel) -> None:
-        self._target = target
+    def __init__(
+        self,
+        target: TransformersModel,
+        kind: str = "plain",
+        *,
+        draft_model: str | None = None,
+        assistant: TransformersModel | None = None,
+        draft_length: int | None = None,
+        lookup_length: int | None = None,
+    ) -> None:
+        self.name = f"{FAMILY} {kind}"
+        self.draft_model = draft_model
+        self.speculates = assistant is not None or lookup_length is not None
+        self._target, self._assistant, self._lookup_length = target, assistant, lookup_length
+        if assistant is not None:
+            self._assistant_config = copy.deepcopy(assistant.generation_config)
+            if draft_length is not None:
+                self._assistant_config.num_assistant_tokens = draft_length
+                self._assistant_config.num_assistant_tokens_schedule = "constant"
+                self._assistant_config.assistant_confidence_threshold = 0.0
 
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
-        module = self._target.module
+        module, options = self._target.module, {}
+        if self._assistant is not None:
+            # Set before each run, since systems share the assistant; copied, since Transformers may
+            # change it during generation.
+            self._assistant.module.generation_config = copy.deepcopy(self._assistant_config)
+            options["assistant_model"] = self._assistant.module
         config = self._config(num_tokens, temperature)
-        options = self._options()
         with quiet(), torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
             start = time.perf_counter()
@@ -81,72 +112,13 @@ class TransformersPlain(System):
             seconds = time.perf_counter() - start
         return Run(tokens, seconds)
 
-    def _options(self) -> dict[str, Any]:
-        """Return the arguments that this kind of assistance adds to `generate`."""
-        return {}
-
-    def _config(self, num_tokens: int, temperature: float, **more: Any) -> GenerationConfig:
-        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        return GenerationConfig(
-            max_new_tokens=num_tokens,
-            pad_token_id=0,
-            **(sampled if temperature else {"do_sample": False}),
-            **more,
-        )
-
-
-class TransformersAssisted(TransformersPlain):
-    """`generate(assistant_model=...)` with a constant draft length or Transformers' defaults.
-
-    Args:
-        draft_model: name of the assistant.
-        draft_length: tokens to draft per round, without early stopping; None for the defaults (up
-            to 20 tokens, stopping below a confidence of 0.4).
-        include_draft_model_name: whether the system's name contains the assistant's, which distinguishes
-            systems if there are several assistants.
-    """
-
-    speculates = True
-
-    def __init__(
-        self,
-        target: TransformersModel,
-        assistant: TransformersModel,
-        draft_model: str,
-        draft_length: int | None = None,
-        include_draft_model_name: bool = False,
-    ) -> None:
-        super().__init__(target)
-        self._assistant = assistant
-        self._generation_config = copy.deepcopy(assistant.generation_config)
-        self.draft_model = draft_model
-        self.name = " ".join(
-            [
-                "transformers assisted",
-                *([public_name(draft_model)] if include_draft_model_name else []),
-                *([] if draft_length is None else [str(draft_length)]),
-            ]
-        )
-        if draft_length is not None:
-            self._generation_config.num_assistant_tokens = draft_length
-            self._generation_config.num_assistant_tokens_schedule = "constant"
-            self._generation_config.assistant_confidence_threshold = 0.0
-
-    def _options(self) -> dict[str, Any]:
-        # Set before each run, since systems share the assistant; copied, since Transformers may
-        # change it during generation.
-        self._assistant.module.generation_config = copy.deepcopy(self._generation_config)
-        return {"assistant_model": self._assistant.module}
-
-
-class TransformersLookup(TransformersPlain):
-    """`generate(prompt_lookup_num_tokens=...)`."""
-
-    name = "transformers prompt lookup"
-    speculates = True
-
-    def _config(self, num_tokens: int, temperature: float, **more: Any) -> GenerationConfig:
-        return super()._config(num_tokens, temperature, prompt_lookup_num_tokens=LOOKUP_LENGTH, **more)
+    def _config(self, num_tokens: int, temperature: float) -> GenerationConfig:
+        options: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if self._lookup_length is not None:
+            options["prompt_lookup_num_tokens"] = self._lookup_length
+        return GenerationConfig(max_new_tokens=num_tokens, pad_token_id=0, **options)
 
 
 def transformers_systems(
@@ -158,10 +130,12 @@ def transformers_systems(
         assistants: by draft model name; each runs at every draft length and with the defaults.
         draft_lengths: constant draft lengths.
     """
-    lengths: list[int | None] = [*draft_lengths, None]
-    assisted = [
-        TransformersAssisted(target, assistant, name, length, include_draft_model_name=len(assistants) > 1)
-        for name, assistant in assistants.items()
-        for length in lengths
-    ]
-    return [TransformersPlain(target), *assisted, TransformersLookup(target)]
+    systems: list[System] = [TransformersSystem(target)]
+    for name, assistant in assistants.items():
+        for length in [*draft_lengths, None]:
+            parts = ["assisted", public_name(name) if len(assistants) > 1 else "", str(length or "")]
+            kind = " ".join(part for part in parts if part)
+            systems.append(
+                TransformersSystem(target, kind, draft_model=name, assistant=assistant, draft_length=length)
+            )
+    return [*systems, TransformersSystem(target, "prompt lookup", lookup_length=LOOKUP_LENGTH)]

@@ -1,18 +1,19 @@
-"""Benchmark report as an object, as JSON, as Markdown and as charts."""
+"""Benchmark report: the data that is saved as JSON, and that Markdown and charts are made from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
-from secondguess.bench.charts import can_draw, draw_charts
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+
 from secondguess.bench.inventory import DrafterFootprint
-from secondguess.bench.markdown import as_markdown
-from secondguess.bench.predict import Costs
-from secondguess.bench.provenance import Provenance
-from secondguess.bench.results import Result
+from secondguess.bench.summary import Ratio
+from secondguess.errors import BadInputError
+from secondguess.validation import describe
+from secondguess.workloads.provenance import Provenance
 
 SCHEMA = 4
 """Schema version of the JSON.
@@ -21,6 +22,104 @@ SCHEMA = 4
 3: possessions.
 4: intervals are null for fewer than `MIN_PROMPTS_FOR_INTERVAL` prompts.
 """
+
+Speed = Annotated[FiniteFloat, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Statistics of a system's rounds over all prompts.
+
+    Args:
+        acceptance_length: tokens per target pass and row, correction or bonus included (tau).
+        acceptance_rate: accepted over drafted nodes; None if nothing was drafted.
+        draft_length: mean number of nodes per round.
+        cost_ratio: one draft step over one target pass (c). For a draft model the step is timed in
+            isolation, for heads it is the drafting time per level; 0 for lookup, which runs no model.
+        predicted_tokens_per_second, measured_over_predicted: decoding speed by the cost model, and
+            the measured one over it (medians over prompts, without prefill); None for batches and
+            trees, whose passes differ in cost from those that were timed.
+        share_of_seconds: share of time of each phase.
+    """
+
+    acceptance_length: float
+    acceptance_rate: float | None
+    acceptance_by_position: list[float]
+    drafted_by_position: list[int]
+    draft_length: float
+    cost_ratio: float
+    predicted_tokens_per_second: float | None
+    measured_over_predicted: float | None
+    share_of_seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TextComparison:
+    """Comparison of a system's texts at temperature 0 with those of its reference.
+
+    Args:
+        reference: for a speculating system the plain decoding of its family, for another family's
+            plain decoding ours.
+        num_prompts_differing: texts that differ. Each counts as one flip, since everything after
+            the first difference continues another prefix.
+        num_tokens_differing: positions at which the tokens differ, those after a flip included.
+        num_tokens: positions compared.
+        first_differences: per text, the index of the first difference; None if equal.
+    """
+
+    reference: str
+    num_prompts_differing: int
+    num_tokens_differing: int
+    num_tokens: int
+    first_differences: list[int | None]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One system on the prompts of one task.
+
+    Args:
+        num_batches: number of batches (at batch size 1: prompts) of this task.
+        tokens_per_second: median over these batches.
+        against_plain: ratio to the plain decoding of the same family; None for the plain decoding
+            itself, and for families without one.
+        acceptance_length: tau; None for systems that report no statistics.
+    """
+
+    num_batches: int
+    tokens_per_second: float
+    against_plain: Ratio | None
+    acceptance_length: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One system at one temperature and batch size.
+
+    Args:
+        tokens_per_second: median over batches of all new tokens over seconds, prefill included.
+        interval: 95 % percentile-bootstrap interval of `tokens_per_second`; None with too few
+            batches (see `summary.MIN_PROMPTS_FOR_INTERVAL`).
+        per_batch: tokens/s of each batch (at batch size 1: each prompt), in the workload's order.
+        against: ratios to each plain system and to each family's fastest speculating one, by name.
+        by_task: results per task.
+        rounds: None for systems that report no statistics.
+        equality: None at temperatures above 0, for our plain decoding (the reference of every
+            family's plain decoding), and for systems that return no token ids.
+    """
+
+    system: str
+    family: str
+    speculates: bool
+    temperature: float
+    batch_size: int
+    tokens_per_second: float
+    interval: tuple[float, float] | None
+    per_batch: Annotated[list[Speed], Field(min_length=1)]
+    against: dict[str, Ratio]
+    by_task: dict[str, TaskResult]
+    rounds: Rounds | None
+    equality: TextComparison | None
 
 
 @dataclass(frozen=True)
@@ -31,8 +130,7 @@ class Conditions:
         workload_note: reason why the default prompts were not used; empty if there is none.
         num_prompts_cut: prompts that were truncated on the left to fit the target's context.
         tasks: by batch size, the task of each batch in the order of `Result.per_batch`.
-        notes: further notes for the reader, such as systems that are missing in some settings and
-            truncated prompts.
+        notes: further notes for the reader, such as systems that are missing in some settings.
     """
 
     workload: str
@@ -82,16 +180,18 @@ class Report:
     results: list[Result]
     provenance: Provenance
     possessions: dict[str, DrafterFootprint] = field(default_factory=dict)
-    schema: int = field(default=SCHEMA)
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+    schema: Annotated[int, Field(strict=True, ge=1, le=SCHEMA)] = SCHEMA
 
     def to_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=1) + "\n"
+        return json.dumps(asdict(self), indent=1) + "\n"
 
-    def to_markdown(self) -> str:
-        return as_markdown(self)
+    def by_setting(self) -> dict[tuple[float, int], list[Result]]:
+        """Return results by temperature and batch size, sorted in this order."""
+        settings = sorted({(result.temperature, result.batch_size) for result in self.results})
+        return {
+            setting: [each for each in self.results if (each.temperature, each.batch_size) == setting]
+            for setting in settings
+        }
 
     def result(self, system: str, temperature: float, batch_size: int | None = None) -> Result:
         """Return the result of a system, by default at its smallest batch size.
@@ -99,43 +199,51 @@ class Report:
         Raises:
             KeyError: no such result.
         """
-        found = [
-            result
-            for result in self.results
-            if (result.system, result.temperature) == (system, temperature)
-            and batch_size in (None, result.batch_size)
-        ]
-        if not found:
-            raise KeyError((system, temperature, batch_size))
-        return min(found, key=lambda result: result.batch_size)
-
-    def save(self, folder: str | Path) -> tuple[Path, ...]:
-        """Write `<date>-<name>.json`, `.md` and charts (`-partial` if interrupted).
-
-        Charts are left out if matplotlib is not installed.
-
-        Returns:
-            The paths of all files.
-        """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        day = self.provenance.date.partition("T")[0]
-        stem = f"{day}-{self.name}{'' if self.complete else '-partial'}"
-        data, page = folder / f"{stem}.json", folder / f"{stem}.md"
-        data.write_text(self.to_json(), encoding="utf-8")
-        page.write_text(self.to_markdown(), encoding="utf-8")
-        charts = draw_charts(self, folder, stem) if can_draw() else []
-        return data, page, *charts
+        for (at, size), results in self.by_setting().items():
+            for result in results:
+                if (result.system, at) == (system, temperature) and batch_size in (None, size):
+                    return result
+        raise KeyError((system, temperature, batch_size))
 
 
-def make_cost_table(context_length: int, costs: Mapping[str | None, Costs]) -> CostTable:
-    """Return the cost table of a report from costs by draft model (None: no draft model)."""
-    target = costs[None]
-    by_model = {name: each for name, each in costs.items() if name is not None}
-    return CostTable(
-        context_length=context_length,
-        target_ms={m: 1000 * target.target[m] for m in sorted(target.target)},
-        curve=target.curve,
-        draft_step_ms={name: 1000 * each.draft_step for name, each in by_model.items()},
-        cost_ratio={name: each.cost_ratio for name, each in by_model.items()},
+def read_report(path: Path) -> Report:
+    """Read a report saved by `secondguess bench`, of the current or an earlier schema.
+
+    Raises:
+        BadInputError: a missing file, one with other content, or one of a newer schema.
+    """
+    try:
+        report = TypeAdapter(Report).validate_python(_upgrade(json.loads(path.read_bytes())))
+    except OSError as error:
+        problem = f"{path}: {error.strerror}"
+    except ValidationError as error:
+        problem = f"{path.name}: {describe(error)}"
+    except (ValueError, RecursionError) as error:
+        problem = f"{path.name}, which is no JSON: {error}"
+    except (KeyError, TypeError) as error:
+        problem = f"{path.name}, which is incomplete: {error!r}"
+    else:
+        return report
+    raise BadInputError(
+        f"expected a report of secondguess bench, got {problem}; give the .json file that bench saved (newer ones "
+        "need a newer secondguess)"
     )
+
+
+def _upgrade(data: Any) -> Any:
+    """Return the content of a file of any schema in the current one.
+
+    Schema 1 had neither batches, tasks, intervals nor numbers of drafted nodes (0 here), and refused
+    prompts that do not fit.
+    """
+    if not isinstance(data, dict) or data.get("schema") != 1:
+        return data
+    results = []
+    for result in data["results"]:
+        rounds = result["rounds"]
+        if rounds is not None:
+            rounds = rounds | {"drafted_by_position": [0] * len(rounds["acceptance_by_position"])}
+        added = {"batch_size": 1, "interval": None, "by_task": {}, "per_batch": result["per_prompt"]}
+        results.append(result | added | {"rounds": rounds})
+    workbench = data["workbench"] | {"num_prompts_cut": 0, "tasks": {}, "notes": []}
+    return data | {"workbench": workbench, "results": results}

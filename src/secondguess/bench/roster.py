@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
 from secondguess.bench.config import BenchConfig
-from secondguess.bench.systems import (
-    Models,
-    SecondguessSystem,
-    System,
-    draft_models,
-    public_name,
-    speculator_name,
-)
+from secondguess.bench.systems import Models, SecondguessSystem, System, draft_models, speculator_name
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.controllers import make_controller
 from secondguess.errors import BadInputError
+from secondguess.workloads.provenance import public_name
 
 
 def make_systems(config: BenchConfig, models: Models) -> list[System]:
@@ -30,18 +25,28 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
         BadInputError: an unknown name, a controller that no drafter uses, two systems with the
             same name, or a server that does not respond.
     """
-    for name in (*config.controllers, *(f"fixed:{length}" for length in config.draft_lengths)):
-        make_controller(name)
+    fixed = [f"fixed:{length}" for length in config.draft_lengths]
+    for name in (*config.controllers, *fixed):
+        make_controller(name)  # refuses an unknown name
     systems: list[System] = [SecondguessSystem(models, "none")]
     for drafter in config.drafters_to_run:
         default = SecondguessSystem(models, drafter)
         # With `--drafters all`, named controllers replace the default one.
         if not (config.runs_all and config.controllers):
             systems.append(default)
-        lengths = config.draft_lengths if default.draft_model is not None and not config.runs_all else ()
-        named = [*(f"fixed:{length}" for length in lengths), *config.controllers]
-        systems += _under_controllers(models, drafter, list(dict.fromkeys(named)))
-    _check_controllers(config, systems)
+        lengths = fixed if default.draft_model is not None and not config.runs_all else []
+        for controller in dict.fromkeys([*lengths, *config.controllers]):
+            # A controller that needs draft probabilities is left out for a drafter without; `coverage_notes` says so.
+            with suppress(BadInputError):
+                systems.append(SecondguessSystem(models, drafter, controller))
+    unused = _unused_controllers(systems, config)
+    for controller in config.controllers:
+        if all((drafter, controller) in unused for drafter in config.drafters_to_run):
+            found = ", ".join(map(public_name, config.drafters_to_run)) or "none at all"
+            raise BadInputError(
+                f"expected a drafter that would ask the controller {controller!r}, got {found}; add a drafter with a "
+                "model, or take fixed:K"
+            )
     if "transformers" in config.against:
         systems += _transformers_systems(config, models, draft_models(systems))
     systems += _servers(config, models)
@@ -53,40 +58,25 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
 
 def coverage_notes(systems: Sequence[System], config: BenchConfig) -> list[str]:
     """Return notes on systems that are missing in some settings."""
-    notes = []
-    names = {system.name for system in systems}
-    for drafter in config.drafters_to_run:
-        for controller in config.controllers:
-            if speculator_name(drafter, controller) not in names:
-                notes.append(f"{public_name(drafter)} is not run with {controller}, which it would not ask")
+    notes = [
+        f"{public_name(drafter)} is not run with {controller}, which it would not ask"
+        for drafter, controller in _unused_controllers(systems, config)
+    ]
     alone = list(dict.fromkeys(system.family for system in systems if not system.batches))
     if alone and config.batch_sizes != (1,):
         notes.append(f"{', '.join(alone)}: at batch size 1 only, since they decode one prompt at a time here")
     return notes
 
 
-def _under_controllers(models: Models, drafter: str, names: Sequence[str]) -> list[System]:
-    """Return one system for each controller that the drafter can use."""
-    systems: list[System] = []
-    for name in names:
-        try:
-            systems.append(SecondguessSystem(models, drafter, name))
-        except BadInputError:
-            # The name is valid: the controller needs draft probabilities, which this drafter
-            # lacks. `coverage_notes` reports it.
-            continue
-    return systems
-
-
-def _check_controllers(config: BenchConfig, systems: Sequence[System]) -> None:
+def _unused_controllers(systems: Sequence[System], config: BenchConfig) -> list[tuple[str, str]]:
+    """Return the pairs of drafter and named controller that do not run together."""
     names = {system.name for system in systems}
-    for controller in config.controllers:
-        if not any(speculator_name(drafter, controller) in names for drafter in config.drafters_to_run):
-            asked = ", ".join(public_name(drafter) for drafter in config.drafters_to_run) or "none at all"
-            raise BadInputError(
-                f"expected a drafter that would ask the controller {controller!r}, got {asked}; add a drafter with a "
-                "model, or take fixed:K"
-            )
+    return [
+        (drafter, controller)
+        for drafter in config.drafters_to_run
+        for controller in config.controllers
+        if speculator_name(drafter, controller) not in names
+    ]
 
 
 def _transformers_systems(config: BenchConfig, models: Models, draft_names: Sequence[str]) -> list[System]:

@@ -13,13 +13,17 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
+
+from pydantic import BaseModel, Field, ValidationError
 
 from secondguess.bench.systems import Run, System
 from secondguess.errors import BadInputError
+from secondguess.validation import describe
 
 TIMEOUT_SECONDS = 600.0
+"""Seconds without data after which a request fails."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 SHOWN = 200
 """Maximum number of characters of a server's response that an error message quotes."""
@@ -90,6 +94,25 @@ class ServerAddress:
         return f"{self.scheme}://{self.host}{self.path}"
 
 
+class _Usage(BaseModel):
+    completion_tokens: Annotated[int, Field(ge=1, strict=True)]
+
+
+class _Completion(BaseModel):
+    usage: _Usage
+
+
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    data: list[_Model]
+
+
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
+
+
 class Server(System):
     """Server that continues prompts with `/v1/completions`.
 
@@ -99,8 +122,6 @@ class Server(System):
     Args:
         address: address of the server.
         decode: converts a prompt's token ids to text.
-        key: bearer token; by default the environment variable OPENAI_API_KEY.
-        timeout: seconds without data after which a request fails.
 
     Raises:
         BadInputError: no server at the address, an error status, or a response in another format.
@@ -109,19 +130,10 @@ class Server(System):
     speculates = False
     exact_length = False
 
-    def __init__(
-        self,
-        address: ServerAddress,
-        decode: Callable[[Sequence[int]], str],
-        key: str | None = None,
-        timeout: float = TIMEOUT_SECONDS,
-    ) -> None:
-        self.family = address.host
-        self.name = address.name
-        self._address = address
-        self._decode = decode
-        self._timeout = timeout
-        self._key = os.environ.get(KEY_VARIABLE) if key is None else key
+    def __init__(self, address: ServerAddress, decode: Callable[[Sequence[int]], str]) -> None:
+        self.family, self.name = address.host, address.name
+        self._address, self._decode = address, decode
+        self._key = os.environ.get(KEY_VARIABLE)
         self._supports_ignore_eos = True
         self._model = address.model or self._only_model()
 
@@ -133,24 +145,16 @@ class Server(System):
             "temperature": temperature,
             "seed": seed,
         }
+        status = 400
         if self._supports_ignore_eos:
             status, answer, seconds = self._ask("POST", "completions", {**request, "ignore_eos": True})
-            if status not in (400, 422):
-                return self._read(status, answer, seconds)
-        # OpenAI's own protocol has no such field, and some servers refuse unknown fields. A request
-        # that is refused without it too was refused for another reason.
-        status, answer, seconds = self._ask("POST", "completions", request)
-        self._supports_ignore_eos &= status in (400, 422)
-        return self._read(status, answer, seconds)
-
-    def _read(self, status: int, answer: bytes, seconds: float) -> Run:
-        count = _at(self._json(status, answer, "completions"), "usage", "completion_tokens")
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise BadInputError(
-                f"expected at least one token and their number in usage.completion_tokens from "
-                f"{self._address.shown}, got {_shown(answer)}; is it an OpenAI-compatible server?"
-            )
-        return Run([], seconds, lengths=(count,))
+        if status in (400, 422):
+            # OpenAI's own protocol has no such field, and some servers refuse unknown fields. A request
+            # that is refused without it too was refused for another reason.
+            status, answer, seconds = self._ask("POST", "completions", request)
+            self._supports_ignore_eos &= status in (400, 422)
+        usage = self._parse(_Completion, status, answer, "completions").usage
+        return Run([], seconds, lengths=(usage.completion_tokens,))
 
     def _only_model(self) -> str:
         """Return the name of the server's model.
@@ -159,28 +163,26 @@ class Server(System):
             BadInputError: the server does not have exactly one model.
         """
         status, answer, _ = self._ask("GET", "models")
-        listed = _at(self._json(status, answer, "models"), "data")
-        names = [_at(each, "id") for each in listed] if isinstance(listed, list) else []
-        if len(names) != 1 or not isinstance(names[0], str):
-            found = ", ".join(map(str, names[:5])) or _shown(answer)
+        names = [model.id for model in self._parse(_Models, status, answer, "models").data]
+        if len(names) != 1:
+            found = ", ".join(names[:5]) or "none"
             raise BadInputError(
                 f"expected one model at {self._address.shown}, got {found}; "
                 f"name one: --against {self._address.shown},model=NAME"
             )
         return names[0]
 
-    def _json(self, status: int, answer: bytes, what: str) -> Any:
-        place = f"{self._address.shown}/v1/{what}"
+    def _parse(self, answer_type: type[AnswerT], status: int, answer: bytes, what: str) -> AnswerT:
+        url = f"{self._address.shown}/v1/{what}"
+        shown = repr(" ".join(answer.decode("utf-8", "replace").split())[:SHOWN]) if answer else "nothing"
         if status != http.client.OK:
-            hint = f"; give its key in {KEY_VARIABLE}" if status in (401, 403) else "; is the address right?"
-            raise BadInputError(
-                f"expected an answer from {place}, got status {status}: {_shown(answer)}{hint}"
-            )
+            hint = f"give its key in {KEY_VARIABLE}" if status in (401, 403) else "is the address right?"
+            raise BadInputError(f"expected an answer from {url}, got status {status}: {shown}; {hint}")
         try:
-            return json.loads(answer)
-        except ValueError:
+            return answer_type.model_validate_json(answer)
+        except ValidationError as error:
             raise BadInputError(
-                f"expected JSON from {place}, got {_shown(answer)}; is it an OpenAI-compatible server?"
+                f"{describe(error)}, in the answer of {url}: {shown}; is it an OpenAI-compatible server?"
             ) from None
 
     def _ask(self, method: str, what: str, body: object = None) -> tuple[int, bytes, float]:
@@ -189,7 +191,7 @@ class Server(System):
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        connection = _SCHEMES[self._address.scheme](self._address.host, timeout=self._timeout)
+        connection = _SCHEMES[self._address.scheme](self._address.host, timeout=TIMEOUT_SECONDS)
         try:
             connection.connect()
             start = time.perf_counter()
@@ -204,15 +206,3 @@ class Server(System):
             ) from None
         finally:
             connection.close()
-
-
-def _at(value: Any, *keys: str) -> Any:
-    """Return the value at a path of keys, or None if there is none."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _shown(answer: bytes) -> str:
-    text = " ".join(answer.decode("utf-8", "replace").split())
-    return repr(text[:SHOWN]) if text else "nothing"

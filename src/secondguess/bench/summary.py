@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,8 @@ class Ratio:
         of_medians: ratio of the medians over prompts.
         low, high: 95 % percentile-bootstrap interval of `of_medians`; None with fewer than
             `MIN_PROMPTS_FOR_INTERVAL` prompts.
-        worst: smallest ratio on any single prompt (see `compare_apart` for unpaired prompts).
+        worst: smallest ratio on any single prompt; if prompts are not paired, of the smallest speed
+            to the median of the baseline.
     """
 
     of_medians: float
@@ -36,34 +38,26 @@ class Ratio:
     high: float | None
     worst: float
 
-
-def compare(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
-    """Return the ratio of speeds on the same prompts in the same order, resampled in pairs."""
-    ours, theirs = np.asarray(speeds), np.asarray(baseline)
-    prompts = np.random.default_rng(seed).integers(0, len(ours), size=(NUM_RESAMPLES, len(ours)))
-    resampled = np.median(ours[prompts], axis=1) / np.median(theirs[prompts], axis=1)
-    low, high = _interval(resampled, len(ours)) or (None, None)
-    return Ratio(
-        of_medians=float(np.median(ours) / np.median(theirs)),
-        low=low,
-        high=high,
-        worst=float((ours / theirs).min()),
-    )
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        return None if self.low is None or self.high is None else (self.low, self.high)
 
 
-def compare_apart(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
-    """Return the ratio of speeds on different prompts, each side resampled independently.
+def compare(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0, paired: bool = True) -> Ratio:
+    """Return the ratio of speeds.
 
-    `worst` is the smallest speed over the median of the baseline.
+    Args:
+        paired: both are of the same prompts in the same order, and resampled together; otherwise
+            each side is resampled by itself.
     """
     ours, theirs = np.asarray(speeds), np.asarray(baseline)
-    resampled = _resampled_medians(ours, seed) / _resampled_medians(theirs, seed + 1)
+    resampled = _resampled_medians(ours, seed) / _resampled_medians(theirs, seed if paired else seed + 1)
     low, high = _interval(resampled, min(len(ours), len(theirs))) or (None, None)
     return Ratio(
         of_medians=float(np.median(ours) / np.median(theirs)),
         low=low,
         high=high,
-        worst=float(ours.min() / np.median(theirs)),
+        worst=float((ours / (theirs if paired else np.median(theirs))).min()),
     )
 
 
@@ -84,13 +78,9 @@ def _interval(resampled: NDArray[np.float64], num_prompts: int) -> tuple[float, 
 
 
 def _resampled_medians(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-    places = np.random.default_rng(seed).integers(0, len(values), size=(NUM_RESAMPLES, len(values)))
-    medians: NDArray[np.float64] = np.median(values[places], axis=1)
+    indices = np.random.default_rng(seed).integers(0, len(values), size=(NUM_RESAMPLES, len(values)))
+    medians: NDArray[np.float64] = np.median(values[indices], axis=1)
     return medians
-
-
-def median(values: Sequence[float]) -> float:
-    return float(np.median(np.asarray(values)))
 
 
 def sum_stats(many: Iterable[Stats]) -> Stats:
@@ -101,27 +91,13 @@ def sum_stats(many: Iterable[Stats]) -> Stats:
         total.num_tokens += stats.num_tokens
         total.num_drafted += stats.num_drafted
         total.num_accepted += stats.num_accepted
-        _add_positions(total.drafted_per_position, stats.drafted_per_position)
-        _add_positions(total.accepted_per_position, stats.accepted_per_position)
+        total.drafted_per_position = _add(total.drafted_per_position, stats.drafted_per_position)
+        total.accepted_per_position = _add(total.accepted_per_position, stats.accepted_per_position)
         for phase, seconds in stats.seconds.items():
             total.seconds[phase] += seconds
         total.drafting_seconds += stats.drafting_seconds
     return total
 
 
-def _add_positions(total: list[int], counts: Sequence[int]) -> None:
-    total.extend([0] * (len(counts) - len(total)))
-    for position, count in enumerate(counts):
-        total[position] += count
-
-
-def first_difference(text: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Return the index of the first difference of two token sequences, or None if they are equal.
-
-    >>> first_difference([1, 2, 3], [1, 5, 3]), first_difference([1], [1, 2]), first_difference([1], [1])
-    (1, 1, None)
-    """
-    for index, (ours, theirs) in enumerate(zip(text, reference, strict=False)):
-        if ours != theirs:
-            return index
-    return None if len(text) == len(reference) else min(len(text), len(reference))
+def _add(total: Sequence[int], counts: Sequence[int]) -> list[int]:
+    return [sum(pair) for pair in zip_longest(total, counts, fillvalue=0)]

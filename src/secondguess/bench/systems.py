@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from secondguess.runtime.cached import CachedRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
 from secondguess.verifiers import make_verifier
+from secondguess.workloads.provenance import Provenance, collect_provenance, public_name
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Run:
     @classmethod
     def of_batch(cls, texts: Sequence[Sequence[int]], seconds: float, stats: Stats | None = None) -> Run:
         """Make a run from the new tokens of each row."""
-        return cls([token for text in texts for token in text], seconds, stats, tuple(map(len, texts)))
+        return cls(list(chain.from_iterable(texts)), seconds, stats, tuple(map(len, texts)))
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
@@ -69,8 +71,8 @@ class Run:
     @property
     def texts(self) -> list[list[int]]:
         """New tokens of each row."""
-        ends = list(accumulate(self.row_lengths))
-        return [self.tokens[end - length : end] for length, end in zip(self.row_lengths, ends, strict=True)]
+        tokens = iter(self.tokens)
+        return [list(islice(tokens, length)) for length in self.row_lengths]
 
     @property
     def tokens_per_second(self) -> float:
@@ -132,11 +134,11 @@ class Models:
 
     def __init__(self, model: str, dtype: str, device: str, quantize: str | None = None) -> None:
         self.target = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize).load()
-        self._dtype = dtype
-        self._device = device
+        self._name, self._dtype, self._device = model, dtype, device
         self._draft_models: dict[str, LoadedModel] = {}
 
     def draft_model(self, name: str) -> LoadedModel:
+        """Return a draft model, loaded on the first call."""
         if name not in self._draft_models:
             self._draft_models[name] = self._load_draft_model(name)
         return self._draft_models[name]
@@ -146,10 +148,18 @@ class Models:
         self.target.checkpoint.require_same_tokenizer(checkpoint)
         return checkpoint.load()
 
-    @property
-    def draft_models(self) -> dict[str, LoadedModel]:
-        """Draft models loaded so far, by the requested names."""
-        return dict(self._draft_models)
+    def provenance(self, num_threads: int, seed: int) -> Provenance:
+        """Return the provenance of what was measured with all models loaded so far."""
+        loaded = {public_name(name): each for name, each in self._draft_models.items()}
+        loaded = {public_name(self._name): self.target, **loaded}
+        return collect_provenance(
+            num_threads=num_threads,
+            device=self.target.device,
+            dtype=self.target.dtype,
+            seed=seed,
+            models={name: Path(each.path) for name, each in loaded.items()},
+            runtimes={name: each.runtime_description for name, each in loaded.items()},
+        )
 
 
 class ModelsWithOwnCaches(Models):
@@ -162,6 +172,7 @@ class ModelsWithOwnCaches(Models):
     """
 
     def __init__(self, lender: Models) -> None:
+        self._name = lender._name
         self.target = with_own_cache(lender.target)
         self._lender = lender
         self._draft_models = {}
@@ -181,7 +192,7 @@ class RunningBatch:
     """Measured run of one batch, advanced round by round; time between rounds does not count."""
 
     def __init__(self, components: Components, rows: Sequence[Row]) -> None:
-        self._team = components
+        self._components = components
         self._rows = rows
         self._rounds = decode(components, rows)
         self._seconds = 0.0
@@ -195,8 +206,14 @@ class RunningBatch:
         return goes_on
 
     def run(self) -> Run:
-        """Return the run so far."""
-        stats = together([self._team.recorder.of(row) for row in self._rows])
+        """Return the run so far.
+
+        Counters are summed over the rows; seconds, which rows share, are the maximum.
+        """
+        of_rows = [self._components.recorder.of(row) for row in self._rows]
+        stats = sum_stats(of_rows)
+        stats.seconds = dict(max(of_rows, key=lambda row: sum(row.seconds.values())).seconds)
+        stats.drafting_seconds = max(row.drafting_seconds for row in of_rows)
         return Run.of_batch([row.output for row in self._rows], self._seconds, stats)
 
 
@@ -234,7 +251,7 @@ class SecondguessSystem(System):
         self.drafter = drafter
         self._controller = controller
         # Refuses an unknown controller, or one that this drafter cannot use, at once.
-        self._make_controller()
+        choose_controller(controller, self._drafter)
         self._controllers: dict[tuple[float, int], Controller] = {}
         self._verifier = make_verifier("auto")
         self.speculates = drafter != "none"
@@ -273,11 +290,8 @@ class SecondguessSystem(System):
         """Return the controller kept for this temperature and batch size."""
         key = (temperature, batch_size)
         if key not in self._controllers:
-            self._controllers[key] = self._make_controller()
+            self._controllers[key] = choose_controller(self._controller, self._drafter)
         return self._controllers[key]
-
-    def _make_controller(self) -> Controller:
-        return choose_controller(self._controller, self._drafter)
 
     def reset(self) -> None:
         self._controllers.clear()
@@ -292,14 +306,6 @@ class SecondguessSystem(System):
         return row
 
 
-def together(rows: Sequence[Stats]) -> Stats:
-    """Sum the counters of a batch's rows; seconds, which rows share, are the maximum over rows."""
-    total = sum_stats(rows)
-    total.seconds = dict(max(rows, key=lambda stats: sum(stats.seconds.values())).seconds)
-    total.drafting_seconds = max(stats.drafting_seconds for stats in rows)
-    return total
-
-
 def speculator_name(drafter: str, controller: str | None = None) -> str:
     """Return the name of one of our systems in reports.
 
@@ -310,16 +316,21 @@ def speculator_name(drafter: str, controller: str | None = None) -> str:
     return f"secondguess {'plain' if drafter == 'none' else shown}"
 
 
-def public_name(name: str) -> str:
-    """Return a model or drafter name for reports: an absolute path becomes its last component.
-
-    >>> public_name("model:/data/models/tiny,dtype=float32"), public_name("some/model")
-    ('model:tiny,dtype=float32', 'some/model')
-    """
-    kind, colon, path = name.rpartition(":")
-    return f"{kind}{colon}{Path(path).name if Path(path).is_absolute() else path}"
-
-
 def draft_models(systems: Iterable[System]) -> list[str]:
     """Return the names of the systems' draft models, each once."""
     return list(dict.fromkeys(system.draft_model for system in systems if system.draft_model))
+
+
+@contextmanager
+def threads(number: int | None) -> Iterator[int]:
+    """Set the number of torch threads (None: leave it) and restore the former number at exit.
+
+    Yields:
+        The number of threads in use.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if number is None else number)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)

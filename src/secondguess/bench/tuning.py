@@ -15,21 +15,17 @@ from typing import ClassVar
 import torch
 
 from secondguess.api import default_drafter
-from secondguess.bench.choices import PLAIN, Choice, Speed, controllers_for, fastest, group
-from secondguess.bench.costs import ForwardTimer
-from secondguess.bench.encoding import encode_workload, typical_context
-from secondguess.bench.predict import Costs
-from secondguess.bench.systems import Models, Run, SecondguessSystem
-from secondguess.bench.threads import threads
-from secondguess.bench.tune_config import TuneConfig
-from secondguess.bench.workloads import Workload, load_workload
+from secondguess.bench.choices import PLAIN, Choice, Speed, controllers_for, fastest
+from secondguess.bench.config import TuneConfig
+from secondguess.bench.costs import Costs, ForwardTimer, typical_context
+from secondguess.bench.encoding import encode_workload
+from secondguess.bench.measurement import Progress, make_batches
+from secondguess.bench.systems import Models, Run, SecondguessSystem, threads
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import SecondGuessError
 from secondguess.pairing import resolve_drafter
 from secondguess.stats import Clock
-
-Progress = Callable[[int, int, str], None]
-"""Called with steps done, steps in all, and the name of the step."""
+from secondguess.workloads.loading import Workload, load_workload
 
 MOST_PASSES = 5
 NUM_DRAFTERS = 2
@@ -42,23 +38,15 @@ WARM_UP_TOKENS = 8
 
 
 class Budget:
-    """Seconds that may be spent, and those spent by step."""
+    """Seconds that may be spent, from now on."""
 
     def __init__(self, seconds: float, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
-        self._start = self._mark = clock()
-        self.seconds = seconds
-        self.spent: dict[str, float] = {}
+        self._end = clock() + seconds
 
     @property
     def left(self) -> float:
-        return self.seconds - (self._clock() - self._start)
-
-    def book(self, step: str) -> None:
-        """Record the seconds since the last call under the name of a step."""
-        now = self._clock()
-        self.spent[step] = self.spent.get(step, 0.0) + now - self._mark
-        self._mark = now
+        return self._end - self._clock()
 
     def until(self, share: float) -> Callable[[], bool]:
         """Return a function that is true until a share of the time left from now on has passed."""
@@ -75,23 +63,17 @@ class Findings:
         dropped: by batch size, speed-ups over plain decoding of choices that were dropped before.
         int8: by batch size, speeds of a target with weights in 8 bits; empty where that was not run.
         costs: of target passes at each batch size.
-        num_passes: final runs of a batch, at most.
         notes: remarks for the reader.
-        spent: seconds by step.
     """
 
     config: TuneConfig
     workload: Workload
     models: Models
-    num_prompts: int
-    longest: int
     speeds: dict[int, dict[Choice, Speed]] = field(default_factory=dict)
     dropped: dict[int, dict[Choice, float]] = field(default_factory=dict)
     int8: dict[int, dict[Choice, Speed]] = field(default_factory=dict)
     costs: dict[int, Costs] = field(default_factory=dict)
-    num_passes: int = 0
     notes: list[str] = field(default_factory=list)
-    spent: dict[str, float] = field(default_factory=dict)
 
 
 def run_tune(
@@ -107,19 +89,17 @@ def run_tune(
     """
     budget = Budget(60 * config.minutes, clock)
     workload = load_workload(config.prompts, config.num_prompts)
+    total = len(Tuner.STEPS) + 1
     with threads(config.num_threads), torch.inference_mode():
-        progress(0, len(Tuner.STEPS) + 1, "loading the models")
+        progress(0, total, "loading the models")
         checkpoint = Checkpoint.resolve(config.model, dtype=config.dtype, device=config.device)
         for drafter in config.drafters_to_compare:
             resolve_drafter(drafter, checkpoint)
         tuner = Tuner(config, workload, Models(config.model, config.dtype, config.device), budget)
-        budget.book("loading")
         for number, (step, method) in enumerate(Tuner.STEPS.items(), start=1):
-            progress(number, len(Tuner.STEPS) + 1, step)
+            progress(number, total, step)
             method(tuner)
-            budget.book(step)
-        progress(len(Tuner.STEPS) + 1, len(Tuner.STEPS) + 1, "done")
-    tuner.findings.spent = budget.spent
+        progress(total, total, "done")
     return tuner.findings
 
 
@@ -132,7 +112,8 @@ class Trials:
     def __init__(
         self, models: Models, prompts: Sequence[Sequence[int]], size: int, config: TuneConfig
     ) -> None:
-        self.batches = [[prompts[index] for index in members] for members in group(len(prompts), size)]
+        batches = make_batches([""] * len(prompts), size)
+        self.batches = [[prompts[index] for index in batch.prompts] for batch in batches]
         self._models, self._config = models, config
         self._systems: dict[Choice, SecondguessSystem] = {}
         self._num_turns = 0
@@ -150,13 +131,12 @@ class Trials:
 
     def system(self, choice: Choice) -> SecondguessSystem:
         """Return the system of a choice, warmed up."""
-        system = self._systems.get(choice)
-        if system is None:
+        if choice not in self._systems:
             controller = choice.controller if choice.speculates else None
             system = SecondguessSystem(self._models, choice.drafter, controller, ends_texts=True)
             self._systems[choice] = system
             self._decode(choice, 0, min(WARM_UP_TOKENS, self._config.num_tokens))
-        return system
+        return self._systems[choice]
 
     def _decode(self, choice: Choice, number: int, num_tokens: int) -> Run:
         config = self._config
@@ -185,9 +165,8 @@ class Tuner:
         self._prompts = encoded.prompts
         self._trials = {size: Trials(models, self._prompts, size, config) for size in config.batch_sizes}
         self._best: dict[int, list[Choice]] = {}
-        longest = max(map(len, self._prompts)) + config.num_tokens
-        self.findings = Findings(config, workload, models, len(self._prompts), longest)
-        self.findings.notes += [note for note in (workload.note, encoded.note) if note]
+        notes = [workload.note] if workload.note else []
+        self.findings = Findings(config, workload, models, notes=[*notes, *encoded.notes])
 
     def compare_drafters(self) -> None:
         """Run every drafter under its default controller."""
@@ -211,41 +190,32 @@ class Tuner:
     def _halve(self, size: int, choices: Sequence[Choice], keep: int, share: float) -> list[Choice]:
         """Return the fastest few by successive halving; plain decoding runs beside them."""
         trials, has_time = self._trials[size], self._budget.until(share / len(self._trials))
+        dropped = self.findings.dropped.setdefault(size, {})
         alive, done, step = list(choices), 0, 1
-        while len(alive) > keep:
+        while len(alive) > keep and done < len(trials.batches) and (not done or has_time()):
             numbers = range(done, min(done + step, len(trials.batches)))
-            if not numbers or (done and not has_time()):
-                break
             trials.run([PLAIN, *alive], numbers)
             done, step = done + len(numbers), 2 * step
             speeds = trials.speeds([PLAIN, *alive], done)
-            ordered = fastest(speeds)
-            alive = ordered[: max(keep, (len(ordered) + 1) // 2)]
-            self._note_dropped(size, speeds, alive)
-        if len(alive) > keep:
-            speeds = trials.speeds([PLAIN, *alive], done)
-            alive = fastest(speeds)[:keep]
-            self._note_dropped(size, speeds, alive)
-        return alive
-
-    def _note_dropped(self, size: int, speeds: dict[Choice, Speed], alive: Sequence[Choice]) -> None:
-        dropped = self.findings.dropped.setdefault(size, {})
-        for choice, speed in speeds.items():
-            if choice.speculates and choice not in alive:
-                dropped[choice] = speed.over(speeds[PLAIN])
+            dropped |= {choice: speeds[choice].over(speeds[PLAIN]) for choice in alive}
+            alive = fastest(speeds)[: max(keep, (len(alive) + 1) // 2)]
+        for choice in alive[:keep]:
+            dropped.pop(choice, None)
+        return alive[:keep]
 
     def run_best(self) -> None:
         """Run plain decoding, the default and the best of all batch sizes in turns, at every batch size."""
+        default = Choice(default_drafter(self._config.model), "cost")
         found = [choice for best in self._best.values() for choice in best]
-        choices = list(dict.fromkeys([PLAIN, self._default(), *found]))
+        choices = list(dict.fromkeys([PLAIN, default, *found]))
+        context = typical_context(self._prompts, self._config.num_tokens)
         share = 1 - SHARE_OF_INT8 if self._config.int8 else 1.0
-        for place, (size, trials) in enumerate(self._trials.items()):
-            has_time = self._budget.until(share / (len(self._trials) - place))
+        for index, (size, trials) in enumerate(self._trials.items()):
+            has_time = self._budget.until(share / (len(self._trials) - index))
             trials.forget_runs()
-            probe = self._make_probe(size)
+            probe = ForwardTimer(self._models.target.runtime, {}, context, num_sweeps=1, num_rows=size)
             probe.warm_up()
-            num_batches = len(trials.batches)
-            num_runs = 0
+            num_batches, num_runs = len(trials.batches), 0
             while num_runs < MOST_PASSES * num_batches and (not num_runs or has_time()):
                 trials.run(choices, [num_runs % num_batches])
                 if num_runs % num_batches == 0:
@@ -256,20 +226,10 @@ class Tuner:
                 self.findings.notes.append(
                     f"time was short: the best ran on {num_done} of {num_batches} batches of {size}"
                 )
-            self.findings.num_passes = max(self.findings.num_passes, -(-num_runs // num_batches))
             self.findings.speeds[size] = trials.speeds(choices, num_done)
             self.findings.costs[size] = probe.costs()
             for choice in choices:
                 self.findings.dropped.get(size, {}).pop(choice, None)
-
-    def _make_probe(self, size: int) -> ForwardTimer:
-        context = typical_context(self._prompts, self._config.num_tokens)
-        return ForwardTimer(self._models.target.runtime, {}, context, num_sweeps=1, num_rows=size)
-
-    def _default(self) -> Choice:
-        """Return the choice of `load` without options."""
-        name = default_drafter(self._config.model)
-        return Choice(name, "cost")
 
     def run_int8(self) -> None:
         """Run plain decoding and the best choice of each batch size with the target's weights in 8 bits."""
@@ -279,7 +239,7 @@ class Tuner:
         if self._models.target.checkpoint.quantize is not None:
             notes.append("the target is in 8 bits already")
             return
-        if self._budget.left < LEAST_FOR_INT8 * self._budget.seconds:
+        if self._budget.left < LEAST_FOR_INT8 * 60 * config.minutes:
             notes.append("time was short: 8 bits were not run")
             return
         try:
@@ -287,9 +247,9 @@ class Tuner:
         except SecondGuessError as error:
             notes.append(f"8 bits were not run: {error}")
             return
-        for place, (size, speeds) in enumerate(self.findings.speeds.items()):
+        for index, (size, speeds) in enumerate(self.findings.speeds.items()):
             trials = Trials(models, self._prompts, size, config)
-            has_time = self._budget.until(1 / (len(self.findings.speeds) - place))
+            has_time = self._budget.until(1 / (len(self.findings.speeds) - index))
             choices = [PLAIN, *fastest(speeds)[:1]]
             done = 0
             while done < len(trials.batches) and (not done or has_time()):

@@ -132,7 +132,7 @@ def bench(
         _refuse_options(context)
         return 0
 
-    from secondguess.bench import BenchConfig, run_bench
+    from secondguess.bench import BenchConfig, as_markdown, run_bench, save_report
     from secondguess.train.files import require_folder
 
     given = {
@@ -140,8 +140,6 @@ def bench(
         "temperatures": temperature,
         "draft_lengths": draft_length,
         "prompts": prompts,
-        "tasks": task,
-        "controllers": controller,
         "batch_sizes": batch_size,
     }
     config = BenchConfig(
@@ -154,6 +152,8 @@ def bench(
         num_threads=threads,
         seed=seed,
         name=name,
+        tasks=tuple(task or ()),
+        controllers=tuple(controller or ()),
         **{field: tuple(values) for field, values in given.items() if values},  # type: ignore[arg-type]
     )
     require_folder(output, "--output")
@@ -165,8 +165,8 @@ def bench(
     with progress_bar("loading") as progress:
         report = run_bench(config, progress)
     # Print before saving, so that a full disk does not lose the results.
-    print(report.to_json() if json else report.to_markdown(), end="", flush=True)
-    saved = report.save(output)
+    print(report.to_json() if json else as_markdown(report), end="", flush=True)
+    saved = save_report(report, output)
     *others, last = map(str, saved)
     print_note(f"saved {', '.join(others)} and {last}")
     if not any(path.suffix == ".png" for path in saved):

@@ -131,7 +131,7 @@ def load_settings_and_tuned(context: Context, config: Path | None) -> tuple[dict
     """
     from secondguess.configuration import LoadSettings, TuningRecord
 
-    names = [name for name in LoadSettings.__dataclass_fields__ if name in context.params]
+    names = [name for name in LoadSettings.model_fields if name in context.params]
     settings, tuned = {name: context.params[name] for name in names}, TuningRecord()
     if config is not None:
         given = {name: value for name, value in settings.items() if is_given(context, name)}

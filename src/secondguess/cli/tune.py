@@ -92,7 +92,7 @@ def tune(
     Runs all drafters on a few prompts, drops the slower half and repeats with more prompts;
     then the same with the controllers of the best drafters. Ctrl-C writes nothing.
     """
-    from secondguess.bench.tune_config import TuneConfig
+    from secondguess.bench.config import TuneConfig
 
     config = TuneConfig(
         model=model,
@@ -156,20 +156,15 @@ def _check_output_paths(output: Path | None, config_out: Path) -> None:
 
 
 def _save(report: TuneReport, output: Path | None, config_out: Path) -> list[Path]:
-    """Write the configuration and, with an output folder, the JSON report and charts.
-
-    Returns:
-        All paths written.
-    """
-    from secondguess.bench.charts import can_draw
-    from secondguess.bench.tune_charts import draw_charts
+    """Write the configuration and, with an output folder, the JSON report and a chart; return the paths."""
+    from secondguess.bench.charts import can_draw, to_png
     from secondguess.train.files import write_atomically
 
     files = {config_out: report.to_toml().encode()}
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        charts = draw_charts(report) if can_draw() else {}
-        files |= {output / name: image for name, image in charts.items()}
+        if can_draw():
+            files[output / "tune-speedups.png"] = to_png(report.draw())
         files[output / "tune.json"] = report.to_json().encode()
     for path, content in files.items():
         with write_atomically(path) as stream:

@@ -14,9 +14,7 @@ from pathlib import Path
 import numpy
 
 from secondguess.api import LLM, encode, load, make_row
-from secondguess.bench.systems import public_name
 from secondguess.bench.traces import Trace, record
-from secondguess.bench.workloads import Workload, load_workload
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.controllers.acceptance_features import features_of_path
@@ -27,6 +25,8 @@ from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 from secondguess.train.acceptance_fit import Examples, FitOptions, Fitted, fit
 from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts
+from secondguess.workloads.loading import Workload, load_workload
+from secondguess.workloads.provenance import public_name
 
 HELD_OUT_EVERY = 5
 """One in this many prompts is held out."""

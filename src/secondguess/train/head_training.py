@@ -16,8 +16,6 @@ from typing import Any, Protocol
 import torch
 
 from secondguess.api import LLM, load
-from secondguess.bench.provenance import collect_provenance
-from secondguess.bench.systems import public_name
 from secondguess.checkpoint.read import pick_device, read_config
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.drafters import DRAFTERS
@@ -53,6 +51,7 @@ from secondguess.train.training_texts import (
     texts_as_they_stand,
     write_answers,
 )
+from secondguess.workloads.provenance import collect_provenance, public_name
 
 DEFAULT_PROMPTS = 400
 """Number of prompts from the standard library if no data is given."""

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from secondguess.api import load
-from secondguess.bench.systems import public_name
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import UnsupportedModelError
 from secondguess.heads.files import Provenance
@@ -25,6 +24,7 @@ from secondguess.train.training_texts import (
     sample_evenly,
     write_answers,
 )
+from secondguess.workloads.provenance import public_name
 
 MAX_SEARCH_TOKENS = 128
 """Maximum number of tokens of each text that are searched on."""

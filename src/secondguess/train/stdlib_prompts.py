@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from secondguess.bench.workloads import Workload, evenly_spaced
+from secondguess.workloads.loading import Workload, evenly_spaced
 
 STANDARD_LIBRARY = "stdlib"
 """Name of this workload, accepted in place of a file of prompts."""

@@ -12,7 +12,13 @@ from itertools import takewhile
 from pathlib import Path
 
 from secondguess.api import LLM, Generation
-from secondguess.bench.prompt_files import (
+from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.errors import BadInputError
+from secondguess.names import check_range
+from secondguess.sampling import SamplingParams
+from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts
+from secondguess.train.training_data import TrainingText, read_texts, windows, write_texts
+from secondguess.workloads.files import (
     CHAT_KEYS,
     Prompt,
     Record,
@@ -22,13 +28,7 @@ from secondguess.bench.prompt_files import (
     read_records,
     read_text,
 )
-from secondguess.bench.workloads import evenly_spaced
-from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.errors import BadInputError
-from secondguess.names import check_range
-from secondguess.sampling import SamplingParams
-from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts
-from secondguess.train.training_data import TrainingText, read_texts, windows, write_texts
+from secondguess.workloads.loading import evenly_spaced
 
 ANSWER_KEYS = ("completion", "response", "answer", "output")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}

@@ -18,6 +18,16 @@ from secondguess.checkpoint.weights import hash_weights
 LIBRARIES = ("secondguess", "torch", "transformers", "tokenizers", "numpy")
 
 
+def public_name(name: str) -> str:
+    """Return a model or drafter name for reports: an absolute path becomes its last component.
+
+    >>> public_name("model:/data/models/tiny,dtype=float32"), public_name("some/model")
+    ('model:tiny,dtype=float32', 'some/model')
+    """
+    kind, colon, path = name.rpartition(":")
+    return f"{kind}{colon}{Path(path).name if Path(path).is_absolute() else path}"
+
+
 @dataclass(frozen=True)
 class Provenance:
     """Provenance of a run: command, code and library versions, machine and models."""

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from secondguess.bench.workloads import (
+from secondguess.errors import BadInputError
+from secondguess.workloads.loading import (
     DATA_SETS,
     DATA_VARIABLE,
     equal_shares,
@@ -12,13 +13,14 @@ from secondguess.bench.workloads import (
     interleave,
     load_workload,
 )
-from secondguess.errors import BadInputError
 
 
-def test_a_file_gives_its_prompts(prompt_file):
-    workload = load_workload(str(prompt_file), 40)
-    assert [prompt[:3] for prompt in workload.prompts] == ["def", "cla", "pri"]
-    assert workload.name == "prompts.jsonl"
+def test_a_file_gives_its_prompts(tmp_path):
+    texts = ("def quicksort(items):\n", "class Stack:\n    def push(", "print(")
+    workload = load_workload(
+        str(write_lines(tmp_path / "prompts.jsonl", *({"prompt": text} for text in texts)))
+    )
+    assert (workload.name, workload.prompts) == ("prompts.jsonl", texts)
 
 
 def test_a_sample_is_spread_over_the_file_and_always_the_same(tmp_path):

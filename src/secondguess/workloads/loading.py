@@ -1,4 +1,4 @@
-"""Prompts by task: public datasets by name, files, or a small built-in set.
+"""Workloads: public datasets by name, files, or a small built-in set.
 
 HumanEval is the default workload if its file is in the folder `SECONDGUESS_DATA`, since it is not
 part of the training data of the built-in models.
@@ -9,32 +9,67 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from secondguess.bench.prompt_files import (
+from secondguess.errors import BadInputError
+from secondguess.workloads.files import (
     Prompt,
+    Record,
+    first_turn,
     read_any,
     read_records,
-    record_with,
-    spec_bench_record,
+    text_of,
 )
-from secondguess.errors import BadInputError
 
 DATA_VARIABLE = "SECONDGUESS_DATA"
 """Environment variable with the folder of the datasets."""
 BUILTIN = "builtin"
 
+MULTI_TURN = "multi-turn"
+MULTI_TURN_CATEGORIES = (
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
+)  # fmt: skip
+"""MT-bench's categories, which together are one of Spec-Bench's six tasks."""
+SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+"""Spec-Bench's other tasks, each with a category of its own."""
+
+Item = TypeVar("Item")
+
+
+def _spec_bench_record(record: Record, path: Path) -> Prompt:
+    """Convert a Spec-Bench question: first turn, with its category (MT-bench's are one task)."""
+    text, category = first_turn(record), record.get("category")
+    if not text:
+        raise BadInputError(f"expected 'turns' with a text first, got {record.get('turns')!r:.60}")
+    if category not in (*MULTI_TURN_CATEGORIES, *SPEC_BENCH_TASKS):
+        known = ", ".join((*MULTI_TURN_CATEGORIES, *SPEC_BENCH_TASKS))
+        raise BadInputError(
+            f"expected a category of Spec-Bench ({known}), got {category!r:.60}; "
+            "other files go by --prompts PATH"
+        )
+    return Prompt(text, MULTI_TURN if category in MULTI_TURN_CATEGORIES else str(category))
+
+
+def _record_with(key: str, task: str) -> Callable[[Record, Path], Prompt]:
+    """Return a converter for a dataset with one task and its prompts under one key."""
+
+    def convert(record: Record, path: Path) -> Prompt:
+        if not text_of(record, key):
+            raise BadInputError(f"expected an object with a non-empty text {key!r} for {task}")
+        return Prompt(text_of(record, key), task)
+
+    return convert
+
 
 @dataclass(frozen=True)
 class DataSet:
-    """Public dataset: name of its file in the folder `SECONDGUESS_DATA`, and the function that reads it."""
+    """Public dataset: name of its file in the folder `SECONDGUESS_DATA`, and a converter of its records."""
 
     file_name: str
-    read: Callable[[Path], list[Prompt]]
+    convert: Callable[[Record, Path], Prompt]
 
     @property
     def path(self) -> Path | None:
@@ -45,17 +80,13 @@ class DataSet:
 
 
 DATA_SETS = {
-    "spec-bench": DataSet("spec_bench.jsonl", partial(read_records, convert=spec_bench_record)),
-    "humaneval": DataSet(
-        "humaneval.jsonl", partial(read_records, convert=record_with("prompt", "humaneval"))
-    ),
-    "gsm8k": DataSet("gsm8k_test_400.jsonl", partial(read_records, convert=record_with("question", "gsm8k"))),
+    "spec-bench": DataSet("spec_bench.jsonl", _spec_bench_record),
+    "humaneval": DataSet("humaneval.jsonl", _record_with("prompt", "humaneval")),
+    "gsm8k": DataSet("gsm8k_test_400.jsonl", _record_with("question", "gsm8k")),
 }
 """Datasets by the name that `--prompts` takes, alone or as `NAME:PATH`."""
 
-Item = TypeVar("Item")
-
-_OWN_PROMPTS = (
+BUILTIN_PROMPTS = (
     'def quicksort(items):\n    """Return a sorted copy of items."""\n',
     'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):\n',
     "import json\nfrom pathlib import Path\n\n\ndef load_settings(path):\n",
@@ -101,12 +132,12 @@ class Workload:
 def load_workload(
     sources: str | Sequence[str] | None = None, num_prompts: int = 40, tasks: Sequence[str] = ()
 ) -> Workload:
-    """Load `num_prompts` prompts, spread evenly over tasks; the choice is deterministic.
+    """Load `num_prompts` prompts, equally many per task as far as available; the choice is deterministic.
 
     Args:
         sources: one or several of: a name from `DATA_SETS`, alone or as `NAME:PATH`; `builtin` for
-            our own prompts; a file of JSON lines or plain text (see `prompt_files`). None takes
-            HumanEval if its file is in `SECONDGUESS_DATA`, else our own prompts, with a note.
+            our own prompts; a file of JSON lines or plain text. None takes HumanEval if its file is
+            in `SECONDGUESS_DATA`, else our own prompts, with a note.
         num_prompts: number of prompts; all of them if the sources have fewer.
         tasks: only prompts of these tasks; empty for all.
 
@@ -120,36 +151,52 @@ def load_workload(
         if sources == BUILTIN:
             note = f"no humaneval.jsonl in the folder {DATA_VARIABLE}: the built-in prompts instead"
     loaded = [_load(source) for source in ([sources] if isinstance(sources, str) else sources)]
-    by_task: dict[str, list[str]] = defaultdict(list)
+    by_task: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in (prompt for _, prompts in loaded for prompt in prompts):
-        by_task[prompt.task].append(prompt.text)
+        by_task[prompt.task].append(prompt)
     name = " + ".join(name for name, _ in loaded)
-    chosen = sample(_only(by_task, tasks, name), num_prompts)
+    for task in tasks:
+        if task not in by_task:
+            raise BadInputError(
+                f"expected a task of {name} ({_list_some(by_task)}), got {task!r}; take one of these"
+            )
+    chosen = _sample({task: by_task[task] for task in tasks or by_task}, num_prompts)
     return Workload(
         name, tuple(prompt.text for prompt in chosen), tuple(prompt.task for prompt in chosen), note
     )
 
 
-def sample(by_task: Mapping[str, Sequence[str]], num_prompts: int) -> list[Prompt]:
+def _load(source: str) -> tuple[str, list[Prompt]]:
+    """Return the name and all prompts of one source."""
+    if source == BUILTIN:
+        return BUILTIN, [Prompt(text, BUILTIN) for text in BUILTIN_PROMPTS]
+    name, colon, given = source.partition(":")
+    data_set = DATA_SETS.get(name)
+    if data_set is None:
+        path = Path(source)
+        return path.name, read_any(path)
+    found = Path(given) if colon else data_set.path
+    if found is None or not found.is_file():
+        raise BadInputError(
+            f"expected the file of {name} at {found or f'{data_set.file_name} in the folder {DATA_VARIABLE}'}, "
+            f"found none; give it with --prompts {name}:PATH, or take --prompts {BUILTIN} for a small built-in set"
+        )
+    return found.name, read_records(found, data_set.convert)
+
+
+def _sample(by_task: Mapping[str, Sequence[Prompt]], num_prompts: int) -> list[Prompt]:
     """Return equally many prompts of every task as far as available, interleaved evenly.
 
     Interleaving makes an early stop or a slowdown of the machine affect all tasks alike.
-
-    Raises:
-        BadInputError: fewer prompts than tasks.
     """
     if num_prompts < len(by_task):
         raise BadInputError(
-            f"expected at least one prompt for each of {len(by_task)} tasks ({shorten(by_task)}), got num_prompts "
+            f"expected at least one prompt for each of {len(by_task)} tasks ({_list_some(by_task)}), got num_prompts "
             f"{num_prompts}; ask for more with --num-prompts or for fewer tasks with --task"
         )
-    counts = equal_shares([len(texts) for texts in by_task.values()], num_prompts)
-    return interleave(
-        [
-            [Prompt(text, task) for text in evenly_spaced(tuple(texts), count)]
-            for (task, texts), count in zip(by_task.items(), counts, strict=True)
-        ]
-    )
+    shares = equal_shares([len(prompts) for prompts in by_task.values()], num_prompts)
+    groups = zip(by_task.values(), shares, strict=True)
+    return interleave([evenly_spaced(tuple(prompts), share) for prompts, share in groups])
 
 
 def equal_shares(sizes: Sequence[int], total: int) -> list[int]:
@@ -171,12 +218,12 @@ def interleave(groups: Sequence[Sequence[Item]]) -> list[Item]:
     >>> interleave([["a", "b", "c"], ["1"]])
     ['a', 'b', '1', 'c']
     """
-    placed = [
-        ((place + 0.5) / len(group), number, place, item)
+    positioned = [
+        ((index + 0.5) / len(group), number, index, item)
         for number, group in enumerate(groups)
-        for place, item in enumerate(group)
+        for index, item in enumerate(group)
     ]
-    return [item for *_, item in sorted(placed, key=lambda each: each[:3])]
+    return [item for *_, item in sorted(positioned, key=lambda each: each[:3])]
 
 
 def evenly_spaced(prompts: tuple[Item, ...], num_prompts: int) -> tuple[Item, ...]:
@@ -190,34 +237,6 @@ def evenly_spaced(prompts: tuple[Item, ...], num_prompts: int) -> tuple[Item, ..
     return tuple(prompts[index * len(prompts) // num_prompts] for index in range(num_prompts))
 
 
-def shorten(names: Sequence[str] | Mapping[str, object], most: int = 12) -> str:
-    """Join names with commas, listing at most `most` of them."""
-    shown = list(names)
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
-
-
-def _load(source: str) -> tuple[str, list[Prompt]]:
-    """Return the name and all prompts of one source."""
-    if source == BUILTIN:
-        return BUILTIN, [Prompt(text, BUILTIN) for text in _OWN_PROMPTS]
-    name, colon, place = source.partition(":")
-    data_set = DATA_SETS.get(name)
-    if data_set is None:
-        return Path(source).name, read_any(Path(source))
-    path = Path(place) if colon else data_set.path
-    if path is None or not path.is_file():
-        where = path or f"{data_set.file_name} in the folder {DATA_VARIABLE}"
-        raise BadInputError(
-            f"expected the file of {name} at {where}, found none; give it with --prompts {name}:PATH, "
-            f"or take --prompts {BUILTIN} for a small built-in set"
-        )
-    return path.name, data_set.read(path)
-
-
-def _only(by_task: Mapping[str, list[str]], tasks: Sequence[str], name: str) -> Mapping[str, list[str]]:
-    for task in tasks:
-        if task not in by_task:
-            raise BadInputError(
-                f"expected a task of {name} ({shorten(by_task)}), got {task!r}; take one of these"
-            )
-    return {task: by_task[task] for task in tasks} if tasks else by_task
+def _list_some(names: Iterable[str], most: int = 12) -> str:
+    first, rest = list(names)[:most], len(list(names)) - most
+    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")

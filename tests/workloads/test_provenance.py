@@ -4,8 +4,8 @@ import os
 import socket
 from pathlib import Path
 
-from secondguess.bench import provenance
-from secondguess.bench.provenance import collect_provenance, hash_weights, show_command
+from secondguess.workloads import provenance
+from secondguess.workloads.provenance import collect_provenance, hash_weights, public_name, show_command
 
 
 def collect(folder: Path):
@@ -81,7 +81,7 @@ def test_versions_and_machine_are_named(tmp_path):
 
 def test_host_and_folders_are_not_named(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance.sys, "argv", [str(tmp_path / "secondguess"), "bench", str(tmp_path / "x")])
-    told = str(collect(tmp_path).as_dict())
+    told = str(collect(tmp_path))
     assert str(tmp_path) not in told
     assert socket.gethostname() not in told
 
@@ -104,3 +104,9 @@ def test_a_checkout_is_dirty_when_something_changed_but_not_by_a_result(tmp_path
     assert not provenance._git_state(tmp_path)[1]
     (tmp_path / "core.py").write_text("two")
     assert provenance._git_state(tmp_path)[1]
+
+
+def test_models_are_shown_without_their_folders():
+    assert public_name("/data/models/tiny") == "tiny"
+    assert public_name("model:/data/models/tiny") == "model:tiny"
+    assert public_name("model:builtin-draft") == "model:builtin-draft"

@@ -1,0 +1,53 @@
+"""Tables and numbers of reports, as Markdown that is also readable on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from secondguess.bench.summary import Ratio
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table with columns of equal width; empty without rows.
+
+    >>> print(table(["system", "tau"], [["a|b", "2.50"]]))
+    | system | tau  |
+    | ------ | ---- |
+    | a\\|b   | 2.50 |
+    """
+    if not rows:
+        return ""
+    lines = [[_escape(cell) for cell in line] for line in (header, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
+        for line in lines
+    )
+
+
+def _escape(cell: str) -> str:
+    """Escape a cell, since names from files or the command line may contain `|` or line breaks."""
+    return " ".join(cell.replace("|", "\\|").split())
+
+
+def show(value: float | str | None, form: str) -> str:
+    """Format a value; None gives an empty string."""
+    return "" if value is None else format(value, form)
+
+
+def show_ratio(ratio: Ratio | None) -> str:
+    """Format a ratio with its interval if it has one; None gives an empty string."""
+    if ratio is None:
+        return ""
+    low_and_high = ", ".join(f"{end:.2f}" for end in ratio.interval or ())
+    return f"{ratio.of_medians:.2f}x" + (f" [{low_and_high}]" if low_and_high else "")
+
+
+def show_count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1.
+
+    >>> show_count(1, "thread"), show_count(2, "thread")
+    ('1 thread', '2 threads')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,211 @@
+"""Writing of a report as Markdown, and of all its files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from secondguess.bench.charts import can_draw, draw_charts
+from secondguess.bench.report import CostTable, Report, Result, TaskResult
+from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL
+from secondguess.bench.tables import show, show_count, show_ratio, table
+
+NOTES = """\
+Tokens/s: median over prompts of new tokens over wall-clock seconds, prefill included (of a batch: all its new tokens).
+Ratios: median over median, [95 % bootstrap interval over prompts], then the worst prompt; against the other family's
+plain decoding and against its fastest speculative setting. tau: tokens per target pass and row. c: one draft step over
+one target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/predicted leaves our overhead out of 1
+(both without prefill)."""
+
+
+def save_report(report: Report, folder: str | Path) -> list[Path]:
+    """Write `<date>-<name>.json`, `.md` and charts (`-partial` if interrupted).
+
+    Charts are left out if matplotlib is not installed.
+
+    Returns:
+        The paths of all files.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    day = report.provenance.date.partition("T")[0]
+    stem = f"{day}-{report.name}{'' if report.complete else '-partial'}"
+    data, page = folder / f"{stem}.json", folder / f"{stem}.md"
+    data.write_text(report.to_json(), encoding="utf-8")
+    page.write_text(as_markdown(report), encoding="utf-8")
+    charts = draw_charts(report) if can_draw() else {}
+    for name, image in charts.items():
+        (folder / f"{stem}-{name}.png").write_bytes(image)
+    return [data, page, *(folder / f"{stem}-{name}.png" for name in charts)]
+
+
+def as_markdown(report: Report) -> str:
+    """Return the report as Markdown."""
+    bench, about = report.workbench, report.provenance
+    conditions = (
+        f"{bench.num_prompts} prompts of {bench.workload} (median {bench.median_prompt_tokens:g} tokens), "
+        f"{bench.num_tokens} new tokens each, {about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}, "
+        f"{about.processor}. Systems ran in turn within one process, in alternating order, after warm-up."
+    )
+    blocks = [
+        f"# Benchmark {report.name}",
+        "" if report.complete else "**Interrupted: only the prompts that were finished are in here.**",
+        conditions + (f" Note: {bench.workload_note}." if bench.workload_note else ""),
+        "\n".join(f"- Note: {note}." for note in bench.notes),
+        NOTES,
+        *(
+            block
+            for (temperature, size), results in report.by_setting().items()
+            for block in _blocks_at(temperature, size, results)
+        ),
+        _footprints(report),
+        *_costs(report.costs),
+        _provenance(report),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _blocks_at(temperature: float, batch_size: int, results: Sequence[Result]) -> list[str]:
+    """Return heading, notes and tables of one setting; empty ones do not apply."""
+    count, too_few = len(results[0].per_batch), ""
+    if not all(result.interval for result in results):
+        too_few = (
+            f"Too few {'prompts' if batch_size == 1 else 'batches'} for an interval: {count}; "
+            f"it takes at least {MIN_PROMPTS_FOR_INTERVAL} (--num-prompts)."
+        )
+    texts = _text_table(results)
+    return [
+        f"## Temperature {temperature:g}" + (f", batch size {batch_size}" if batch_size > 1 else ""),
+        too_few,
+        _speed_table(results),
+        *_by_task(results),
+        _rounds_table(results),
+        "Texts compared, speculation with its own plain decoding and plain decodings with each other:"
+        if texts
+        else "",
+        texts,
+    ]
+
+
+def _speed_table(results: Sequence[Result]) -> str:
+    # All baselines but our own fastest: that column would only repeat the first one.
+    ours = results[0].family
+    compared = {baseline for result in results for baseline in result.against}
+    baselines = [
+        result.system
+        for result in results
+        if result.system in compared and not (result.speculates and result.family == ours)
+    ]
+    rows = []
+    for result in results:
+        ratios = [result.against.get(baseline) for baseline in baselines]
+        shown = [f"{show_ratio(ratio)}, worst {ratio.worst:.2f}x" if ratio else "" for ratio in ratios]
+        rows.append([result.system, f"{result.tokens_per_second:.1f}", *shown])
+    return table(["system", "tokens/s", *(f"against {baseline}" for baseline in baselines)], rows)
+
+
+def _by_task(results: Sequence[Result]) -> list[str]:
+    """Return the table by task; empty if there is only one task, which the table above covers."""
+    tasks = results[0].by_task
+    if len(tasks) < 2:
+        return []
+    header = ["system", *(f"{task} ({each.num_batches})" for task, each in tasks.items())]
+    rows = [[result.system, *map(_show_task, result.by_task.values())] for result in results]
+    words = (
+        "By task (how many): tokens/s, against the same family's plain decoding "
+        f"(with an interval from {MIN_PROMPTS_FOR_INTERVAL} on), tau."
+    )
+    return [words, table(header, rows)]
+
+
+def _show_task(each: TaskResult) -> str:
+    parts = [f"{each.tokens_per_second:.1f}", show_ratio(each.against_plain)]
+    if each.against_plain is not None and each.acceptance_length is not None:
+        parts.append(f"tau {each.acceptance_length:.2f}")
+    return ", ".join(part for part in parts if part)
+
+
+def _rounds_table(results: Sequence[Result]) -> str:
+    rows = []
+    for result in results:
+        if (rounds := result.rounds) is None:
+            continue
+        rate, shares = rounds.acceptance_rate, rounds.share_of_seconds
+        accepted = "nothing drafted" if rate is None else f"{rate:.1%}"
+        rows.append(
+            [
+                result.system,
+                f"{rounds.acceptance_length:.2f}",
+                accepted if result.speculates else "",
+                " ".join(f"{each:.2f}" for each in rounds.acceptance_by_position[:9]),
+                f"{rounds.draft_length:.2f}",
+                f"{rounds.cost_ratio:.3f}",
+                show(rounds.predicted_tokens_per_second, ".1f"),
+                show(rounds.measured_over_predicted, ".3f"),
+                ", ".join(f"{phase} {share:.0%}" for phase, share in shares.items() if share >= 0.005),
+            ]
+        )
+    header = ["system", "tau", "accepted", "by position", "draft length", "c"]
+    return table([*header, "predicted tokens/s", "measured/predicted", "time"], rows)
+
+
+def _text_table(results: Sequence[Result]) -> str:
+    rows = [
+        [
+            result.system,
+            equality.reference,
+            f"{equality.num_prompts_differing} of {len(equality.first_differences)}",
+            f"{equality.num_tokens_differing} of {equality.num_tokens}",
+        ]
+        for result in results
+        if (equality := result.equality) is not None
+    ]
+    header = ["system", "compared with", "texts that differ"]
+    return table([*header, "tokens that differ, including all after the first difference"], rows)
+
+
+def _footprints(report: Report) -> str:
+    """Return the table of weights and training time per drafter; empty if there are none."""
+    rows = [
+        [
+            system,
+            f"{each.num_bytes / 1e6:.1f} MB",
+            "" if each.training_minutes is None else f"{each.training_minutes:.0f} min",
+        ]
+        for system, each in report.possessions.items()
+    ]
+    shown = table(["system", "weights beside the target's", "training"], rows)
+    return f"## Memory and training time\n\n{shown}" if rows else ""
+
+
+def _costs(costs: CostTable) -> list[str]:
+    widths = sorted(costs.target_ms)
+    rows = [
+        ["T(m), ms", *(f"{costs.target_ms[m]:.2f}" for m in widths)],
+        ["v(m)", *(f"{costs.curve[m]:.2f}" for m in widths)],
+    ]
+    steps = [
+        f"{model}: {milliseconds:.2f} ms a draft step, c = {costs.cost_ratio[model]:.3f}."
+        for model, milliseconds in costs.draft_step_ms.items()
+    ]
+    heading = f"## Cost of a pass over m tokens, {costs.context_length} cached"
+    return [heading, table(["m", *map(str, widths)], rows), *steps]
+
+
+def _provenance(report: Report) -> str:
+    about, bench = report.provenance, report.workbench
+    tree = {None: "not a checkout", True: " with uncommitted changes", False: ""}[about.dirty]
+    lines = [
+        f"date: {about.date}",
+        f"command: `{about.command}`",
+        f"commit: {about.commit or ''}{tree}",
+        f"python {about.python}, " + ", ".join(f"{name} {number}" for name, number in about.versions.items()),
+        f"processor: {about.processor}, {about.num_cores} cores, {about.num_threads} threads",
+        f"dtype {about.dtype}, device {about.device}, seed {about.seed}",
+        f"workload: {bench.workload}, SHA-256 {bench.workload_sha256}",
+        *(
+            f"{name}: runtime {about.runtimes[name]}; weights SHA-256 {digest}"
+            for name, digest in about.model_sha256.items()
+        ),
+    ]
+    return "## Provenance\n\n" + "\n".join(f"- {line}" for line in lines)
