@@ -20,13 +20,13 @@ from statistics import median
 import torch
 from replay import replay
 from round_costs import Stage, measure_round_costs
+from traces import record
 
-from secondguess.api import encode, load, make_row
+from secondguess.api import encode, load
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
 from secondguess.bench.provenance import collect_provenance
 from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
-from secondguess.bench.traces import Trace, record
 from secondguess.bench.workloads import Workload, load_workload
 from secondguess.builtin import builtin_paths
 from secondguess.controllers import make_controller
@@ -81,17 +81,19 @@ def in_replay(
     prompts = encode_workload(llm.target, mix, options.max_tokens + 20).prompts
 
     def row(tokens: Sequence[int], number: int, room: int) -> Row:
-        params = SamplingParams(max_tokens=room, temperature=temperature)
-        made = make_row(llm.target, llm.verifier, list(tokens), params)
-        made.end_tokens, made.seed = frozenset(), number
-        return made
+        return Row(list(tokens), SamplingParams(max_tokens=room, temperature=temperature), seed=number)
 
-    traces: list[Trace] = []
-    for number, (tokens, part) in enumerate(zip(prompts, mix.tasks, strict=True)):
-        fresh = row(tokens, number, options.max_tokens + 20)
-        traces += record(
-            llm.target.runtime, llm.drafter, llm.verifier, [fresh], options.max_tokens, 12, [part]
+    traces = [
+        record(
+            llm.target.runtime,
+            llm.drafter,
+            llm.verifier,
+            row(tokens, number, options.max_tokens + 20),
+            options.max_tokens,
+            task=part,
         )
+        for number, (tokens, part) in enumerate(zip(prompts, mix.tasks, strict=True))
+    ]
     stage = Stage(
         llm.target.runtime,
         llm.drafter,

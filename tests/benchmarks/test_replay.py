@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from replay import Prefill, Replayed, ReplayRow, replay
+from replay import Replayed, ReplayRow, replay
 from round_costs import PartCosts, RoundCosts, Stage, fit_line, in_turns, make_cells, part_costs
+from traces import NodeProbs, RecordedDraft, Trace, record
 
-from secondguess.bench.traces import NodeProbs, RecordedDraft, Trace
 from secondguess.controllers import make_controller
 from secondguess.core import Candidate, Row
+from secondguess.decode import Components, decode
+from secondguess.drafters.combined import CombinedDrafter
+from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.suffix import SuffixDrafter
+from secondguess.drafters.trees import StaticTree
+from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 from secondguess.testing import ScriptedDrafter, TableModel, random_probs
 from secondguess.verifiers import make_verifier
@@ -32,7 +38,6 @@ PART = PartCosts(
     {1: START, 2: START},
 )
 COSTS = RoundCosts({1: PLAIN_ROUND, 2: 1.5 * PLAIN_ROUND}, [PART])
-NO_PREFILL = Prefill()
 
 
 def guess(num_accepted: int, depth: int = 8, deterministic: bool = False, part: int = 0) -> RecordedDraft:
@@ -44,12 +49,11 @@ def guess(num_accepted: int, depth: int = 8, deterministic: bool = False, part: 
 
 def text(num_tokens: int, *drafts: RecordedDraft) -> Trace:
     """A text at each of whose places the parts draft alike."""
-    return Trace("", 7, 0.0, [[each] * num_tokens for each in drafts or (NOTHING,)], num_tokens)
+    return Trace("", 7, 0.0, [[each] * num_tokens for each in drafts or (NOTHING,)])
 
 
-def run(controller: str, *texts: Trace, costs: RoundCosts = COSTS, prefill: Prefill = NO_PREFILL) -> Replayed:
-    """Replay one batch."""
-    (done,) = replay(make_controller(controller), texts, costs, len(texts), [prefill])
+def run(controller: str, trace: Trace, costs: RoundCosts = COSTS) -> Replayed:
+    (done,) = replay(make_controller(controller), [trace], costs)
     return done
 
 
@@ -58,8 +62,8 @@ def run(controller: str, *texts: Trace, costs: RoundCosts = COSTS, prefill: Pref
 def test_a_constant_length_takes_what_the_closed_form_says(length: int, accepted: int) -> None:
     """Rounds of accepted + 1 tokens; the text's length is a multiple, and the last round has room for all of it but one."""
     num_tokens = 20 * (accepted + 1) + 1
-    done = run(f"fixed:{length}", text(num_tokens, guess(accepted)), prefill=Prefill(0.5, [0.3]))
-    seconds, left = 0.5 + 0.3, num_tokens
+    done = run(f"fixed:{length}", text(num_tokens, guess(accepted)))
+    seconds, left = 0.0, num_tokens
     while left:
         drafted = min(length, left - 1)
         seconds += rest(drafted) + (START + drafted * STEP if drafted else 0.0)
@@ -75,32 +79,10 @@ def test_a_long_text_tends_to_tokens_over_cost_per_round() -> None:
     assert done.num_accepted / done.num_drafted == pytest.approx(0.5, rel=0.01)
 
 
-def test_a_draft_model_that_never_drafts_does_not_prefill() -> None:
-    done = run("fixed:0", text(10, guess(1)), prefill=Prefill(0.5, [0.3]))
-    assert done.seconds == pytest.approx(0.5 + 10 * PLAIN_ROUND)
-
-
 def test_a_lookup_is_updated_in_every_round() -> None:
     kept_up = RoundCosts(COSTS.plain, [PartCosts(PART.step, PART.asked_step, PART.rest, PART.start, UPKEEP)])
     done = run("fixed:0", text(10, guess(1, deterministic=True)), costs=kept_up)
     assert done.seconds == pytest.approx(10 * (PLAIN_ROUND + UPKEEP))
-
-
-def test_two_rows_share_rounds() -> None:
-    done = run("fixed:1", text(11, guess(0)), text(11, guess(0)))
-    assert done.num_tokens == 22
-    assert done.seconds == pytest.approx(10 * (START + 1.5 * STEP + 1.5 * rest(1)) + 1.5 * PLAIN_ROUND)
-
-
-def test_rows_out_of_order_have_costs_of_their_own() -> None:
-    costs = RoundCosts(COSTS.plain, [], RoundCosts({1: 10.0, 2: 10.0}, []))
-    texts = [Trace("", 7, 0.0, [[NOTHING] * length], 9) for length in (1, 3, 3)]
-    assert run("fixed:0", *texts, costs=costs).seconds == pytest.approx(2.0 * PLAIN_ROUND + 2 * 10.0)
-    # When the last of three leaves, the others stay where they are.
-    texts.reverse()
-    assert run("fixed:0", *texts, costs=costs).seconds == pytest.approx(
-        2 * PLAIN_ROUND + 2 * 1.5 * PLAIN_ROUND
-    )
 
 
 def test_a_question_that_ends_a_draft_costs_as_much_as_one_that_does_not() -> None:
@@ -149,6 +131,38 @@ def test_two_tokens_are_new_to_a_draft_model_whose_drafts_were_all_accepted() ->
 def test_a_replayed_row_is_coupled_as_it_was(coupled: bool) -> None:
     trace = replace(text(2), temperature=1.0, coupled=coupled)
     assert ReplayRow(trace).row.coupled is coupled
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_replay_of_a_recorded_text_takes_the_rounds_of_decoding_it(coupled: bool) -> None:
+    """The text is decided before the drafts, here of a lookup beside a draft model."""
+    target = TableModel(8, random_probs(8, seed=1))
+
+    def row_of(max_tokens: int) -> Row:
+        params = SamplingParams(max_tokens=max_tokens, temperature=float(coupled))
+        return Row([1, 2, 1, 2, 1], params, seed=1, coupled=coupled)
+
+    def drafter() -> CombinedDrafter:
+        model = ModelDrafter(TableModel(8, random_probs(8, seed=2)), "model:table", 8)
+        return CombinedDrafter([SuffixDrafter(), model], 8)
+
+    trace = record(target, drafter(), make_verifier("auto"), row_of(60), 40, 6)
+    assert [part[0].candidate.part for part in trace.drafts] == [0, 1]
+    assert all(draft.num_nodes == len(draft.dists) == 6 for draft in trace.drafts[1])
+    assert not any(draft.dists for draft in trace.drafts[0])
+    components = Components(target, drafter(), make_verifier("auto"), make_controller("fixed:3"))
+    commits = [commit for (commit,) in decode(components, [row_of(40)])]
+    done = run("fixed:3", trace, RoundCosts(COSTS.plain, [PART, PART]))
+    assert (done.num_tokens, done.num_rounds) == (40, len(commits))
+    assert done.num_accepted == sum(commit.num_accepted for commit in commits) > 0
+
+
+def test_traces_of_trees_are_refused() -> None:
+    """Cut to its first nodes a tree is not the draft of a shorter length."""
+    table = TableModel(8, random_probs(8, seed=1))
+    trees = ModelDrafter(table, "model:table,tree=2", 8, StaticTree.from_widths([2]))
+    with pytest.raises(BadInputError, match="expected a drafter of chains"):
+        record(table, trees, make_verifier("auto"), Row([1], SamplingParams(max_tokens=20)), 4)
 
 
 class CountingClock:

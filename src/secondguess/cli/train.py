@@ -67,25 +67,22 @@ def acceptance(
 
     require_folder(out.parent, "--out")
 
-    from secondguess.train.acceptance_fit import FitOptions
     from secondguess.train.acceptance_training import AcceptanceRecipe, train_acceptance
 
-    given = {
-        "drafter": drafter or ("model:builtin-draft" if model == "builtin" else None),
-        "temperatures": temperature and tuple(temperature),
-    }
-    if given["drafter"] is None:
+    chosen = drafter or ("model:builtin-draft" if model == "builtin" else None)
+    if chosen is None:
         raise BadInputError(f"expected --drafter model:PATH for the model {model}, got none")
     recipe = AcceptanceRecipe(
-        model=model,
-        prompts=prompts,
+        model,
+        chosen,
+        prompts,
         num_prompts=num_prompts,
         num_tokens=max_tokens,
+        temperatures=tuple(temperature or (0.0, 1.0)),
         depth=depth,
         seed=seed,
         dtype=dtype,
-        options=FitOptions(reject_weight=reject_weight),
-        **{field: value for field, value in given.items() if value},  # type: ignore[arg-type]
+        reject_weight=reject_weight,
     )
     predictor = train_acceptance(recipe, _report)
     with write_atomically(out) as stream:
