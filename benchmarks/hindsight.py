@@ -94,13 +94,9 @@ def in_replay(
         )
         for number, (tokens, part) in enumerate(zip(prompts, mix.tasks, strict=True))
     ]
-    stage = Stage(
-        llm.target.runtime,
-        llm.drafter,
-        llm.verifier,
-        lambda count: [row(encode(llm.target, "def f(x):\n" * 12), number, 800) for number in range(count)],
-    )
-    costs = measure_round_costs(stage, (1,), num_cycles=30)
+    repeated = encode(llm.target, "def f(x):\n" * 12)
+    stage = Stage(llm.target.runtime, llm.drafter, llm.verifier, lambda: row(repeated, 0, 800))
+    costs = measure_round_costs(stage, num_cycles=30)
     speeds = {}
     for name in controllers:
         results = replay(make_controller(name), traces, costs)

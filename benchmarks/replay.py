@@ -106,10 +106,8 @@ def _replay_text(controller: Controller, trace: Trace, costs: RoundCosts) -> Rep
         limit = max(0, min(plan.length, text.row.room - 1, recorded.num_nodes))
         length, was_ended = _draft_length(controller, text.row, recorded, limit)
         reading = _reading_seconds(text, plan.part, costs) if length else 0.0
-        drafting = costs.drafting([(plan.part, 1)] * length, controller.uses_probs)
-        if was_ended:
-            drafting += costs.asking(plan.part, 1)
-        total = reading + drafting + costs.rest(1, length, [plan.part]) + costs.upkeep(1)
+        drafting = costs.drafting(plan.part, length, controller.uses_probs, was_ended)
+        total = reading + drafting + costs.rest(plan.part, length)
         accepted = recorded.accepted[length - 1] if length else 0
         committed = text.advance(accepted, plan.part, length)
         verdict = Verdict.from_chain(torch.tensor([accepted]), torch.zeros(1, dtype=torch.long))
@@ -134,8 +132,5 @@ def _draft_length(controller: Controller, row: Row, recorded: RecordedDraft, lim
 
 
 def _reading_seconds(text: ReplayRow, part: int, costs: RoundCosts) -> float:
-    """Return the seconds in which a draft model reads committed tokens, beyond two in its first step."""
-    num_uncached = text.num_uncached.get(part, 0)
-    if num_uncached <= 2:
-        return 0.0
-    return costs.catching_up(part, 1, num_uncached - 2, num_uncached > PREFILL_THRESHOLD)
+    """Return the seconds of the forward pass in which a draft model that is far behind catches up."""
+    return costs.parts[part].step if text.num_uncached.get(part, 0) > PREFILL_THRESHOLD else 0.0
