@@ -10,9 +10,10 @@ weighted by the probability that it is reached, that is, that all nodes before i
 the controller multiplies probabilities under this condition, and after a rejection the text
 continues differently.
 
-The controller uses running products of probabilities along a path. The scale and shift of each
-depth are therefore those that minimise the log loss of the products, where DSpark (arXiv
-2607.05147) minimises their calibration error. The shift also removes the bias of the weight w.
+The controller uses running products of probabilities along a path. The depths are therefore
+calibrated in order (DSpark, arXiv 2607.05147): with the shallower depths fixed, the scale and
+shift of a depth minimise the log loss of the product up to it, where DSpark minimises its
+calibration error. The shift also removes the bias of the weight w.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from secondguess.controllers.predictor import FEATURES, KIND, SCHEMA, Predictor
 WIDTH = 16
 NUM_EPOCHS, BATCH_SIZE, LEARNING_RATE = 40, 256, 0.01
 """Passes over the drafts, drafts per step of Adam, and learning rate, which decays along a cosine."""
+PRIOR_DEVIATION = 3.0
+"""Standard deviation of the prior of the calibration."""
 NUM_BINS = 20
 """Number of bins of equal width over [0, 1] of calibration errors."""
 
@@ -53,26 +56,35 @@ class Drafts(NamedTuple):
 
 
 class AcceptanceNet(nn.Module):
-    """Trainable form of the network in `controllers/predictor.py`."""
+    """Trainable form of the network in `controllers/predictor.py`, with standardised features.
 
-    def __init__(self) -> None:
+    Args:
+        features: `[draft, depth, feature]`, training features, which define the standardisation.
+    """
+
+    def __init__(self, features: Tensor) -> None:
         super().__init__()
+        self.mean = features.mean((0, 1))
+        self.deviation = features.std((0, 1), correction=0).clamp(min=1e-3)
         self.first = nn.Linear(len(FEATURES), WIDTH, dtype=torch.float64)
         self.second = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.last = nn.Linear(WIDTH, 1, dtype=torch.float64)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return logits `[draft, depth]` for features `[draft, depth, feature]`."""
-        hidden = silu(self.first(features))
+        hidden = silu(self.first((features - self.mean) / self.deviation))
         hidden = hidden + silu(self.second(hidden))
         logits: Tensor = self.last(hidden)[..., 0]
         return logits
 
     def layers(self) -> list[dict[str, object]]:
-        """Return the layers as in a predictor file."""
+        """Return the layers as in a predictor file, with the standardisation folded into the first."""
+        weights = self.first.weight / self.deviation
+        folded = (weights, self.first.bias - weights @ self.mean)
+        others = [(linear.weight, linear.bias) for linear in (self.second, self.last)]
         return [
-            {"biases": _rounded(linear.bias), "weights": list(map(_rounded, linear.weight))}
-            for linear in (self.first, self.second, self.last)
+            {"biases": _rounded(biases), "weights": list(map(_rounded, weights))}
+            for weights, biases in (folded, *others)
         ]
 
 
@@ -90,7 +102,7 @@ def fit(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = AcceptanceNet()
+        net = AcceptanceNet(training.features)
         _train(net, training, reject_weight)
     scales, shifts = calibrate(net(training.features).detach(), training.chances)
     with torch.no_grad():
@@ -146,30 +158,42 @@ def weighted_loss(logits: Tensor, drafts: Drafts, reject_weight: float) -> Tenso
 def calibrate(logits: Tensor, chances: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scale and the shift `[depth]` of every depth.
 
-    A unit normal prior on the shifts and on the logarithms of the scales keeps them finite where
-    few drafts determine them.
-
     Args:
         logits: `[draft, depth]`, output of the network.
         chances: `[draft, depth]`, acceptance probabilities as labels.
     """
     outcomes = chances.cumprod(1)
-    log_scales, shifts = (
-        torch.zeros(logits.shape[1], dtype=logits.dtype, requires_grad=True) for _ in range(2)
-    )
+    log_products = torch.zeros_like(logits[:, 0])
+    found = []
+    for of_depth, outcome in zip(logits.T, outcomes.T, strict=True):
+        scale, shift = _calibrate_depth(of_depth, log_products, outcome)
+        log_products = log_products + logsigmoid(of_depth * scale + shift)
+        found.append((scale, shift))
+    scales, shifts = torch.tensor(found).T
+    return scales, shifts
 
-    optimizer = torch.optim.LBFGS([log_scales, shifts], max_iter=100, line_search_fn="strong_wolfe")
+
+def _calibrate_depth(logits: Tensor, log_products: Tensor, outcomes: Tensor) -> tuple[float, float]:
+    """Return the scale and shift of one depth, given the products of the depths before it, all `[draft]`.
+
+    A wide normal prior on the logarithm of the scale and on the shift keeps them finite where few
+    drafts determine them.
+    """
+    parameters = logits.new_zeros(2).requires_grad_()
+    optimizer = torch.optim.LBFGS([parameters], max_iter=100, line_search_fn="strong_wolfe")
 
     def evaluate() -> float:
         optimizer.zero_grad()
-        products = logsigmoid(logits * log_scales.exp() + shifts).cumsum(1).exp()
-        prior = (log_scales.square() + shifts.square()).sum() / 2
-        loss = binary_cross_entropy(products, outcomes) + prior / logits.numel()
+        log_scale, shift = parameters
+        predicted = (log_products + logsigmoid(logits * log_scale.exp() + shift)).exp()
+        prior = (parameters / PRIOR_DEVIATION).square().sum() / 2
+        loss = binary_cross_entropy(predicted, outcomes) + prior / len(logits)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
     optimizer.step(evaluate)  # type: ignore[no-untyped-call]
-    return log_scales.detach().exp(), shifts.detach()
+    log_scale, shift = parameters.tolist()
+    return math.exp(log_scale), shift
 
 
 def calibration_error(predicted: Tensor, chances: Tensor) -> float:
