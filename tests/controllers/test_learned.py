@@ -197,6 +197,20 @@ def test_the_builtin_predictor_is_complete_and_names_its_source() -> None:
     assert provenance["workload"] == "stdlib"
 
 
+def test_the_builtin_predictor_predicts_what_it_always_did() -> None:
+    from secondguess.builtin import acceptance_path
+
+    predictor = Predictor.read(acceptance_path())
+    features = [[-0.1, 2.25, -3.0, 0.4, 0.0, 0.0, 0.0, 0.0], [-1.2, -0.84, -1.5, 2.5, 1.1, -0.7, 1.0, 1.0]]
+    expected = {
+        0: [0.9468724495374009, 0.5480883504491036],
+        2: [0.9654966885064402, 0.5489717953430588],
+        20: [0.9858840383780505, 0.5308600451981916],
+    }
+    for depth, chances in expected.items():
+        assert predictor.chances(features, depth) == pytest.approx(chances, abs=1e-12)
+
+
 def test_the_builtin_predictor_belongs_to_the_builtin_pair() -> None:
     from secondguess.bench.provenance import hash_weights
     from secondguess.builtin import acceptance_path, builtin_paths
