@@ -20,12 +20,12 @@ from statistics import median
 import torch
 from replay import replay
 from round_costs import Stage, measure_round_costs
+from traces import record
 
-from secondguess.api import encode, load, make_row
+from secondguess.api import encode, load
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.in_turns import in_turns
 from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
-from secondguess.bench.traces import Trace, record
 from secondguess.builtin import builtin_paths
 from secondguess.controllers import make_controller
 from secondguess.core import Row
@@ -81,24 +81,22 @@ def in_replay(
     prompts = encode_workload(llm.target, mix, options.max_tokens + 20).prompts
 
     def row(tokens: Sequence[int], number: int, room: int) -> Row:
-        params = SamplingParams(max_tokens=room, temperature=temperature)
-        made = make_row(llm.target, llm.verifier, list(tokens), params)
-        made.end_tokens, made.seed = frozenset(), number
-        return made
+        return Row(list(tokens), SamplingParams(max_tokens=room, temperature=temperature), seed=number)
 
-    traces: list[Trace] = []
-    for number, (tokens, part) in enumerate(zip(prompts, mix.tasks, strict=True)):
-        fresh = row(tokens, number, options.max_tokens + 20)
-        traces += record(
-            llm.target.runtime, llm.drafter, llm.verifier, [fresh], options.max_tokens, 12, [part]
+    traces = [
+        record(
+            llm.target.runtime,
+            llm.drafter,
+            llm.verifier,
+            row(tokens, number, options.max_tokens + 20),
+            options.max_tokens,
+            task=part,
         )
-    stage = Stage(
-        llm.target.runtime,
-        llm.drafter,
-        llm.verifier,
-        lambda count: [row(encode(llm.target, "def f(x):\n" * 12), number, 800) for number in range(count)],
-    )
-    costs = measure_round_costs(stage, (1,), num_cycles=30)
+        for number, (tokens, part) in enumerate(zip(prompts, mix.tasks, strict=True))
+    ]
+    repeated = encode(llm.target, "def f(x):\n" * 12)
+    stage = Stage(llm.target.runtime, llm.drafter, llm.verifier, lambda: row(repeated, 0, 800))
+    costs = measure_round_costs(stage, num_cycles=30)
     speeds = {}
     for name in controllers:
         results = replay(make_controller(name), traces, costs)

@@ -26,7 +26,6 @@ from distribution_cases import (
     tree_branches,
     tree_gains,
 )
-from secondguess.bench.traces import record
 from secondguess.controllers import make_controller
 from secondguess.core import Budgets, Row
 from secondguess.decode import Components, decode
@@ -161,14 +160,6 @@ def test_parts_that_draw_siblings_in_different_ways_do_not_mix():
     )
     with pytest.raises(BadInputError, match="draw siblings alike"):
         CombinedDrafter(parts, 2).propose(rows, budgets, KeyedNoise.from_rows(rows))
-
-
-def test_traces_of_trees_are_refused():
-    """Cut to its first nodes a tree is not what a smaller one would have been."""
-    pair = PAIRS["binary"]
-    drafter = make_tree_drafter(pair, (2,), True)
-    with pytest.raises(BadInputError, match="expected a drafter of chains to record"):
-        record(TableModel(2, pair.target), drafter, make_verifier("auto"), [Row([0], SAMPLED)], 4)
 
 
 def test_dynamic_trees_of_a_draft_model():

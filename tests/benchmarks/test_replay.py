@@ -5,34 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from replay import Prefill, Replayed, ReplayRow, replay
-from round_costs import PartCosts, RoundCosts, Stage, fit_line, in_turns, make_cells, part_costs
+from replay import Replayed, ReplayRow, replay
+from round_costs import Cell, PartCosts, RoundCosts, Stage, fit_line, measure_round_costs, part_costs
+from traces import NodeProbs, RecordedDraft, Trace, record
 
-from secondguess.bench.traces import NodeProbs, RecordedDraft, Trace
 from secondguess.controllers import make_controller
 from secondguess.core import Candidate, Row
+from secondguess.decode import Components, decode
+from secondguess.drafters.combined import CombinedDrafter
+from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.suffix import SuffixDrafter
+from secondguess.drafters.trees import StaticTree
+from secondguess.errors import BadInputError
 from secondguess.proof.fakes import ScriptedDrafter, TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
 NOTHING = RecordedDraft(Candidate(longest=0, deterministic=True), (), ())
-PLAIN_ROUND, STEP, ASKED, START, UPKEEP, READING = 1.0, 0.1, 0.15, 0.05, 0.01, 0.002
+PLAIN_ROUND, STEP, ASKED, START = 1.0, 0.1, 0.15, 0.05
 SURE = NodeProbs(1.0, 0.0, 0.0)
 
 
 def rest(width: int) -> float:
-    """Of a round over one row; two rows take half as much again."""
+    """Seconds of a round without drafting."""
     return PLAIN_ROUND + 0.2 * width
 
 
-PART = PartCosts(
-    {1: STEP, 2: 1.5 * STEP},
-    {1: ASKED, 2: 1.5 * ASKED},
-    {1: {1: rest(1), 2: rest(2)}, 2: {1: 1.5 * rest(1), 2: 1.5 * rest(2)}},
-    {1: START, 2: START},
-)
-COSTS = RoundCosts({1: PLAIN_ROUND, 2: 1.5 * PLAIN_ROUND}, [PART])
-NO_PREFILL = Prefill()
+PART = PartCosts(START, STEP, ASKED, {1: rest(1), 2: rest(2)})
+COSTS = RoundCosts(PLAIN_ROUND, [PART])
 
 
 def guess(num_accepted: int, depth: int = 8, deterministic: bool = False, part: int = 0) -> RecordedDraft:
@@ -44,12 +44,11 @@ def guess(num_accepted: int, depth: int = 8, deterministic: bool = False, part: 
 
 def text(num_tokens: int, *drafts: RecordedDraft) -> Trace:
     """A text at each of whose places the parts draft alike."""
-    return Trace("", 7, 0.0, [[each] * num_tokens for each in drafts or (NOTHING,)], num_tokens)
+    return Trace("", 7, 0.0, [[each] * num_tokens for each in drafts or (NOTHING,)])
 
 
-def run(controller: str, *texts: Trace, costs: RoundCosts = COSTS, prefill: Prefill = NO_PREFILL) -> Replayed:
-    """Replay one batch."""
-    (done,) = replay(make_controller(controller), texts, costs, len(texts), [prefill])
+def run(controller: str, trace: Trace, costs: RoundCosts = COSTS) -> Replayed:
+    (done,) = replay(make_controller(controller), [trace], costs)
     return done
 
 
@@ -58,8 +57,8 @@ def run(controller: str, *texts: Trace, costs: RoundCosts = COSTS, prefill: Pref
 def test_a_constant_length_takes_what_the_closed_form_says(length: int, accepted: int) -> None:
     """Rounds of accepted + 1 tokens; the text's length is a multiple, and the last round has room for all of it but one."""
     num_tokens = 20 * (accepted + 1) + 1
-    done = run(f"fixed:{length}", text(num_tokens, guess(accepted)), prefill=Prefill(0.5, [0.3]))
-    seconds, left = 0.5 + 0.3, num_tokens
+    done = run(f"fixed:{length}", text(num_tokens, guess(accepted)))
+    seconds, left = 0.0, num_tokens
     while left:
         drafted = min(length, left - 1)
         seconds += rest(drafted) + (START + drafted * STEP if drafted else 0.0)
@@ -75,34 +74,6 @@ def test_a_long_text_tends_to_tokens_over_cost_per_round() -> None:
     assert done.num_accepted / done.num_drafted == pytest.approx(0.5, rel=0.01)
 
 
-def test_a_draft_model_that_never_drafts_does_not_prefill() -> None:
-    done = run("fixed:0", text(10, guess(1)), prefill=Prefill(0.5, [0.3]))
-    assert done.seconds == pytest.approx(0.5 + 10 * PLAIN_ROUND)
-
-
-def test_a_lookup_is_updated_in_every_round() -> None:
-    kept_up = RoundCosts(COSTS.plain, [PartCosts(PART.step, PART.asked_step, PART.rest, PART.start, UPKEEP)])
-    done = run("fixed:0", text(10, guess(1, deterministic=True)), costs=kept_up)
-    assert done.seconds == pytest.approx(10 * (PLAIN_ROUND + UPKEEP))
-
-
-def test_two_rows_share_rounds() -> None:
-    done = run("fixed:1", text(11, guess(0)), text(11, guess(0)))
-    assert done.num_tokens == 22
-    assert done.seconds == pytest.approx(10 * (START + 1.5 * STEP + 1.5 * rest(1)) + 1.5 * PLAIN_ROUND)
-
-
-def test_rows_out_of_order_have_costs_of_their_own() -> None:
-    costs = RoundCosts(COSTS.plain, [], RoundCosts({1: 10.0, 2: 10.0}, []))
-    texts = [Trace("", 7, 0.0, [[NOTHING] * length], 9) for length in (1, 3, 3)]
-    assert run("fixed:0", *texts, costs=costs).seconds == pytest.approx(2.0 * PLAIN_ROUND + 2 * 10.0)
-    # When the last of three leaves, the others stay where they are.
-    texts.reverse()
-    assert run("fixed:0", *texts, costs=costs).seconds == pytest.approx(
-        2 * PLAIN_ROUND + 2 * 1.5 * PLAIN_ROUND
-    )
-
-
 def test_a_question_that_ends_a_draft_costs_as_much_as_one_that_does_not() -> None:
     unsure = NodeProbs(0.1, 1.0, 0.1)
     done = run("confidence", text(11, RecordedDraft(Candidate(), (unsure,) * 8, (0,) * 8)))
@@ -111,28 +82,13 @@ def test_a_question_that_ends_a_draft_costs_as_much_as_one_that_does_not() -> No
     assert done.seconds == pytest.approx(9 * asked + unasked + PLAIN_ROUND)
 
 
-def test_a_draft_model_reads_what_others_wrote_before_it_drafts_again() -> None:
-    reading = PartCosts(PART.step, PART.asked_step, PART.rest, reading=READING)
-    silent = PartCosts({1: 0.0}, {1: 0.0}, PART.rest)
-    # The lookup writes eight tokens at the second place, and has no draft elsewhere.
-    looked_up = [NOTHING, guess(7, 7, deterministic=True), *[NOTHING] * 12]
-    trace = Trace("", 7, 0.0, [looked_up, [guess(0, part=1)] * 14])
-    done = run("fixed:1", trace, costs=RoundCosts(COSTS.plain, [silent, reading]))
-    # Places 0, 1 (lookup, 1 of its 1 node), 3 ... 12 by the model, 13 plain.
-    seconds = 11 * (STEP + rest(1)) + rest(1) + PLAIN_ROUND
-    # After the lookup's two tokens the model has three to read, one more than its first step holds.
-    assert done.seconds == pytest.approx(seconds + READING)
-
-
-def test_a_step_that_few_rows_take_costs_what_was_measured_for_one_of_so_many() -> None:
-    costs = PartCosts({1: 1.0, 5: 3.0}, {1: 1.5, 5: 4.0}, {}, lone_step={5: 2.0})
-    assert costs.step_of(5, 5, asks=False) == 3.0
-    assert costs.step_of(1, 5, asks=False) == 2.0
-    assert costs.step_of(3, 5, asks=False) == 2.5
-    assert costs.step_of(3, 5, asks=True) == 3.5
-    assert PartCosts({1: 1.0, 5: 3.0}, {1: 1.5}, {}).step_of(1, 5, asks=False) == 1.0
-    part = PartCosts({1: 1.0, 5: 3.0}, {1: 1.5}, {}, {1: 0.5, 5: 0.5}, lone_step={5: 2.0})
-    assert RoundCosts({1: 1.0}, [part]).drafting([(0, 1), (0, 1)], False, 5) == 4.5
+def test_a_draft_model_far_behind_catches_up_in_a_pass_of_its_own() -> None:
+    # The lookup drafts from the second position to the twentieth, and the model before and after.
+    looked_up = [NOTHING, *[guess(0, deterministic=True)] * 19, *[NOTHING] * 10]
+    trace = Trace("", 7, 0.0, [looked_up, [guess(0, part=1)] * 30])
+    done = run("fixed:1", trace, costs=RoundCosts(PLAIN_ROUND, [PART, PART]))
+    rounds = 29 * (START + STEP + rest(1)) + PLAIN_ROUND
+    assert done.seconds == pytest.approx(rounds + STEP)
 
 
 def test_two_tokens_are_new_to_a_draft_model_whose_drafts_were_all_accepted() -> None:
@@ -151,6 +107,38 @@ def test_a_replayed_row_is_coupled_as_it_was(coupled: bool) -> None:
     assert ReplayRow(trace).row.coupled is coupled
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_replay_of_a_recorded_text_takes_the_rounds_of_decoding_it(coupled: bool) -> None:
+    """The text is decided before the drafts, here of a lookup beside a draft model."""
+    target = TableModel(8, random_probs(8, seed=1))
+
+    def row_of(max_tokens: int) -> Row:
+        params = SamplingParams(max_tokens=max_tokens, temperature=float(coupled))
+        return Row([1, 2, 1, 2, 1], params, seed=1, coupled=coupled)
+
+    def drafter() -> CombinedDrafter:
+        model = ModelDrafter(TableModel(8, random_probs(8, seed=2)), "model:table", 8)
+        return CombinedDrafter([SuffixDrafter(), model], 8)
+
+    trace = record(target, drafter(), make_verifier("auto"), row_of(60), 40, 6)
+    assert [part[0].candidate.part for part in trace.drafts] == [0, 1]
+    assert all(draft.num_nodes == len(draft.dists) == 6 for draft in trace.drafts[1])
+    assert not any(draft.dists for draft in trace.drafts[0])
+    components = Components(target, drafter(), make_verifier("auto"), make_controller("fixed:3"))
+    commits = [commit for (commit,) in decode(components, [row_of(40)])]
+    done = run("fixed:3", trace, RoundCosts(COSTS.plain, [PART, PART]))
+    assert (done.num_tokens, done.num_rounds) == (40, len(commits))
+    assert done.num_accepted == sum(commit.num_accepted for commit in commits) > 0
+
+
+def test_traces_of_trees_are_refused() -> None:
+    """Cut to its first nodes a tree is not the draft of a shorter length."""
+    table = TableModel(8, random_probs(8, seed=1))
+    trees = ModelDrafter(table, "model:table,tree=2", 8, StaticTree.from_widths([2]))
+    with pytest.raises(BadInputError, match="expected a drafter of chains"):
+        record(table, trees, make_verifier("auto"), Row([1], SamplingParams(max_tokens=20)), 4)
+
+
 class CountingClock:
     """A clock that advances by a second per call."""
 
@@ -164,25 +152,25 @@ class CountingClock:
 
 def test_rounds_are_timed_by_length_in_turns_and_the_first_ones_are_left_out() -> None:
     target = TableModel(8, random_probs(8, seed=1))
-    made = []
-
-    def make_rows(count: int) -> list[Row]:
-        made.append(count)
-        params = SamplingParams(max_tokens=10**6, temperature=0)
-        return [Row([1, 2, 3], params, seed=place) for place in range(count)]
-
+    params = SamplingParams(max_tokens=10**6, temperature=0)
     stage = Stage(
-        target, ScriptedDrafter(lambda row: [1] * 9), make_verifier("auto"), make_rows, CountingClock()
+        target,
+        ScriptedDrafter(lambda row: [1] * 9),
+        make_verifier("auto"),
+        lambda: Row([1, 2, 3], params),
+        CountingClock(),
     )
-    cells = make_cells(stage, [True], [1, 2], lengths=(0, 1, 3))
-    assert in_turns(cells, 2, 3, lambda: True) == 3
-    assert made == [1, 2, 2, 1, 1, 2]
-    for cell in cells:
-        assert {length: len(all_) for length, all_ in cell.sweep.rest.items()} == {0: 6, 1: 6, 3: 6}
-    costs = part_costs(cells)
-    assert set(costs.rest) == {1, 2}
-    assert costs.step == {1: 0.0, 2: 0.0}, "on this clock a draft takes as long whatever its length"
-    assert costs.start[1] == costs.start[2] > 0
+    cell = Cell(stage, Candidate(deterministic=True), False, (0, 1, 3))
+    for _ in range(3):
+        cell.run(2)
+    assert {length: len(times) for length, times in cell.sweep.rest.items()} == {0: 6, 1: 6, 3: 6}
+    costs = part_costs([cell])
+    assert set(costs.rest) == {1, 3}
+    assert costs.step == costs.asked_step == 0.0, "on this clock a draft takes as long whatever its length"
+    assert costs.start > 0
+    whole = measure_round_costs(stage, (0, 1, 3), num_cycles=4)
+    assert whole.plain > 0
+    assert [part.start for part in whole.parts] == [costs.start]
 
 
 def test_a_line_is_not_moved_by_one_point_that_is_off() -> None:

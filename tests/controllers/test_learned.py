@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from secondguess.bench.traces import NodeProbs
 from secondguess.controllers import make_controller
-from secondguess.controllers.acceptance_features import FEATURES, features_of_path, node_features
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.learned import LearnedController, LearnedOptions
-from secondguess.controllers.predictor import MAX_FILE_BYTES, Calibration, Layer, Predictor, PredictorNetwork
+from secondguess.controllers.predictor import (
+    FEATURES,
+    KIND,
+    MAX_FILE_BYTES,
+    SCHEMA,
+    PathFeatures,
+    Predictor,
+)
 from secondguess.core import Candidate, Plan, Row
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
@@ -25,29 +29,28 @@ from secondguess.sampling import SamplingParams
 LOGIT = FEATURES.index("logit_confidence")
 
 
-UNCALIBRATED = Calibration((1.0,), (0.0,))
-
-
-def trusting(calibration: Calibration = UNCALIBRATED, width: int = 2) -> Predictor:
+def trusting(scales: Sequence[float] = (1.0,), shifts: Sequence[float] = (0.0,)) -> dict[str, Any]:
     """A predictor whose logit is that of the confidence: silu(z) - silu(-z) = z, passed on by the second layer."""
-    first = numpy.zeros((width, len(FEATURES)))
-    first[0, LOGIT], first[1, LOGIT] = 1.0, -1.0
-    last = numpy.zeros((1, width))
-    last[0, :2] = 1.0, -1.0
-    nothing = numpy.zeros(width)
-    layers = (
-        Layer.of(first, nothing),
-        Layer.of(numpy.zeros((width, width)), nothing),
-        Layer.of(last, nothing[:1]),
-    )
-    return Predictor(layers, calibration, {"made": "by hand"})
+    signs = [[sign * float(name == FEATURES[LOGIT]) for name in FEATURES] for sign in (1, -1)]
+    return {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "provenance": {"made": "by hand"},
+        "features": list(FEATURES),
+        "calibration": {"scales": list(scales), "shifts": list(shifts)},
+        "layers": [
+            {"biases": [0.0, 0.0], "weights": signs},
+            {"biases": [0.0, 0.0], "weights": [[0.0, 0.0], [0.0, 0.0]]},
+            {"biases": [0.0], "weights": [[1.0, -1.0]]},
+        ],
+    }
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], Path]:
-    def write(content: str) -> Path:
+def write(tmp_path: Path) -> Callable[[str | dict[str, Any]], Path]:
+    def write(content: str | dict[str, Any]) -> Path:
         path = tmp_path / "predictor.json"
-        path.write_text(content)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
         return path
 
     return write
@@ -83,22 +86,22 @@ def nodes_until_stop(controller: LearnedController, confidences: Sequence[float]
     ],
 )
 def test_it_stops_after_the_node_that_makes_a_rejection_likely(
-    write: Callable[[str], Path], confidences: list[float], threshold: float, expected: int
+    write: Callable[[Any], Path], confidences: list[float], threshold: float, expected: int
 ) -> None:
-    path = write(trusting().to_json())
+    path = write(trusting())
     controller = LearnedController(LearnedOptions(threshold=threshold), str(path))
     # Twice: a round begins anew.
     assert [nodes_until_stop(controller, confidences) for _ in range(2)] == [expected, expected]
 
 
-def test_at_the_threshold_is_sure_enough(write: Callable[[str], Path]) -> None:
-    deterministic = trusting(Calibration((1.0,), (50.0,)))
-    controller = LearnedController(LearnedOptions(threshold=0.0), str(write(deterministic.to_json())))
+def test_at_the_threshold_is_sure_enough(write: Callable[[Any], Path]) -> None:
+    deterministic = trusting((1.0,), (50.0,))
+    controller = LearnedController(LearnedOptions(threshold=0.0), str(write(deterministic)))
     assert controller.go_on(rows_of(1), probs_with(0.9), 0) == [True]
 
 
-def test_rows_have_their_own_products(write: Callable[[str], Path]) -> None:
-    controller = LearnedController(LearnedOptions(threshold=0.4), str(write(trusting().to_json())))
+def test_rows_have_their_own_products(write: Callable[[Any], Path]) -> None:
+    controller = LearnedController(LearnedOptions(threshold=0.4), str(write(trusting())))
     rows = rows_of(3)
     assert controller.go_on(rows, probs_with(0.9, 0.7, 0.4), 0) == [True, True, False]
     # The third row has stopped; what stands in its line must not matter to the others.
@@ -106,33 +109,21 @@ def test_rows_have_their_own_products(write: Callable[[str], Path]) -> None:
     assert controller.go_on(rows, probs_with(0.75, 1.0, 0.1), 2)[:1] == [True]
 
 
-def test_the_calibration_is_that_of_the_depth(write: Callable[[str], Path]) -> None:
+def test_the_calibration_is_that_of_the_depth(write: Callable[[Any], Path]) -> None:
     # From the second depth on every node counts as lost.
-    doubting = trusting(Calibration((1.0, 1.0), (0.0, -50.0)))
-    controller = LearnedController(LearnedOptions(threshold=0.9), str(write(doubting.to_json())))
+    doubting = trusting((1.0, 1.0), (0.0, -50.0))
+    controller = LearnedController(LearnedOptions(threshold=0.9), str(write(doubting)))
     assert nodes_until_stop(controller, [0.9] * 8) == 2
-    network = PredictorNetwork(doubting)
-    line = node_features(0.9, 0.05, 0.5, 5, -0.1, 0.0, False)
-    assert network.chances([line], 0) == pytest.approx([0.9])
-    assert network.chances([line], 1)[0] < 1e-12
-    assert network.chances([line], 5) == network.chances([line], 1)
+    predictor = Predictor(doubting)
+    features = PathFeatures().of_level(rows_of(1), probs_with(0.9), 0)
+    assert predictor.chances(features, 0) == pytest.approx([0.9])
+    assert predictor.chances(features, 1)[0] < 1e-12
+    assert predictor.chances(features, 5) == predictor.chances(features, 1)
 
 
-def test_the_length_is_the_budget(write: Callable[[str], Path]) -> None:
-    controller = LearnedController(LearnedOptions(length=6), str(write(trusting().to_json())))
+def test_the_length_is_the_budget(write: Callable[[Any], Path]) -> None:
+    controller = LearnedController(LearnedOptions(length=6), str(write(trusting())))
     assert controller.plan(rows_of(2), [(Candidate(),)] * 2) == [Plan(0, 6)] * 2
-
-
-def test_no_feature_can_depend_on_a_token() -> None:
-    """Everything that leads to a feature is a number about a law, a place or a request's settings."""
-    numbers = inspect.signature(node_features, eval_str=True).parameters.values()
-    assert {parameter.annotation for parameter in numbers} <= {float, int, bool}
-    assert [each.name for each in numbers] == [
-        "confidence", "runner_up", "entropy", "depth", "log_survival", "temperature", "coupled"
-    ]  # fmt: skip
-    assert {field.name for field in fields(NodeProbs)} == {"confidence", "entropy", "runner_up"}
-    parameters = inspect.signature(LearnedController.go_on).parameters
-    assert list(parameters) == ["self", "rows", "draft_probs", "depth"]
 
 
 def test_answers_do_not_change_when_tokens_are_renamed() -> None:
@@ -147,33 +138,32 @@ def test_answers_do_not_change_when_tokens_are_renamed() -> None:
     assert plain == renamed
 
 
-def test_training_and_decoding_see_the_same_features(
-    write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    controller = LearnedController(path=str(write(trusting().to_json())))
-    seen: list[list[float]] = []
-    chances = controller._network.chances
-
-    def note(features: list[list[float]], depth: int) -> list[float]:
-        seen.extend(features)
-        return chances(features, depth)
-
-    monkeypatch.setattr(controller._network, "chances", note)
-    path = []
-    for depth, confidence in enumerate((0.9, 0.5, 1.0, 0.7)):
-        draft_probs = probs_with(confidence)
-        controller.go_on(rows_of(1, temperature=0.7, coupled=True), draft_probs, depth)
-        path.append(
-            NodeProbs(draft_probs.confidences[0], draft_probs.entropies[0], draft_probs.runners_up[0])
-        )
-    assert seen == features_of_path(path, 0.7, True)
-    assert all(numpy.isfinite(seen).ravel())
-    assert [line[FEATURES.index("log_survival")] for line in seen[:2]] == pytest.approx([0, numpy.log(0.9)])
+def test_features_describe_the_path() -> None:
+    path, confidences = PathFeatures(), (0.9, 0.5, 1.0, 0.7)
+    rows = rows_of(1, temperature=0.7, coupled=True)
+    levels = [
+        path.of_level(rows, probs_with(confidence), depth) for depth, confidence in enumerate(confidences)
+    ]
+    lines = [dict(zip(FEATURES, line, strict=True)) for (line,) in levels]
+    assert numpy.isfinite(levels).all()
+    assert [line["log_survival"] for line in lines[:3]] == pytest.approx(numpy.log([1, 0.9, 0.45]))
+    assert [line["log_depth"] for line in lines] == pytest.approx(numpy.log([1, 2, 3, 4]))
+    half = lines[1]
+    assert half["log_confidence"] == pytest.approx(numpy.log(0.5))
+    assert half["logit_confidence"] == pytest.approx(0, abs=1e-12)
+    assert half["log_runner_up"] == pytest.approx(numpy.log(0.5 / 9))
+    assert half["entropy"] == pytest.approx(0.5 * numpy.log(2) + 0.5 * numpy.log(18))
+    assert (half["temperature"], half["coupled"]) == (0.7, 1.0)
+    # Depth 0 begins a new draft.
+    assert path.of_level(rows, probs_with(confidences[0]), 0) == levels[0]
 
 
-def test_coupling_says_nothing_at_temperature_0() -> None:
-    assert node_features(0.5, 0.2, 1.0, 0, 0.0, 0.0, True) == node_features(0.5, 0.2, 1.0, 0, 0.0, 0.0, False)
-    assert node_features(0.5, 0.2, 1.0, 0, 0.0, 1.0, True) != node_features(0.5, 0.2, 1.0, 0, 0.0, 1.0, False)
+def test_coupling_is_no_feature_at_temperature_0() -> None:
+    def features(temperature: float, coupled: bool) -> list[list[float]]:
+        return PathFeatures().of_level(rows_of(1, temperature, coupled), probs_with(0.5), 0)
+
+    assert features(0.0, True) == features(0.0, False)
+    assert features(1.0, True) != features(1.0, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -193,7 +183,7 @@ def test_draft_distributions_summarise_the_softmax_of_logits(width: int, dtype: 
         assert summary.entropies == pytest.approx(torch.special.entr(draft_probs).sum(-1).tolist(), abs=1e-5)
 
 
-def test_the_predictor_in_the_box_is_whole_and_names_its_source() -> None:
+def test_the_builtin_predictor_is_complete_and_names_its_source() -> None:
     controller = make_controller("learned")
     assert controller.name == "learned,length=8,threshold=0.3"
     assert make_controller(controller.name).name == controller.name
@@ -207,7 +197,21 @@ def test_the_predictor_in_the_box_is_whole_and_names_its_source() -> None:
     assert provenance["workload"] == "stdlib"
 
 
-def test_the_predictor_in_the_box_belongs_to_the_pair_in_the_box() -> None:
+def test_the_builtin_predictor_predicts_what_it_always_did() -> None:
+    from secondguess.builtin import acceptance_path
+
+    predictor = Predictor.read(acceptance_path())
+    features = [[-0.1, 2.25, -3.0, 0.4, 0.0, 0.0, 0.0, 0.0], [-1.2, -0.84, -1.5, 2.5, 1.1, -0.7, 1.0, 1.0]]
+    expected = {
+        0: [0.9468724495374009, 0.5480883504491036],
+        2: [0.9654966885064402, 0.5489717953430588],
+        20: [0.9858840383780505, 0.5308600451981916],
+    }
+    for depth, chances in expected.items():
+        assert predictor.chances(features, depth) == pytest.approx(chances, abs=1e-12)
+
+
+def test_the_builtin_predictor_belongs_to_the_builtin_pair() -> None:
     from secondguess.builtin import acceptance_path, builtin_paths
     from secondguess.workloads.provenance import hash_weights
 
@@ -216,16 +220,16 @@ def test_the_predictor_in_the_box_belongs_to_the_pair_in_the_box() -> None:
     assert provenance["drafter_sha256"] == hash_weights(paths.drafter)
 
 
-def test_a_file_comes_back_as_it_was_written(write: Callable[[str], Path]) -> None:
-    predictor = trusting(Calibration((1.5, 0.5), (0.25, -1.0)))
-    path = write(predictor.to_json())
-    assert Predictor.read(path) == predictor
+def test_a_file_comes_back_as_it_was_written(write: Callable[[Any], Path]) -> None:
+    record = trusting((1.5, 0.5), (0.25, -1.0))
+    path = write(Predictor(record).to_json())
+    assert Predictor.read(path).record == record
     name = f"learned:{path},length=5,threshold=0.45"
     assert make_controller(name).name == name
 
 
-def changed(**entries: object) -> str:
-    return json.dumps(json.loads(trusting().to_json()) | entries)
+def changed(**entries: object) -> dict[str, Any]:
+    return trusting() | entries
 
 
 @pytest.mark.parametrize(
@@ -234,26 +238,29 @@ def changed(**entries: object) -> str:
         ("", "it is broken"),
         ("{", "it is broken"),
         ("[" * 100_000, "it is broken"),
-        ("[]", "an object of kind"),
-        ('{"weights": [1, 2]}', "an object of kind"),
-        (changed(kind="a recipe"), "an object of kind"),
+        ("[]", "it is broken"),
+        ('{"weights": [1, 2]}', "it is broken"),
+        (changed(kind="a recipe"), "expected kind 'secondguess acceptance predictor', got 'a recipe'"),
         (changed(schema=2), "expected schema 1, got 2"),
-        (changed(features=[*FEATURES, "token"]), "expected the features log_confidence"),
-        (changed(layers=[]), "three layers, got 0"),
-        (changed(layers=[{"biases": [0.0], "weights": [[1.0]]}] * 3), "three layers of 8 to n"),
-        (changed(layers=[{"biases": [0.0, 1.0], "weights": [[1.0]]}] * 3), "as many rows of weights"),
-        (changed(layers=[{"biases": [0.0, 1.0], "weights": [[1.0], [1.0, 2.0]]}] * 3), "all of one width"),
-        (changed(layers=[{"biases": ["x"], "weights": [[1.0]]}] * 3), "a list of numbers"),
-        (changed(layers=[{"biases": [float("nan")], "weights": [[1.0]]}] * 3), "finite weights"),
+        (changed(features=[*FEATURES, "token"]), r"expected features \['log_confidence'"),
+        (changed(layers=[]), "it is broken"),
+        (changed(layers=[{"biases": [0.0], "weights": [[1.0]]}] * 3), r"numbers of shape \(1, 8\)"),
+        (changed(layers=[{"biases": [0.0, 1.0], "weights": [[1.0] * 8]}] * 3), r"shape \(2, 8\)"),
+        (changed(layers=[{"biases": [0.0, 1.0], "weights": [[1.0], [1.0, 2.0]]}] * 3), "it is broken"),
+        (changed(layers=[{"biases": ["x"], "weights": [[1.0] * 8]}] * 3), "finite numbers of shape"),
+        (changed(layers=[{"biases": [float("nan")], "weights": [[1.0] * 8]}] * 3), "finite numbers of shape"),
         (changed(calibration={"scales": [1.0]}), "it is broken"),
-        (changed(calibration={"scales": [], "shifts": []}), "at least one"),
+        (changed(calibration={"scales": [], "shifts": []}), r"numbers of shape \(1,\)"),
+        (changed(calibration={"scales": [1.0, 1.0], "shifts": [0.0]}), r"numbers of shape \(2,\)"),
         (changed(calibration={"scales": [0], "shifts": [0]}), "positive scales"),
-        (changed(calibration={"scales": [True], "shifts": [0]}), "a list of numbers"),
-        (changed(provenance=None), "the provenance to be an object"),
+        (changed(calibration={"scales": [True], "shifts": [0]}), "finite numbers of shape"),
+        (changed(provenance=None), "it is broken"),
         (" " * (MAX_FILE_BYTES + 1), "at most"),
     ],
 )
-def test_broken_and_foreign_files_are_refused(write: Callable[[str], Path], content: str, words: str) -> None:
+def test_broken_and_foreign_files_are_refused(
+    write: Callable[[Any], Path], content: str | dict[str, Any], words: str
+) -> None:
     path = write(content)
     with pytest.raises(BadInputError, match=words) as refusal:
         make_controller(f"learned:{path}")
@@ -261,12 +268,12 @@ def test_broken_and_foreign_files_are_refused(write: Callable[[str], Path], cont
     assert "secondguess train acceptance" in str(refusal.value)
 
 
-def test_a_record_without_an_entry_is_refused(write: Callable[[str], Path]) -> None:
-    for entry in ("kind", "schema", "provenance", "features", "calibration", "layers"):
-        record = json.loads(trusting().to_json())
+def test_a_record_without_an_entry_is_refused(write: Callable[[Any], Path]) -> None:
+    for entry in trusting():
+        record = trusting()
         del record[entry]
-        with pytest.raises(BadInputError, match="expected a predictor file, got"):
-            make_controller(f"learned:{write(json.dumps(record))}")
+        with pytest.raises(BadInputError, match=f"expected a predictor file, got .*{entry!r}"):
+            make_controller(f"learned:{write(record)}")
 
 
 @pytest.mark.parametrize(
@@ -285,9 +292,3 @@ def test_a_record_without_an_entry_is_refused(write: Callable[[str], Path]) -> N
 def test_names_that_are_refused(text: str, words: str) -> None:
     with pytest.raises(BadInputError, match=words):
         make_controller(text)
-
-
-def test_a_predictor_of_the_wrong_shape_cannot_be_made() -> None:
-    layers = trusting().layers
-    with pytest.raises(BadInputError, match="three layers"):
-        replace(trusting(), layers=(layers[0], layers[0], layers[2]))

@@ -1,8 +1,10 @@
-"""Training the predictor of acceptance: the labels, the prompts, the split, and the command."""
+"""Training of the acceptance predictor: labels, features, prompts, split and command."""
 
 from __future__ import annotations
 
 import json
+import math
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +12,21 @@ import numpy
 import pytest
 import torch
 
-from secondguess.bench.traces import NodeProbs, RecordedDraft, Trace, node_chances, record
 from secondguess.controllers import make_controller
-from secondguess.controllers.predictor import Predictor
-from secondguess.core import Candidate, Draft, Row
+from secondguess.controllers.predictor import FEATURES, Predictor
+from secondguess.core import Draft, Row, Verdict
+from secondguess.decode import Components, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
 from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.sampling import SamplingParams
-from secondguess.sampling.noise import KeyedNoise
+from secondguess.sampling.noise import KeyedNoise, Noise
 from secondguess.sampling.probs import compute_target_probs
 from secondguess.train.acceptance_training import (
     AcceptanceRecipe,
-    examples_of,
-    split,
+    DraftRecorder,
+    acceptance_probs,
+    record,
     train_acceptance,
 )
 from secondguess.train.stdlib_prompts import MAX_PROMPT_CHARACTERS, standard_library_prompts
@@ -39,26 +42,26 @@ def row_of(temperature: float, coupled: bool = False, seed: int = 0) -> Row:
     return Row([1, 2], params, seed=seed, coupled=coupled)
 
 
-def recorded(rows: list[Row], num_tokens: int = 8) -> list[Trace]:
-    drafter = ModelDrafter(TableModel(VOCAB_SIZE, DRAFTER), "model:table", VOCAB_SIZE)
-    return record(TableModel(VOCAB_SIZE, TARGET), drafter, make_verifier("auto"), rows, num_tokens, 3)
+def drafter() -> ModelDrafter:
+    return ModelDrafter(TableModel(VOCAB_SIZE, DRAFTER), "model:table", VOCAB_SIZE)
 
 
-def chances_of(row: Row, tokens: list[int]) -> tuple[list[float], torch.Tensor, KeyedNoise]:
-    """The chances of a chain of these tokens drawn from the drafter's laws, and the target's laws."""
+def chances_of(row: Row, tokens: list[int]) -> tuple[list[float], torch.Tensor]:
+    """Acceptance probabilities of a chain of these tokens drawn from the drafter, and the target's distributions."""
     dists = torch.stack([DRAFTER((1, 2, *tokens[:place])) for place in range(len(tokens))])[None]
     logits = torch.stack([TARGET((1, 2, *tokens[:place])) for place in range(len(tokens) + 1)])[None].log()
     draft = Draft.chains([tokens], None if row.params.temperature == 0 else dists)
     target_probs = compute_target_probs(logits, [row], draft)
     noise = KeyedNoise.from_rows([row])
-    return node_chances(draft, target_probs, noise)[0], target_probs[0], noise
+    chosen = noise.race(target_probs, torch.arange(len(tokens) + 1)[None])
+    return acceptance_probs(draft, target_probs, chosen, noise)[0], target_probs[0]
 
 
 def test_a_sampled_node_has_the_chance_of_the_rejection_rule() -> None:
     tokens: list[int] = []
     for _ in range(3):
         tokens.append(int(DRAFTER((1, 2, *tokens)).argmax()))
-    chances, target_probs, _ = chances_of(row_of(1.0), tokens)
+    chances, target_probs = chances_of(row_of(1.0), tokens)
     expected = [
         min(1.0, float(target_probs[place, token] / DRAFTER((1, 2, *tokens[:place]))[token]))
         for place, token in enumerate(tokens)
@@ -70,7 +73,7 @@ def test_a_sampled_node_has_the_chance_of_the_rejection_rule() -> None:
 def test_at_temperature_0_a_node_is_the_most_likely_token_or_is_not() -> None:
     best = int(TARGET((1, 2)).argmax())
     tokens = [best, (int(TARGET((1, 2, best)).argmax()) + 1) % VOCAB_SIZE, 0]
-    chances, target_probs, _ = chances_of(row_of(0.0), tokens)
+    chances, target_probs = chances_of(row_of(0.0), tokens)
     assert chances[:2] == [1.0, 0.0]
     # Every node counts on its own prefix, also behind a rejected one.
     assert chances[2] == float(int(target_probs[2].argmax()) == 0)
@@ -88,60 +91,65 @@ def test_a_coupled_node_wins_the_race_or_does_not() -> None:
     assert chances_of(row, wrong)[0] == [1.0, 0.0]
 
 
-def test_nothing_drafted_has_no_chances() -> None:
-    noise = KeyedNoise.from_rows([row_of(1.0)])
-    assert node_chances(Draft.empty(1), torch.ones(1, 1, VOCAB_SIZE), noise) == [[]]
-
-
 @pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, True)])
-def test_where_the_text_is_decided_the_chances_say_what_is_accepted(
-    temperature: float, coupled: bool
-) -> None:
-    (trace,) = recorded([row_of(temperature, coupled)])
-    assert trace.coupled is coupled
-    for guess in trace.drafts[0]:
-        assert len(guess.chances) == len(guess.dists) == guess.num_nodes == 3
-        assert numpy.cumprod(guess.chances).sum() == guess.accepted[-1]
+def test_where_the_text_is_decided_labels_count_the_accepted_nodes(temperature: float, coupled: bool) -> None:
+    row, again = (row_of(temperature, coupled, seed=3) for _ in range(2))
+    (drafts,) = record(TableModel(VOCAB_SIZE, TARGET), drafter(), [row], 20, 3)
+    assert all(len(features) == len(chances) == 3 for features, chances in drafts)
+    target, controller = TableModel(VOCAB_SIZE, TARGET), make_controller("fixed:3")
+    accepted, position = {}, 0
+    for (commit,) in decode(Components(target, drafter(), make_verifier("auto"), controller), [again]):
+        accepted[position] = commit.num_accepted
+        position += len(commit.tokens)
+    assert row.tokens == again.tokens[: len(row.tokens)]
+    labels = {position: numpy.cumprod(drafts[position][1]).sum() for position in accepted if position < 20}
+    assert labels == {position: accepted[position] for position in labels}
+    assert len(set(labels.values())) > 1
+
+
+class CountingRecorder(DraftRecorder):
+    """Recorder that counts the nodes, out of two, that the rule `rejection` accepts."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(2, num_rows)
+        self.accepted: list[int] = []
+
+    def verify(self, draft: Draft, target_probs: torch.Tensor, noise: Noise) -> Verdict:
+        lengths = make_verifier("rejection").verify(draft, target_probs, noise).lengths
+        self.accepted += lengths.clamp(max=2).tolist()
+        return super().verify(draft, target_probs, noise)
 
 
 def test_sampled_chances_expect_what_is_accepted_on_average() -> None:
-    """With `rejection`, whose law they are, over many texts."""
     rows = [row_of(1.0, seed=seed) for seed in range(40)]
-    drafter = ModelDrafter(TableModel(VOCAB_SIZE, DRAFTER), "model:table", VOCAB_SIZE)
-    target = TableModel(VOCAB_SIZE, TARGET)
-    traces = record(target, drafter, make_verifier("rejection"), rows, 20, 2)
-    drafts = [guess for trace in traces for guess in trace.drafts[0]]
-    expected = [numpy.cumprod(guess.chances).sum() for guess in drafts]
-    difference = numpy.array([guess.accepted[-1] for guess in drafts]) - expected
-    # 800 guesses whose differences deviate by about 0.5: four standard errors.
-    assert abs(difference.mean()) < 4 * difference.std() / len(drafts) ** 0.5
+    recorder = CountingRecorder(len(rows))
+    components = Components(TableModel(VOCAB_SIZE, TARGET), drafter(), recorder, recorder)
+    for _ in islice(decode(components, rows), 20):
+        pass
+    by_round = [chances for drafts in zip(*recorder.drafts, strict=True) for _, chances in drafts]
+    difference = recorder.accepted - numpy.cumprod(by_round, 1).sum(1)
+    assert len(difference) == 800
+    # The differences deviate by about 0.5: four standard errors.
+    assert abs(difference.mean()) < 4 * difference.std() / 800**0.5
 
 
-def guess_of(num_nodes: int, chance: float) -> RecordedDraft:
-    dists = tuple(NodeProbs(0.5 + 0.1 * place, 1.0, 0.2) for place in range(num_nodes))
-    return RecordedDraft(Candidate(), dists, (0,) * num_nodes, (chance,) * num_nodes)
-
-
-def test_examples_hold_what_the_traces_say() -> None:
-    deterministic = RecordedDraft(Candidate(deterministic=True), (), (1, 2), (1.0, 1.0))
-    trace = Trace(
-        "", 2, 0.5, [[guess_of(3, 0.25), guess_of(1, 0.75)], [deterministic, deterministic]], coupled=True
+def test_recorded_features_are_those_of_the_draft_distributions() -> None:
+    (((features, _), *_),) = record(
+        TableModel(VOCAB_SIZE, TARGET), drafter(), [row_of(0.5, coupled=True)], 1, 3
     )
-    examples = examples_of([trace])
-    assert examples.real.tolist() == [[True, True, True], [True, False, False]]
-    assert examples.chances.tolist() == [[0.25, 0.25, 0.25], [0.75, 0.0, 0.0]]
-    assert examples.features[0, :, 0] == pytest.approx(numpy.log([0.5, 0.6, 0.7]))
-    assert examples.features[0, :, 5] == pytest.approx(numpy.log([1.0, 0.5, 0.3]))
-    assert examples.features[0, 0, 6:].tolist() == [0.5, 1.0]
-    with pytest.raises(BadInputError, match="drafts with distributions"):
-        examples_of([Trace("", 2, 0.0, [[deterministic]])])
+    first, second, _ = (dict(zip(FEATURES, line, strict=True)) for line in features)
+    confidence = math.log(DRAFTER((1, 2)).max())
+    assert first["log_confidence"] == second["log_survival"] == pytest.approx(confidence)
+    assert (first["temperature"], first["coupled"]) == (0.5, 1.0)
 
 
-def test_every_fifth_prompt_is_held_out_in_every_manner() -> None:
-    traces = [Trace(f"{index % 10}", 1, 0.0, []) for index in range(30)]
-    training, held_out = split(traces, 10)
-    assert [trace.task for trace in held_out] == ["4", "9"] * 3
-    assert len(training) == 24
+def test_drafts_cut_by_the_context_of_the_draft_model_are_left_out() -> None:
+    short = ModelDrafter(TableModel(VOCAB_SIZE, DRAFTER, context_length=8), "model:table", VOCAB_SIZE)
+    rows = [row_of(0.0)]
+    (drafts,) = record(TableModel(VOCAB_SIZE, TARGET), short, rows, 10, 3)
+    assert rows[0].num_output == 10
+    # Rounds begin with 2, 3, ... tokens; four nodes have room behind at most 5.
+    assert len(drafts) == 4
 
 
 def test_the_prompts_come_from_the_standard_library() -> None:
@@ -189,13 +197,12 @@ def test_the_command_writes_a_predictor_that_the_controller_takes(
     assert (done.code, done.err) == (0, "")
     assert "recording, temperature 0: 6 of 6 prompts" in done.out
     assert "recording, temperature 1, coupled: 6 of 6 prompts" in done.out
-    assert "epoch 40 of 40" in done.out
     assert "held out calibration error" in done.out
     path = command["--out"]
     provenance = Predictor.read(path).provenance
     assert provenance["temperatures"] == [0.0, 1.0]
     assert (provenance["seed"], provenance["num_prompts"], provenance["depth"]) == (3, 6, 3)
-    # One prompt of six is held out; 4 places of 3 nodes in 3 manners.
+    # One prompt of six is held out; 4 positions of 3 nodes under 3 conditions.
     assert (provenance["num_training_nodes"], provenance["num_held_out_nodes"]) == (5 * 36, 36)
     assert str(tmp_path) not in path.read_text()
     assert make_controller(f"learned:{path},length=4").name.startswith(f"learned:{path}")
@@ -226,7 +233,7 @@ def test_the_command_passes_its_options_on(
     (recipe,) = seen
     assert (recipe.temperatures, recipe.num_prompts, recipe.num_tokens) == ((0.5, 0.0), 9, 4)
     assert (recipe.seed, recipe.depth, recipe.dtype) == (4, 3, "float32")
-    assert recipe.options.reject_weight == 2
+    assert recipe.reject_weight == 2
     assert recipe.manners == [(0.5, False), (0.5, True), (0.0, False)]
 
 
@@ -238,12 +245,12 @@ def test_the_command_passes_its_options_on(
         ({"--drafter": "suffix"}, "a drafter with a model"),
         ({"--drafter": "model:nowhere"}, "nowhere"),
         ({"--model": "nowhere"}, "nowhere"),
-        ({"--max-tokens": 0}, "tokens per prompt from 1"),
+        ({"--max-tokens": 0}, "tokens per prompt between 1"),
         ({"--max-tokens": 400}, "leave room for a prompt in the context of 256"),
-        ({"--num-prompts": 4}, "prompts from 5"),
-        ({"--depth": 65}, "from 1 to 64"),
-        ({"--seed": -1}, "the seed from 0"),
-        ({"--temperature": "nan"}, "temperatures from 0 to 100"),
+        ({"--num-prompts": 4}, "prompts between 5"),
+        ({"--depth": 65}, "between 1 and 64"),
+        ({"--seed": -1}, "the seed between 0"),
+        ({"--temperature": "nan"}, "temperature"),
         ({"--reject-weight": 0}, "the weight of rejections between 0.1"),
     ],
 )
@@ -255,6 +262,13 @@ def test_what_the_command_refuses(
     assert expected in done.err
     assert done.err.count("\n") == 1
     assert not command["--out"].exists()
+
+
+def test_a_drafter_of_trees_is_refused(secondguess_command: Any, command: dict[str, Any]) -> None:
+    trees = command | {"--drafter": command["--drafter"] + ",tree=2x2"}
+    done = secondguess_command("train", "acceptance", *words(trees))
+    assert done.code == 2
+    assert "expected a drafter of chains" in done.err
 
 
 def test_a_target_without_a_drafter_is_refused(secondguess_command: Any, command: dict[str, Any]) -> None:

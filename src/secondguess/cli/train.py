@@ -68,22 +68,21 @@ def acceptance(
 
     require_folder(out.parent, "--out")
 
-    from secondguess.train.acceptance_fit import FitOptions
     from secondguess.train.acceptance_training import AcceptanceRecipe, train_acceptance
 
     if drafter is None and model != "builtin":
         raise BadInputError(f"expected --drafter model:PATH for the model {model}, got none")
     recipe = AcceptanceRecipe(
-        model=model,
-        drafter=drafter or "model:builtin-draft",
-        prompts=prompts,
+        model,
+        drafter or "model:builtin-draft",
+        prompts,
         num_prompts=num_prompts,
         num_tokens=max_tokens,
         temperatures=tuple(temperature),
         depth=depth,
         seed=seed,
         dtype=dtype,
-        options=FitOptions(reject_weight=reject_weight),
+        reject_weight=reject_weight,
     )
     report = partial(print, flush=True)
     predictor = train_acceptance(recipe, report)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from secondguess.builtin import acceptance_path
-from secondguess.controllers.acceptance_features import node_features
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.controllers.predictor import Predictor, PredictorNetwork
+from secondguess.controllers.predictor import PathFeatures, Predictor
 from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Plan, Row
 from secondguess.names import Name, check_range, read_options
 
@@ -51,9 +50,9 @@ class LearnedController(Controller):
         self.options = options
         where = "" if path is None else f":{path}"
         self.name = f"learned{where},length={options.length},threshold={options.threshold:g}"
-        self._network = PredictorNetwork(Predictor.read(acceptance_path() if path is None else Path(path)))
+        self._predictor = Predictor.read(acceptance_path() if path is None else Path(path))
+        self._features = PathFeatures()
         self._survivals: list[float] = []
-        self._log_confidences: list[float] = []
 
     @classmethod
     def build(cls, name: Name) -> LearnedController:
@@ -64,18 +63,7 @@ class LearnedController(Controller):
 
     def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         # Depth 0 begins a round and resets the products; those of rows that stopped are not used.
-        survivals = [1.0] * len(rows) if depth == 0 else self._survivals
-        so_far = [0.0] * len(rows) if depth == 0 else self._log_confidences
-        summaries = zip(
-            rows, draft_probs.confidences, draft_probs.runners_up, draft_probs.entropies, so_far, strict=True
-        )
-        features = [
-            node_features(
-                confidence, runner_up, entropy, depth, survival, row.params.temperature, row.coupled
-            )
-            for row, confidence, runner_up, entropy, survival in summaries
-        ]
-        self._log_confidences = [line[0] + before for line, before in zip(features, so_far, strict=True)]
-        chances = self._network.chances(features, depth)
+        survivals = self._survivals if depth else [1.0] * len(rows)
+        chances = self._predictor.chances(self._features.of_level(rows, draft_probs, depth), depth)
         self._survivals = [before * chance for before, chance in zip(survivals, chances, strict=True)]
         return [1 - survival <= self.options.threshold for survival in self._survivals]

@@ -1,12 +1,12 @@
-"""Small network that predicts the acceptance probability of a draft node, and its file format.
+"""Predictor of the acceptance probability of a draft node: its features, network and file format.
 
     h1 = silu(W1 x + b1),  h2 = h1 + silu(W2 h1 + b2),  z = w3 h2 + b3
     a = sigmoid(scale_depth z + shift_depth)
 
 A small version of the head of SpecDec++ (arXiv 2405.19715), with summaries of the draft
 distribution in place of the drafter's hidden states. It is calibrated by a temperature and a bias
-per depth (DSpark, arXiv 2607.05147). It runs in NumPy: for one row a call into torch takes longer
-than the arithmetic.
+per depth (DSpark, arXiv 2607.05147). Tokens are not among its features, so it is non-anticipating
+(`base.py`). It runs in NumPy: for one row a call into torch takes longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -14,98 +14,113 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from secondguess.controllers.acceptance_features import FEATURES
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.core import Row
 from secondguess.errors import BadInputError
 
 Array = NDArray[numpy.float64]
 
+FEATURES = (
+    "log_confidence",
+    "logit_confidence",
+    "log_runner_up",
+    "entropy",
+    "log_depth",
+    "log_survival",
+    "temperature",
+    "coupled",
+)
+"""Names of the features, in order.
+
+`log_survival` is the sum of `log_confidence` over the nodes before this one, `log_depth` is
+log(1 + depth). Temperature and coupling are the request's settings: they affect acceptance but are
+not visible in the draft distribution, which is taken before sampling settings.
+"""
+
+SMALLEST = 1e-6
+"""Distance that probabilities keep from 0 and 1."""
+LEAST_SURVIVAL = -20.0
+"""Lower bound to which `log_survival` is clipped."""
+HIGHEST_TEMPERATURE = 2.0
+"""Upper bound to which the temperature is clipped."""
+
 KIND, SCHEMA = "secondguess acceptance predictor", 1
 MAX_FILE_BYTES = 1 << 20
-"""Maximum size of a predictor file; a typical one takes about 20 kB."""
+"""Maximum size of a predictor file; a typical one takes about 6 kB."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Linear layer: `weights` `[output][input]` and `biases` `[output]`."""
+class PathFeatures:
+    """Features of the drafts of a batch, level by level; decoding and training both use it."""
 
-    weights: tuple[tuple[float, ...], ...]
-    biases: tuple[float, ...]
+    def __init__(self) -> None:
+        self._log_survivals: list[float] = []
 
-    def __post_init__(self) -> None:
-        widths = {len(line) for line in self.weights}
-        if len(widths) != 1 or len(self.weights) != len(self.biases):
-            raise BadInputError("expected a layer with as many rows of weights as biases, all of one width")
-        if not all(map(math.isfinite, (*self.biases, *(each for line in self.weights for each in line)))):
-            raise BadInputError("expected finite weights, got one that is not")
-
-    @property
-    def num_inputs(self) -> int:
-        return len(self.weights[0])
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.biases)
-
-    @classmethod
-    def of(cls, weights: Array, biases: Array) -> Layer:
-        """Return the layer for arrays `[output, input]` and `[output]`."""
-        return cls(tuple(map(tuple, weights.tolist())), tuple(biases.tolist()))
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Calibration per depth: `scale * z + shift` is the logit of the acceptance probability.
-
-    Nodes deeper than the last entry use the last entry.
-
-    Args:
-        scales: inverse temperatures, at least one, all positive.
-        shifts: biases, as many as scales.
-    """
-
-    scales: tuple[float, ...]
-    shifts: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.scales or len(self.scales) != len(self.shifts):
-            raise BadInputError("expected a calibration with as many scales as shifts, at least one")
-        if not all(0 < scale < math.inf for scale in self.scales) or not all(map(math.isfinite, self.shifts)):
-            raise BadInputError("expected positive scales and finite shifts in the calibration")
-
-    def at(self, depth: int) -> tuple[float, float]:
-        """Return the scale and shift of a node at this depth."""
-        place = min(depth, len(self.scales) - 1)
-        return self.scales[place], self.shifts[place]
+    def of_level(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[list[float]]:
+        """Return the features `[row][feature]` of the nodes at this depth; depth 0 begins new drafts."""
+        survivals = self._log_survivals if depth else [0.0] * len(rows)
+        log_depth = math.log(1 + depth)
+        summaries = zip(draft_probs.confidences, draft_probs.runners_up, draft_probs.entropies, strict=True)
+        features = []
+        for row, (confidence, runner_up, entropy), survival in zip(rows, summaries, survivals, strict=True):
+            certainty = min(max(confidence, SMALLEST), 1 - SMALLEST)
+            temperature = row.params.temperature
+            line = [
+                math.log(certainty),
+                math.log(certainty / (1 - certainty)),
+                math.log(max(runner_up, SMALLEST)),
+                entropy,
+                log_depth,
+                max(survival, LEAST_SURVIVAL),
+                min(temperature, HIGHEST_TEMPERATURE),
+                # At temperature 0 coupling has no effect: only one token can be drawn.
+                float(row.coupled and temperature > 0),
+            ]
+            features.append(line)
+        self._log_survivals = [line[0] + before for line, before in zip(features, survivals, strict=True)]
+        return features
 
 
-@dataclass(frozen=True)
 class Predictor:
-    """Content of a predictor file.
+    """Predictor prepared for inference.
+
+    With u = (W x + b) / 2, silu(W x + b) = u + u tanh(u): fewer calls than by its definition, and
+    no overflow.
 
     Args:
-        layers: three; the input of the first is `FEATURES`.
-        calibration: calibration of the network's output.
-        provenance: hashes of weights and prompts, sizes, losses, calibration errors.
+        record: content of a predictor file: `kind`, `schema` and `features` as above; `layers`, three,
+            each with `weights` `[output][input]` and `biases` `[output]`; `calibration`, with
+            `scales` and `shifts` by depth, of which deeper nodes use the last; and `provenance`.
+
+    Raises:
+        BadInputError: another kind, schema or list of features, or numbers that are malformed.
     """
 
-    layers: tuple[Layer, Layer, Layer]
-    calibration: Calibration
-    provenance: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        shapes = [(layer.num_inputs, layer.num_outputs) for layer in self.layers]
-        width = shapes[0][1] if shapes else 0
-        expected = [(len(FEATURES), width), (width, width), (width, 1)]
-        if shapes != expected:
-            raise BadInputError(
-                f"expected three layers of {len(FEATURES)} to n, n to n and n to 1 numbers, got {shapes}"
-            )
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        for entry, expected in (("kind", KIND), ("schema", SCHEMA), ("features", list(FEATURES))):
+            if record[entry] != expected:
+                raise BadInputError(f"expected {entry} {expected!r}, got {record[entry]!r:.200}")
+        first, second, last = record["layers"]
+        width = len(first["biases"])
+        self.record = record
+        self.provenance: dict[str, object] = dict(record["provenance"])
+        self._first = _numbers(first["weights"], width, len(FEATURES)).T / 2
+        self._first_bias = _numbers(first["biases"], width) / 2
+        self._second = _numbers(second["weights"], width, width).T / 2
+        self._second_bias = _numbers(second["biases"], width) / 2
+        self._last = _numbers(last["weights"], 1, width)[0]
+        self._last_bias = float(_numbers(last["biases"], 1)[0])
+        calibration = record["calibration"]
+        num_depths = max(len(calibration["scales"]), 1)
+        self._scales: list[float] = _numbers(calibration["scales"], num_depths).tolist()
+        self._shifts: list[float] = _numbers(calibration["shifts"], num_depths).tolist()
+        if min(self._scales) <= 0:
+            raise BadInputError(f"expected positive scales, got {self._scales}")
 
     @classmethod
     def read(cls, path: Path) -> Predictor:
@@ -126,74 +141,15 @@ class Predictor:
         try:
             if len(content) > MAX_FILE_BYTES:
                 raise BadInputError(f"expected at most {MAX_FILE_BYTES} bytes, got more")
-            return cls._from_record(json.loads(content))
-        except (BadInputError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            return cls(json.loads(content))
+        except (BadInputError, ValueError, TypeError, KeyError, RecursionError) as error:
             reason = str(error) if isinstance(error, BadInputError) else f"it is broken ({error!r})"
             raise BadInputError(f"expected a predictor file, got {path}: {reason}; {advice}") from None
 
-    @classmethod
-    def _from_record(cls, record: object) -> Predictor:
-        if not isinstance(record, dict) or record.get("kind") != KIND:
-            raise BadInputError(f"expected an object of kind {KIND!r}, got something else")
-        if record["schema"] != SCHEMA:
-            raise BadInputError(f"expected schema {SCHEMA}, got {record['schema']!r}")
-        if record["features"] != list(FEATURES):
-            raise BadInputError(f"expected the features {', '.join(FEATURES)}, got {record['features']!r}")
-        layers = tuple(
-            Layer(tuple(map(_numbers, layer["weights"])), _numbers(layer["biases"]))
-            for layer in record["layers"]
-        )
-        if len(layers) != 3:
-            raise BadInputError(f"expected three layers, got {len(layers)}")
-        calibration = record["calibration"]
-        provenance = record["provenance"]
-        if not isinstance(provenance, dict):
-            raise BadInputError("expected the provenance to be an object, got something else")
-        return cls(
-            layers, Calibration(_numbers(calibration["scales"]), _numbers(calibration["shifts"])), provenance
-        )
-
     def to_json(self) -> str:
-        """Return the file content, one line per row of weights so that diffs are readable."""
-        fields = {
-            "kind": KIND,
-            "schema": SCHEMA,
-            "provenance": dict(self.provenance),
-            "features": list(FEATURES),
-            "calibration": asdict(self.calibration),
-        }
-        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
-        layers = ",\n".join(
-            f'{{"biases": {json.dumps(layer.biases)},\n "weights": [\n  '
-            + ",\n  ".join(json.dumps(line) for line in layer.weights)
-            + "]}"
-            for layer in self.layers
-        )
-        return "{" + ",\n".join([*lines, f'"layers": [{layers}]']) + "}\n"
-
-
-def _numbers(values: object) -> tuple[float, ...]:
-    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
-        raise BadInputError(f"expected a list of numbers, got {str(values)[:40]}")
-    return tuple(map(float, values))
-
-
-class PredictorNetwork:
-    """Predictor prepared for inference.
-
-    With u = (W x + b) / 2, silu(W x + b) = u + u tanh(u): fewer calls than by its definition, and
-    no overflow.
-    """
-
-    def __init__(self, predictor: Predictor) -> None:
-        self.calibration = predictor.calibration
-        first, second, last = predictor.layers
-        self._first = numpy.array(first.weights).T / 2
-        self._first_bias = numpy.array(first.biases) / 2
-        self._second = numpy.array(second.weights).T / 2
-        self._second_bias = numpy.array(second.biases) / 2
-        self._last = numpy.array(last.weights[0])
-        self._last_bias = last.biases[0]
+        """Return the file content, one line per entry."""
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.record.items()]
+        return "{" + ",\n".join(lines) + "}\n"
 
     def logits(self, features: Sequence[Sequence[float]] | Array) -> Array:
         """Return the outputs `[node]` before calibration for features `[node, feature]`."""
@@ -212,18 +168,21 @@ class PredictorNetwork:
         return logits
 
     def chances(self, features: Sequence[Sequence[float]], depth: int) -> list[float]:
-        """Return the calibrated acceptance probability of each node.
-
-        It is conditional on all nodes before it being accepted.
+        """Return the calibrated acceptance probability of each node, given that those before it are accepted.
 
         Args:
             features: `[node][feature]`.
             depth: depth of these nodes.
         """
-        scale, shift = self.calibration.at(depth)
+        place = min(depth, len(self._scales) - 1)
+        scale, shift = self._scales[place], self._shifts[place]
         logits: list[float] = self.logits(features).tolist()
-        return [_sigmoid(scale * logit + shift) for logit in logits]
+        return [0.5 + 0.5 * math.tanh((scale * logit + shift) / 2) for logit in logits]
 
 
-def _sigmoid(value: float) -> float:
-    return 0.5 + 0.5 * math.tanh(value / 2)
+def _numbers(values: object, *shape: int) -> Array:
+    """Return finite numbers as an array of this shape."""
+    array = numpy.array(values)
+    if array.dtype.kind not in "fi" or array.shape != shape or not numpy.isfinite(array).all():
+        raise BadInputError(f"expected finite numbers of shape {shape}, got {str(values)[:40]}")
+    return array.astype(numpy.float64)

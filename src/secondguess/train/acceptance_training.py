@@ -1,30 +1,38 @@
 """`secondguess train acceptance`: train a predictor of acceptance from a drafter's probabilities.
 
-The target generates text, the drafter drafts at every position of it (`bench/traces.py`), and each
-node is labelled with the probability that the target accepts it. The predictor and its fit are in
-`secondguess.train.acceptance_fit`.
+The target generates text, the drafter drafts at every position of it, and each node is labelled
+with the probability that the target accepts it. The fit is in `acceptance_fit.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy
+import torch
+from torch import Tensor
 
-from secondguess.api import LLM, encode, load, make_row
-from secondguess.bench.traces import Trace, record
+from secondguess.api import LLM, encode, load
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.checkpoint.weights import hash_weights
-from secondguess.controllers.acceptance_features import features_of_path
-from secondguess.controllers.predictor import Predictor
-from secondguess.core import MAX_DRAFT_LENGTH, Row
+from secondguess.controllers.base import Controller
+from secondguess.controllers.draft_probs import DraftProbs
+from secondguess.controllers.predictor import PathFeatures, Predictor
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, Row, Verdict
+from secondguess.decode import Components, decode
 from secondguess.drafters import draft_model_paths
+from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
+from secondguess.names import check_range
+from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
-from secondguess.train.acceptance_fit import Examples, FitOptions, Fitted, fit
+from secondguess.sampling.noise import Noise
+from secondguess.train.acceptance_fit import Drafts, fit
 from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts
+from secondguess.verifiers.base import Exactness, Verifier, likelihood_ratios, query_depths
 from secondguess.workloads.loading import Workload, load_workload
 from secondguess.workloads.provenance import public_name
 
@@ -34,6 +42,8 @@ BATCH_SIZE = 8
 """Prompts recorded at a time."""
 
 Report = Callable[[str], None]
+RecordedDraft = tuple[list[list[float]], list[float]]
+"""Features `[depth][feature]` of a draft's nodes, and their acceptance probabilities `[depth]`."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +52,14 @@ class AcceptanceRecipe:
 
     Args:
         model, drafter, dtype: as `load` takes them; the drafter must have a model.
-        prompts: a JSONL file with a `prompt` per line, or `stdlib` for prompts from the installed
-            standard library.
+        prompts: a file of prompts, or `stdlib` for prompts from the installed standard library.
         num_prompts: number of prompts, evenly spread; every fifth is held out.
         num_tokens: tokens that the target generates for each prompt.
         temperatures: sampling temperatures; above 0, text is generated with and without coupled
             verification.
         depth: draft length at every position.
         seed: seed of the texts and of the network's initial weights.
-        options: options of the fit.
+        reject_weight: weight of rejections in the loss.
 
     Raises:
         BadInputError: a value out of range.
@@ -65,17 +74,18 @@ class AcceptanceRecipe:
     depth: int = 8
     seed: int = 0
     dtype: str = "auto"
-    options: FitOptions = field(default_factory=FitOptions)
+    reject_weight: float = 6.0
 
     def __post_init__(self) -> None:
-        _require_from("the number of prompts", self.num_prompts, HELD_OUT_EVERY, 100_000)
-        _require_from("the number of tokens per prompt", self.num_tokens, 1, 100_000)
-        _require_from("the draft depth", self.depth, 1, MAX_DRAFT_LENGTH)
-        _require_from("the seed", self.seed, 0, 2**31 - 1)
+        check_range("the number of prompts", self.num_prompts, HELD_OUT_EVERY, 100_000)
+        check_range("the number of tokens per prompt", self.num_tokens, 1, 100_000)
+        check_range("the draft depth", self.depth, 1, MAX_DRAFT_LENGTH)
+        check_range("the seed", self.seed, 0, 2**31 - 1)
+        check_range("the weight of rejections", self.reject_weight, 0.1, 100)
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
             raise BadInputError(f"expected temperatures, each once, got {list(self.temperatures)}")
-        if not all(0 <= temperature <= 100 for temperature in self.temperatures):
-            raise BadInputError(f"expected temperatures from 0 to 100, got {list(self.temperatures)}")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)
 
     @property
     def manners(self) -> list[tuple[float, bool]]:
@@ -87,133 +97,18 @@ class AcceptanceRecipe:
         ]
 
 
-def _require_from(what: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise BadInputError(f"expected {what} from {low} to {high}, got {value}")
-
-
 def train_acceptance(recipe: AcceptanceRecipe, report: Report) -> Predictor:
-    """Record traces, fit and calibrate a predictor, and return it with its provenance.
+    """Record drafts, fit and calibrate a predictor, and return it with its provenance.
 
     Raises:
         BadInputError: prompts that cannot be read or do not fit the models, or a drafter without
-            probabilities.
+            probabilities or of trees.
         CheckpointError: a model that cannot be loaded.
     """
-    workload = read_workload(recipe)
-    llm = load_pair(recipe)
-    traces = record_traces(llm, workload, recipe, report)
-    training, held_out = split(traces, len(workload.prompts))
-    fitted = fit(examples_of(training), examples_of(held_out), recipe.options, recipe.seed, report)
-    return Predictor(fitted.layers, fitted.calibration, _provenance(recipe, workload, llm, fitted))
-
-
-def read_workload(recipe: AcceptanceRecipe) -> Workload:
-    """Return the prompts.
-
-    Raises:
-        BadInputError: too few prompts to hold one out.
-    """
-    if recipe.prompts == STANDARD_LIBRARY:
-        return standard_library_prompts(recipe.num_prompts)
-    workload = load_workload(recipe.prompts, recipe.num_prompts)
-    if len(workload.prompts) < HELD_OUT_EVERY:
-        raise BadInputError(
-            f"expected at least {HELD_OUT_EVERY} prompts (every fifth is held out) in {workload.name}, got "
-            f"{len(workload.prompts)}"
-        )
-    return workload
-
-
-def load_pair(recipe: AcceptanceRecipe) -> LLM:
-    """Load target and drafter.
-
-    Raises:
-        BadInputError: a drafter without a model, which has no probabilities to learn from.
-    """
-    paths = draft_model_paths(recipe.drafter)
-    if len(paths) != 1:
-        raise BadInputError(f"expected a drafter with a model, such as model:PATH, got {recipe.drafter!r}")
-    return load(recipe.model, recipe.drafter, controller="fixed:1", dtype=recipe.dtype)
-
-
-def record_traces(llm: LLM, workload: Workload, recipe: AcceptanceRecipe, report: Report) -> list[Trace]:
-    """Record a trace for every sampling condition and prompt.
-
-    Returns:
-        Traces by condition, and for each condition in the order of the prompts.
-    """
-    prompts = [encode(llm.target, prompt) for prompt in workload.prompts]
-    traces: list[Trace] = []
-    for temperature, coupled in recipe.manners:
-        for start in range(0, len(prompts), BATCH_SIZE):
-            rows = [
-                _row(llm, recipe, prompts[index], index, temperature, coupled)
-                for index in range(start, min(start + BATCH_SIZE, len(prompts)))
-            ]
-            traces += record(
-                llm.target.runtime, llm.drafter, llm.verifier, rows, recipe.num_tokens, recipe.depth
-            )
-            manner = f"temperature {temperature:g}{', coupled' if coupled else ''}"
-            report(f"recording, {manner}: {start + len(rows)} of {len(prompts)} prompts")
-    return traces
-
-
-def _row(
-    llm: LLM, recipe: AcceptanceRecipe, ids: list[int], index: int, temperature: float, coupled: bool
-) -> Row:
-    # A trace advances by one token per round and needs room for a whole draft each time. End
-    # tokens are disabled, because a text that ends would shrink the batch.
-    room = recipe.num_tokens + recipe.depth + 2
-    most = llm.target.runtime.context_length - room
-    if most < 1:
-        raise BadInputError(
-            f"expected tokens and depth to leave room for a prompt in the context of "
-            f"{llm.target.runtime.context_length}, got {recipe.num_tokens} and {recipe.depth}; ask for fewer"
-        )
-    seed = recipe.seed + index if coupled else None
-    params = SamplingParams(max_tokens=room, temperature=temperature, seed=seed)
-    row = make_row(llm.target, llm.verifier, ids[-most:], params)
-    row.end_tokens = frozenset()
-    row.seed = recipe.seed + index
-    return row
-
-
-def split(traces: Sequence[Trace], num_prompts: int) -> tuple[list[Trace], list[Trace]]:
-    """Split traces into training traces and held-out traces, by prompt."""
-    held_out = [index % num_prompts % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for index in range(len(traces))]
-    return (
-        [trace for trace, out in zip(traces, held_out, strict=True) if not out],
-        [trace for trace, out in zip(traces, held_out, strict=True) if out],
-    )
-
-
-def examples_of(traces: Sequence[Trace]) -> Examples:
-    """Return features and labels of all drafts that have probabilities.
-
-    Raises:
-        BadInputError: no such draft.
-    """
-    drafts = [(trace, guess) for trace in traces for part in trace.drafts for guess in part if guess.dists]
-    if not drafts:
-        raise BadInputError(
-            "expected drafts with distributions, got none; the texts left the drafter no room"
-        )
-    depth = max(guess.num_nodes for _, guess in drafts)
-    first = features_of_path(drafts[0][1].dists, 0.0, False)
-    features = numpy.zeros((len(drafts), depth, len(first[0])))
-    chances, real = numpy.zeros((len(drafts), depth)), numpy.zeros((len(drafts), depth), bool)
-    for index, (trace, guess) in enumerate(drafts):
-        length = min(len(guess.dists), guess.num_nodes)
-        features[index, :length] = features_of_path(guess.dists[:length], trace.temperature, trace.coupled)
-        chances[index, :length] = guess.chances[:length]
-        real[index, :length] = True
-    return Examples(features, chances, real)
-
-
-def _provenance(recipe: AcceptanceRecipe, workload: Workload, llm: LLM, fitted: Fitted) -> dict[str, object]:
-    (draft_path,) = draft_model_paths(recipe.drafter)
-    return {
+    workload = _read_workload(recipe)
+    llm, draft_path = _load_pair(recipe)
+    training, held_out = record_drafts(llm, workload.prompts, recipe, report)
+    provenance = {
         "model": public_name(recipe.model),
         "model_sha256": hash_weights(Path(llm.target.path)),
         "drafter": public_name(recipe.drafter),
@@ -226,5 +121,135 @@ def _provenance(recipe: AcceptanceRecipe, workload: Workload, llm: LLM, fitted: 
         "depth": recipe.depth,
         "temperatures": list(recipe.temperatures),
         "seed": recipe.seed,
-        **fitted.figures,
     }
+    return fit(training, held_out, recipe.reject_weight, recipe.seed, provenance)
+
+
+def _read_workload(recipe: AcceptanceRecipe) -> Workload:
+    if recipe.prompts == STANDARD_LIBRARY:
+        return standard_library_prompts(recipe.num_prompts)
+    workload = load_workload(recipe.prompts, recipe.num_prompts)
+    if len(workload.prompts) < HELD_OUT_EVERY:
+        raise BadInputError(
+            f"expected at least {HELD_OUT_EVERY} prompts (every fifth is held out) in {workload.name}, got "
+            f"{len(workload.prompts)}"
+        )
+    return workload
+
+
+def _load_pair(recipe: AcceptanceRecipe) -> tuple[LLM, str]:
+    """Load target and drafter, and return them with the path of the draft model."""
+    paths = draft_model_paths(recipe.drafter)
+    if len(paths) != 1:
+        raise BadInputError(f"expected a drafter with a model, such as model:PATH, got {recipe.drafter!r}")
+    llm = load(recipe.model, recipe.drafter, controller="fixed:1", dtype=recipe.dtype)
+    if llm.drafter.can_draft_trees:
+        raise BadInputError(
+            f"expected a drafter of chains, got {recipe.drafter!r}; leave out its option tree"
+        )
+    return llm, paths[0]
+
+
+def record_drafts(
+    llm: LLM, prompts: Sequence[str], recipe: AcceptanceRecipe, report: Report
+) -> tuple[Drafts, Drafts]:
+    """Record drafts at every position of texts of every sampling condition.
+
+    Returns:
+        The drafts of training prompts and those of held-out prompts.
+    """
+    # The text advances by one token per round and needs room for a whole draft each time.
+    room = recipe.num_tokens + recipe.depth + 2
+    most = llm.target.runtime.context_length - room
+    if most < 1:
+        raise BadInputError(
+            f"expected tokens and depth to leave room for a prompt in the context of "
+            f"{llm.target.runtime.context_length}, got {recipe.num_tokens} and {recipe.depth}; ask for fewer"
+        )
+    ids = [encode(llm.target, prompt)[-most:] for prompt in prompts]
+    recorded: tuple[list[RecordedDraft], list[RecordedDraft]] = ([], [])
+    for temperature, coupled in recipe.manners:
+        params = SamplingParams(max_tokens=room, temperature=temperature)
+        for start in range(0, len(ids), BATCH_SIZE):
+            numbers = range(start, min(start + BATCH_SIZE, len(ids)))
+            # Without end tokens: a text that ends would shrink the batch.
+            rows = [Row(ids[n], params, seed=recipe.seed + n, coupled=coupled) for n in numbers]
+            drafts_of_rows = record(llm.target.runtime, llm.drafter, rows, recipe.num_tokens, recipe.depth)
+            for n, drafts in zip(numbers, drafts_of_rows, strict=True):
+                recorded[n % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].extend(drafts)
+            manner = f"temperature {temperature:g}{', coupled' if coupled else ''}"
+            report(f"recording, {manner}: {numbers.stop} of {len(ids)} prompts")
+    training, held_out = map(_stack, recorded)
+    return training, held_out
+
+
+def _stack(drafts: Sequence[RecordedDraft]) -> Drafts:
+    if not drafts:
+        raise BadInputError(
+            "expected drafts of full depth for training and held-out prompts, got none; the texts left the "
+            "drafter no room: ask for fewer tokens or a smaller depth"
+        )
+    features, chances = zip(*drafts, strict=True)
+    return Drafts(torch.tensor(features, dtype=torch.float64), torch.tensor(chances, dtype=torch.float64))
+
+
+def record(
+    target: Runtime, drafter: Drafter, rows: Sequence[Row], num_tokens: int, depth: int
+) -> list[list[RecordedDraft]]:
+    """Extend rows by `num_tokens` tokens of the target, and return the drafts of each row.
+
+    Drafts that a full context cuts below `depth` are left out.
+    """
+    recorder = DraftRecorder(depth, len(rows))
+    for _ in islice(decode(Components(target, drafter, recorder, recorder), rows), num_tokens):
+        pass
+    return recorder.drafts
+
+
+class DraftRecorder(Controller, Verifier):
+    """Controller and verifier that record drafts and commit one token of the target per round.
+
+    Args:
+        depth: nodes to record; one more is drafted, because `go_on` is not called after the last.
+        num_rows: batch size.
+    """
+
+    name = "recorder"
+    exactness = Exactness.LOSSLESS
+
+    def __init__(self, depth: int, num_rows: int) -> None:
+        self.drafts: list[list[RecordedDraft]] = [[] for _ in range(num_rows)]
+        self._depth = depth
+        self._path_features = PathFeatures()
+        self._levels: list[list[list[float]]] = []
+
+    def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
+        self._levels = []
+        parts = [next(each.part for each in choices if not each.deterministic) for choices in candidates]
+        return [Plan(part, self._depth + 1) for part in parts]
+
+    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
+        self._levels.append(self._path_features.of_level(rows, draft_probs, depth))
+        return [True] * len(rows)
+
+    def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
+        chosen = noise.race(target_probs, query_depths(draft))
+        chances = acceptance_probs(draft, target_probs, chosen, noise)
+        for index, length in enumerate(draft.lengths.tolist()):
+            if length > self._depth:
+                features = [level[index] for level in self._levels[: self._depth]]
+                self.drafts[index].append((features, chances[index][: self._depth]))
+        return Verdict.from_chain(torch.zeros_like(chosen[:, 0]), chosen[:, 0])
+
+
+def acceptance_probs(draft: Draft, target_probs: Tensor, chosen: Tensor, noise: Noise) -> list[list[float]]:
+    """Return the acceptance probability `[row][node]` of each node of chains given its prefix.
+
+    It is that of the rejection rule (arXiv 2211.17192), min(1, p(x) / q(x)), the training target
+    of SpecDec++ (arXiv 2405.19715). At temperature 0 and for coupled rows it is 1 or 0, as the
+    text `chosen` `[row, query]` is decided before the draft.
+    """
+    ratios = likelihood_ratios(draft, target_probs).clip(max=1)
+    matches = (draft.tokens == chosen[:, :-1]).cpu().numpy()
+    chances: list[list[float]] = numpy.where(noise.coupled[:, None], matches, ratios).tolist()
+    return chances

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ast
 import sysconfig
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from secondguess.workloads.loading import Workload, evenly_spaced
@@ -35,6 +34,23 @@ _FOLDERS = (
     "xml/etree",
 )
 
+_REPETITIVE = (
+    "".join(f"    case {number}:\n        return '{number:b}'\n" for number in range(12)),
+    "".join(f"self.assertTrue(is_even({2 * number}))\n" for number in range(1, 16)),
+    "| key | square |\n|---|---|\n" + "".join(f"| {number} | {number**2} |\n" for number in range(16)),
+    "".join(f'{{"key": "k{number}", "size": {number * 5}}},\n' for number in range(14)),
+    "".join(
+        f"def is_{word}(self):\n    return self.state == '{word}'\n\n\n"
+        for word in ("open", "closed", "locked", "ready", "broken")
+    ),
+    "A hundred sheep went over the hill,\nover the hill, over the hill.\n" * 6,
+    "".join(f"<option value='{number}'>Choice {number}</option>\n" for number in range(14)),
+    "".join(f"export VARIABLE_{number}=value_{number}\n" for number in range(16)),
+    "".join(f"from package.module_{name} import {name.title()}\n" for name in "abcdefghijklmno"),
+    "CREATE TABLE\n" + "".join(f"    column_{number} INTEGER NOT NULL,\n" for number in range(14)),
+)
+"""Texts that continue a pattern."""
+
 
 def standard_library_prompts(num_prompts: int) -> Workload:
     """Return prompts in fixed proportions.
@@ -48,16 +64,12 @@ def standard_library_prompts(num_prompts: int) -> Workload:
     )
     openings = tuple(_opening(source) for source in files)
     prose = tuple(text for tree in trees for text in _long_docstrings(tree))
-    shares = ((heads, 5), (openings, 2), (prose, 2), (tuple(_repetitive()), 1))
+    shares = ((heads, 5), (openings, 2), (prose, 2), (_REPETITIVE, 1))
     parts = [evenly_spaced(texts, -(-num_prompts * share // 10)) for texts, share in shares]
-    prompts = tuple(_interleaved(parts)[:num_prompts])
+    # Interleaved by relative position, so that any section is a mixture.
+    placed = sorted(((index + 0.5) / len(part), text) for part in parts for index, text in enumerate(part))
+    prompts = tuple(text for _, text in placed[:num_prompts])
     return Workload(STANDARD_LIBRARY, prompts, tasks=(STANDARD_LIBRARY,) * len(prompts))
-
-
-def _interleaved(parts: Sequence[Sequence[str]]) -> list[str]:
-    """Interleave the parts by relative position, so that any section is a mixture."""
-    placed = [((index + 0.5) / len(part), text) for part in parts for index, text in enumerate(part)]
-    return [text for _, text in sorted(placed)]
 
 
 def _sources(library: Path) -> Iterator[str]:
@@ -84,28 +96,9 @@ def _opening(source: str) -> str:
 
 
 def _long_docstrings(tree: ast.Module) -> Iterator[str]:
-    """Yield the beginnings of long docstrings without doctests, dedented."""
+    """Yield the beginnings of long docstrings without doctests."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            text = textwrap.dedent(ast.get_docstring(node) or "")
+            text = ast.get_docstring(node) or ""
             if len(text) > MAX_PROMPT_CHARACTERS and ">>>" not in text:
                 yield text[: MAX_PROMPT_CHARACTERS // 2]
-
-
-def _repetitive() -> Iterator[str]:
-    """Yield texts that continue a pattern."""
-    yield "".join(f"    case {number}:\n        return '{number:b}'\n" for number in range(12))
-    yield "".join(f"self.assertTrue(is_even({2 * number}))\n" for number in range(1, 16))
-    yield "| key | square |\n|---|---|\n" + "".join(
-        f"| {number} | {number * number} |\n" for number in range(16)
-    )
-    yield "".join(f'{{"key": "k{number}", "size": {number * 5}}},\n' for number in range(14))
-    yield "".join(
-        f"def is_{word}(self):\n    return self.state == '{word}'\n\n\n"
-        for word in ("open", "closed", "locked", "ready", "broken")
-    )
-    yield "A hundred sheep went over the hill,\nover the hill, over the hill.\n" * 6
-    yield "".join(f"<option value='{number}'>Choice {number}</option>\n" for number in range(14))
-    yield "".join(f"export VARIABLE_{number}=value_{number}\n" for number in range(16))
-    yield "".join(f"from package.module_{name} import {name.title()}\n" for name in "abcdefghijklmno")
-    yield "CREATE TABLE\n" + "".join(f"    column_{number} INTEGER NOT NULL,\n" for number in range(14))
