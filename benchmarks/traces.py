@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from secondguess.controllers.base import Controller
