@@ -29,6 +29,8 @@ from torch import Tensor
 from secondguess.core import Row, token_tensor
 from secondguess.sampling.truncation import most_likely
 
+_HOST = torch.device("cpu")
+
 
 class Purpose(IntEnum):
     """Use of a random number; numbers for different purposes are independent."""
@@ -128,10 +130,9 @@ class KeyedNoise(Noise):
     @classmethod
     def from_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
         """Return the noise of the round in which these rows continue from their current length."""
-        keys = [_row_key(row.seed, row.stream) for row in rows]
         return cls(
-            keys=torch.from_numpy(numpy.array(keys, numpy.uint64).view(numpy.int64)),
-            positions=token_tensor([len(row.tokens) for row in rows], torch.device("cpu")),
+            keys=token_tensor([_row_key(row.seed, row.stream) for row in rows], _HOST),
+            positions=token_tensor([len(row.tokens) for row in rows], _HOST),
             coupled=_bool_tensor(tuple([row.coupled for row in rows])),
             greedy=_bool_tensor(tuple([row.params.temperature == 0 for row in rows])),
             device=device,
@@ -284,7 +285,9 @@ def _mix(values: IntArray) -> IntArray:
 
 @lru_cache(maxsize=4096)
 def _row_key(seed: int, stream: int) -> int:
-    return _mix_integer(_mix_integer(seed) ^ stream)
+    """Return the hash of a row's seed and stream as a signed integer."""
+    key = _mix_integer(_mix_integer(seed) ^ stream)
+    return key - (1 << 64) if key >= 1 << 63 else key
 
 
 def _mix_integer(value: int) -> int:

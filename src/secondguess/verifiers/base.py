@@ -181,7 +181,7 @@ def residual(
 
 def at(values: Tensor, places: NDArray[numpy.int64]) -> Tensor:
     """Select one position per row, `places` `[row]`, from `values` `[row, position, ...]`."""
-    if (places == places[0]).all():
+    if len(places) == 1 or (places == places[0]).all():
         return values[:, int(places[0])]
     rows = torch.arange(len(places), device=values.device)
     return values[rows, torch.from_numpy(places).to(values.device)]

@@ -45,9 +45,9 @@ class BlockVerifier(IndependentVerifier):
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
         left = residual(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
-        chances, draft_lengths = numpy.zeros_like(left.masses), draft.lengths.tolist()
-        for row, length in enumerate(draft_lengths):
-            chances[row, :length] = prefix_chances(weights[row].tolist(), left.masses[row].tolist(), length)
+        draft_lengths = draft.lengths.tolist()
+        rows = zip(weights.tolist(), left.masses.tolist(), draft_lengths, strict=True)
+        chances = numpy.array([prefix_chances(*row) for row in rows])
         accepted = zip(noise.accept(chances).tolist(), draft_lengths, strict=True)
         lengths = numpy.array([_last_true(row[:length]) for row, length in accepted])
         return make_chain_verdict(draft, target_probs, lengths, left.at, noise)
@@ -75,11 +75,13 @@ def _last_true(answers: list[bool]) -> int:
 def prefix_chances(weights: list[float], masses: list[float], length: int) -> list[float]:
     """Return `h_1..h_L` for a chain of `length` nodes, given `w_0, w_1, ...` and `s_0, s_1, ...`.
 
-    0 / 0 occurs only where w = 1 and p = q: a longer prefix then passes for certain, so this
-    probability has no effect.
+    Padding has probability 0. 0 / 0 occurs only where w = 1 and p = q: a longer prefix then passes
+    for certain, so this probability has no effect.
     """
-    chances = [
-        mass / total if (total := mass + 1 - weight) > 0 else 1.0
-        for weight, mass in zip(weights[1:length], masses[1:length], strict=True)
-    ]
-    return [*chances, weights[length]] if length else []
+    chances = [0.0] * len(masses)
+    for node in range(1, length):
+        total = masses[node] + 1 - weights[node]
+        chances[node - 1] = masses[node] / total if total > 0 else 1.0
+    if length:
+        chances[length - 1] = weights[length]
+    return chances
