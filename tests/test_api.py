@@ -79,7 +79,7 @@ class TestSamples:
         batches = []
         monkeypatch.setattr(
             "secondguess.generation.decode",
-            lambda components, rows: batches.append(len(rows)) or (commits for commits in ()),
+            lambda components, rows, max_rows: batches.append(max_rows) or (commits for commits in ()),
         )
         llm.generate([PROMPT, OTHER_PROMPT], n=3, **SAMPLED)
         assert batches == [6]

@@ -71,9 +71,16 @@ class DsparkStepper(Stepper):
         self._block: Block | None = None
         self._previous: list[list[int]] = []
 
+    def admit(self, rows: Sequence[Row]) -> list[int | None]:
+        return [self._context.admit(row) for row in rows]
+
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
+            num_read = len(of_row[self.hidden_layers[0]]) if of_row else 0
+            if row not in self._context:
+                self._context.admit(row, len(row.tokens) - 1 - num_read)
+            self._context.crop(row, len(row.tokens) - 1 - num_read)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._hidden_buffer.observe(rows, verdict, hidden)
@@ -81,6 +88,9 @@ class DsparkStepper(Stepper):
     def end(self, row: Row) -> None:
         self._hidden_buffer.end(row)
         self._context.end(row)
+
+    def reset_prefix_cache(self) -> None:
+        self._context.reset_prefix_cache()
 
     def room(self, row: Row) -> int:
         """Return how many levels fit a block and the row.

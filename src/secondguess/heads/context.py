@@ -1,6 +1,6 @@
 """KV cache of a block drafter over the target's features of all committed tokens.
 
-Only committed tokens are appended, so there is no rollback. A draft block writes its own keys and
+Only committed tokens are appended, so rounds need no rollback. A draft block writes its own keys and
 values after them; the next append or the next block overwrites these.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from secondguess.core import Row
 from secondguess.heads.layer import AttentionFunction, attention
 from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.slots import SlotTable
 
 
 class FeatureCache:
@@ -21,13 +22,22 @@ class FeatureCache:
 
     def __init__(self, device: torch.device) -> None:
         self._cache = KeyValueCache(device)
-        self._slots: dict[Row, int] = {}
-        self._by_slot: list[Row] = []
-        self._lengths: dict[Row, int] = {}
+        self._slots = SlotTable(self._cache)
+
+    def __contains__(self, row: Row) -> bool:
+        return row in self._slots
 
     def length(self, row: Row) -> int:
         """Return the number of cached tokens of a row; 0 for an unknown row."""
-        return self._lengths.get(row, 0)
+        return self._slots[row].length if row in self._slots else 0
+
+    def admit(self, row: Row, reuse_limit: int | None = None) -> int:
+        """Add a row; return the number of tokens that are cached already (`SlotTable.admit`)."""
+        return self._slots.admit(row, reuse_limit).length
+
+    def crop(self, row: Row, length: int) -> None:
+        """Keep at most the first `length` cached tokens of a row."""
+        self._slots[row].length = min(self._slots[row].length, length)
 
     def append(
         self, rows: Sequence[Row], counts: Sequence[int], keys_values: Sequence[tuple[Tensor, Tensor]]
@@ -40,14 +50,12 @@ class FeatureCache:
         """
         for row in rows:
             if row not in self._slots:
-                self._slots[row] = len(self._by_slot)
-                self._by_slot.append(row)
-                self._lengths[row] = 0
+                self.admit(row, 0)
         self._place(rows, keys_values[0][0].shape[2])
         for layer, (keys, values) in enumerate(keys_values):
             self._cache.update(keys, values, layer)
         for row, count in zip(rows, counts, strict=True):
-            self._lengths[row] += count
+            self._slots[row].length += count
 
     def attend(self, rows: Sequence[Row], width: int) -> AttentionFunction:
         """Return the attention function of a draft block of `width` positions per row.
@@ -69,16 +77,11 @@ class FeatureCache:
 
     def end(self, row: Row) -> None:
         """Release a row; does nothing for an unknown row."""
-        slot = self._slots.pop(row, None)
-        if slot is None:
-            return
-        del self._lengths[row]
-        last = self._by_slot.pop()
-        if last is not row:  # slots stay contiguous: the last row moves into the freed slot
-            with torch.inference_mode():
-                self._cache.move(self._slots[last], slot, self._lengths[last])
-            self._slots[last] = slot
-            self._by_slot[slot] = last
+        self._slots.release(row)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the entries of released rows."""
+        self._slots.forget()
 
     def _place(self, rows: Sequence[Row], width: int) -> int:
         """Place the next cache update after each row's cached tokens.
@@ -86,7 +89,8 @@ class FeatureCache:
         Returns:
             The number of cache positions that attention reads.
         """
-        starts = [self._lengths[row] for row in rows]
+        states = [self._slots[row] for row in rows]
+        starts = [state.length for state in states]
         num_keys = max(starts) + width
-        self._cache.place(starts, width, [self._slots[row] for row in rows], num_keys)
+        self._cache.place(starts, width, [state.slot for state in states], num_keys)
         return num_keys
