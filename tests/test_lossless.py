@@ -41,11 +41,22 @@ CONTROLLERS = (
     "learned,length=6,threshold=0.8",
 )
 TREE_CONTROLLERS = ("fixed:3", "cost")
+LOOKUP_CONTROLLERS = ("fixed:1", "fixed:4", "cost")
+"""Those that differ for a drafter without distributions."""
 VERIFIERS = ("auto", "greedy", "rejection", "block", "traversal", "coupled")
 TREE_VERIFIERS = ("auto", "greedy", "traversal", "coupled")
 PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 23], [2, 3]]
 NUM_ALONE = 2
 """How many of the prompts are also decoded by themselves: one that look-ups know something of, one of a single token."""
+
+
+def controllers_for(drafter: str) -> tuple[str, ...]:
+    """Controllers whose decisions can change the drafts of this drafter."""
+    if drafter in TREE_DRAFTERS:
+        return TREE_CONTROLLERS
+    return {"none": CONTROLLERS[:1], "ngram": LOOKUP_CONTROLLERS, "suffix": LOOKUP_CONTROLLERS}.get(
+        drafter, CONTROLLERS
+    )
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
@@ -147,7 +158,7 @@ def greedy_oracle(models, kind):
 def test_greedy_text_is_the_models_own(models, greedy_oracle, drafter, verifier, together):
     num_prompts = len(PROMPTS) if together else NUM_ALONE
     settings = [SamplingParams(max_tokens=24)] * num_prompts
-    for controller in TREE_CONTROLLERS if drafter in TREE_DRAFTERS else CONTROLLERS:
+    for controller in controllers_for(drafter):
         found = generate(models, drafter, verifier, controller, settings, together=together)
         assert found == greedy_oracle[:num_prompts]
 
@@ -182,7 +193,7 @@ def plain_text(models):
 @pytest.mark.parametrize("setting", SAMPLED)
 @pytest.mark.parametrize("drafter", [*DRAFTERS, *TREE_DRAFTERS])
 def test_seeded_text_depends_on_the_seed_alone(models, plain_text, drafter, setting):
-    controllers = TREE_CONTROLLERS[:1] if drafter in TREE_DRAFTERS else CONTROLLERS
+    controllers = TREE_CONTROLLERS[:1] if drafter in TREE_DRAFTERS else controllers_for(drafter)
     for controller, together in itertools.product(controllers, (True, False)):
         num_prompts = len(PROMPTS) if together else NUM_ALONE
         settings = [SAMPLED[setting]] * num_prompts

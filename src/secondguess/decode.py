@@ -56,22 +56,23 @@ class Batch:
         if not self._decoding:
             return []
         commits = run_round(self.components, self._decoding)
-        # Slots stay contiguous: releasing the last row first moves the fewest cache entries.
-        for row in reversed(self._decoding.copy()):
-            if row.finished:
-                self.remove(row)
+        self.remove([row for row in self._decoding if row.finished])
         return commits
 
-    def remove(self, row: Row) -> None:
-        """Release a row, finished or not."""
-        self._prefilling.pop(row, None)
-        self._decoding = [other for other in self._decoding if other is not row]
-        release(self.components, row)
+    def remove(self, rows: Sequence[Row]) -> None:
+        """Release rows, finished or not."""
+        if not rows:
+            return
+        # Slots stay contiguous: releasing the last row first moves the fewest cache entries.
+        for row in reversed(rows):
+            release(self.components, row)
+            self._prefilling.pop(row, None)
+        removed = set(rows)
+        self._decoding = [row for row in self._decoding if row not in removed]
 
     def close(self) -> None:
         """Release all rows."""
-        for row in reversed([*self._decoding, *self._prefilling]):
-            self.remove(row)
+        self.remove([*self._decoding, *self._prefilling])
 
     @inference_mode()
     def _prefill(self) -> None:

@@ -166,7 +166,7 @@ def test_texts_are_the_targets_whoever_joins_and_leaves(drafter, arrivals, budge
         batch.step()
         if cancels and not rows[0].finished and rows[0] not in cancelled:
             cancelled.append(rows[0])
-            batch.remove(rows[0])
+            batch.remove([rows[0]])
     while batch:
         batch.step()
     for row in rows:

@@ -22,7 +22,7 @@ class TokenCache:
 
     def admit(self, tokens: list[int], reuse_limit: int | None = None) -> Row:
         row = Row(list(tokens), SamplingParams())
-        self.slots.admit(row, reuse_limit)
+        self.slots.admit([row], [reuse_limit])
         self.write(row)
         return row
 
@@ -121,6 +121,24 @@ def test_a_short_prefix_of_a_long_text_leaves_the_text_where_it_is():
     held.num_written = 0
     held.admit(list(range(20)))
     assert held.num_written == 0
+
+
+def test_the_texts_of_a_large_batch_are_not_all_remembered(monkeypatch):
+    monkeypatch.setattr("secondguess.runtime.slots.MAX_REMEMBERED", 2)
+    held = TokenCache()
+    rows = [held.admit([number] * 4) for number in range(5)]
+    for row in rows:
+        held.slots.release(row)
+    held.num_written = 0
+    held.check([held.admit([number] * 4) for number in range(5)])
+    assert held.num_written == 3 * 3
+
+
+def test_rows_that_are_admitted_together_share_nothing():
+    """Nothing of them is cached yet."""
+    slots = SlotTable(KeyValueCache(torch.device("cpu")))
+    states = slots.admit([Row([1, 2, 3], SamplingParams()) for _ in range(3)])
+    assert [(state.slot, state.length) for state in states] == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_forgotten_texts_are_not_reused():

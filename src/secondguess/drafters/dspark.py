@@ -72,15 +72,15 @@ class DsparkStepper(Stepper):
         self._previous: list[list[int]] = []
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        return [self._context.admit(row) for row in rows]
+        return list(self._context.admit(rows))
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
-            num_read = len(of_row[self.hidden_layers[0]]) if of_row else 0
+            num_reused = len(row.tokens) - 1 - (len(of_row[self.hidden_layers[0]]) if of_row else 0)
             if row not in self._context:
-                self._context.admit(row, len(row.tokens) - 1 - num_read)
-            self._context.crop(row, len(row.tokens) - 1 - num_read)
+                self._context.admit([row], [num_reused])
+            self._context.crop(row, num_reused)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._hidden_buffer.observe(rows, verdict, hidden)

@@ -170,28 +170,34 @@ class FeatureStepper(MirroringStepper):
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        return [self._admit(row).num_committed if len(row.tokens) > 1 else 0 for row in rows]
+        longer = [row for row in rows if len(row.tokens) > 1]
+        self._admit(longer)
+        return [self._mirror_rows[row].num_committed if row in self._mirror_rows else 0 for row in rows]
 
-    def _admit(self, row: Row, reuse_limit: int | None = None) -> MirrorRow:
-        mirror = MirrorRow(Row(row.tokens[1:], row.params))
-        (mirror.num_committed,) = self.runtime.admit([mirror.row], [reuse_limit])
-        self._mirror_rows[row] = mirror
-        return mirror
+    def _admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> None:
+        mirrors = [MirrorRow(Row(row.tokens[1:], row.params)) for row in rows]
+        nums_reused = self.runtime.admit([mirror.row for mirror in mirrors], reuse_limits)
+        for row, mirror, num_reused in zip(rows, mirrors, nums_reused, strict=True):
+            mirror.num_committed = num_reused
+            self._mirror_rows[row] = mirror
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
             if of_row:
                 num_reused = len(row.tokens) - 1 - len(of_row[self.hidden_layers[0]])
-                mirror = self._mirror_rows.get(row) or self._admit(row, num_reused)
-                mirror.num_committed = num_reused
+                if row not in self._mirror_rows:
+                    self._admit([row], [num_reused])
+                self._mirror_rows[row].num_committed = num_reused
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._hidden_buffer.observe(rows, verdict, hidden)
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
-        mirrors = [self._mirror_rows.get(row) or self._admit(row, 0) for row in rows]
+        new = [row for row in rows if row not in self._mirror_rows]
+        self._admit(new, [0] * len(new))
+        mirrors = [self._mirror_rows[row] for row in rows]
         self._rewind(mirrors)
         far = []
         for row, mirror in zip(rows, mirrors, strict=True):

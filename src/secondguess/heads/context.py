@@ -31,9 +31,9 @@ class FeatureCache:
         """Return the number of cached tokens of a row; 0 for an unknown row."""
         return self._slots[row].length if row in self._slots else 0
 
-    def admit(self, row: Row, reuse_limit: int | None = None) -> int:
-        """Add a row; return the number of tokens that are cached already (`SlotTable.admit`)."""
-        return self._slots.admit(row, reuse_limit).length
+    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
+        """Add rows; return the numbers of tokens that are cached already (`SlotTable.admit`)."""
+        return [state.length for state in self._slots.admit(rows, reuse_limits)]
 
     def crop(self, row: Row, length: int) -> None:
         """Keep at most the first `length` cached tokens of a row."""
@@ -48,9 +48,8 @@ class FeatureCache:
             keys_values: keys and values per layer, `[row, kv_head, position, size]` each; entries
                 beyond a row's count are padding.
         """
-        for row in rows:
-            if row not in self._slots:
-                self.admit(row, 0)
+        new = [row for row in rows if row not in self._slots]
+        self.admit(new, [0] * len(new))
         self._place(rows, keys_values[0][0].shape[2])
         for layer, (keys, values) in enumerate(keys_values):
             self._cache.update(keys, values, layer)

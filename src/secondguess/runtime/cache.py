@@ -142,6 +142,8 @@ class KeyValueCache:
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
+        if not length:
+            return
         for block in (*self.keys, *self.values):
             block[target, :, :length] = block[source, :, :length]
 

@@ -154,8 +154,7 @@ class CachedRuntime(Runtime):
         return len(self.slots)
 
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
-        limits = reuse_limits or [None] * len(rows)
-        return [self.slots.admit(row, limit).length for row, limit in zip(rows, limits, strict=True)]
+        return [state.length for state in self.slots.admit(rows, reuse_limits)]
 
     def end(self, row: Row) -> None:
         self.slots.release(row)

@@ -16,6 +16,9 @@ from secondguess.core import Row
 from secondguess.errors import BadInputError
 from secondguess.runtime.cache import KeyValueCache
 
+MAX_REMEMBERED = 64
+"""Maximum number of released rows whose entries can be reused; their tokens are compared one by one."""
+
 
 @dataclass(eq=False)
 class CachedRow:
@@ -61,21 +64,30 @@ class SlotTable:
     def __getitem__(self, row: Row) -> CachedRow:
         return self._rows[row]
 
-    def admit(self, row: Row, reuse_limit: int | None = None) -> CachedRow:
-        """Give a row a slot, with the entries of the longest prefix that any slot has in common with it.
+    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[CachedRow]:
+        """Give each row a slot, with the entries of the longest prefix that it shares with any slot.
+
+        Rows of the same call share nothing with each other, as nothing of them is cached yet.
 
         Args:
-            row: a new row, with its whole prompt.
-            reuse_limit: maximum number of tokens whose entries are reused; None for no limit.
+            rows: new rows, with their whole prompts.
+            reuse_limits: per row, the maximum number of tokens whose entries are reused; None for
+                no limit.
 
         Raises:
-            BadInputError: if the row has a slot already, or has no token.
+            BadInputError: if a row has a slot already, or has no token; no row is admitted then.
         """
-        if row in self._rows:
-            raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
-        if not row.tokens:
-            raise BadInputError("expected a row of at least one token, got an empty one")
-        source, length = self._longest_prefix(row.tokens[: len(row.tokens) - 1][:reuse_limit])
+        for row in rows:
+            if row in self._rows:
+                raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
+            if not row.tokens:
+                raise BadInputError("expected a row of at least one token, got an empty one")
+        live = [state for state in self._by_slot if state.length]
+        limits = reuse_limits or [None] * len(rows)
+        return [self._admit(row, limit, live) for row, limit in zip(rows, limits, strict=True)]
+
+    def _admit(self, row: Row, reuse_limit: int | None, live: Sequence[CachedRow]) -> CachedRow:
+        source, length = self._longest_prefix(row.tokens[: len(row.tokens) - 1][:reuse_limit], live)
         slot = len(self._by_slot)
         with torch.inference_mode():
             self._fill(slot, source, length)
@@ -89,30 +101,41 @@ class SlotTable:
         state = self._rows.pop(row, None)
         if state is None:
             return
-        kept, last = state.cached_tokens, self._by_slot.pop()
+        last = self._by_slot.pop()
+        # The slot of the last row is not allocated if its prefill has failed.
+        can_keep = len(self._by_slot) < MAX_REMEMBERED and last.slot < self._cache.num_slots
+        kept = state.cached_tokens if can_keep else []
         if last is not state:
             # The last row moves into the free slot, and its own slot gets the released entries.
             last_slot, num_cached = last.slot, last.length + last.num_nodes
-            if last_slot >= self._cache.num_slots:  # the prefill of the last row has failed
-                kept = []
             self._by_slot[state.slot] = last
             with torch.inference_mode():
-                self._cache.swap(state.slot, last_slot, max(num_cached, len(kept)))
+                if kept:
+                    self._cache.swap(state.slot, last_slot, max(num_cached, len(kept)))
+                else:
+                    self._cache.move(last_slot, state.slot, num_cached)
             last.slot, state.slot = state.slot, last_slot
         if kept:
             self._remembered[state.slot] = kept
+            if len(self._remembered) > MAX_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
 
     def forget(self) -> None:
         """Forget the tokens of free slots."""
         self._remembered.clear()
 
-    def _longest_prefix(self, tokens: Sequence[int]) -> tuple[int, int]:
+    def _longest_prefix(self, tokens: Sequence[int], live: Sequence[CachedRow]) -> tuple[int, int]:
         """Return the slot with the longest common prefix, a free slot among equals, and its length."""
-        lengths = {slot: common_prefix(tokens, text, len(text)) for slot, text in self._remembered.items()}
-        for state in self._by_slot:
-            lengths[state.slot] = common_prefix(tokens, state.row.tokens, state.length)
-        slot = max(lengths, key=lambda slot: (lengths[slot], slot in self._remembered), default=0)
-        return slot, lengths.get(slot, 0)
+        slot, longest = 0, 0
+        for each, text in self._remembered.items():
+            length = common_prefix(tokens, text, len(text))
+            if length > longest:
+                slot, longest = each, length
+        for state in live:
+            length = common_prefix(tokens, state.row.tokens, state.length)
+            if length > longest:
+                slot, longest = state.slot, length
+        return slot, longest
 
     def _fill(self, slot: int, source: int, length: int) -> None:
         """Copy or move `length` entries of the slot `source` to the first free slot, `slot`."""

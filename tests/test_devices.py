@@ -1,0 +1,59 @@
+"""The same text with any drafter, on every device of the machine: a smoke test for GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import secondguess
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+        ],
+    ),
+]
+DRAFTERS = [
+    "suffix",
+    "model:builtin-draft",
+    "model:builtin-draft,tree=2x2x1",
+    "suffix+model:builtin-draft",
+    "medusa",
+    "mtp",
+    "eagle",
+    "dspark",
+]
+PROMPTS = ["def add(a, b):", "class Stack:\n    def push(self", "def add(a, b):\n    return"]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[0.0, 1.0])
+def settings(request: pytest.FixtureRequest) -> dict[str, float | int]:
+    return {"temperature": request.param, "max_tokens": 16} | ({"seed": 3} if request.param else {})
+
+
+@pytest.fixture(scope="module")
+def plain(device: str, settings: dict[str, float | int]) -> list[list[int]]:
+    return texts("none", device, settings)
+
+
+def texts(drafter: str, device: str, settings: dict[str, float | int]) -> list[list[int]]:
+    llm = secondguess.load("builtin", drafter, dtype="float32", device=device, runtime="transformers")
+    outputs = llm.generate(PROMPTS, **settings)
+    again = llm.generate(PROMPTS[::-1], **settings)  # from prefixes that are cached
+    assert isinstance(outputs, list)
+    assert [output.token_ids for output in again[::-1]] == [output.token_ids for output in outputs]
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_text_is_that_of_plain_decoding(drafter, device, settings, plain):
+    assert texts(drafter, device, settings) == plain
