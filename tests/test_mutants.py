@@ -660,7 +660,7 @@ def dspark_keeps_keys_of_the_last_block(patch: Patch) -> None:
     def attend(self, rows, width):
         attention = original(self, rows, width)
         for row in rows:
-            self._lengths[row] += 1
+            self._slots[row].length += 1
         return attention
 
     patch.setattr(FeatureCache, "attend", attend)

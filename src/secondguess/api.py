@@ -124,8 +124,9 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget the prompts of earlier calls, so that none of their cache entries is reused."""
-        self.target.runtime.reset_prefix_cache()
-        self.drafter.reset_prefix_cache()
+        with self.round_lock.between_rounds():
+            self.target.runtime.reset_prefix_cache()
+            self.drafter.reset_prefix_cache()
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: object

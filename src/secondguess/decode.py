@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from torch import inference_mode
 
 from secondguess.core import Commit, Row
+from secondguess.errors import BadInputError
 from secondguess.rounds import Components as Components
 from secondguess.rounds import release, run_round
 from secondguess.runtime.base import HiddenStates, join_hidden
@@ -28,6 +29,8 @@ class Batch:
     """
 
     def __init__(self, components: Components, max_prefill_tokens: int | None = None) -> None:
+        if max_prefill_tokens is not None and max_prefill_tokens < 1:
+            raise BadInputError(f"expected max_prefill_tokens of at least 1, got {max_prefill_tokens}")
         self.components = components
         self.max_prefill_tokens = max_prefill_tokens
         self._decoding: list[Row] = []
@@ -89,9 +92,9 @@ class Batch:
                     left -= before - target.num_to_prefill(row)
             ready = [row for row in self._prefilling if not target.num_to_prefill(row)]
             self.components.drafter.begin(ready, [join_hidden(self._prefilling[row]) for row in ready])
+        self._decoding += ready
         for row in ready:
             del self._prefilling[row]
-        self._decoding += ready
 
     def _store(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
@@ -116,8 +119,11 @@ def decode(
         One `Commit` per row that took part in the round.
 
     Raises:
-        BadInputError: a draft or a row that the verifier cannot verify exactly.
+        BadInputError: a draft or a row that the verifier cannot verify exactly, or `max_rows`
+            below 1.
     """
+    if max_rows is not None and max_rows < 1:
+        raise BadInputError(f"expected max_rows of at least 1, got {max_rows}")
     waiting = deque(row for row in rows if not row.finished)
     batch = Batch(components)
     try:

@@ -160,7 +160,10 @@ class Generation:
 
 
 def rows_that_fit(llm: LLM, rows: Sequence[Row]) -> int:
-    """Return how many rows can decode at the same time, each grown to its full length; at least 1."""
+    """Return how many rows can decode at the same time, each grown to its full length; at least 1.
+
+    The full length includes `max_tokens`: a limit far above the real lengths lets fewer rows in.
+    """
     runtime, count = llm.target.runtime, min(len(rows), MAX_ROWS)
     available = memory.available_memory(runtime.device)
     if available is None or not rows:

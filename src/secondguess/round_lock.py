@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from threading import Lock, RLock
 from weakref import WeakSet
 
@@ -49,6 +50,16 @@ class RoundLock:
                 return next(loop, None)
             finally:
                 self._close_abandoned()
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def between_rounds(self) -> Iterator[None]:
+        """Return a context in which no loop runs a round."""
+        with self._queue:
+            self._lock.acquire()
+        try:
+            yield
         finally:
             self._lock.release()
 

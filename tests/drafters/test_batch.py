@@ -17,6 +17,7 @@ from secondguess.drafters.base import Drafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
+from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime, fuse
@@ -136,6 +137,14 @@ def test_rows_beyond_the_limit_wait_for_others_to_finish(drafter, temperature):
     for commits in decode(components, rows, max_rows=2):
         assert len(commits) <= 2
     assert [row.output for row in rows] == [plain_text(row) for row in rows]
+
+
+def test_limits_below_1_are_refused():
+    components = components_of("none")
+    with pytest.raises(BadInputError, match="max_prefill_tokens of at least 1, got 0"):
+        Batch(components, max_prefill_tokens=0)
+    with pytest.raises(BadInputError, match="max_rows of at least 1, got 0"):
+        list(decode(components, [row_of([1])], max_rows=0))
 
 
 @every_drafter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,11 +135,34 @@ def test_the_texts_of_a_large_batch_are_not_all_remembered(monkeypatch):
     assert held.num_written == 3 * 3
 
 
-def test_rows_that_are_admitted_together_share_nothing():
-    """Nothing of them is cached yet."""
-    slots = SlotTable(KeyValueCache(torch.device("cpu")))
-    states = slots.admit([Row([1, 2, 3], SamplingParams()) for _ in range(3)])
-    assert [(state.slot, state.length) for state in states] == [(0, 0), (1, 0), (2, 0)]
+def test_rows_that_are_admitted_together_share_only_what_one_of_them_has_found():
+    held = TokenCache()
+    new = [Row([1, 2, 3, 4], SamplingParams()) for _ in range(3)]
+    assert [(each.slot, each.length) for each in held.slots.admit(new)] == [(0, 0), (1, 0), (2, 0)]
+    for row in new:
+        held.slots.release(row)
+    held.slots.release(held.admit([1, 2, 3, 4]))
+    again = [Row([1, 2, 3, 4], SamplingParams()) for _ in range(3)]
+    assert [each.length for each in held.slots.admit(again)] == [3, 3, 3]
+    held.check(again)
+
+
+def test_an_interrupted_release_leaves_no_row_with_foreign_entries(monkeypatch):
+    held = TokenCache()
+    first, second = held.admit([1, 2, 3, 4]), held.admit([5, 6, 7, 8])
+
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held.cache, "swap", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            held.slots.release(first)
+    assert held.slots[second].length == 0
+    held.write(second)
+    held.check([second])
+    third = held.admit([1, 2, 3, 4])
+    held.check([second, third])
 
 
 def test_forgotten_texts_are_not_reused():

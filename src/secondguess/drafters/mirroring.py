@@ -176,10 +176,11 @@ class FeatureStepper(MirroringStepper):
 
     def _admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> None:
         mirrors = [MirrorRow(Row(row.tokens[1:], row.params)) for row in rows]
+        # Registered first, so that `end` releases them even if this is interrupted.
+        self._mirror_rows.update(zip(rows, mirrors, strict=True))
         nums_reused = self.runtime.admit([mirror.row for mirror in mirrors], reuse_limits)
-        for row, mirror, num_reused in zip(rows, mirrors, nums_reused, strict=True):
+        for mirror, num_reused in zip(mirrors, nums_reused, strict=True):
             mirror.num_committed = num_reused
-            self._mirror_rows[row] = mirror
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
@@ -212,7 +213,7 @@ class FeatureStepper(MirroringStepper):
 
     def end(self, row: Row) -> None:
         mirror = self._mirror_rows.get(row)
-        if mirror is not None:  # entries of draft nodes have features of the head's own: not reused
-            self._rewind([mirror])
+        if mirror is not None and mirror.row in self.head_runtime.slots:
+            self._rewind([mirror])  # entries of draft nodes have features of the head's own: not reused
         super().end(row)
         self._hidden_buffer.end(row)

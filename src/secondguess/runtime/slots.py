@@ -67,8 +67,6 @@ class SlotTable:
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[CachedRow]:
         """Give each row a slot, with the entries of the longest prefix that it shares with any slot.
 
-        Rows of the same call share nothing with each other, as nothing of them is cached yet.
-
         Args:
             rows: new rows, with their whole prompts.
             reuse_limits: per row, the maximum number of tokens whose entries are reused; None for
@@ -82,9 +80,15 @@ class SlotTable:
                 raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
             if not row.tokens:
                 raise BadInputError("expected a row of at least one token, got an empty one")
-        live = [state for state in self._by_slot if state.length]
         limits = reuse_limits or [None] * len(rows)
-        return [self._admit(row, limit, live) for row, limit in zip(rows, limits, strict=True)]
+        # Of the rows of this call, only those that take over entries have any.
+        live = [state for state in self._by_slot if state.length]
+        states = []
+        for row, limit in zip(rows, limits, strict=True):
+            states.append(self._admit(row, limit, live))
+            if states[-1].length:
+                live.append(states[-1])
+        return states
 
     def _admit(self, row: Row, reuse_limit: int | None, live: Sequence[CachedRow]) -> CachedRow:
         source, length = self._longest_prefix(row.tokens[: len(row.tokens) - 1][:reuse_limit], live)
@@ -92,8 +96,8 @@ class SlotTable:
         with torch.inference_mode():
             self._fill(slot, source, length)
         state = CachedRow(row, slot, length)
-        self._rows[row] = state
         self._by_slot.append(state)
+        self._rows[row] = state
         return state
 
     def release(self, row: Row) -> None:
@@ -106,19 +110,25 @@ class SlotTable:
         can_keep = len(self._by_slot) < MAX_REMEMBERED and last.slot < self._cache.num_slots
         kept = state.cached_tokens if can_keep else []
         if last is not state:
-            # The last row moves into the free slot, and its own slot gets the released entries.
-            last_slot, num_cached = last.slot, last.length + last.num_nodes
-            self._by_slot[state.slot] = last
-            with torch.inference_mode():
-                if kept:
-                    self._cache.swap(state.slot, last_slot, max(num_cached, len(kept)))
-                else:
-                    self._cache.move(last_slot, state.slot, num_cached)
-            last.slot, state.slot = state.slot, last_slot
+            self._move_last(last, state, len(kept))
         if kept:
             self._remembered[state.slot] = kept
             if len(self._remembered) > MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
+
+    def _move_last(self, last: CachedRow, released: CachedRow, num_kept: int) -> None:
+        """Move the last row into the slot of a released one, which gets the last row's slot."""
+        length, num_nodes = last.length, last.num_nodes
+        # If this is interrupted, the last row has no entries, and is prefilled again by its next round.
+        last.length = last.num_nodes = 0
+        last.slot, released.slot = released.slot, last.slot
+        self._by_slot[last.slot] = last
+        with torch.inference_mode():
+            if num_kept:
+                self._cache.swap(last.slot, released.slot, max(length + num_nodes, num_kept))
+            else:
+                self._cache.move(released.slot, last.slot, length + num_nodes)
+        last.length, last.num_nodes = length, num_nodes
 
     def forget(self) -> None:
         """Forget the tokens of free slots."""
