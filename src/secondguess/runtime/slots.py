@@ -1,8 +1,9 @@
 """Slot table of a KV cache: live rows in the first slots, remembered texts in the others.
 
 The slots of live rows are 0 to n - 1, so that a round over all rows reads views of the cache. A
-slot that a row released keeps its entries until another row needs the slot. A new row starts with
-the entries of the longest prefix that it shares with any slot, and is prefilled from there.
+slot that a row released keeps its entries until another row needs the slot, or until
+`MAX_REMEMBERED` rows have been released after it. A new row starts with the entries of the longest
+prefix that it shares with any slot, and is prefilled from there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.cache import KeyValueCache
 
 MAX_REMEMBERED = 64
-"""Maximum number of released rows whose entries can be reused; their tokens are compared one by one."""
+"""Maximum number of released rows that are remembered, as their tokens are compared one by one.
+
+None is added while more rows are live.
+"""
 
 
 @dataclass(eq=False)
