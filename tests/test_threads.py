@@ -231,3 +231,28 @@ def test_a_thread_waits_for_the_round_of_another() -> None:
     assert done.wait(10)
     slow.join()
     fast.join()
+
+
+def test_between_rounds_waits_for_the_round_of_another_thread() -> None:
+    lock, started, may_end, order = RoundLock(), threading.Event(), threading.Event(), []
+
+    def rounds() -> Iterator[list[Commit]]:
+        started.set()
+        may_end.wait(10)
+        order.append("round")
+        yield []
+
+    with ThreadPoolExecutor(2) as pool:
+        round_of_one = pool.submit(lock.run_round, rounds())
+        assert started.wait(10)
+
+        def reset() -> None:
+            with lock.between_rounds():
+                order.append("between")
+
+        between = pool.submit(reset)
+        time.sleep(0.1)
+        may_end.set()
+        round_of_one.result(10)
+        between.result(10)
+    assert order == ["round", "between"]

@@ -160,8 +160,8 @@ def test_weights_that_are_not_a_language_model(copied):
 
 
 def test_a_name_that_is_nowhere():
-    with pytest.raises(CheckpointError, match="nobody/nothing"):
-        Checkpoint.resolve("nobody/nothing").load()
+    with pytest.raises(CheckpointError, match="absent/model"):
+        Checkpoint.resolve("absent/model").load()
 
 
 def test_a_directory_without_a_configuration(tmp_path):

@@ -21,6 +21,7 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.slots import SlotTable
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -136,6 +137,29 @@ def test_rows_beyond_the_limit_wait_for_others_to_finish(drafter, temperature):
     rows = [row_of(text(4 + index, index), 3 + 2 * index, temperature) for index in range(7)]
     for commits in decode(components, rows, max_rows=2):
         assert len(commits) <= 2
+    assert [row.output for row in rows] == [plain_text(row) for row in rows]
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "mtp", "dspark"])
+def test_an_interrupted_admission_leaves_no_row_behind(drafter, monkeypatch):
+    components = components_of(drafter)
+    slots = SlotTable.admit
+
+    def interrupted(*given: object, **named: object) -> object:
+        slots(*given, **named)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    batch, rows = Batch(components), [row_of(text(9)), row_of(text(5))]
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotTable, "admit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batch.add(rows)
+    batch.close()
+    stepper = components.drafter.stepper
+    held = stepper._context._slots if drafter == "dspark" else stepper.runtime.slots
+    assert len(held) == components.target.num_live_rows == 0
+    for _ in decode(components, rows):
+        pass
     assert [row.output for row in rows] == [plain_text(row) for row in rows]
 
 

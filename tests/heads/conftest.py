@@ -1,4 +1,4 @@
-"""What every test of this folder does."""
+"""Fixtures of the tests of heads."""
 
 from collections.abc import Iterator
 
