@@ -2,8 +2,9 @@
 
 import openai
 import pytest
-from conftest import wait_for
 from fake_engine import LOGPROB, REPLY
+
+from conftest import wait_for
 
 PROMPT = "print("
 

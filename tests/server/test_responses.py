@@ -5,8 +5,9 @@ import json
 import openai
 import pytest
 from chat_tokenizer import CALL, TOOL, chat_engine
-from conftest import serving
 from fake_engine import LOGPROB, REPLY
+
+from conftest import serving
 
 FUNCTION = {"type": "function", **TOOL["function"], "strict": False}
 

@@ -5,6 +5,7 @@ import json
 import openai
 import pytest
 from chat_tokenizer import CALL, TOOL, chat_engine
+
 from conftest import serving
 
 MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]

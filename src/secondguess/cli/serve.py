@@ -25,7 +25,9 @@ def serve(
     port: Annotated[int, server_option("Port; 0 takes a free one.", min=0, max=65535)] = 8000,
     api_key_file: Annotated[
         Path | None,
-        server_option("File with accepted API keys, one per line; see also SECONDGUESS_API_KEYS.", show_default="none"),
+        server_option(
+            "File with accepted API keys, one per line; see also SECONDGUESS_API_KEYS.", show_default="none"
+        ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
@@ -37,7 +39,9 @@ def serve(
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
-        server_option("Origin whose pages may call the server from a browser; repeatable.", show_default="none"),
+        server_option(
+            "Origin whose pages may call the server from a browser; repeatable.", show_default="none"
+        ),
     ] = None,
     drain_seconds: Annotated[
         float, server_option("Time to finish requests after the first signal.", min=0, max=86_400)
@@ -90,7 +94,12 @@ def serve(
 
 
 def _run(
-    context: Context, config: Path | None, settings: ServerSettings, host: str, port: int, drain_seconds: float
+    context: Context,
+    config: Path | None,
+    settings: ServerSettings,
+    host: str,
+    port: int,
+    drain_seconds: float,
 ) -> None:
     from secondguess.api import load
     from secondguess.engine import Engine
@@ -104,7 +113,9 @@ def _run(
         engine = Engine(llm)
         app = create_app(engine, settings)
         if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
-            print_note(f"serving at {host} without an API key: everyone who reaches this address can use the model")
+            print_note(
+                f"serving at {host} without an API key: everyone who reaches this address can use the model"
+            )
         serve_until_signal(app, engine, opened, drain_seconds)
     finally:
         opened.close()
