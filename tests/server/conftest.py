@@ -66,14 +66,25 @@ def engine(live):
     vars(live[0]).update(defaults)
 
 
+@pytest.fixture(scope="session")
+def clients(live):
+    """HTTP's client and OpenAI's; made once, because each loads the system's certificates."""
+    with httpx2.Client(base_url=live[1], timeout=20) as http, openai_client(live[1]) as client:
+        yield http, client
+
+
 @pytest.fixture
-def http(live, engine):
+def http(clients, engine):
     """HTTP client without OpenAI's types."""
-    with httpx2.Client(base_url=live[1], timeout=20) as client:
-        yield client
+    return clients[0]
 
 
 @pytest.fixture
-def client(live, engine):
-    with openai.OpenAI(base_url=f"{live[1]}/v1", api_key="none", max_retries=0, timeout=20) as client:
-        yield client
+def client(clients, engine):
+    return clients[1]
+
+
+def openai_client(url):
+    """OpenAI's client for a server without certificates."""
+    http = openai.DefaultHttpxClient(verify=False, timeout=20)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)

@@ -4,7 +4,7 @@ import openai
 import pytest
 from fake_engine import CONTEXT, FakeEngine
 
-from conftest import serving
+from conftest import openai_client, serving
 from secondguess.errors import SecondGuessError
 from secondguess.server.settings import ServerSettings
 
@@ -126,7 +126,7 @@ def test_limits_of_the_server_are_errors_that_name_the_field():
     }
     with (
         serving(FakeEngine(), settings) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+        openai_client(url) as client,
     ):
         for name, value in wrong.items():
             with pytest.raises(openai.BadRequestError) as caught:

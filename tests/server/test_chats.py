@@ -2,7 +2,10 @@
 
 import openai
 import pytest
-from fake_engine import LOGPROB, REPLY
+from fake_engine import LOGPROB, REPLY, FakeEngine
+
+from conftest import openai_client, serving
+from secondguess.server.settings import ServerSettings
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Add two numbers."}]
 
@@ -92,13 +95,10 @@ def test_metadata_comes_back(client):
 
 
 def test_messages_that_the_template_refuses_are_an_error_of_the_client():
-    from fake_engine import FakeEngine
-
-    from conftest import serving
-    from secondguess.server.settings import ServerSettings
-
-    template = "{{ raise_exception('roles must alternate') }}"
-    with serving(FakeEngine(), ServerSettings(chat_template=template)) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-            with pytest.raises(openai.UnprocessableEntityError, match="roles must alternate"):
-                chat(client)
+    settings = ServerSettings(chat_template="{{ raise_exception('roles must alternate') }}")
+    with (
+        serving(FakeEngine(), settings) as url,
+        openai_client(url) as client,
+        pytest.raises(openai.UnprocessableEntityError, match="roles must alternate"),
+    ):
+        chat(client)

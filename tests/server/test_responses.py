@@ -2,12 +2,11 @@
 
 import json
 
-import openai
 import pytest
 from chat_tokenizer import CALL, TOOL, chat_engine
 from fake_engine import LOGPROB, REPLY
 
-from conftest import serving
+from conftest import openai_client, serving
 
 FUNCTION = {"type": "function", **TOOL["function"], "strict": False}
 
@@ -71,7 +70,7 @@ def test_a_failure_within_a_stream_is_an_event(client, engine):
 @pytest.fixture(scope="module")
 def chatty():
     engine = chat_engine(f"<think>I add.</think>Let me see.{CALL}")
-    with serving(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+    with serving(engine) as url, openai_client(url) as client:
         yield engine, client
 
 

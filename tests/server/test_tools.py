@@ -6,7 +6,7 @@ import openai
 import pytest
 from chat_tokenizer import CALL, TOOL, chat_engine
 
-from conftest import serving
+from conftest import openai_client, serving
 
 MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
 REPLY = f"<think>I add.</think>Let me see.{CALL}"
@@ -15,7 +15,7 @@ REPLY = f"<think>I add.</think>Let me see.{CALL}"
 @pytest.fixture(scope="module")
 def served():
     engine = chat_engine(REPLY)
-    with serving(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+    with serving(engine) as url, openai_client(url) as client:
         yield engine, client
 
 

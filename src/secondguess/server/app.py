@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, get_type_hints
@@ -15,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from secondguess import __version__
-from secondguess.engine import Engine, QueueFullError
+from secondguess.engine import DrainingError, Engine, QueueFullError
 from secondguess.errors import SecondGuessError
 from secondguess.server import chats, completions, model_routes, responses
 from secondguess.server.errors import ApiError, api_error, validation_error
@@ -23,6 +24,8 @@ from secondguess.server.gate import Gate, KeyRing
 from secondguess.server.service import Service
 from secondguess.server.settings import ServerSettings
 from secondguess.server.streams import error_response
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
@@ -64,7 +67,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def on_error(http: HttpRequest, error: Exception) -> Response:
         body = _body_model(http)
-        return error_response(api_error(error, body.model_fields if body else None))
+        found = api_error(error, body.model_fields if body else None)
+        if found.status == 500:
+            logger.error("request %s failed", http.state.request_id, exc_info=error)
+        return error_response(found)
 
     async def on_invalid(http: HttpRequest, error: Any) -> Response:
         return error_response(validation_error(error.errors(), _body_model(http)))
@@ -74,7 +80,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         reply.headers.update(error.headers or {})
         return reply
 
-    for kind in (ApiError, SecondGuessError, QueueFullError, Exception):
+    for kind in (ApiError, SecondGuessError, QueueFullError, DrainingError):
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)

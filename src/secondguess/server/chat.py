@@ -14,8 +14,8 @@ from secondguess.server.errors import ApiError, refused
 from secondguess.server.schemas import AssistantMessage, ChatRequest, Message, RefusalPart, TextPart
 
 BUILTIN_TEMPLATE = (
-    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] | replace('\n', '\n# ') }}\n"
-    "{% endfor %}{% if add_generation_prompt %}\n{% endif %}"
+    r"{% for message in messages %}# {{ message['role'] }}: {{ message['content'] | replace('\n', '\n# ') }}"
+    r"{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
 )
 """Template of the built-in target, a small model of Python code: messages are comments above the code."""
 

@@ -223,7 +223,7 @@ class Converter:
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """Return the prompts of a completion request, which may be one or several."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]  # type: ignore[list-item]
+        return [prompt]
     if not prompt:
         raise refused("prompt", "expected at least one prompt, got an empty list; add one", "invalid_value")
     return list(prompt)  # type: ignore[arg-type]

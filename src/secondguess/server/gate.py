@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from secondguess.server.errors import ApiError
+from secondguess.server.errors import ApiError, api_error
 from secondguess.server.metrics import Metrics
 from secondguess.server.streams import error_response
 
@@ -57,8 +57,12 @@ class Gate:
         request_id = _request_id(headers.get(REQUEST_ID))
         scope.setdefault("state", {})["request_id"] = request_id
 
+        has_begun = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.replies.labels(route, str(message["status"])).inc()
@@ -66,8 +70,14 @@ class Gate:
 
         if (error := self._refusal(scope["path"], headers)) is not None:
             await error_response(error)(scope, receive, send_with_id)
-        else:
+            return
+        try:
             await self._app(scope, self._bounded(receive), send_with_id)
+        except Exception as unexpected:
+            logger.exception("request %s failed", request_id)
+            if has_begun:
+                raise
+            await error_response(api_error(unexpected))(scope, receive, send_with_id)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if path not in OPEN_PATHS and not self._keys.accepts(headers.get("authorization", "")):
