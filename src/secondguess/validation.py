@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
@@ -55,7 +55,12 @@ def describe(error: ValidationError, known: Iterable[str] = ()) -> str:
     Args:
         known: valid names, of which the one that an unknown name resembles is suggested.
     """
-    first = error.errors(include_url=False)[0]
+    return describe_first(error.errors(include_url=False), known)
+
+
+def describe_first(errors: Sequence[Mapping[str, Any]], known: Iterable[str] = ()) -> str:
+    """Return the first of pydantic's error records as in `describe`."""
+    first = errors[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, BadInputError):
         return str(cause)

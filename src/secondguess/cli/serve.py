@@ -1,0 +1,139 @@
+"""`secondguess serve`: an HTTP server with OpenAI's API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Context
+
+from secondguess.cli import options
+from secondguess.cli.options import model_option, panel
+from secondguess.cli.output import print_note
+from secondguess.errors import BadInputError
+
+if TYPE_CHECKING:
+    from secondguess.server.settings import ServerSettings
+
+server_option = panel("Server")
+limit_option = panel("Limits per request")
+
+
+def serve(
+    context: Context,
+    host: Annotated[str, server_option("Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, server_option("Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        server_option(
+            "File with accepted API keys, one per line; see also SECONDGUESS_API_KEYS.", show_default="none"
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        server_option("Name of the model in requests; repeatable.", show_default="the model's own"),
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        server_option("Jinja file in place of the tokenizer's chat template.", show_default="none"),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        server_option(
+            "Origin whose pages may call the server from a browser; repeatable.", show_default="none"
+        ),
+    ] = None,
+    drain_seconds: Annotated[
+        float, server_option("Time to finish requests after the first signal.", min=0, max=86_400)
+    ] = 30.0,
+    max_body_bytes: Annotated[int, limit_option("Size of a request's body.", min=1)] = 4 * 2**20,
+    max_samples: Annotated[int, limit_option("Samples: prompts times n.", min=1)] = 64,
+    max_output_tokens: Annotated[
+        int | None, limit_option("Output tokens.", min=1, show_default="the model's context")
+    ] = None,
+    request_seconds: Annotated[
+        float | None, limit_option("Time after which a request ends with what it has.", show_default="none")
+    ] = None,
+    config: options.Config = None,
+    model: options.Model = "builtin",
+    drafter: options.Drafter = None,
+    verifier: options.Verifier = "auto",
+    controller: options.Controller = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    quantize: options.Quantize = None,
+    drafter_quantize: options.DrafterQuantize = None,
+    runtime: Annotated[
+        str,
+        model_option(
+            "Runtime of the target: auto, native, fused or transformers.", callback=options.check_runtime
+        ),
+    ] = "auto",
+) -> int:
+    """Serve a model with OpenAI's API.
+
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize,
+    /detokenize, /health, /ready and /metrics. The first signal (Ctrl-C, SIGTERM) finishes the
+    requests in progress, a second one ends them.
+    """
+    _require_libraries()
+    from secondguess.server.settings import ServerSettings, read_api_keys
+
+    settings = ServerSettings(
+        model_names=tuple(served_model_name or ()),
+        api_keys=read_api_keys(api_key_file),
+        cors_origins=tuple(cors_origin or ()),
+        chat_template=_read_template(chat_template),
+        max_body_bytes=max_body_bytes,
+        max_samples=max_samples,
+        max_output_tokens=max_output_tokens,
+        request_seconds=request_seconds,
+    )
+    _run(context, config, settings, host, port, drain_seconds)
+    return 0
+
+
+def _run(
+    context: Context,
+    config: Path | None,
+    settings: ServerSettings,
+    host: str,
+    port: int,
+    drain_seconds: float,
+) -> None:
+    from secondguess.api import load
+    from secondguess.engine import Engine
+    from secondguess.server.app import create_app
+    from secondguess.server.run import open_socket, serve_until_signal
+
+    # Opened first: a port in use is cheap to find, weights are expensive to load.
+    opened = open_socket(host, port)
+    try:
+        llm = load(**options.load_settings_and_tuned(context, config)[0])
+        engine = Engine(llm)
+        app = create_app(engine, settings)
+        if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
+            print_note(
+                f"serving at {host} without an API key: everyone who reaches this address can use the model"
+            )
+        serve_until_signal(app, engine, opened, drain_seconds)
+    finally:
+        opened.close()
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"expected a readable chat template, got {path}: {error}") from None
+
+
+def _require_libraries() -> None:
+    """Refuse to start without the libraries of the extra `serve`."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise BadInputError(f"serve needs {', '.join(missing)}; run `pip install secondguess[serve]`")

@@ -1,0 +1,93 @@
+"""The application: `create_app(engine, settings)`. Read this first; each route leads to its module."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, get_type_hints
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from secondguess import __version__
+from secondguess.engine import DrainingError, Engine, QueueFullError
+from secondguess.errors import SecondGuessError
+from secondguess.server import chats, completions, model_routes, responses
+from secondguess.server.errors import ApiError, api_error, validation_error
+from secondguess.server.gate import Gate, KeyRing
+from secondguess.server.service import Service
+from secondguess.server.settings import ServerSettings
+from secondguess.server.streams import error_response
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
+    """Return the ASGI application of a server.
+
+    Args:
+        engine: a running engine. The caller closes it after the application has ended.
+        settings: names, keys and limits.
+    """
+    settings = settings or ServerSettings()
+    service = Service(engine, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(title="secondguess", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for module in (completions, chats, responses, model_routes):
+        app.include_router(module.router)
+    app.add_middleware(
+        Gate, keys=KeyRing(settings.api_keys), max_body_bytes=settings.max_body_bytes, metrics=service.metrics
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    _add_error_handlers(app)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Give every error OpenAI's form."""
+
+    async def on_error(http: HttpRequest, error: Exception) -> Response:
+        body = _body_model(http)
+        found = api_error(error, body.model_fields if body else None)
+        if found.status == 500:
+            logger.error("request %s failed", http.state.request_id, exc_info=error)
+        return error_response(found)
+
+    async def on_invalid(http: HttpRequest, error: Any) -> Response:
+        return error_response(validation_error(error.errors(), _body_model(http)))
+
+    async def on_http(http: HttpRequest, error: Any) -> Response:
+        reply = error_response(ApiError(error.status_code, str(error.detail)))
+        reply.headers.update(error.headers or {})
+        return reply
+
+    for kind in (ApiError, SecondGuessError, QueueFullError, DrainingError):
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+
+
+def _body_model(http: HttpRequest) -> type[BaseModel] | None:
+    """Return the model of the body of the request's route."""
+    endpoint = http.scope.get("endpoint")
+    found: type[BaseModel] | None = None if endpoint is None else get_type_hints(endpoint).get("request")
+    return found

@@ -1,0 +1,235 @@
+"""Requests of the API as requests of the engine: sampling settings and token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.prompts import encode
+from secondguess.sampling import SamplingParams
+from secondguess.server.chat import ChatTemplate, to_conversation
+from secondguess.server.errors import ApiError, refused
+from secondguess.server.infill import encode_infill
+from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
+from secondguess.server.settings import ServerSettings
+
+DIRECT_SETTINGS = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_tokens",
+    "seed",
+    "n",
+)
+"""Fields that are settings of the same name."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request, ready for the engine.
+
+    Args:
+        prompts: token ids, one list per prompt; each gives `params.n` choices.
+        params: sampling settings.
+        echo: text that precedes the output of each prompt.
+        tools: functions that the model may call.
+    """
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    echo: list[str] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+class Converter:
+    """Conversion of requests for one model. Slow (tokenization): call it off the event loop."""
+
+    def __init__(self, target: LoadedModel, settings: ServerSettings, template: ChatTemplate) -> None:
+        self._target = target
+        self._settings = settings
+        self._template = template
+
+    def completion(self, request: CompletionRequest) -> Job:
+        """Return the job of a completion request."""
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise refused(
+                "best_of",
+                f"expected best_of to equal n, got {request.best_of}; leave it out and rank n samples",
+            )
+        if request.echo and request.logprobs is not None:
+            raise refused(
+                "echo",
+                "expected no echo together with logprobs: the prompt has no log-probabilities; leave one out",
+            )
+        if request.echo and request.suffix is not None:
+            raise refused("echo", "expected no echo together with suffix; leave one out")
+        texts = _prompts(request.prompt)
+        self._check_samples(len(texts), request)
+        prompts = [self._encode(text, request.suffix) for text in texts]
+        params = self._params(request, prompts, request.max_tokens, "max_tokens", request.logprobs)
+        echo = [self._text(text) for text in texts] if request.echo else []
+        return Job(prompts, params, echo)
+
+    def chat(self, request: ChatRequest) -> Job:
+        """Return the job of a chat request."""
+        self._check_structure(request)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise refused("top_logprobs", "expected logprobs: true together with top_logprobs; add it")
+        limits = {request.max_tokens, request.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise refused(
+                "max_tokens",
+                "expected one of max_tokens and max_completion_tokens, got different values; leave one out",
+            )
+        self._check_samples(1, request)
+        conversation = to_conversation(request)
+        prompts = [self._template.encode(conversation)]
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        params = self._params(request, prompts, next(iter(limits), None), "max_completion_tokens", logprobs)
+        return Job(prompts, params, tools=conversation.tools)
+
+    def _check_structure(self, request: ChatRequest) -> None:
+        """Refuse fields that need a grammar, and tools whose calls could not be recognised."""
+        if request.response_format is not None and request.response_format.type != "text":
+            raise refused(
+                "response_format",
+                f"expected response_format of type text, got {request.response_format.type}; leave it out",
+            )
+        if request.prediction is not None:
+            raise refused(
+                "prediction", "expected no prediction, which this server does not use yet; leave it out"
+            )
+        if request.tool_choice is not None and not request.tools:
+            raise refused("tool_choice", "expected tools together with tool_choice; add them or leave it out")
+        if request.tool_choice not in (None, "none", "auto"):
+            raise refused("tool_choice", "expected tool_choice none or auto; a call cannot be forced yet")
+        if request.tools and request.tool_choice != "none" and not self._template.can_parse:
+            raise refused(
+                "tools",
+                f"expected no tools: the tokenizer of {self._target.name} has no response template, so calls in its text could "
+                "not be recognised; leave them out or set tool_choice: none",
+            )
+        size = sum(len(tool.model_dump_json()) for tool in request.tools or ())
+        if size > self._settings.max_schema_bytes:
+            raise refused(
+                "tools",
+                f"expected tools of at most {self._settings.max_schema_bytes} bytes, got {size}; shorten them",
+            )
+
+    def _check_samples(self, num_prompts: int, request: Sampling) -> None:
+        count, most = num_prompts * max(1, request.n or 1), self._settings.max_samples
+        if count > most:
+            raise refused(
+                "n",
+                f"expected at most {most} samples (prompts times n) per request, got {count}; send several requests",
+            )
+
+    def _params(
+        self,
+        request: Sampling,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
+        limit_name: str,
+        logprobs: int | None,
+    ) -> SamplingParams:
+        """Return the sampling settings of a request."""
+        settings: dict[str, Any] = {
+            name: value for name in DIRECT_SETTINGS if (value := getattr(request, name)) is not None
+        }
+        # OpenAI's default; that of SamplingParams is greedy decoding.
+        settings["temperature"] = 1.0 if request.temperature is None else request.temperature
+        settings["stop"] = self._stop(request)
+        settings["stop_token_ids"] = tuple(
+            self._bounded("stop_token_ids", request.stop_token_ids or (), "max_stop_strings")
+        )
+        settings["logit_bias"] = self._logit_bias(request)
+        settings["draft_length"] = _draft_length(request)
+        settings["max_tokens"] = self._max_tokens(prompts, max_tokens, limit_name)
+        settings["min_tokens"] = settings.get("min_tokens", 0)
+        return SamplingParams(logprobs=logprobs, **settings)
+
+    def _max_tokens(self, prompts: Sequence[list[int]], wanted: int | None, name: str) -> int:
+        """Return the largest number of output tokens; by default, what fits into the context."""
+        context, most = self._target.runtime.context_length, self._settings.max_output_tokens
+        longest = max(map(len, prompts))
+        if longest >= context:
+            raise ApiError(
+                400,
+                f"expected a prompt of at most {context - 1} tokens (the model's context is {context} and one place must stay "
+                f"free), got {longest}; shorten it",
+                "prompt",
+                "context_length_exceeded",
+            )
+        if wanted is None:
+            return min(context - min(map(len, prompts)), most or context)
+        if most is not None and wanted > most:
+            raise refused(
+                name,
+                f"expected {name} of at most {most} on this server, got {wanted}; lower it",
+                "invalid_value",
+            )
+        return wanted
+
+    def _stop(self, request: Sampling) -> tuple[str, ...]:
+        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        return tuple(self._bounded("stop", stop, "max_stop_strings"))
+
+    def _logit_bias(self, request: Sampling) -> dict[int, float]:
+        bias = self._bounded("logit_bias", request.logit_bias or {}, "max_logit_biases")
+        for token in bias:
+            if not (token.isascii() and token.isdecimal() and len(token) <= 9):
+                raise refused(
+                    "logit_bias",
+                    f"expected token ids as keys of logit_bias, got {token!r:.60}",
+                    "invalid_value",
+                )
+        return {int(token): value for token, value in bias.items()}
+
+    def _bounded(self, name: str, values: Any, limit: str) -> Any:
+        most = getattr(self._settings, limit)
+        if len(values) > most:
+            raise refused(
+                name,
+                f"expected at most {most} entries of {name}, got {len(values)}; send fewer",
+                "invalid_value",
+            )
+        return values
+
+    def _encode(self, prompt: str | list[int], suffix: str | None) -> list[int]:
+        if suffix is None:
+            return encode(self._target, prompt)
+        if not isinstance(prompt, str):
+            raise refused(
+                "suffix", "expected a prompt as text together with suffix, got token ids; send the text"
+            )
+        return encode(self._target, encode_infill(self._target, prompt, suffix))
+
+    def _text(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        text: str = self._target.tokenizer.decode(prompt, skip_special_tokens=True)
+        return text
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Return the prompts of a completion request, which may be one or several."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise refused("prompt", "expected at least one prompt, got an empty list; add one", "invalid_value")
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _draft_length(request: Sampling) -> int | None:
+    if isinstance(request.speculation, SpeculationOptions):
+        return request.speculation.draft_length
+    return 0 if request.speculation == "off" else None

@@ -1,0 +1,40 @@
+"""Fill-in-the-middle prompts, for tokenizers that have tokens for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.server.errors import refused
+
+FORMATS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 - as the tokenizer writes them
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
+"""Tokens before the prefix, before the suffix and before the middle: Qwen, StarCoder, SantaCoder,
+DeepSeek and Code Llama."""
+
+
+def encode_infill(target: LoadedModel, prefix: str, suffix: str) -> list[int]:
+    """Return the token ids of a prompt that asks for the text between a prefix and a suffix.
+
+    Raises:
+        ApiError: a tokenizer without fill-in-the-middle tokens.
+    """
+    tokenizer: Any = target.tokenizer
+    vocab = tokenizer.get_vocab()
+    tokens = next((names for names in FORMATS if all(name in vocab for name in names)), None)
+    if tokens is None:
+        raise refused(
+            "suffix",
+            f"expected no suffix for {target.name}, whose tokenizer has no fill-in-the-middle tokens; leave it out",
+            "unsupported_parameter",
+        )
+    before_prefix, before_suffix, before_middle = (vocab[name] for name in tokens)
+    first, second = (
+        tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in (prefix, suffix)
+    )
+    return [before_prefix, *first, before_suffix, *second, before_middle]

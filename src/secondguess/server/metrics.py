@@ -1,0 +1,188 @@
+"""Prometheus metrics: vLLM's names where it has one, so that its dashboards work, else our own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from secondguess.engine import Engine, NewPiece
+from secondguess.generation import Output
+from secondguess.stats import PHASES, Stats
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
+
+
+class Metrics:
+    """Metrics of one application, with a registry of their own."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self.registry.register(_EngineGauges(engine, model))
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Output tokens.")
+        self.requests = self._counter(
+            "vllm:request_success", "Samples that ended, by reason.", "finished_reason"
+        )
+        self.replies = self._counter("secondguess:http_requests", "HTTP requests.", "route", "status")
+        self.first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From receipt to the first token."
+        )
+        self.between_tokens = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between tokens of a sample."
+        )
+        self.whole = self._histogram("vllm:e2e_request_latency_seconds", "From receipt to the last token.")
+        self.prompt_length = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens per request.", TOKENS
+        )
+        self.output_length = self._histogram(
+            "vllm:request_generation_tokens", "Output tokens per sample.", TOKENS
+        )
+        self.num_drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
+        self.num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.")
+        self.num_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
+        self.accepted_per_position = self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", "position"
+        )
+        self.drafted_per_position = self._counter(
+            "secondguess:drafted_tokens_per_pos", "Rounds with a draft token at a position.", "position"
+        )
+        self.rounds = self._counter("secondguess:rounds", "Target passes, counted per sample.")
+        self.draft_length = self._histogram("secondguess:draft_length", "Draft length per round.", LENGTHS)
+        self.seconds = self._counter("secondguess:phase_seconds", "Time per phase, per sample.", "phase")
+
+    def observe(self) -> Observer:
+        """Return the observer of a request that was received now."""
+        return Observer(self)
+
+    def to_text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def count_stats(self, stats: Stats) -> None:
+        """Add the counters of a sample that has ended."""
+        drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
+        self.rounds.inc(stats.num_rounds)
+        self.num_drafts.inc(drafted[0] if drafted else 0)
+        self.num_draft_tokens.inc(stats.num_drafted)
+        self.num_accepted.inc(stats.num_accepted)
+        for counter, counts in ((self.drafted_per_position, drafted), (self.accepted_per_position, accepted)):
+            for position, count in enumerate(counts):
+                counter.labels(str(position)).inc(count)
+        for length, count in enumerate(rounds_by_length(stats)):
+            for _ in range(count):
+                self.draft_length.observe(length)
+        for phase in PHASES:
+            self.seconds.labels(phase).inc(stats.seconds[phase])
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        return _WithModel(
+            Counter(name, text, ("model_name", *labels), registry=self.registry), self._model, labels
+        )
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = SECONDS) -> Any:
+        made = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
+        return made.labels(self._model)
+
+
+class _WithModel:
+    """Metric with further labels, whose first label is the model."""
+
+    def __new__(cls, metric: Any, model: str, labels: Sequence[str]) -> Any:
+        return super().__new__(cls) if labels else metric.labels(model)
+
+    def __init__(self, metric: Any, model: str, labels: Sequence[str]) -> None:
+        self._metric = metric
+        self._model = model
+
+    def labels(self, *values: str) -> Any:
+        return self._metric.labels(self._model, *values)
+
+
+class _EngineGauges(Collector):
+    """State of the engine at the time of a scrape."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        status = self._engine.status()
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests that decode.", status.num_running),
+            ("vllm:num_requests_waiting", "Requests in the queue.", status.num_waiting),
+            ("secondguess:cached_tokens", "Tokens in the KV cache.", status.num_cached_tokens),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=("model_name",))
+            gauge.add_metric([self._model], value)
+            yield gauge
+
+
+class Observer:
+    """Measurements of one HTTP request."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start = time.monotonic()
+        self._last: dict[int, float] = {}
+
+    def on_piece(self, event: NewPiece) -> None:
+        """Count the tokens of a piece; several tokens of one round share the time since the last."""
+        count = len(event.piece.tokens)
+        if not count:
+            return
+        now = time.monotonic()
+        if not self._last:
+            self._metrics.first_token.observe(now - self._start)
+        if (before := self._last.get(event.index)) is not None:
+            for _ in range(count):
+                self._metrics.between_tokens.observe((now - before) / count)
+        self._last[event.index] = now
+        self._metrics.generation_tokens.inc(count)
+
+    def on_prompt(self, num_tokens: int) -> None:
+        """Count a prompt."""
+        self._metrics.prompt_tokens.inc(num_tokens)
+        self._metrics.prompt_length.observe(num_tokens)
+
+    def on_outputs(self, outputs: Sequence[Output]) -> None:
+        """Count the outputs of a prompt."""
+        self._metrics.whole.observe(time.monotonic() - self._start)
+        for output in outputs:
+            self._metrics.requests.labels(output.finish_reason or "cancelled").inc()
+            self._metrics.output_length.observe(len(output.token_ids))
+            self._metrics.count_stats(output.stats)
+
+
+def rounds_by_length(stats: Stats) -> list[int]:
+    """Return the number of rounds with a draft of 0, 1, ... levels."""
+    reached = [stats.num_rounds, *stats.drafted_per_position, 0]
+    return [longer - longest for longer, longest in pairwise(reached)]
+
+
+def speculative_decoding(stats: Stats) -> dict[str, Any]:
+    """Return a sample's statistics under the names of vLLM's `metrics.speculative_decoding`.
+
+    `acceptance_histogram[j]` is the number of rounds with a draft of which `j` tokens were accepted.
+    """
+    drafted = stats.drafted_per_position
+    num_drafts = drafted[0] if drafted else 0
+    accepted = (stats.accepted_per_position + [0] * len(drafted))[: len(drafted)]
+    reached = [num_drafts, *accepted, 0]
+    return {
+        "mean_acceptance_length": 1 + stats.num_accepted / num_drafts if num_drafts else None,
+        "draft_acceptance_rate": stats.acceptance_rate,
+        "acceptance_histogram": [more - most for more, most in pairwise(reached)] if num_drafts else [],
+        "num_spec_steps": num_drafts,
+        "num_accepted_draft_tokens": stats.num_accepted,
+        "num_draft_tokens": stats.num_drafted,
+        "num_spec_tokens": len(drafted),
+    }

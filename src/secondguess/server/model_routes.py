@@ -1,0 +1,113 @@
+"""Routes about the server and its model: models, health, metrics, tokenization."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from secondguess.prompts import encode
+from secondguess.server.chat import Conversation, to_messages
+from secondguess.server.errors import RETRY_SECONDS, ApiError, refused
+from secondguess.server.replies import Json
+from secondguess.server.schemas import DetokenizeRequest, TokenizeRequest
+from secondguess.server.service import Service
+from secondguess.server.streams import JsonReply
+
+router = APIRouter(tags=["server"])
+STARTED = int(time.time())
+
+
+@router.get("/v1/models")
+async def list_models(http: HttpRequest) -> Response:
+    """List the names of the model."""
+    service: Service = http.app.state.service
+    return JsonReply({"object": "list", "data": [_model(service, name) for name in service.model_names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, http: HttpRequest) -> Response:
+    """Describe a model."""
+    service: Service = http.app.state.service
+    service.check_model(name)
+    return JsonReply(_model(service, name))
+
+
+def _model(service: Service, name: str) -> Json:
+    context = service.target.runtime.context_length
+    return {
+        "id": name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "secondguess",
+        "max_model_len": context,
+    }
+
+
+@router.get("/health")
+async def health() -> Response:
+    """Reply while the process serves requests."""
+    return JsonReply({"status": "ok"})
+
+
+@router.get("/ready")
+async def ready(http: HttpRequest) -> Response:
+    """Reply 200 while new requests are accepted, 503 while the server drains."""
+    service: Service = http.app.state.service
+    if service.engine.status().is_draining:
+        raise ApiError(
+            503, "the server drains and accepts no more requests", code="draining", retry_after=RETRY_SECONDS
+        )
+    return JsonReply({"status": "ready"})
+
+
+@router.get("/metrics")
+async def metrics(http: HttpRequest) -> Response:
+    """Return metrics in Prometheus' text format."""
+    service: Service = http.app.state.service
+    return Response(service.metrics.to_text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.post("/tokenize")
+async def tokenize(request: TokenizeRequest, http: HttpRequest) -> Response:
+    """Return the token ids of a text or a conversation."""
+    service: Service = http.app.state.service
+    service.check_model(request.model)
+    tokens = await service.run(lambda: _token_ids(service, request))
+    return JsonReply(
+        {"count": len(tokens), "max_model_len": service.target.runtime.context_length, "tokens": tokens}
+    )
+
+
+def _token_ids(service: Service, request: TokenizeRequest) -> list[int]:
+    if (request.prompt is None) == (request.messages is None):
+        got = "neither" if request.prompt is None else "both"
+        raise refused("prompt", f"expected either prompt or messages, got {got}", "invalid_value")
+    if request.messages is not None:
+        return service.template.encode(Conversation(to_messages(request.messages)))
+    if not request.prompt:
+        return []
+    if request.add_special_tokens:
+        return encode(service.target, request.prompt)
+    ids: list[int] = service.target.tokenizer(
+        request.prompt, add_special_tokens=False, verbose=False
+    ).input_ids
+    return ids
+
+
+@router.post("/detokenize")
+async def detokenize(request: DetokenizeRequest, http: HttpRequest) -> Response:
+    """Return the text of token ids, special tokens included."""
+    service: Service = http.app.state.service
+    service.check_model(request.model)
+    return JsonReply({"prompt": await service.run(lambda: _text(service, request.tokens))})
+
+
+def _text(service: Service, tokens: list[int]) -> str:
+    if not tokens:
+        return ""
+    text: str = service.target.tokenizer.decode(encode(service.target, tokens))
+    return text

@@ -1,0 +1,174 @@
+"""Objects of replies: completions, chats, chunks, log-probabilities and usage."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from secondguess.core import TokenLogprob
+from secondguess.generation import Output
+from secondguess.sampling.text import REPLACEMENT
+from secondguess.server.metrics import speculative_decoding
+from secondguess.server.parsing import Delta
+
+Json = dict[str, Any]
+
+LOWEST_LOGPROB = -9999.0
+"""Value that OpenAI's API gives in place of minus infinity, which JSON lacks."""
+
+_FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length", "deadline": "length"}
+
+
+def finish_reason(output: Output, has_tool_calls: bool = False) -> str | None:
+    """Return OpenAI's finish reason; every limit (tokens, context, deadline) is `length`."""
+    reason = _FINISH_REASONS.get(str(output.finish_reason))
+    return "tool_calls" if has_tool_calls and reason == "stop" else reason
+
+
+@dataclass(frozen=True)
+class Head:
+    """Fields that a reply and all its chunks share.
+
+    Args:
+        kind: value of `object`.
+        model: name of the model, as the request gave it.
+        prefix: beginning of the identifier.
+    """
+
+    kind: str
+    model: str
+    prefix: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    token: str = field(default_factory=lambda: secrets.token_hex(12))
+
+    def reply(self, choices: Sequence[Json], **more: Any) -> Json:
+        """Return a reply or a chunk with these choices."""
+        return {
+            "id": f"{self.prefix}-{self.token}",
+            "object": self.kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+            **more,
+        }
+
+
+def usage(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], num_reasoning: int = 0) -> Json:
+    """Return the usage of a request.
+
+    The prediction tokens are those of the request's `prediction`, never the drafter's.
+    """
+    num_prompt, num_output = sum(map(len, prompts)), sum(len(output.token_ids) for output in outputs)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "completion_tokens_details": {
+            "reasoning_tokens": num_reasoning,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def report(outputs: Sequence[Output]) -> Json:
+    """Return the fields that `report: true` adds; vLLM's `metrics` are null for several samples."""
+    statistics = [
+        {
+            "index": index,
+            "finish_reason": output.finish_reason,
+            "exactness": output.exactness,
+            **output.stats.as_dict(),
+        }
+        for index, output in enumerate(outputs)
+    ]
+    single = speculative_decoding(outputs[0].stats) if len(outputs) == 1 else None
+    return {"metrics": {"speculative_decoding": single}, "secondguess": {"samples": statistics}}
+
+
+def message(deltas: Sequence[Delta]) -> Json:
+    """Return the message of a chat reply from all additions to it."""
+    texts = {
+        kind: "".join(delta.text for delta in deltas if delta.kind == kind)
+        for kind in ("content", "reasoning")
+    }
+    calls = [_tool_call(delta) for delta in deltas if delta.kind == "tool_call"]
+    found: Json = {
+        "role": "assistant",
+        "content": None if calls and not texts["content"] else texts["content"],
+        "refusal": None,
+    }
+    if texts["reasoning"]:
+        found["reasoning_content"] = texts["reasoning"]
+    if calls:
+        found["tool_calls"] = calls
+    return found
+
+
+def delta_fields(delta: Delta, call_index: int) -> Json:
+    """Return the `delta` of a chunk of a chat reply."""
+    if delta.kind == "tool_call":
+        return {"tool_calls": [{"index": call_index, **_tool_call(delta)}]}
+    return {"content" if delta.kind == "content" else "reasoning_content": delta.text}
+
+
+def _tool_call(delta: Delta) -> Json:
+    return {
+        "id": delta.call_id,
+        "type": "function",
+        "function": {"name": delta.name, "arguments": delta.text},
+    }
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> Json:
+    """Return log-probabilities in the form of chats."""
+    return {"content": [chat_logprob(each) for each in logprobs], "refusal": None}
+
+
+def chat_logprob(each: TokenLogprob) -> Json:
+    """Return the log-probability of one token, with its alternatives."""
+    alternatives = [
+        _token_logprob(each.alternative_texts.get(token, ""), value)
+        for token, value in each.alternatives.items()
+    ]
+    return {**_token_logprob(each.text, each.logprob), "top_logprobs": alternatives}
+
+
+def _token_logprob(text: str, logprob: float) -> Json:
+    # The bytes of a token that is part of a character are not known from its text.
+    raw = None if REPLACEMENT in text else list(text.encode("utf-8", "surrogatepass"))
+    return {"token": text, "logprob": _finite(logprob), "bytes": raw}
+
+
+def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
+    """Return log-probabilities in the form of completions.
+
+    Args:
+        offset: number of characters before the first token.
+    """
+    offsets = []
+    for each in logprobs:
+        offsets.append(offset)
+        offset += len(each.text)
+    return {
+        "tokens": [each.text for each in logprobs],
+        "token_logprobs": [_finite(each.logprob) for each in logprobs],
+        "top_logprobs": [_by_text(each) for each in logprobs],
+        "text_offset": offsets,
+    }
+
+
+def _by_text(each: TokenLogprob) -> Mapping[str, float]:
+    """Return alternatives by text; of tokens with the same text, the most probable."""
+    found: dict[str, float] = {}
+    for token, value in each.alternatives.items():
+        found.setdefault(each.alternative_texts.get(token, ""), _finite(value))
+    return found
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB

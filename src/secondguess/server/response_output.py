@@ -1,0 +1,96 @@
+"""Output items of `/v1/responses`, with the events by which a stream describes their growth."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from secondguess.core import TokenLogprob
+from secondguess.server.parsing import Delta
+from secondguess.server.replies import chat_logprob
+
+Json = dict[str, Any]
+
+
+class OutputItems:
+    """Items of one reply: reasoning, messages and function calls, in order.
+
+    Args:
+        with_logprobs: report log-probabilities with the text.
+    """
+
+    def __init__(self, with_logprobs: bool = False) -> None:
+        self.items: list[Json] = []
+        self._with_logprobs = with_logprobs
+        self._open: str | None = None
+
+    def add(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Json]:
+        """Add to the reply and yield the events; the first text gets all log-probabilities."""
+        found = [chat_logprob(each) for each in logprobs] if self._with_logprobs else []
+        for delta in deltas:
+            if delta.kind == "tool_call":
+                yield from self.close()
+                yield from self._call(delta)
+            elif delta.text or found:
+                yield from self._text(delta, found)
+                found = []
+
+    def close(self, status: str = "completed") -> Iterator[Json]:
+        """End the open item and yield the events."""
+        if self._open is None:
+            return
+        item = self.items[-1]
+        item["status"] = status
+        (part,) = item["content"]
+        name = "response.output_text" if self._open == "content" else "response.reasoning_text"
+        more = {"logprobs": part["logprobs"]} if self._open == "content" else {}
+        self._open = None
+        yield self._event(f"{name}.done", content_index=0, text=part["text"], **more)
+        yield self._event("response.content_part.done", content_index=0, part=part)
+        yield self._item_event("done")
+
+    def _text(self, delta: Delta, logprobs: list[Json]) -> Iterator[Json]:
+        if self._open != delta.kind:
+            yield from self.close()
+            yield from self._begin(delta.kind)
+        part = self.items[-1]["content"][0]
+        part["text"] += delta.text
+        if delta.kind == "reasoning":
+            yield self._event("response.reasoning_text.delta", content_index=0, delta=delta.text)
+            return
+        part["logprobs"] += logprobs
+        yield self._event("response.output_text.delta", content_index=0, delta=delta.text, logprobs=logprobs)
+
+    def _begin(self, kind: str) -> Iterator[Json]:
+        if kind == "content":
+            part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item: Json = {"type": "message", "id": _new_id("msg"), "role": "assistant"}
+        else:
+            part = {"type": "reasoning_text", "text": ""}
+            item = {"type": "reasoning", "id": _new_id("rs"), "summary": []}
+        self.items.append({**item, "status": "in_progress", "content": []})
+        yield self._item_event("added")
+        self.items[-1]["content"] = [part]
+        self._open = kind
+        yield self._event("response.content_part.added", content_index=0, part=dict(part))
+
+    def _call(self, delta: Delta) -> Iterator[Json]:
+        item = {"type": "function_call", "id": _new_id("fc"), "call_id": delta.call_id, "name": delta.name}
+        self.items.append({**item, "arguments": "", "status": "in_progress"})
+        yield self._item_event("added")
+        yield self._event("response.function_call_arguments.delta", delta=delta.text)
+        yield self._event("response.function_call_arguments.done", arguments=delta.text, name=delta.name)
+        self.items[-1] |= {"arguments": delta.text, "status": "completed"}
+        yield self._item_event("done")
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+    def _item_event(self, kind: str) -> Json:
+        item = dict(self.items[-1])
+        return {"type": f"response.output_item.{kind}", "output_index": len(self.items) - 1, "item": item}
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"

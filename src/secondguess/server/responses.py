@@ -1,0 +1,168 @@
+"""Route `/v1/responses`: a chat whose reply consists of items. Nothing is stored between requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from secrets import token_hex
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from secondguess.errors import BadInputError
+from secondguess.generation import Output
+from secondguess.server.convert import Job
+from secondguess.server.errors import ApiError, api_error
+from secondguess.server.parsing import ReplyParser
+from secondguess.server.replies import finish_reason, report, usage
+from secondguess.server.response_input import to_chat, wants_logprobs, with_response_names
+from secondguess.server.response_output import OutputItems
+from secondguess.server.response_schemas import ResponseRequest
+from secondguess.server.schemas import ChatRequest
+from secondguess.server.service import Service, check_finished
+from secondguess.server.streams import Generation, streamed, to_event
+
+Json = dict[str, Any]
+router = APIRouter(tags=["responses"])
+
+
+@router.post("/v1/responses")
+async def create_response(request: ResponseRequest, http: HttpRequest) -> Response:
+    """Answer a conversation with items: reasoning, messages and function calls."""
+    service: Service = http.app.state.service
+    service.admit(request, http)
+    convert = partial(_convert, service, request)
+    if not request.stream:
+        return await service.reply(http, convert, partial(_response, service, request))
+    job, generation = await service.start(convert)
+    events = _Events(request, service.parser(job)).run(job, generation)
+    return streamed(generation, events, ends_with_done=False)
+
+
+def _convert(service: Service, request: ResponseRequest) -> Job:
+    try:
+        return service.convert.chat(to_chat(request))
+    except (ApiError, BadInputError) as error:
+        raise with_response_names(api_error(error, ChatRequest.model_fields)) from error
+
+
+def _response(service: Service, request: ResponseRequest, job: Job, outputs: Sequence[Output]) -> Json:
+    items = OutputItems(wants_logprobs(request))
+    deltas, num_reasoning = service.parse(job, outputs[0])
+    for _ in items.add(deltas, outputs[0].logprobs):
+        pass
+    return _Reply(request).finished(items, job, outputs, num_reasoning)[1]
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """Reply to one request, in any state."""
+
+    request: ResponseRequest
+    created: int = field(default_factory=lambda: int(time.time()))
+    identifier: str = field(default_factory=lambda: f"resp_{token_hex(12)}")
+
+    def object(self, status: str, output: Iterable[Json], **more: Any) -> Json:
+        """Return the reply with its status and items."""
+        request = self.request
+        return {
+            "id": self.identifier,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": request.model,
+            "output": list(output),
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "background": False,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": request.text.model_dump(exclude_none=True, by_alias=True)
+            if request.text
+            else {"format": {"type": "text"}},
+            "tool_choice": request.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": request.user,
+            **more,
+        }
+
+    def finished(
+        self, items: OutputItems, job: Job, outputs: Sequence[Output], num_reasoning: int
+    ) -> tuple[list[Json], Json]:
+        """Return the last events of the items, and the reply with all of them."""
+        is_cut = finish_reason(outputs[0]) == "length"
+        status = "incomplete" if is_cut else "completed"
+        events = list(items.close(status))
+        more: Json = {"usage": _usage(job, outputs, num_reasoning)}
+        if is_cut:
+            more["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            more["completed_at"] = int(time.time())
+        return events, self.object(
+            status, items.items, **more, **(report(outputs) if self.request.report else {})
+        )
+
+
+class _Events:
+    """Events of a streamed response, numbered in order."""
+
+    def __init__(self, request: ResponseRequest, parser: ReplyParser) -> None:
+        self._reply = _Reply(request)
+        self._parser = parser
+        self._items = OutputItems(wants_logprobs(request))
+        self._number = 0
+
+    async def run(self, job: Job, generation: Generation) -> AsyncIterator[bytes]:
+        """Yield the events; an error becomes `response.failed`."""
+        for kind in ("created", "in_progress"):
+            yield self._state(kind, self._reply.object("in_progress", ()))
+        try:
+            async for _, event in generation.pieces():
+                for found in self._items.add(self._parser.feed(event.piece), event.logprobs):
+                    yield self._event(found)
+            outputs = generation.outputs()
+            check_finished(outputs)
+        except Exception as error:
+            failed = api_error(error)
+            what = {"code": "server_error", "message": failed.message}
+            yield self._state("failed", self._reply.object("failed", self._items.items, error=what))
+            return
+        for found in self._items.add(self._parser.finish(outputs[0].finish_reason == "stop")):
+            yield self._event(found)
+        events, reply = self._reply.finished(self._items, job, outputs, self._parser.num_reasoning_tokens)
+        for found in events:
+            yield self._event(found)
+        yield self._state(reply["status"], reply)
+
+    def _state(self, kind: str, reply: Json) -> bytes:
+        return self._event({"type": f"response.{kind}", "response": reply})
+
+    def _event(self, fields: Json) -> bytes:
+        self._number += 1
+        return to_event({**fields, "sequence_number": self._number - 1}, fields["type"])
+
+
+def _usage(job: Job, outputs: Sequence[Output], num_reasoning: int) -> Json:
+    counted = usage(job.prompts, outputs, num_reasoning)
+    return {
+        "input_tokens": counted["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "total_tokens": counted["total_tokens"],
+    }

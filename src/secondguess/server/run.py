@@ -1,0 +1,77 @@
+"""Serving of an application with uvicorn until a signal; requests in progress are finished first."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from threading import Thread
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from secondguess.engine import Engine
+from secondguess.errors import BadInputError
+
+logger = logging.getLogger("uvicorn.error")
+
+
+class DrainingServer(uvicorn.Server):
+    """Server that, at the first signal, drains the engine before it closes its sockets.
+
+    While it drains, new requests get 503 and `/ready` says so. A second signal ends it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._drain_seconds = drain_seconds
+        self._is_draining = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._is_draining:
+            super().handle_exit(sig, frame)
+            self.force_exit = True
+            return
+        self._is_draining = True
+        logger.info(
+            "Finishing requests for at most %g seconds; a second signal ends them.", self._drain_seconds
+        )
+        Thread(target=self._drain, name="secondguess-drain", daemon=True).start()
+
+    def _drain(self) -> None:
+        try:
+            self._engine.drain(self._drain_seconds)
+        finally:
+            self.should_exit = True
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address; port 0 takes a free one.
+
+    Raises:
+        BadInputError: an address that is in use or not of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        opened = socket.socket(family, kind, protocol)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
+    except (OSError, OverflowError) as error:
+        raise BadInputError(
+            f"expected a free address to serve at, got {host}:{port}: {error}; choose another --port"
+        ) from None
+    return opened
+
+
+def serve_until_signal(app: FastAPI, engine: Engine, opened: socket.socket, drain_seconds: float) -> None:
+    """Serve an application on a socket until a signal, then close the engine."""
+    config = uvicorn.Config(
+        app, log_level="info", timeout_graceful_shutdown=max(1, round(drain_seconds)), server_header=False
+    )
+    try:
+        DrainingServer(config, engine, drain_seconds).run([opened])
+    finally:
+        engine.close()

@@ -1,0 +1,285 @@
+"""Bodies of requests, with every field of OpenAI's that clients send.
+
+A field is honoured, accepted in its neutral value alone (`Literal[...]`), or refused by name (`None`,
+with the reason as its description). Unknown fields are refused. The server's own fields are those of
+`Extensions`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from secondguess.sampling.params import MAX_LOGPROBS
+
+JsonValue = Any
+
+
+def _check_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Refuse what JSON cannot repeat in a reply: NaN, infinities and lone surrogates."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise ValueError("should be JSON with finite numbers and valid Unicode") from None
+    return value
+
+
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_check_json)]
+Metadata = Annotated[dict[str, str], AfterValidator(_check_json)]
+Limit = Annotated[int, Field(ge=1)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+STATELESS = "the server keeps no conversations; send the whole conversation as input"
+NoAudio = "this server generates text"
+OtherService = "it is a service of OpenAI's platform"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def unsupported(reason: str) -> Any:
+    """Return the field of a name that is refused unless it is null."""
+    return Field(default=None, description=reason)
+
+
+class Body(BaseModel):
+    """Part of a request; types are strict, NaN and unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class SpeculationOptions(Body):
+    """Speculation of one request."""
+
+    draft_length: int | None = Field(
+        default=None, description="tokens drafted per round; 0 is plain decoding"
+    )
+    drafter: None = unsupported("the drafter is chosen when the server starts")
+    max_draft: None = unsupported("the controller cannot be bounded per request; use draft_length")
+
+
+class Extensions(Body):
+    """Fields that OpenAI's API lacks; vLLM's names where it has them."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    speculation: Literal["auto", "off"] | SpeculationOptions | None = Field(
+        default=None, description="auto: the controller decides; off: plain decoding"
+    )
+    report: bool | None = Field(
+        default=None, description="add statistics of speculative decoding to the reply"
+    )
+
+
+class Sampling(Extensions):
+    """Sampling settings that completions and chats share."""
+
+    model: str
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(default=None, description="0 is greedy; by default 1")
+    top_p: float | None = None
+    user: str | None = Field(default=None, description="written to the server's log with the request's id")
+
+
+class CompletionRequest(Sampling):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    best_of: int | None = Field(default=None, description="n, or absent")
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    max_tokens: Limit | None = None
+    suffix: str | None = Field(default=None, description="needs a tokenizer with fill-in-the-middle tokens")
+
+
+class TextPart(Body):
+    """Text in a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Body):
+    """Refusal in an earlier reply."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Texts = str | list[TextPart]
+
+
+class SystemMessage(Body):
+    """Instructions; templates receive the role `system`."""
+
+    role: Literal["system", "developer"]
+    content: Texts
+    name: str | None = None
+
+
+class UserMessage(Body):
+    """Message of the user."""
+
+    role: Literal["user"]
+    content: Texts
+    name: str | None = None
+
+
+class CalledFunction(Body):
+    """Function of an earlier tool call."""
+
+    name: str
+    arguments: str
+
+
+class EarlierCall(Body):
+    """Tool call of an earlier reply."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Body):
+    """Earlier reply, as this server or OpenAI's returned it."""
+
+    role: Literal["assistant"]
+    content: str | list[TextPart | RefusalPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[EarlierCall] | None = None
+    annotations: list[JsonObject] | None = Field(default=None, max_length=0)
+    audio: None = unsupported(NoAudio)
+    function_call: None = unsupported("it is deprecated; use tool_calls")
+
+
+class ToolMessage(Body):
+    """Result of a tool call."""
+
+    role: Literal["tool"]
+    content: Texts
+    tool_call_id: str
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class FunctionParameters(Body):
+    """Function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: Literal[False] | None = Field(default=None, description="only calls without a grammar")
+
+
+class Tool(Body):
+    """Tool of a chat."""
+
+    type: Literal["function"]
+    function: FunctionParameters
+
+
+class FunctionName(Body):
+    """Name of a function."""
+
+    name: ToolName
+
+
+class NamedTool(Body):
+    """Choice of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchemaFields(Body):
+    """Schema of a structured reply."""
+
+    name: ToolName
+    description: str | None = None
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Format of the reply."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFields | None = None
+
+
+class Prediction(Body):
+    """Text that the reply is expected to resemble."""
+
+    type: Literal["content"]
+    content: Texts
+
+
+class ChatRequest(Sampling):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    max_completion_tokens: Limit | None = None
+    max_tokens: Limit | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: Literal[True] | None = Field(default=None, description="the model decides")
+    response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
+    reasoning_effort: Effort | None = Field(default=None, description="needs a chat template that reads it")
+    chat_template_kwargs: JsonObject | None = Field(
+        default=None, description="variables of the chat template; others are refused"
+    )
+    metadata: Metadata | None = Field(default=None, description="repeated in the reply")
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = Field(default=None, description="replies are not stored")
+    verbosity: Literal["medium"] | None = None
+    prompt_cache_key: str | None = Field(
+        default=None, description="satisfied for any key: prompts that begin alike share their cache"
+    )
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    safety_identifier: str | None = Field(default=None, description="written to the server's log, as `user`")
+    audio: None = unsupported(NoAudio)
+    function_call: None = unsupported("it is deprecated; use tool_choice")
+    functions: None = unsupported("it is deprecated; use tools")
+    moderation: None = unsupported(OtherService)
+    prompt_cache_options: None = unsupported("prompts that begin alike always share their cache")
+    web_search_options: None = unsupported(OtherService)
+
+
+class TokenizeRequest(Body):
+    """Body of `/tokenize`: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Body):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]

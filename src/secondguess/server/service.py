@@ -1,0 +1,143 @@
+"""State of the application: the engine, the model's conversions, and a few threads for slow work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from secondguess.engine import Engine
+from secondguess.generation import Output
+from secondguess.sampling.text import Piece
+from secondguess.server.chat import ChatTemplate
+from secondguess.server.convert import Converter, Job
+from secondguess.server.errors import RETRY_SECONDS, ApiError
+from secondguess.server.metrics import Metrics
+from secondguess.server.parsing import Delta, PlainParser, ReplyParser, TemplateParser
+from secondguess.server.replies import finish_reason
+from secondguess.server.response_schemas import ResponseRequest
+from secondguess.server.schemas import ChatRequest, CompletionRequest
+from secondguess.server.settings import ServerSettings
+from secondguess.server.streams import Generation, JsonReply, deadline_after, unless_disconnected
+
+Result = TypeVar("Result")
+CLIENT_CLOSED_REQUEST = 499
+SENDER_FIELDS = ("user", "safety_identifier")
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """One engine behind HTTP."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.target = engine.llm.target
+        self.model_names = settings.model_names or (self.target.name,)
+        self.template = ChatTemplate(self.target, settings.chat_template)
+        self.convert = Converter(self.target, settings, self.template)
+        self.metrics = Metrics(engine, self.model_names[0])
+        self._threads = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="secondguess-server")
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            ApiError: another name; the message has the valid ones.
+        """
+        if name is not None and name not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise ApiError(
+                404,
+                f"expected a model that this server has ({served}), got {name!r:.60}; use one of its names",
+                "model",
+                "model_not_found",
+            )
+
+    def admit(self, request: ChatRequest | CompletionRequest | ResponseRequest, http: HttpRequest) -> None:
+        """Check a request's model, and log who sent it, as far as the request says.
+
+        Raises:
+            ApiError: another model.
+        """
+        self.check_model(request.model)
+        sender = {
+            name: value for name in SENDER_FIELDS if (value := getattr(request, name, None)) is not None
+        }
+        if sender:
+            logger.info("request %s: %r", http.state.request_id, sender)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Return the result of slow work, done beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def start(self, convert: Callable[[], Job]) -> tuple[Job, Generation]:
+        """Convert a request and give it to the engine."""
+        observer = self.metrics.observe()
+        generation = Generation(self.engine, observer)
+        deadline = deadline_after(self.settings.request_seconds)
+
+        def prepare() -> Job:
+            job = convert()
+            generation.submit(job, deadline)
+            return job
+
+        try:
+            job = await self.run(prepare)
+        except BaseException:
+            generation.cancel()
+            raise
+        for prompt in job.prompts:
+            observer.on_prompt(len(prompt))
+        return job, generation
+
+    async def reply(
+        self, http: HttpRequest, convert: Callable[[], Job], build: Callable[[Job, Sequence[Output]], object]
+    ) -> JsonReply:
+        """Return the whole reply to a request, or stop its generation when the client disconnects."""
+
+        async def work() -> JsonReply:
+            job, generation = await self.start(convert)
+            try:
+                outputs = await generation.finish()
+            finally:
+                generation.cancel()
+            check_finished(outputs)
+            return await self.run(lambda: JsonReply(build(job, outputs)))
+
+        reply = await unless_disconnected(http, asyncio.create_task(work()))
+        return reply or JsonReply(None, CLIENT_CLOSED_REQUEST)
+
+    def parser(self, job: Job) -> ReplyParser:
+        """Return a parser for one sample of a chat."""
+        if not self.template.can_parse:
+            return PlainParser()
+        return TemplateParser(self.target.tokenizer, job.prompts[0], job.tools, job.params.stop)
+
+    def parse(self, job: Job, output: Output) -> tuple[list[Delta], int]:
+        """Return the parts of a whole reply, and the number of tokens that are reasoning."""
+        parser = self.parser(job)
+        deltas = parser.feed(Piece(output.text, output.token_ids, output.drafted, []))
+        deltas += parser.finish(output.finish_reason == "stop")
+        return deltas, parser.num_reasoning_tokens
+
+
+def check_finished(outputs: Sequence[Output]) -> None:
+    """Refuse outputs that were cut off by the server rather than by a limit.
+
+    Raises:
+        ApiError: generation was cancelled, for instance because the server stops.
+    """
+    for output in outputs:
+        if finish_reason(output) is None:
+            message = f"the server ended the generation before its end ({output.finish_reason}); try again"
+            raise ApiError(503, message, code="cancelled", retry_after=RETRY_SECONDS)

@@ -1,0 +1,64 @@
+"""Settings of the server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from secondguess.errors import BadInputError
+from secondguess.validation import Count, Settings, Text
+
+KEY_VARIABLE = "SECONDGUESS_API_KEYS"
+"""Environment variable with API keys, separated by spaces or commas."""
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+class ServerSettings(Settings):
+    """Names, keys and limits of a server. All limits hold per HTTP request.
+
+    Raises:
+        BadInputError: an unknown or invalid value.
+    """
+
+    model_names: tuple[Text, ...] = Field(
+        default=(),
+        description="names that requests may use; the first is in replies. Empty: the target's name",
+    )
+    api_keys: tuple[Text, ...] = Field(
+        default=(), repr=False, description="accepted keys; empty: no key needed"
+    )
+    cors_origins: tuple[Text, ...] = Field(default=(), description="origins that browsers may call from")
+    chat_template: Text | None = Field(default=None, description="Jinja template in place of the tokenizer's")
+    max_body_bytes: Count = Field(default=4 * 2**20, description="size of a request's body")
+    max_samples: Count = Field(default=64, description="samples: prompts times n")
+    max_stop_strings: Count = Field(default=16, description="stop strings, and stop token ids")
+    max_logit_biases: Count = Field(default=1024, description="entries of logit_bias")
+    max_schema_bytes: Count = Field(default=2**16, description="size of tools, schemas and grammars as JSON")
+    max_output_tokens: Count | None = Field(
+        default=None, description="output tokens; None: room in the context"
+    )
+    request_seconds: Seconds | None = Field(default=None, description="time after which a request ends")
+    num_threads: Count = Field(default=2, description="threads for templates and tokenization")
+
+
+def read_api_keys(path: Path | None) -> tuple[str, ...]:
+    """Return the keys in a file, one per line, and in the environment variable.
+
+    Raises:
+        BadInputError: a file that cannot be read or has no key: it would leave the server open.
+    """
+    keys = os.environ.get(KEY_VARIABLE, "").replace(",", " ").split()
+    if path is not None:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInputError(f"expected a readable file of API keys, got {path}: {error}") from None
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise BadInputError(f"expected at least one API key in {path}, got none; write one key per line")
+        keys += found
+    return tuple(dict.fromkeys(keys))

@@ -1,0 +1,90 @@
+"""A server on a free port with a fake engine, and OpenAI's client for it."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx2
+import openai
+import pytest
+import uvicorn
+from fake_engine import FakeEngine
+
+from secondguess.server.app import create_app
+
+
+class LiveServer:
+    """An application that uvicorn serves on a free port of this machine, in a thread."""
+
+    def __init__(self, app):
+        self.socket = socket.socket()
+        self.socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.uvicorn = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        self._thread = threading.Thread(target=self.uvicorn.run, args=([self.socket],), daemon=True)
+        self._thread.start()
+        wait_for(lambda: self.uvicorn.started)
+
+    def close(self):
+        self.uvicorn.should_exit = True
+        self._thread.join(10)
+        self.socket.close()
+
+
+def wait_for(condition, seconds=10.0):
+    """Wait until a condition holds, and fail if it does not."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+@contextmanager
+def serving(engine, settings=None):
+    """Serve an engine; yields the URL."""
+    server = LiveServer(create_app(engine, settings))
+    try:
+        yield server.url
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def live():
+    """An engine and the URL of its server; `engine` restores the engine's defaults."""
+    engine = FakeEngine()
+    with serving(engine) as url:
+        yield engine, url
+
+
+@pytest.fixture
+def engine(live):
+    defaults = dict(vars(live[0]), requests=[], tickets=[])
+    vars(live[0]).update(requests=[], tickets=[])
+    yield live[0]
+    vars(live[0]).update(defaults)
+
+
+@pytest.fixture(scope="session")
+def clients(live):
+    """HTTP's client and OpenAI's; made once, because each loads the system's certificates."""
+    with httpx2.Client(base_url=live[1], timeout=20) as http, openai_client(live[1]) as client:
+        yield http, client
+
+
+@pytest.fixture
+def http(clients, engine):
+    """HTTP client without OpenAI's types."""
+    return clients[0]
+
+
+@pytest.fixture
+def client(clients, engine):
+    return clients[1]
+
+
+def openai_client(url):
+    """OpenAI's client for a server without certificates."""
+    http = openai.DefaultHttpxClient(verify=False, timeout=20)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)

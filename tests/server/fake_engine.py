@@ -1,0 +1,149 @@
+"""An engine without a model: it commits the tokens of a fixed text, so that tests know every reply."""
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from secondguess.builtin import builtin_paths
+from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.read import read_tokenizer
+from secondguess.core import Commit, Row, TokenLogprob
+from secondguess.engine import (
+    DrainingError,
+    EngineStatus,
+    Event,
+    Failed,
+    Finished,
+    NewPiece,
+    QueueFullError,
+    Request,
+)
+from secondguess.errors import BadInputError
+from secondguess.generation import Output
+from secondguess.sampling.text import StreamingDetokenizer
+from secondguess.stats import Stats
+
+REPLY = "def add(first, second):\n    return first + second\n\nprint(add(1, 2))\n"
+CONTEXT = 2048
+LOGPROB = -0.25
+
+
+def fake_target(tokenizer=None, name="builtin", context=CONTEXT):
+    """What the server needs of a loaded model; by default the tokenizer of the built-in one."""
+    path = str(builtin_paths().target)
+    tokenizer = tokenizer or read_tokenizer(path)
+    runtime = SimpleNamespace(context_length=context, vocab_size=len(tokenizer))
+    checkpoint = SimpleNamespace(name=name, path=path if name == "builtin" else f"/models/{name}")
+    return LoadedModel(checkpoint, runtime, tokenizer, frozenset([tokenizer.eos_token_id or 0]))
+
+
+class FakeTicket:
+    def __init__(self, num_prompt_tokens):
+        self.num_prompt_tokens = num_prompt_tokens
+        self.cancelled = threading.Event()
+
+    def cancel(self):
+        self.cancelled.set()
+
+
+class FakeEngine:
+    """Commits `reply` in rounds of `round_size` tokens, of which all but the last were drafted.
+
+    Args:
+        target: gives the tokenizer.
+        reply: the text of every sample, which ends with an end token.
+        keeps_special: the reply's special tokens are tokens, not text.
+    """
+
+    def __init__(self, target=None, reply=REPLY, round_size=3, pause=0.0):
+        self.llm = SimpleNamespace(target=target or fake_target())
+        self.reply, self.round_size, self.pause = reply, round_size, pause
+        self.requests: list[Request] = []
+        self.tickets: list[FakeTicket] = []
+        self.is_full = self.is_draining = False
+        self.failure: Exception | None = None
+        self.end_reason = None
+        self.hold_after = None
+        """Number of rounds after which a request waits until it is cancelled."""
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]):
+        if self.is_draining:
+            raise DrainingError("expected a running engine, got one that drains")
+        if self.is_full:
+            raise QueueFullError("expected room in the queue, got none", retry_after=3.0)
+        target = self.llm.target
+        if len(request.prompt) >= target.runtime.context_length:
+            raise BadInputError("expected a shorter prompt")
+        request.params.check_vocab(target.runtime.vocab_size)
+        ticket = FakeTicket(len(request.prompt))
+        self.requests.append(request)
+        self.tickets.append(ticket)
+        threading.Thread(target=self._run, args=(request, ticket, on_event), daemon=True).start()
+        return ticket
+
+    def status(self):
+        return EngineStatus(num_running=1, num_waiting=2, is_draining=self.is_draining)
+
+    def drain(self, seconds):
+        self.is_draining = True
+
+    def close(self):
+        self.is_draining = True
+
+    @property
+    def last(self) -> Request:
+        return self.requests[-1]
+
+    def _run(self, request, ticket, on_event):
+        if self.failure is not None:
+            on_event(Failed(self.failure))
+            return
+        samples = [self._sample(request, index) for index in range(request.params.n)]
+        rounds = 0
+        while any(not row.finished for row, *_ in samples) and not ticket.cancelled.is_set():
+            if self.hold_after is not None and rounds >= self.hold_after:
+                ticket.cancelled.wait()
+                break
+            for row, detokenizer, pieces, logprobs, left, stats in samples:
+                if not row.finished:
+                    on_event(self._round(row, detokenizer, pieces, logprobs, left, stats))
+            rounds += 1
+            time.sleep(self.pause)
+        on_event(Finished([self._output(*sample) for sample in samples]))
+
+    def _sample(self, request, index):
+        target = self.llm.target
+        tokenizer = target.tokenizer
+        detokenizer = StreamingDetokenizer(tokenizer, request.prompt, request.params.stop)
+        ends = target.end_tokens | frozenset(request.params.stop_token_ids)
+        context = target.runtime.context_length
+        row = Row(list(request.prompt), request.params, 0, index, False, ends, context, detokenizer)
+        left = tokenizer(self.reply, add_special_tokens=False).input_ids
+        return row, detokenizer, [], [], [*left, min(target.end_tokens)], Stats()
+
+    def _round(self, row, detokenizer, pieces, logprobs, left, stats):
+        now, left[:] = left[: self.round_size], left[self.round_size :]
+        commit = row.commit(now[:-1], now[-1])
+        stats.count(len(now) - 1, len(now) - 1, commit)
+        found = self._logprobs(row, commit)
+        logprobs += found
+        pieces.append(detokenizer.take(commit))
+        return NewPiece(row.stream, pieces[-1], found)
+
+    def _logprobs(self, row: Row, commit: Commit):
+        number = row.params.logprobs
+        if number is None:
+            return []
+        names = self.llm.target.tokenizer
+        others = {token: LOGPROB - token for token in range(number)}
+        texts = {token: names.decode([token]) for token in others}
+        return [TokenLogprob(token, LOGPROB, others, names.decode([token]), texts) for token in commit.tokens]
+
+    def _output(self, row, detokenizer, pieces, logprobs, left, stats):
+        if not row.finished:
+            pieces.append(detokenizer.flush())
+        text = "".join(piece.text for piece in pieces)
+        drafted = [flag for piece in pieces for flag in piece.drafted]
+        reason = self.end_reason or row.finish_reason or "cancelled"
+        return Output(text, row.output, drafted, reason, "lossless", stats, logprobs, row.stream)

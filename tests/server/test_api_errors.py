@@ -1,0 +1,144 @@
+"""Each error status, in OpenAI's form."""
+
+import openai
+import pytest
+from fake_engine import CONTEXT, FakeEngine
+
+from conftest import openai_client, serving
+from secondguess.errors import SecondGuessError
+from secondguess.server.settings import ServerSettings
+
+BODY = {"model": "builtin", "prompt": "x"}
+
+
+def error_of(reply, status):
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def test_a_body_that_is_not_json_or_not_an_object_is_a_bad_request(http):
+    headers = {"content-type": "application/json"}
+    for content, code in (
+        (b"{", "invalid_json"),
+        (b"[]", "invalid_value"),
+        (b"", "missing_required_parameter"),
+    ):
+        error = error_of(http.post("/v1/completions", content=content, headers=headers), 400)
+        assert error["code"] == code
+    error_of(http.post("/v1/completions", content=b"{}"), 400)
+
+
+def test_a_missing_field_is_named(http):
+    error = error_of(http.post("/v1/completions", json={"model": "builtin"}), 400)
+    assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_are_none_are_refused(http, number):
+    content = f'{{"model": "builtin", "prompt": "x", "temperature": {number}}}'
+    reply = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert error_of(reply, 400)["param"] == "temperature"
+
+
+def test_lone_surrogates_are_refused_or_repeated_as_escapes(http):
+    headers = {"content-type": "application/json"}
+    content = r'{"model": "builtin", "prompt": "\ud800"}'
+    error_of(http.post("/v1/completions", content=content, headers=headers), 400)
+    content = r'{"model": "\ud800", "prompt": "x"}'
+    error_of(http.post("/v1/completions", content=content, headers=headers), 404)
+    content = r'{"model": "builtin", "messages": [{"role": "user", "content": "\ud800"}]}'
+    error_of(http.post("/v1/chat/completions", content=content, headers=headers), 400)
+    content = r'{"model": "builtin", "prompt": "x", "stop": "\ud800"}'
+    assert http.post("/v1/completions", content=content, headers=headers).status_code in (200, 400)
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt-9", prompt="x")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def test_another_path_or_method_has_the_form_of_openai(http):
+    error_of(http.get("/v1/nothing"), 404)
+    error_of(http.get("/v1/completions"), 405)
+
+
+def test_a_prompt_that_fills_the_context_is_named(http):
+    error = error_of(http.post("/v1/completions", json={"model": "builtin", "prompt": [5] * CONTEXT}), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_a_full_queue_says_when_to_retry(http, engine):
+    engine.is_full = True
+    reply = http.post("/v1/completions", json=BODY)
+    assert error_of(reply, 429)["code"] == "rate_limit_exceeded"
+    assert reply.headers["retry-after"] == "3"
+    # Before the stream has begun, the status can still tell.
+    assert http.post("/v1/completions", json={**BODY, "stream": True}).status_code == 429
+
+
+def test_a_draining_server_is_not_ready_but_healthy(http, engine):
+    assert http.get("/ready").status_code == 200
+    engine.is_draining = True
+    reply = http.post("/v1/completions", json=BODY)
+    assert error_of(reply, 503)["code"] == "draining"
+    assert int(reply.headers["retry-after"]) > 0
+    error_of(http.get("/ready"), 503)
+    assert http.get("/health").status_code == 200
+
+
+def test_a_failure_of_the_engine_shows_no_details(http, engine):
+    for failure in (RuntimeError("secret"), SecondGuessError("secret")):
+        engine.failure = failure
+        reply = http.post("/v1/completions", json=BODY)
+        error = error_of(reply, 500)
+        assert error["type"] == "server_error"
+        assert "secret" not in reply.text
+        assert "secret" not in http.post("/v1/completions", json={**BODY, "stream": True}).text
+
+
+def test_an_error_within_a_stream_is_an_event(client, engine):
+    engine.failure = RuntimeError("secret")
+    with pytest.raises(openai.APIError, match="its log has the cause"):
+        list(client.completions.create(**BODY, stream=True))
+
+
+def test_limits_of_the_server_are_errors_that_name_the_field():
+    settings = ServerSettings(
+        max_body_bytes=2000,
+        max_samples=2,
+        max_stop_strings=1,
+        max_logit_biases=1,
+        max_output_tokens=5,
+        max_schema_bytes=50,
+    )
+    wrong = {
+        "n": 3,
+        "stop": ["a", "b"],
+        "stop_token_ids": [1, 2],
+        "logit_bias": {"1": 1, "2": 2},
+        "max_tokens": 6,
+    }
+    with (
+        serving(FakeEngine(), settings) as url,
+        openai_client(url) as client,
+    ):
+        for name, value in wrong.items():
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.completions.create(**BODY, extra_body={name: value})
+            assert caught.value.param == name
+        assert client.completions.create(**BODY).usage.completion_tokens == 5
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.completions.create(model="builtin", prompt="x" * 3000)
+        assert caught.value.status_code == 413
+        tools = [{"type": "function", "function": {"name": "f", "description": "x" * 60}}]
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(
+                model="builtin", messages=[{"role": "user", "content": "x"}], tools=tools
+            )
+        assert caught.value.param == "tools"

@@ -1,0 +1,143 @@
+"""`/v1/completions` with OpenAI's client."""
+
+import openai
+import pytest
+from fake_engine import LOGPROB, REPLY
+
+from conftest import wait_for
+
+PROMPT = "print("
+
+
+def complete(client, **fields):
+    return client.completions.create(**{"model": "builtin", "prompt": PROMPT, **fields})
+
+
+def test_a_completion_has_text_finish_reason_and_usage(client, engine):
+    reply = complete(client)
+    assert reply.object == "text_completion"
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in reply.choices] == [
+        (0, REPLY, "stop")
+    ]
+    num_output = len(engine.llm.target.tokenizer(REPLY).input_ids) + 1
+    num_prompt = len(engine.last.prompt)
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (num_prompt, num_output)
+    assert reply.usage.total_tokens == num_prompt + num_output
+    details = reply.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+
+
+def test_without_a_limit_the_context_is_the_limit_and_the_temperature_is_one(client, engine):
+    complete(client)
+    assert engine.last.params.max_tokens == 2048 - len(engine.last.prompt)
+    assert engine.last.params.temperature == 1.0
+
+
+def test_a_stream_gives_the_same_text_in_pieces(client):
+    chunks = list(complete(client, stream=True))
+    texts = [chunk.choices[0].text for chunk in chunks]
+    assert "".join(texts) == REPLY
+    assert len([text for text in texts if text]) > 5
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_ends_with_usage_if_requested_and_done(client, http):
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == complete(client).usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    raw = http.post("/v1/completions", json={"model": "builtin", "prompt": PROMPT, "stream": True})
+    assert raw.headers["content-type"].startswith("text/event-stream")
+    assert raw.text.endswith("data: [DONE]\n\n")
+    assert "usage" not in raw.text
+
+
+def test_stop_string_and_length_end_the_text(client):
+    stopped = complete(client, stop=["return"]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (REPLY.partition("return")[0], "stop")
+    short = complete(client, max_tokens=2)
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 2)
+
+
+def test_several_prompts_and_samples_are_choices_in_order(client, engine):
+    reply = complete(client, prompt=["one", "two"], n=2)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in reply.choices] == [REPLY] * 4
+    texts = [""] * 4
+    for chunk in complete(client, prompt=["one", "two"], n=2, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [REPLY] * 4
+    assert len(engine.requests) == 4
+
+
+def test_token_ids_are_a_prompt(client, engine):
+    complete(client, prompt=[5, 6, 7])
+    assert engine.last.prompt == [5, 6, 7]
+    complete(client, prompt=[[5, 6], [7]])
+    assert sorted(request.prompt for request in engine.requests[1:]) == [[5, 6], [7]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_before_the_text(client, stream):
+    reply = complete(client, echo=True, stream=stream)
+    text = "".join(chunk.choices[0].text for chunk in reply) if stream else reply.choices[0].text
+    assert text == PROMPT + REPLY
+
+
+def test_logprobs_come_with_tokens_and_offsets(client):
+    whole = complete(client, logprobs=2).choices[0].logprobs
+    assert "".join(whole.tokens).startswith(REPLY)
+    assert set(whole.token_logprobs) == {LOGPROB}
+    assert whole.text_offset[:2] == [0, len(whole.tokens[0])]
+    assert len(whole.top_logprobs[0]) == 2
+    parts = [chunk.choices[0].logprobs for chunk in complete(client, logprobs=2, stream=True)]
+    assert [token for part in parts if part for token in part.tokens] == whole.tokens
+    assert [offset for part in parts if part for offset in part.text_offset] == whole.text_offset
+
+
+def test_a_report_has_the_fields_of_vllm(client):
+    reply = complete(client, extra_body={"report": True})
+    found = reply.metrics["speculative_decoding"]
+    assert found["num_spec_steps"] == sum(found["acceptance_histogram"]) > 0
+    assert found["mean_acceptance_length"] == 1 + found["num_accepted_draft_tokens"] / found["num_spec_steps"]
+    assert found["draft_acceptance_rate"] == 1.0
+    assert reply.secondguess["samples"][0]["exactness"] == "lossless"
+    *_, last = complete(client, stream=True, extra_body={"report": True})
+    assert last.metrics["speculative_decoding"] == found
+
+
+@pytest.mark.parametrize(("speculation", "length"), [("off", 0), ("auto", None), ({"draft_length": 4}, 4)])
+def test_speculation_is_a_setting_of_the_request(client, engine, speculation, length):
+    complete(client, extra_body={"speculation": speculation})
+    assert engine.last.params.draft_length == length
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnect_cancels_the_request(client, engine, stream):
+    engine.hold_after = 2
+    with pytest.raises(openai.APITimeoutError):
+        for _ in complete(client.with_options(timeout=0.5), stream=stream):
+            pass
+    wait_for(lambda: engine.tickets and all(ticket.cancelled.is_set() for ticket in engine.tickets))
+
+
+def test_closing_a_stream_cancels_the_request(client, engine):
+    engine.hold_after = 2
+    stream = complete(client, stream=True)
+    next(iter(stream))
+    assert not engine.tickets[0].cancelled.is_set()
+    stream.close()
+    wait_for(engine.tickets[0].cancelled.is_set)
+
+
+def test_a_deadline_and_a_full_context_are_a_length_and_a_stopping_server_an_error(client, engine):
+    for reason in ("deadline", "context"):
+        engine.end_reason = reason
+        assert complete(client).choices[0].finish_reason == "length"
+    engine.end_reason = "cancelled"
+    with pytest.raises(openai.APIStatusError) as caught:
+        complete(client)
+    assert caught.value.status_code == 503
+    with pytest.raises(openai.APIError, match="before its end"):
+        list(complete(client, stream=True))

@@ -1,0 +1,87 @@
+"""Reasoning, content and tool calls are split the same way however many tokens come at once."""
+
+import json
+
+import pytest
+from chat_tokenizer import CALL, TOOL, chat_tokenizer
+
+from secondguess.sampling.text import Piece
+from secondguess.server.parsing import TemplateParser
+
+PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+REPLIES = {
+    "content": "Hello, wörld 🎉 of text",
+    "reasoning": "<think>first, add</think>The sum is three.",
+    "call": CALL,
+    "all": f"<think>hm</think>I call it.{CALL}\n{CALL}",
+    "broken call": '<tool_call>{"name": "add", "argu</tool_call> after',
+    "open call": '<tool_call>{"name": "add"',
+    "open reasoning": "<think>still thinking",
+}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "added"])
+def tokenizer(request):
+    return chat_tokenizer(request.param)
+
+
+def parse(tokenizer, reply, size, stop=(), end="<|im_end|>", prompt=PROMPT, stopped=True):
+    """The parts of a reply that is committed in pieces of `size` tokens, joined by kind."""
+    parser = TemplateParser(tokenizer, tokenizer(prompt).input_ids, [TOOL], stop)
+    tokens = tokenizer(reply + end, add_special_tokens=False).input_ids
+    deltas = []
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        text = tokenizer.decode(part, skip_special_tokens=True)
+        deltas += parser.feed(Piece(text, part, [False] * len(part), []))
+    deltas += parser.finish(stopped)
+    joined = {kind: "".join(d.text for d in deltas if d.kind == kind) for kind in ("content", "reasoning")}
+    calls = [(delta.name, json.loads(delta.text)) for delta in deltas if delta.kind == "tool_call"]
+    assert all(delta.call_id for delta in deltas if delta.kind == "tool_call")
+    return joined["content"], joined["reasoning"], calls, parser.num_reasoning_tokens
+
+
+ADD = ("add", {"a": 1, "b": 2})
+
+
+def test_parts_of_a_reply(tokenizer):
+    assert parse(tokenizer, REPLIES["content"], 1)[:3] == (REPLIES["content"], "", [])
+    assert parse(tokenizer, REPLIES["reasoning"], 1)[:3] == ("The sum is three.", "first, add", [])
+    assert parse(tokenizer, REPLIES["call"], 1)[:3] == ("", "", [ADD])
+    assert parse(tokenizer, REPLIES["all"], 1)[:3] == ("I call it.", "hm", [ADD, ADD])
+    assert parse(tokenizer, REPLIES["open reasoning"], 1, end="", stopped=False)[1] == "still thinking"
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_the_parts_do_not_depend_on_the_number_of_tokens_per_round(tokenizer, name):
+    expected = parse(tokenizer, REPLIES[name], 1)
+    for size in range(2, 17):
+        found = parse(tokenizer, REPLIES[name], size)
+        if "broken" in name:  # what follows a call that cannot be parsed comes as it was committed
+            assert found[1:3] == expected[1:3]
+        else:
+            assert found == expected
+
+
+def test_a_call_that_cannot_be_parsed_is_content(tokenizer):
+    content, _, calls, _ = parse(tokenizer, REPLIES["broken call"], 1)
+    assert not calls
+    assert '{"name": "add", "argu' in content
+    assert content.endswith(" after")
+    content, _, calls, _ = parse(tokenizer, REPLIES["open call"], 1, end="", stopped=False)
+    assert (content.endswith('{"name": "add"'), calls) == (True, [])
+
+
+def test_reasoning_that_the_prompt_opened_is_reasoning(tokenizer):
+    content, reasoning, _, count = parse(tokenizer, "hm, three</think>3", 2, prompt=PROMPT + "<think>")
+    assert (content, reasoning) == ("3", "hm, three")
+    assert count == len(tokenizer("hm, three", add_special_tokens=False).input_ids)
+
+
+def test_a_stop_string_is_cut_off(tokenizer):
+    reply = "<think>a STOP b</think>one two ST"
+    for size in (1, 3, 50):
+        content, reasoning, *_ = parse(tokenizer, f"{reply}OP", size, stop=("STOP", "zz"), end="")
+        assert (content, reasoning) == ("one two ", "a STOP b")
+    # Without a stop string at the end, what could have begun one is text.
+    assert parse(tokenizer, reply, 1, stop=("STOP",), end="", stopped=False)[0] == "one two ST"
