@@ -1,4 +1,4 @@
-"""A drafting idea in a few lines: guess that the last `period` tokens repeat. See docs/adding-a-drafter.md."""
+"""A drafter in a few lines: it proposes that the last `period` tokens repeat. See docs/adding-a-drafter.md."""
 
 from secondguess.controllers import make_controller
 from secondguess.core import Budgets, Draft, Row

@@ -1,4 +1,4 @@
-"""Generate the same text with and without guesses, with the pair in the box, and say how much faster it was."""
+"""Generate the same text with and without drafts, with the built-in pair, and print the speed-up."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""With a seed the text depends on the seed alone: not on the drafter, not on how far it guesses, not on the batch."""
+"""With a seed the text depends on the seed alone, not on the drafter, the draft length or the batch."""
 
 import secondguess
 

@@ -1,4 +1,4 @@
-"""Keep calling `model.generate`: hand it our decoding as `custom_generate`."""
+"""Call `model.generate` with speculative decoding as its `custom_generate`."""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Stream text and colour each piece by who wrote it: green for guesses that were accepted, plain for the target."""
+"""Stream text and colour it by origin: green for accepted draft tokens, plain for those that the target sampled."""
 
 import secondguess
 
