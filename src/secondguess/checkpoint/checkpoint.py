@@ -209,6 +209,9 @@ class Checkpoint:
         if self.quantize is not None or (self.drafts and by_kernels):
             # except the embeddings, with a head that shares them
             weights = int((num_parameters - num_embedded) * INT8_BYTES) + num_embedded * size
+        if (by_kernels or self.is_packed) and not text.tie_word_embeddings:
+            # the head, which is packed last, is held twice for a moment
+            loading = max(loading, weights + num_embedded * size)
         cache = num_cached_tokens * self.cache_bytes_per_token
         return MemoryEstimate(self.name, weights, cache, num_cached_tokens, loading)
 
