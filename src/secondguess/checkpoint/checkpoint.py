@@ -202,6 +202,10 @@ class Checkpoint:
         num_parameters = count_parameters(Path(self.path))
         num_embedded = text.vocab_size * text.hidden_size
         loading = num_parameters * size
+        stored = getattr(self.config, "dtype", None)
+        if isinstance(stored, torch.dtype) and stored != self.dtype:
+            # a tensor is read in the dtype of the file, and then converted
+            loading += num_embedded * stored.itemsize
         by_kernels = self.runtimes[0] == "native"
         if (by_kernels or self.is_packed) and text.tie_word_embeddings:  # the head becomes a copy of its own
             num_parameters += num_embedded

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -21,9 +21,6 @@ from secondguess.runtime import support
 
 EXIT_TIMEOUT = 30.0
 """Seconds that the interpreter waits at exit for the calls in progress."""
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 
 class CallLock:
@@ -49,24 +46,18 @@ class CallLock:
         self._lock.release()
 
 
-class Lockable(Protocol):
-    lock: CallLock
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-Owner = TypeVar("Owner", bound=Lockable)
-
-
-def exclusive(
-    method: Callable[Concatenate[Owner, Parameters], Result],
-) -> Callable[Concatenate[Owner, Parameters], Result]:
-    """Run a method while holding the `lock` of its object."""
+def exclusive(method: Method) -> Method:
+    """Run a method while holding the `lock` of its object, a `CallLock`."""
 
     @wraps(method)
-    def call(self: Owner, *arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
         with self.lock:
             return method(self, *arguments, **options)
 
-    return call
+    return cast(Method, call)
 
 
 _registry = threading.RLock()

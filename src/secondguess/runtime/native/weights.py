@@ -90,7 +90,7 @@ def pack_blocks(
     tiles = data.view(dtype).view(-1, num_inputs // (TILE * per_line), BLOCK // TILE, TILE, TILE, per_line)
     scale, sums = torch.zeros(num_lines), torch.zeros(num_lines, dtype=torch.int32)
     num_blocks = max(1, NUMBERS_AT_ONCE // (num_inputs * BLOCK))
-    slices = (half.split(num_blocks * BLOCK // len(halves)) for half in halves)
+    slices = (torch.split(half, num_blocks * BLOCK // len(halves)) for half in halves)
     for number, parts in enumerate(zip(*slices, strict=True)):
         rows = interleave_rows(*parts) if gated else parts[0]
         rows = _padded(rows, _round_up(rows.shape[0], BLOCK), num_inputs)
