@@ -6,6 +6,8 @@
 import platform
 import sys
 from glob import glob
+from pathlib import Path
+from runpy import run_path
 
 from setuptools import Extension, setup
 
@@ -18,18 +20,23 @@ INSTRUCTIONS = {
     ],
     "avx2": ["avx2", "fma"],
 }
-HEADERS = ("attention", "decoder", "product*", "team", "vectors*")
+SOURCES = run_path(f"{FOLDER}/sources.py")["hash_sources"](Path(FOLDER))
 
 kernels = [
     Extension(
         f"secondguess.runtime.native._{kind}",
         sources=[f"{FOLDER}/{kind}.cpp"],
-        depends=[path for name in HEADERS for path in glob(f"{FOLDER}/{name}.h")],
+        depends=glob(f"{FOLDER}/*.h"),
+        define_macros=[("SECONDGUESS_SOURCES", f'"{SOURCES}"')],
         language="c++",
         extra_compile_args=[
             "-std=c++17",
             "-O3",
             "-pthread",
+            # A row's bits must not depend on which products and sums the compiler joins.
+            "-ffp-contract=off",
+            # Kernels of two kinds in one process share nothing.
+            "-fvisibility=hidden",
             # GCC 12 means its own intrinsics
             "-Wno-uninitialized",
             "-Wno-maybe-uninitialized",

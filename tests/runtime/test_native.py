@@ -24,11 +24,12 @@ from secondguess import load
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
-from secondguess.errors import BadInputError, OutOfMemoryError, UnsupportedModelError
-from secondguess.runtime.fused import fuse
+from secondguess.errors import BadInputError, OutOfMemoryError, SecondGuessError, UnsupportedModelError
+from secondguess.runtime.fused import fuse, probe_passes
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder, why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.native.sources import hash_sources
 from secondguess.runtime.native.weights import Arena, interleave_rows, pack_blocks
 
 pytestmark = needs_kernels
@@ -265,8 +266,8 @@ def test_a_block_holds_every_weight_once():
 def test_an_arena_takes_what_is_larger_than_its_pieces(monkeypatch):
     monkeypatch.setattr("secondguess.runtime.native.weights.ARENA", 256)
     arena = Arena()
-    held = [arena.hold(torch.full((count,), count, dtype=torch.float32)) for count in (3, 1000, 5, 60)]
-    assert [set(each.view(torch.float32).tolist()) for each in held] == [{3.0}, {1000.0}, {5.0}, {60.0}]
+    held = [arena.allocate(4 * count).view(torch.float32).fill_(count) for count in (3, 1000, 5, 60)]
+    assert [set(each.tolist()) for each in held] == [{3.0}, {1000.0}, {5.0}, {60.0}]
 
 
 def test_what_loads_in_bfloat16_is_native_and_says_so(checkpoint):
@@ -423,25 +424,78 @@ def test_kernels_that_say_something_else_are_not_used(checkpoint, monkeypatch):
     assert Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load().kind == "fused"
 
 
-def test_kernels_of_other_sources_are_not_called(monkeypatch):
+def test_kernels_of_other_sources_are_refused(monkeypatch):
+    """Also where the structures have kept their sizes."""
+    monkeypatch.setattr(library, "hash_sources", lambda _: "of other sources")
+    with pytest.raises(SecondGuessError, match=r"got others in .*_avx.*build_ext --inplace --force"):
+        library.units.__wrapped__()
+
+
+def test_kernels_without_their_sources_are_called(monkeypatch):
+    monkeypatch.setattr(library, "hash_sources", lambda _: None)
+    assert [unit.name for unit in library.units.__wrapped__()] == [unit.name for unit in library.units()]
+
+
+def test_kernels_of_other_structures_are_refused(monkeypatch):
     class Larger(ctypes.Structure):
         _fields_ = [("weight", library.Weight), ("more", ctypes.c_int64)]
 
     monkeypatch.setattr(library, "Weight", Larger)
-    assert library.units.__wrapped__() == ()
+    with pytest.raises(SecondGuessError, match="rebuild"):
+        library.units.__wrapped__()
 
 
-def test_kernels_that_lack_a_function_are_not_called(monkeypatch):
+def test_kernels_that_lack_a_function_are_refused(monkeypatch):
     """As those that were built from older sources do."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: object())
+    with pytest.raises(SecondGuessError, match="rebuild"):
+        library.units.__wrapped__()
 
-    class Older:
-        @staticmethod
-        def secondguess_sizes(sizes):
-            kinds = (library.Weight, library.Norm, library.Layer, library.Decoder, library.Forward)
-            sizes[:] = [ctypes.sizeof(kind) for kind in kinds]
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: Older)
-    assert library.units.__wrapped__() == ()
+def test_every_header_counts_in_the_hash_of_the_sources(tmp_path):
+    assert hash_sources(tmp_path) is None
+    found = set()
+    for name, text in (("a.h", "1"), ("a.h", "2"), ("b.h", ""), ("b.h", "3")):
+        (tmp_path / name).write_text(text)
+        found.add(hash_sources(tmp_path))
+    assert len(found) == 4
+
+
+def test_kernels_show_only_their_own_functions():
+    """So that the kernels of two kinds of processors share neither code nor threads."""
+    kernels = library.units()[0].kernels
+    assert hasattr(kernels, "secondguess_run")
+    assert not hasattr(kernels, "_ZN4Team8instanceE")
+
+
+@pytest.mark.parametrize(("error", "passes"), [(0.02, True), (0.04, False), (math.nan, False)])
+def test_the_error_of_a_probe_is_a_root_mean_square(error, passes, caplog):
+    expected = torch.randn(2, 16, 300, generator=torch.Generator().manual_seed(0))
+    assert probe_passes("fused", expected * (1 + error), expected, 0.03) == passes
+    assert ("the fused runtime is not used" in caplog.text) == (not passes)
+
+
+def test_one_logit_further_off_than_the_tolerance_passes_a_probe(caplog):
+    """The largest of many errors of a correct model may be: 2 of 1,035 random models were refused for it."""
+    expected = torch.randn(2, 16, 300, generator=torch.Generator().manual_seed(0))
+    found = expected.clone()
+    found[0, 0, 0] += 0.031 * expected.abs().max()
+    assert probe_passes("fused", found, expected, 0.03)
+    assert caplog.text == ""
+
+
+def test_a_failed_probe_is_logged(checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr("secondguess.runtime.fused.rotate", lambda states, *_: states)
+    loaded = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load()
+    assert loaded.kind == "transformers"
+    assert "the fused runtime is not used: expected the model's logits" in caplog.text
+
+
+def test_threads_of_a_forward_are_those_of_the_quota(checkpoint, monkeypatch):
+    runtime = native_runtime(checkpoint)
+    monkeypatch.setattr("secondguess.runtime.native.runtime.num_threads", lambda: 3)
+    runtime.read(TOKENS)
+    assert runtime._forward.num_threads == 3
 
 
 def test_where_the_kernels_are_given_up_auto_is_as_without_them(checkpoint, monkeypatch):

@@ -202,6 +202,10 @@ class Checkpoint:
         num_parameters = count_parameters(Path(self.path))
         num_embedded = text.vocab_size * text.hidden_size
         loading = num_parameters * size
+        stored = getattr(self.config, "dtype", None)
+        if isinstance(stored, torch.dtype) and stored != self.dtype:
+            # a tensor is read in the dtype of the file, and then converted
+            loading += num_embedded * stored.itemsize
         by_kernels = self.runtimes[0] == "native"
         if (by_kernels or self.is_packed) and text.tie_word_embeddings:  # the head becomes a copy of its own
             num_parameters += num_embedded
@@ -209,6 +213,9 @@ class Checkpoint:
         if self.quantize is not None or (self.drafts and by_kernels):
             # except the embeddings, with a head that shares them
             weights = int((num_parameters - num_embedded) * INT8_BYTES) + num_embedded * size
+        if (by_kernels or self.is_packed) and not text.tie_word_embeddings:
+            # the head, which is packed last, is held twice for a moment
+            loading = max(loading, weights + num_embedded * size)
         cache = num_cached_tokens * self.cache_bytes_per_token
         return MemoryEstimate(self.name, weights, cache, num_cached_tokens, loading)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from secondguess.errors import OutOfMemoryError
+from secondguess.runtime import cgroup
 
 GIB = 2**30
 
@@ -42,11 +43,23 @@ class MemoryEstimate:
         return max(0, self.loading - self.total)
 
 
-def available_memory(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated on a device, or None if unknown."""
+def available_memory(device: torch.device, root: Path = cgroup.ROOT) -> int | None:
+    """Return the bytes that can still be allocated on a device, or None if unknown.
+
+    On a CPU the limits of the process's control group count too.
+
+    Args:
+        device: the device.
+        root: directory that holds `proc` and `sys`.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
+    limits = (_memory_of_machine(root), cgroup.memory_left(root))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _memory_of_machine(root: Path) -> int | None:
+    meminfo = root / "proc/meminfo"
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -20,6 +20,7 @@ from secondguess.runtime import tree
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime, join_hidden
 from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.exclusive import CallLock, exclusive
 from secondguess.runtime.slots import CachedRow, SlotTable
 
 UNLIMITED = 2**31
@@ -61,6 +62,9 @@ class Output:
 class CachedRuntime(Runtime):
     """Base runtime that manages rows, slots, chunks and masks around one forward pass, `run`.
 
+    Several threads may share a runtime: each call runs alone, and the others wait. A row belongs to
+    the thread that admits it; its rounds may alternate with those of other threads' rows.
+
     Attributes:
         min_logits: fewest columns of logits that a forward pass computes, even if none is used,
             as in a prefill.
@@ -90,6 +94,7 @@ class CachedRuntime(Runtime):
     ) -> None:
         if prefill_chunk < 1:
             raise BadInputError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
+        self.lock = CallLock()
         self.vocab_size = vocab_size
         self.context_length = context_length or UNLIMITED
         self.num_layers = num_layers
@@ -124,6 +129,7 @@ class CachedRuntime(Runtime):
             with_hidden: whether to return the hidden states of `hidden_layers`.
         """
 
+    @exclusive
     def read(self, tokens: Tensor) -> Output:
         """Run one forward pass over whole sequences without keeping them, for probes.
 
@@ -143,6 +149,7 @@ class CachedRuntime(Runtime):
             step = self._step(starts, Queries(tokens, None), width, causal=True)
             return self.run(tokens, step, width, with_hidden=bool(self.hidden_layers))
 
+    @exclusive
     def release(self) -> None:
         """Remove every row and free the cache."""
         self.cache = KeyValueCache(self.device)
@@ -153,21 +160,26 @@ class CachedRuntime(Runtime):
         """Number of rows that have begun and not ended."""
         return len(self.slots)
 
+    @exclusive
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         return [state.length for state in self.slots.admit(rows, reuse_limits)]
 
+    @exclusive
     def end(self, row: Row) -> None:
         self.slots.release(row)
 
+    @exclusive
     def reset_prefix_cache(self) -> None:
         self.slots.forget()
 
+    @exclusive
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
             state = self.slots[row]
             state.length = min(state.length, length)
             state.num_nodes = 0
 
+    @exclusive
     def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:
         scattered = []
         for row, path in zip(rows, paths, strict=True):
@@ -185,6 +197,7 @@ class CachedRuntime(Runtime):
             with torch.inference_mode():
                 self.cache.compact(slots, starts, moved)
 
+    @exclusive
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         slots = [self.slots[row].slot for row in rows]
         if slots == sorted(slots):
@@ -234,6 +247,7 @@ class CachedRuntime(Runtime):
         self._prefill([state for state in states if state.num_to_prefill >= self.prefill_chunk])
         return [len(state.row.tokens) - state.length for state in states]
 
+    @exclusive
     def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
         hidden = self._prefill([self.slots[row] for row in rows], max_tokens, bool(self.hidden_layers))
         return [hidden.get(row, {}) for row in rows]

@@ -12,6 +12,7 @@ reproduces the module's logits.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +35,16 @@ with quiet():
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
-"""Largest difference of logits attributed to rounding, relative to the largest logit, by dtype."""
+"""Largest relative root-mean-square error of the logits attributed to rounding, by dtype.
+
+The largest single error grows with the number of logits, and refused correct models.
+"""
 
 MAX_PROBE_POSITION = 4096
 """Largest end position of the probe, which otherwise uses the last positions of the context."""
 PROBE_WIDTH = 16
+
+logger = logging.getLogger(__name__)
 
 
 def fuse(model: Any, packed: bool) -> FusedDecoder | None:
@@ -62,9 +68,10 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         expected = model(input_ids=tokens, position_ids=positions.expand(2, -1), use_cache=False).logits
         decoder = FusedDecoder(model, packed)
         for rotary in decoder.rotaries.values():
-            rotary.reserve(limit)
+            rotary.table(limit)
         found = _probe(decoder, tokens, positions)
-    return decoder if logits_match(found, expected, PROBE_TOLERANCE[expected.dtype]) else None
+    tolerance = PROBE_TOLERANCE[expected.dtype]
+    return decoder if probe_passes("fused", found, expected, tolerance) else None
 
 
 def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -93,10 +100,25 @@ def _linears(model: Any) -> Iterator[Any]:
     yield model.get_output_embeddings()
 
 
-def logits_match(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Return whether logits differ by at most `tolerance` times the largest expected one."""
-    scale = expected.abs().max().clamp_min(1.0)
-    return bool((found - expected).abs().max() <= tolerance * scale)
+def probe_passes(runtime: str, found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Return whether logits have at most this relative root-mean-square error; log one that has more.
+
+    Args:
+        runtime: name of the probed runtime, for the message.
+        found, expected: logits of the runtime and of the original.
+        tolerance: largest error that is attributed to rounding.
+    """
+    difference, size = ((found.float() - expected.float()).norm(), expected.float().norm())
+    passes = bool(difference <= tolerance * size)
+    if not passes:
+        logger.warning(
+            "the %s runtime is not used: expected the model's logits with a relative error of at most %.3g, got %.3g; "
+            "another runtime computes the model, which may be slower or take more memory",
+            runtime,
+            tolerance,
+            difference / size,
+        )
+    return passes
 
 
 @dataclass(frozen=True)
@@ -172,26 +194,24 @@ class Rotary:
 
         The first half of sin is negated, as `rotate` expects.
         """
-        self.reserve(step.num_keys)
+        table = self.table(step.num_keys)
         if step.start is None:
-            found = self._table[step.query_positions]
+            found = table[step.query_positions]
         else:
-            found = self._table[None, step.start : step.start + step.query_positions.shape[1]]
+            found = table[None, step.start : step.start + step.query_positions.shape[1]]
         cos, sin = found.unsqueeze(-2).chunk(2, -1)
         return cos, sin
 
     def table(self, num_positions: int) -> Tensor:
-        """Return the table `[position, 2 * size]` of cosines, then sines.
+        """Return a table `[position, 2 * size]` of cosines, then sines.
 
-        It has at least `num_positions` positions.
+        It has at least `num_positions` positions. Runtimes of several threads may share this
+        object: one may replace the table while another uses the one that it was given.
         """
-        self.reserve(num_positions)
-        return self._table
-
-    def reserve(self, num_positions: int) -> None:
-        """Extend the table to at least `num_positions` positions."""
-        if num_positions > self._table.shape[0]:
-            self._table = self._rows(max(256, 2 * num_positions))
+        table = self._table
+        if num_positions > table.shape[0]:
+            self._table = table = self._rows(max(256, 2 * num_positions))
+        return table
 
     def _rows(self, count: int) -> Tensor:
         angles = torch.outer(torch.arange(count, dtype=torch.float32), self.frequencies)
@@ -248,11 +268,6 @@ class Layer:
         self.output = PackableLinear.joined([attention.o_proj], packed)
         self.gate_up = PackableLinear.joined(mlp_inputs(mlp, family), packed)
         self.down = PackableLinear.joined([mlp.down_proj], packed)
-
-    def release(self) -> None:
-        """Drop the weights of the products, which the caller holds in another form."""
-        for product in (self.qkv, self.output, self.gate_up, self.down):
-            product.weight = torch.empty(0)
 
     def forward(
         self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: LayerMask, cache: Any

@@ -14,6 +14,7 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import CachedRuntime, Output, build_queries
+from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.slots import CachedRow
 
 
@@ -103,26 +104,32 @@ class LayeredRuntime(CachedRuntime):
 
     # An interrupted round leaves `_partial` behind. It must be dropped below: rows, lengths and
     # draft may match again after the cache has been overwritten.
+    @exclusive
     def release(self) -> None:
         self._partial = None
         super().release()
 
+    @exclusive
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         self._partial = None
         return super().admit(rows, reuse_limits)
 
+    @exclusive
     def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
         self._partial = None
         return super().prefill(rows, max_tokens)
 
+    @exclusive
     def end(self, row: Row) -> None:
         self._partial = None
         super().end(row)
 
+    @exclusive
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         self._partial = None
         super().rewind(rows, lengths)
 
+    @exclusive
     def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
         slots = torch.tensor([self.slots[row].slot for row in rows])
         order = slots.argsort()

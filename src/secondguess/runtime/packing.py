@@ -50,6 +50,10 @@ class PackableLinear:
         bias = torch.cat([each.detach() for each in biases]) if biases[0] is not None else None
         return cls(weight, bias, packed)
 
+    def release(self) -> None:
+        """Drop the weight, which the caller holds in another form."""
+        self.weight = torch.empty(0)
+
     def __call__(self, values: Tensor) -> Tensor:
         if self.packed:
             return multiply(values, self.weight, self.bias)

@@ -1,14 +1,19 @@
-"""Checks for whether a model can be decoded speculatively."""
+"""Checks for whether a model can be decoded speculatively, and properties of the machine."""
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from secondguess.errors import UnsupportedModelError
+from secondguess.runtime.cgroup import cpu_quota
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+MAX_THREADS = 1023
+"""Largest number of threads of the kernels (see `native/team.h`)."""
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
@@ -81,3 +86,26 @@ def has_bfloat16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # the supported torch versions have no public function for this
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+_threads_of_parent: int | None = None
+
+
+def num_threads() -> int:
+    """Return the number of threads of the kernels: torch's, at most the processors of the cgroup.
+
+    More threads than the quota allows would be stopped together for the rest of each period.
+    """
+    return min(_threads_of_parent or torch.get_num_threads(), _num_processors_of_cgroup())
+
+
+@lru_cache(maxsize=1)
+def _num_processors_of_cgroup() -> int:
+    quota = cpu_quota()
+    return MAX_THREADS if quota is None else max(1, math.ceil(quota))
+
+
+def keep_num_threads() -> None:
+    """Keep the present `num_threads` when the number of torch's threads changes."""
+    global _threads_of_parent
+    _threads_of_parent = _threads_of_parent or torch.get_num_threads()

@@ -403,7 +403,12 @@ struct Worker {
     }
 };
 
+// Only these functions are visible outside of the library.
+#pragma GCC visibility push(default)
 extern "C" {
+
+// SHA-256 of the headers, which `setup.py` passes in (see `sources.py`).
+const char* secondguess_sources() { return SECONDGUESS_SOURCES; }
 
 // Sizes of the structures, for the caller to check that it uses the same definitions.
 void secondguess_sizes(int64_t* sizes) {
@@ -494,3 +499,4 @@ int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_
     }
 }
 }
+#pragma GCC visibility pop

@@ -15,7 +15,7 @@ from secondguess.runtime.families import GemmaRMSNorm, Norm, why_not_fused
 from secondguess.runtime.fused import FusedDecoder, Layer
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
-from secondguess.runtime.native.weights import Arena, Blocks, interleave_rows, pack_blocks
+from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks
 from secondguess.runtime.packing import PackableLinear
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
@@ -46,7 +46,7 @@ class NativeDecoder:
     """Weights of a fused decoder in the layout of the kernels.
 
     Args:
-        decoder: unpacked, in bfloat16; the weights of its layers are released.
+        decoder: unpacked, in bfloat16; its weights are released as they are packed, except a tied head.
         eight_bits: whether to quantise the weights of linear layers to 8 bits, with a scale per
             output, and their inputs to 8 bits, with a scale per row.
         unit: unit that computes the products; by default the fastest of `library.units()`.
@@ -65,7 +65,7 @@ class NativeDecoder:
         self.norm = decoder.norm
         # A tied head is also kept in plain layout, which takes no memory beside the embeddings.
         tied = decoder.head.weight.data_ptr() == decoder.embedding.data_ptr()
-        self.tied_head = decoder.head if tied else None
+        self.tied_head = copy.copy(decoder.head) if tied else None
         heads = decoder.layers[0].heads
         self.num_key_heads, self.head_size = heads.num_keys, heads.size
         self._arena = Arena()
@@ -75,7 +75,6 @@ class NativeDecoder:
         layers = (library.Layer * self.num_layers)()
         for index in range(self.num_layers):
             layers[index] = self._layer(decoder.layers[index], kinds)
-            decoder.layers[index].release()
         activation = decoder.layers[0].activation_name
         scale = decoder.embedding_scale
         self.head = self._weight(decoder.head)
@@ -133,7 +132,6 @@ class NativeDecoder:
         return sum(sizes)
 
     def _layer(self, layer: Layer, rotary_kinds: list[str | None]) -> library.Layer:
-        gate_up = layer.gate_up
         return library.Layer(
             attention_norm=self._norm(layer.attention_norm),
             query_norm=self._norm(layer.query_norm),
@@ -143,20 +141,15 @@ class NativeDecoder:
             mlp_output_norm=self._norm(layer.mlp_output_norm),
             qkv=self._weight(layer.qkv).weight,
             output=self._weight(layer.output).weight,
-            gate_up=self._blocks(
-                interleave_rows(*gate_up.weight.chunk(2)),
-                None if gate_up.bias is None else interleave_rows(*gate_up.bias.chunk(2)),
-            ).weight,
+            gate_up=self._weight(layer.gate_up, gated=True).weight,
             down=self._weight(layer.down).weight,
             window=layer.window or 0,
             rotary=rotary_kinds.index(layer.rotary_kind),
         )
 
-    def _weight(self, product: PackableLinear) -> Blocks:
-        return self._blocks(product.weight, product.bias)
-
-    def _blocks(self, weight: Tensor, bias: Tensor | None) -> Blocks:
-        blocks = pack_blocks(weight, bias, self._arena, self.eight_bits)
+    def _weight(self, product: PackableLinear, gated: bool = False) -> Blocks:
+        blocks = pack_blocks(product.weight, product.bias, self._arena, self.eight_bits, gated)
+        product.release()
         self._kept.append(blocks)
         return blocks
 

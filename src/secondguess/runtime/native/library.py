@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import sysconfig
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from secondguess.errors import SecondGuessError
+from secondguess.runtime.native.sources import hash_sources
 
 LEAST_MASS = 0.99
 """Lower bound on the largest probability of finite logits times their number, 1 less rounding."""
@@ -131,6 +134,9 @@ def units() -> tuple[Unit, ...]:
     """Return the units that the kernels can use on this machine, fastest first.
 
     Empty if the kernels were not built, or the processor supports none of them.
+
+    Raises:
+        SecondGuessError: if the kernels were built from other sources than those beside them.
     """
     found = []
     if processor_supports("avx512") and (kernels := _open("avx512")):
@@ -154,30 +160,50 @@ def _has_tiles() -> bool:
 
 
 def _open(kind: str) -> ctypes.CDLL | None:
-    """Return the kernels of a kind, or None if they were not built, or from other sources."""
-    built = Path(__file__).parent / f"_{kind}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    """Return the kernels of a kind, or None if they were not built.
+
+    Raises:
+        SecondGuessError: if they were built from other sources.
+    """
+    folder = Path(__file__).parent
+    built = folder / f"_{kind}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not built.exists():
         return None
     try:
         kernels = ctypes.CDLL(str(built))
     except OSError:
         return None  # built on another machine, for libraries that are missing here
-    expected = [ctypes.sizeof(each) for each in (Weight, Norm, Layer, Decoder, Forward)]
-    sizes = (c_int64 * len(expected))()
+    if not _is_current(kernels, hash_sources(folder)):
+        raise SecondGuessError(
+            f"expected kernels built from the sources beside them, got others in {built}; rebuild them with "
+            "`python setup.py build_ext --inplace --force`, or delete the file to compute with torch"
+        )
+    kernels.secondguess_workspace.restype = c_void_p
+    kernels.secondguess_free.argtypes = [c_void_p]
+    kernels.secondguess_run.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p]
+    kernels.secondguess_unembed.argtypes = [
+        *(POINTER(Decoder), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+    ]
+    kernels.secondguess_most_likely.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
+    kernels.secondguess_most_likely.restype = None
+    kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
+    return kernels
+
+
+def _is_current(kernels: ctypes.CDLL, expected: str | None) -> bool:
+    """Return whether kernels were built from sources with this hash; None if the sources are absent.
+
+    The structures of this file must have the same sizes as theirs.
+    """
+    kinds = (Weight, Norm, Layer, Decoder, Forward)
+    sizes = (c_int64 * len(kinds))()
     try:
+        kernels.secondguess_sources.restype = c_char_p
+        found: bytes = kernels.secondguess_sources()
         kernels.secondguess_sizes(sizes)
-        kernels.secondguess_workspace.restype = c_void_p
-        kernels.secondguess_free.argtypes = [c_void_p]
-        kernels.secondguess_run.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p]
-        kernels.secondguess_unembed.argtypes = [
-            *(POINTER(Decoder), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
-        ]
-        kernels.secondguess_most_likely.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
-        kernels.secondguess_most_likely.restype = None
-        kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
     except AttributeError:
-        return None
-    return kernels if list(sizes) == expected else None
+        return False
+    return expected in (None, found.decode()) and list(sizes) == [ctypes.sizeof(kind) for kind in kinds]
 
 
 def with_confidences(logits: Tensor) -> tuple[list[int], list[float]]:

@@ -16,11 +16,11 @@ from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import Output, Queries
-from secondguess.runtime.fused import FusedDecoder, FusedRuntime
+from secondguess.runtime.fused import FusedDecoder, FusedRuntime, probe_passes
 from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.support import context_length_of, has_bfloat16
+from secondguess.runtime.support import context_length_of, has_bfloat16, num_threads
 
 NO_MEMORY, UNKNOWN_TOKEN = 1, 2
 NUM_PREALLOCATED_SLOTS = 1024
@@ -46,11 +46,11 @@ def to_native(decoder: FusedDecoder, eight_bits: bool = False) -> NativeDecoder 
         eight_bits: as in `NativeDecoder`.
     """
     tokens = torch.arange(2 * PROBE_WIDTH).remainder(decoder.embedding.shape[0]).reshape(2, PROBE_WIDTH)
-    expected = FusedRuntime(decoder).read(tokens).logits.float()
+    expected = FusedRuntime(decoder).read(tokens).logits
     native = NativeDecoder(decoder, eight_bits)
     found = NativeRuntime(native).read(tokens).logits
-    error = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-    return native if error <= PROBE_TOLERANCE[eight_bits] else None
+    name = "native (8 bits)" if eight_bits else "native"
+    return native if probe_passes(name, found, expected, PROBE_TOLERANCE[eight_bits]) else None
 
 
 class NativeRuntime(LayeredRuntime):
@@ -129,8 +129,10 @@ class NativeRuntime(LayeredRuntime):
         flat = states.to(torch.bfloat16).contiguous()
         num_rows = flat.numel() // flat.shape[-1]
         logits = torch.empty(*states.shape[:-1], self.vocab_size)
-        arguments = (flat.data_ptr(), num_rows, logits.data_ptr(), torch.get_num_threads(), self._workspace)
-        if num_rows and self._kernels.secondguess_unembed(self.decoder.described, *arguments):
+        arguments = (flat.data_ptr(), num_rows, logits.data_ptr(), num_threads(), self._workspace)
+        with self.lock:
+            failed = num_rows and self._kernels.secondguess_unembed(self.decoder.described, *arguments)
+        if failed:
             raise OutOfMemoryError(f"expected memory for the logits of {num_rows} states, got none")
         return logits
 
@@ -203,8 +205,10 @@ class NativeRuntime(LayeredRuntime):
         rows, width = tokens.shape
         tokens = tokens.contiguous()
         self._reach_cache()
-        for index, rotary in enumerate(self.decoder.rotaries):
-            self._turns[index] = rotary.table(step.num_keys).data_ptr()
+        # held during the call: a runtime that shares the decoder may replace a table
+        tables = [rotary.table(step.num_keys) for rotary in self.decoder.rotaries]
+        for index, table in enumerate(tables):
+            self._turns[index] = table.data_ptr()
         # the last layer has two numbers
         asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
         addresses, shown = self._room_for(rows, width, asked) if asked else (self._no_levels, None)
@@ -218,7 +222,7 @@ class NativeRuntime(LayeredRuntime):
         forward = self._forward
         forward.num_rows, forward.num_tokens, forward.num_logits = rows, width, num_logits
         forward.num_known, forward.first_layer, forward.last_layer = num_known, layers.start, layers.stop
-        forward.capacity, forward.num_threads = self.cache.capacity, torch.get_num_threads()
+        forward.capacity, forward.num_threads = self.cache.capacity, num_threads()
         forward.tokens, forward.slots, forward.logits = tokens.data_ptr(), slots.data_ptr(), logits.data_ptr()
         forward.starts, forward.hidden = ctypes.addressof(starts), ctypes.addressof(addresses)
         forward.closure = None if closure is None else closure.data_ptr()

@@ -15,10 +15,10 @@ from secondguess.runtime.native import library
 BLOCK, TILE = 32, 16
 INPUT_MULTIPLE = 64
 ARENA = 2**26
-ROWS_AT_ONCE = 4096
-"""Rows of a weight that are quantised at once.
+NUMBERS_AT_ONCE = 2**20
+"""Numbers of a weight that are padded and quantised at once.
 
-A whole language-modelling head in float32 would take as much memory as a small model.
+A whole language-modelling head would take as much memory as a small model.
 """
 
 
@@ -31,18 +31,17 @@ class Arena:
     def __init__(self) -> None:
         self._piece = torch.empty(0, dtype=torch.uint8)
 
-    def hold(self, values: Tensor) -> Tensor:
-        """Return a flat copy of the bytes of `values`, which stays allocated while referenced."""
-        flat = values.contiguous().view(torch.uint8).reshape(-1)
-        size = -(-flat.numel() // 64) * 64
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return zeros `[num_bytes]` in uint8, which stay allocated while referenced."""
+        size = -(-num_bytes // 64) * 64
         if size > self._piece.numel():
             # Private: large pages for shared memory follow another setting, which is usually off.
             memory = mmap.mmap(-1, max(size, ARENA), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with suppress(OSError):  # systems without large pages: small ones are only slower
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._piece = torch.frombuffer(memory, dtype=torch.uint8)
-        place, self._piece = self._piece[: flat.numel()], self._piece[size:]
-        return place.copy_(flat)
+        place, self._piece = self._piece[:num_bytes], self._piece[size:]
+        return place
 
 
 @dataclass
@@ -57,42 +56,72 @@ class Blocks:
     weight: library.Weight
     tensors: list[Tensor] = field(default_factory=list)
 
+    def keep(self, values: Tensor) -> int:
+        """Keep a tensor allocated and return its address."""
+        self.tensors.append(values.contiguous())
+        return self.tensors[-1].data_ptr()
 
-def pack_blocks(weight: Tensor, bias: Tensor | None, arena: Arena, eight_bits: bool) -> Blocks:
+
+def pack_blocks(
+    weight: Tensor, bias: Tensor | None, arena: Arena, eight_bits: bool, gated: bool = False
+) -> Blocks:
     """Return a linear layer's weight in the layout of the kernels.
+
+    The weight is packed in slices: beside it and its blocks little memory is needed.
 
     Args:
         weight: `[output, input]`.
         bias: `[output]` or None.
         arena: allocator of the blocks.
         eight_bits: whether to quantise to 8 bits, with one scale per output.
+        gated: whether the first half of the outputs are gates, which are interleaved with the
+            values that they multiply.
     """
-    num_outputs, num_inputs = weight.shape
-    to_add = (0, -num_inputs % INPUT_MULTIPLE, 0, -num_outputs % BLOCK)
-    padded = functional.pad(weight, to_add)
-    found = library.Weight(num_outputs=num_outputs, num_inputs=padded.shape[1])
-    kept = []
+    halves = weight.chunk(2) if gated else (weight,)
+    num_outputs = len(halves) * _round_up(halves[0].shape[0], TILE) if gated else weight.shape[0]
+    num_lines, num_inputs = _round_up(num_outputs, BLOCK), _round_up(weight.shape[1], INPUT_MULTIPLE)
+    blocks = Blocks(library.Weight(num_outputs=num_outputs, num_inputs=num_inputs))
     if bias is not None:
-        kept.append(functional.pad(bias.float(), (0, to_add[3])).contiguous())
-        found.bias = kept[-1].data_ptr()
+        bias = interleave_rows(*bias.chunk(2)) if gated else bias
+        blocks.weight.bias = blocks.keep(_padded(bias.float(), num_lines))
+    dtype = torch.int8 if eight_bits else weight.dtype
+    per_line = 4 // dtype.itemsize
+    data = arena.allocate(num_lines * num_inputs * dtype.itemsize)
+    tiles = data.view(dtype).view(-1, num_inputs // (TILE * per_line), BLOCK // TILE, TILE, TILE, per_line)
+    scale, sums = torch.zeros(num_lines), torch.zeros(num_lines, dtype=torch.int32)
+    num_blocks = max(1, NUMBERS_AT_ONCE // (num_inputs * BLOCK))
+    slices = (torch.split(half, num_blocks * BLOCK // len(halves)) for half in halves)
+    for number, parts in enumerate(zip(*slices, strict=True)):
+        rows = interleave_rows(*parts) if gated else parts[0]
+        rows = _padded(rows, _round_up(rows.shape[0], BLOCK), num_inputs)
+        first = number * num_blocks
+        if eight_bits:
+            lines = slice(first * BLOCK, first * BLOCK + rows.shape[0])
+            rows, scale[lines] = _quantise(rows)
+            sums[lines] = rows.sum(1, dtype=torch.int32)
+        in_tiles = rows.view(-1, BLOCK // TILE, TILE, tiles.shape[1], TILE, per_line)
+        tiles[first : first + in_tiles.shape[0]] = in_tiles.permute(0, 3, 1, 4, 2, 5)
     if eight_bits:
-        scale = padded.abs().amax(1).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
-        padded = torch.cat(
-            [
-                (rows.float() / part[:, None]).round().to(torch.int8)
-                for rows, part in zip(
-                    torch.split(padded, ROWS_AT_ONCE), torch.split(scale, ROWS_AT_ONCE), strict=True
-                )
-            ]
-        )
-        sums = padded.sum(1, dtype=torch.int32)
-        kept += [scale, sums]
-        found.scale, found.sum = scale.data_ptr(), sums.data_ptr()
-    per_line = 4 // padded.dtype.itemsize
-    tiles = padded.view(-1, BLOCK // TILE, TILE, padded.shape[1] // (TILE * per_line), TILE, per_line)
-    kept.append(arena.hold(tiles.permute(0, 3, 1, 4, 2, 5)))
-    found.data = kept[-1].data_ptr()
-    return Blocks(found, kept)
+        blocks.weight.scale, blocks.weight.sum = blocks.keep(scale), blocks.keep(sums)
+    blocks.weight.data = blocks.keep(data)
+    return blocks
+
+
+def _quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows in 8 bits, and the scale of each."""
+    scale = rows.abs().amax(1).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return (rows.float() / scale[:, None]).round().to(torch.int8), scale
+
+
+def _padded(values: Tensor, *sizes: int) -> Tensor:
+    """Return values with zeros appended in each dimension up to these sizes."""
+    missing = [size - present for size, present in zip(sizes, values.shape, strict=True)]
+    to_add = [count for each in reversed(missing) for count in (0, each)]
+    return functional.pad(values, to_add) if any(to_add) else values
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def interleave_rows(gate: Tensor, up: Tensor) -> Tensor:

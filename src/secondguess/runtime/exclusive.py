@@ -1,0 +1,100 @@
+"""Lock around the calls on a runtime: safe in several threads, across a fork and at exit.
+
+A runtime's cache, slots and buffers belong to one call at a time. Calls of other threads wait. A
+fork waits for calls in progress, so that the child finds every runtime between two calls. The
+interpreter exits after the calls in progress; daemon threads end at their next call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
+
+import torch
+
+from secondguess.runtime import support
+
+EXIT_TIMEOUT = 30.0
+"""Seconds that the interpreter waits at exit for the calls in progress."""
+
+
+class CallLock:
+    """Reentrant lock of one runtime."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        with _registry:
+            _all.add(self)
+
+    def acquire(self, timeout: float = -1) -> bool:
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        if _exiting and threading.current_thread() is not threading.main_thread():
+            raise SystemExit  # ends the thread without a message
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def exclusive(method: Method) -> Method:
+    """Run a method while holding the `lock` of its object, a `CallLock`."""
+
+    @wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        with self.lock:
+            return method(self, *arguments, **options)
+
+    return cast(Method, call)
+
+
+_registry = threading.RLock()
+_all: WeakSet[CallLock] = WeakSet()
+_held: list[CallLock] = []
+_exiting = False
+
+
+def _before_fork() -> None:
+    _registry.acquire()
+    for lock in list(_all):
+        lock.acquire()
+        _held.append(lock)
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop().release()
+    _registry.release()
+
+
+def _after_fork_in_child() -> None:
+    if _held:
+        # The parent's OpenMP threads are missing here: torch would wait for them forever.
+        support.keep_num_threads()
+        torch.set_num_threads(1)
+    _after_fork()
+
+
+def _finish_calls() -> None:
+    global _exiting
+    _exiting = True
+    for lock in list(_all):
+        if lock.acquire(timeout=EXIT_TIMEOUT):
+            lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+atexit.register(_finish_calls)

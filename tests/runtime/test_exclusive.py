@@ -1,0 +1,193 @@
+"""Calls on one runtime from several threads, forks, and the end of the interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+
+from families import FAMILIES, KINDS, needs_kernels, random_tokens, row_of, runtime_of, write_checkpoint
+from secondguess.core import Draft
+
+SECONDS = {"native": 5.0, "fused": 1.0, "transformers": 1.0}
+"""Duration of the test with 12 threads by runtime; raise it for a soak."""
+NUM_THREADS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(FAMILIES["llama"](), tmp_path_factory.mktemp("shared"))
+
+
+def two_rounds(runtime, number):
+    """Logits of two rounds of a row whose length and drafts depend on `number`."""
+    tokens = random_tokens(3 + 7 * (number % 10), seed=number)
+    row = row_of(tokens)
+    runtime.begin([row])
+    first = runtime.score([row], Draft.chains([random_tokens(number % 5, seed=number)])).logits
+    runtime.rewind([row], [len(tokens)])
+    row.tokens += [5, 6]
+    second = runtime.score([row], Draft.chains([[7] * (number % 3)])).logits
+    runtime.end(row)
+    return first, second
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twelve_threads_on_one_runtime_get_the_logits_of_one(kind, checkpoint):
+    runtime = runtime_of(checkpoint, kind)
+    expected = [two_rounds(runtime, number) for number in range(20)]
+    end = time.monotonic() + SECONDS[kind]
+    wrong, errors, num_calls = [], [], count()
+    # the sums of torch depend on the number of threads
+    same = torch.equal if kind == "native" else partial(torch.allclose, atol=1e-4)
+    before = torch.get_num_threads()
+
+    def call(thread):
+        try:
+            for number in count(thread):
+                if time.monotonic() > end:
+                    return
+                found = two_rounds(runtime, number % 20)
+                next(num_calls)
+                if not all(map(same, found, expected[number % 20])):
+                    wrong.append(number)
+        except Exception as error:
+            errors.append(error)
+
+    try:
+        torch.set_num_threads(2)
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(NUM_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert (errors, wrong) == ([], [])
+    assert next(num_calls) > NUM_THREADS
+    assert runtime.num_live_rows == 0
+
+
+@needs_kernels
+def test_a_table_in_use_outlives_its_replacement(checkpoint, monkeypatch):
+    """Runtimes that skip layers share the rotary tables, which one may replace while another computes."""
+    runtime = runtime_of(checkpoint, "native")
+    rotary = runtime.decoder.rotaries[0]
+    run = runtime._kernels.secondguess_run
+    held = []
+
+    class Meanwhile:
+        secondguess_free = runtime._kernels.secondguess_free
+
+        @staticmethod
+        def secondguess_run(*arguments):
+            table = weakref.ref(rotary.table(1))
+            rotary.table(2 * rotary.table(1).shape[0])
+            held.append(table() is not None)
+            return run(*arguments)
+
+    expected = two_rounds(runtime, 3)
+    monkeypatch.setattr(runtime, "_kernels", Meanwhile)
+    assert all(map(torch.equal, two_rounds(runtime, 3), expected))
+    assert held == [True] * len(held) != []
+
+
+@needs_kernels
+def test_runtimes_that_share_weights_run_in_two_threads(checkpoint):
+    runtime = runtime_of(checkpoint, "native")
+    fewer = runtime.skip_layers([0])
+    expected = {each: [two_rounds(each, number) for number in range(20)] for each in (runtime, fewer)}
+    wrong = []
+
+    def call(each):
+        for number in range(200):
+            if not all(map(torch.equal, two_rounds(each, number % 20), expected[each][number % 20])):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=call, args=(each,)) for each in (runtime, fewer)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+LOAD = """
+import os, sys, threading, time, torch
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.core import Draft, Row
+from secondguess.sampling import SamplingParams
+torch.set_num_threads(2)
+runtime = Checkpoint.resolve(sys.argv[1], dtype="bfloat16", device="cpu", runtime="native").load().runtime
+def forward(num_tokens):
+    row = Row([5] * num_tokens, SamplingParams(max_tokens=64))
+    runtime.begin([row])
+    logits = runtime.score([row], Draft.empty(1)).logits
+    runtime.end(row)
+    return logits
+"""
+
+
+def run_script(script, *arguments):
+    command = [sys.executable, "-c", LOAD + script, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@needs_kernels
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="this system has no fork")
+def test_a_forked_process_computes_the_same(tmp_path):
+    """After forwards with several threads, of the kernels and of torch, and during one of another thread."""
+    config = FAMILIES["llama"]()
+    config.num_key_value_heads, config.head_dim = 4, 64  # a cache that torch fills with several threads
+    script = """
+expected = forward(40)
+threading.Thread(target=lambda: [forward(20) for _ in iter(int, 1)], daemon=True).start()
+for _ in range(4):
+    time.sleep(0.05)
+    child = os.fork()
+    if child == 0:
+        same = torch.equal(forward(40), expected)
+        runtime.release()
+        os._exit(0 if same and torch.equal(forward(40), expected) else 1)
+    for _ in range(200):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+        status = "the child hangs"
+    print(status)
+assert torch.equal(forward(40), expected)
+os._exit(0)
+"""
+    done = run_script(script, write_checkpoint(config, tmp_path))
+    assert (done.stdout.split("\n"), done.returncode) == (["0"] * 4 + [""], 0), done.stderr
+
+
+@needs_kernels
+def test_the_interpreter_ends_after_the_forward_of_a_daemon_thread(checkpoint):
+    script = """
+run = runtime._kernels.secondguess_run
+class Slow:
+    secondguess_free = runtime._kernels.secondguess_free
+    @staticmethod
+    def secondguess_run(*arguments):
+        entered.set()
+        time.sleep(0.3)
+        failed = run(*arguments)
+        print("finished", flush=True)
+        return failed
+runtime._kernels, entered = Slow, threading.Event()
+threading.Thread(target=lambda: [forward(20) for _ in iter(int, 1)], daemon=True).start()
+entered.wait()
+"""
+    done = run_script(script, checkpoint)
+    assert (done.stdout, done.stderr, done.returncode) == ("finished\n", "", 0)
