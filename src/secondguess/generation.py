@@ -14,6 +14,7 @@ from secondguess.decode import Components, decode
 from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.grammar import GrammarMatcher, compiler_for
 from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
 from secondguess.stats import Stats, StatsRecorder
 from secondguess.verifiers.base import Exactness, Verifier
@@ -186,7 +187,8 @@ def check_request(
 
     Raises:
         BadInputError: a prompt that leaves no free position in the model's context, settings with
-            token ids outside its vocabulary, or settings that the verifier does not support.
+            token ids outside its vocabulary, an invalid grammar, or settings that the verifier does
+            not support.
     """
     context = target.runtime.context_length
     if len(ids) >= context:
@@ -196,6 +198,19 @@ def check_request(
         )
     params.check_vocab(target.runtime.vocab_size)
     verifier.check(params)
+    match_grammar(target, params)
+
+
+def match_grammar(target: LoadedModel, params: SamplingParams) -> GrammarMatcher | None:
+    """Return a matcher at the beginning of the output; None for a request without grammar.
+
+    Raises:
+        BadInputError: the grammar is invalid, or llguidance is not installed.
+    """
+    if params.grammar is None:
+        return None
+    compiler = compiler_for(target.tokenizer, target.runtime.vocab_size, target.end_tokens)
+    return compiler.matcher(params.grammar)
 
 
 def make_row(
@@ -221,4 +236,5 @@ def make_row(
         end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
         context_length=target.runtime.context_length,
         stop_checker=stop_checker,
+        grammar=match_grammar(target, params),
     )

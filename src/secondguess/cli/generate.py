@@ -17,7 +17,7 @@ from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
     from secondguess.api import LLM
-    from secondguess.sampling import SamplingParams
+    from secondguess.sampling import Grammar, SamplingParams
 
 
 def generate(
@@ -98,6 +98,11 @@ def generate(
         int | None,
         sampling_option("With --json: each token's log-probability and this many alternatives."),
     ] = None,
+    json_schema: Annotated[
+        Path | None,
+        sampling_option("The text must be JSON that this JSON schema describes.", metavar="FILE"),
+    ] = None,
+    regex: Annotated[str | None, sampling_option("The text must match this regular expression.")] = None,
     draft_length: Annotated[
         int | None,
         sampling_option(
@@ -174,10 +179,21 @@ def answer(
     return 0
 
 
+def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    from secondguess.sampling import Grammar
+
+    if json_schema is not None and regex is not None:
+        raise BadInputError("expected one grammar, got --json-schema and --regex; give one of them")
+    if regex is not None:
+        return Grammar.regex(regex)
+    return None if json_schema is None else Grammar.json_schema(read_text(json_schema))
+
+
 def _sampling_params(given: dict[str, Any]) -> SamplingParams:
     from secondguess.sampling import SamplingParams
 
-    settings = {name: given[name] for name in SamplingParams.__dataclass_fields__}
+    settings = {name: given[name] for name in SamplingParams.__dataclass_fields__ if name in given}
+    settings["grammar"] = _grammar(given["json_schema"], given["regex"])
     settings["logit_bias"] = read_logit_bias(given["logit_bias"] or [])
     for name in ("stop", "stop_token_ids"):
         settings[name] = tuple(given[name] or ())

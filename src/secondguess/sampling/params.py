@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
+from secondguess.sampling.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 16384
@@ -66,6 +67,8 @@ class SamplingParams:
             the same with any drafter, in float32 and float64, and on a CPU in bfloat16.
         logprobs: report each token's log-probability and this many alternatives (0: only its own);
             None reports nothing.
+        grammar: the output must follow this grammar; a `Grammar`, or an object with one key such as
+            `{"json_schema": {...}}`. It needs the extra `serve`.
         draft_length: draft this many levels per round for this request, in place of the
             controller's choice; 0 is plain decoding. It does not change the output distribution.
 
@@ -88,6 +91,7 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
+    grammar: Grammar | None = None
     draft_length: int | None = None
 
     def __post_init__(self) -> None:
@@ -116,6 +120,8 @@ class SamplingParams:
             self._check_integer("seed", 0, 2**64 - 1, "leave it out for a fresh text each time")
         if self.logprobs is not None:
             self._check_integer("logprobs", 0, MAX_LOGPROBS, "leave it out to report none")
+        if self.grammar is not None:
+            self._set("grammar", Grammar.parse(self.grammar))
         if self.draft_length is not None:
             advice = "leave it out to let the controller decide"
             self._check_integer("draft_length", 0, MAX_DRAFT_LENGTH, advice)
@@ -132,7 +138,7 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """True if these settings can change which logit is the largest."""
         penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-        return penalised or self.min_tokens > 0 or bool(self.logit_bias)
+        return penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.grammar is not None
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids that a model with `vocab_size` tokens does not have.
