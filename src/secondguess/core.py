@@ -67,6 +67,20 @@ class GrammarState(Protocol):
         ...
 
 
+class DraftSource(Protocol):
+    """Source of deterministic drafts that belongs to one row; see `drafters.row_sources`."""
+
+    part: int
+
+    def candidate(self, row: Row) -> Candidate:
+        """Return the candidate after the row's tokens; of length 0 if there is none."""
+        ...
+
+    def chain(self, limit: int) -> list[int]:
+        """Return at most `limit` draft tokens of the last candidate."""
+        ...
+
+
 @dataclass(eq=False)
 class Row:
     """One sequence of the batch: its tokens, sampling settings and end.
@@ -82,6 +96,7 @@ class Row:
         context_length: number of positions that the target supports.
         stop_checker: detects stop strings, if the request has any.
         grammar: position in the request's grammar, if it has one.
+        sources: the row's own draft sources, beside the drafter, in order of preference.
         finish_reason: None until the row is finished.
     """
 
@@ -94,6 +109,7 @@ class Row:
     context_length: int = 2**31
     stop_checker: StopChecker | None = None
     grammar: GrammarState | None = None
+    sources: tuple[DraftSource, ...] = ()
     finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)
 
@@ -404,12 +420,15 @@ class Candidate(NamedTuple):
     """Candidate source of a row's next draft, as known before drafting.
 
     Args:
-        part: index of the component drafter; 0 for a drafter without components.
+        part: index of the component drafter; 0 for a drafter without components. Negative for a
+            source of the row's own.
         kind: property of the draft known in advance, such as the match length of a suffix lookup.
             Drafts of one kind have similar acceptance rates, so statistics are kept per kind.
         longest: largest number of levels that it can provide.
         deterministic: True if its drafts are deterministic, without `probs`; `go_on` is not called.
         num_uncached: number of tokens to prefill before the first level can be drafted.
+        certain: True if all its nodes will be accepted, so that it is drafted whatever the
+            controller plans.
     """
 
     part: int = 0
@@ -417,6 +436,7 @@ class Candidate(NamedTuple):
     longest: int = MAX_DRAFT_LENGTH
     deterministic: bool = False
     num_uncached: int = 0
+    certain: bool = False
 
 
 class Plan(NamedTuple):

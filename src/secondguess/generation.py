@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.core import Commit, FinishReason, Row, StopChecker, TokenLogprob
+from secondguess.core import Commit, DraftSource, FinishReason, Row, StopChecker, TokenLogprob
 from secondguess.decode import Components, decode
+from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode
 from secondguess.sampling import SamplingParams
@@ -227,6 +228,10 @@ def make_row(
         BadInputError: as in `check_request`.
     """
     check_request(target, verifier, ids, params)
+    grammar = match_grammar(target, params)
+    sources: list[DraftSource] = [] if grammar is None else [ForcedTokens(grammar)]
+    if params.prediction is not None:
+        sources.append(Prediction(_prediction_tokens(target, params.prediction)))
     return Row(
         tokens=list(ids),
         params=params,
@@ -236,5 +241,13 @@ def make_row(
         end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
         context_length=target.runtime.context_length,
         stop_checker=stop_checker,
-        grammar=match_grammar(target, params),
+        grammar=grammar,
+        sources=tuple(sources),
     )
+
+
+def _prediction_tokens(target: LoadedModel, prediction: str | Sequence[int]) -> Sequence[int]:
+    if not isinstance(prediction, str):
+        return prediction
+    ids: list[int] = target.tokenizer(prediction, add_special_tokens=False, verbose=False).input_ids
+    return ids

@@ -12,7 +12,7 @@ from secondguess.cli import options
 from secondguess.cli.interruption import DeferredInterrupt
 from secondguess.cli.options import model_option, output_option, sampling_option
 from secondguess.cli.output import JsonWriter, TerminalWriter, Writer
-from secondguess.cli.prompts import Request, error_source, read_logit_bias, read_requests
+from secondguess.cli.prompts import Request, error_source, read_logit_bias, read_requests, read_text
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -103,12 +103,20 @@ def generate(
         sampling_option("The text must be JSON that this JSON schema describes.", metavar="FILE"),
     ] = None,
     regex: Annotated[str | None, sampling_option("The text must match this regular expression.")] = None,
+    prediction: Annotated[
+        Path | None,
+        sampling_option("A guess of the text, to draft from: faster where it is right.", metavar="FILE"),
+    ] = None,
     draft_length: Annotated[
         int | None,
         sampling_option(
             "Draft this many tokens per round, overriding the controller; 0 is plain decoding.",
             show_default="the controller decides",
         ),
+    ] = None,
+    max_draft_length: Annotated[
+        int | None,
+        sampling_option("Draft at most this many tokens per round.", show_default="no limit"),
     ] = None,
 ) -> int:
     """Continue a prompt, or every prompt of a file.
@@ -194,6 +202,8 @@ def _sampling_params(given: dict[str, Any]) -> SamplingParams:
 
     settings = {name: given[name] for name in SamplingParams.__dataclass_fields__ if name in given}
     settings["grammar"] = _grammar(given["json_schema"], given["regex"])
+    if given["prediction"] is not None:
+        settings["prediction"] = read_text(given["prediction"])
     settings["logit_bias"] = read_logit_bias(given["logit_bias"] or [])
     for name in ("stop", "stop_token_ids"):
         settings[name] = tuple(given[name] or ())

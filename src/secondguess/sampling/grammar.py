@@ -98,7 +98,9 @@ class Grammar:
         except (TypeError, ValueError, RecursionError) as error:
             if isinstance(error, BadInputError):
                 raise
-            raise BadInputError(f"expected a JSON schema, got a value that JSON cannot hold: {error}") from None
+            raise BadInputError(
+                f"expected a JSON schema, got a value that JSON cannot hold: {error}"
+            ) from None
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -201,7 +203,9 @@ def _invalid(grammar: Grammar, reason: str) -> BadInputError:
     if reason == "NoExtensionBias":
         reason = "no text of this vocabulary matches it"
     shown = " ".join(reason.split())[:300]
-    return BadInputError(f"expected a valid {grammar.kind} as grammar, got one that llguidance refuses: {shown}")
+    return BadInputError(
+        f"expected a valid {grammar.kind} as grammar, got one that llguidance refuses: {shown}"
+    )
 
 
 class GrammarMatcher:
