@@ -174,9 +174,7 @@ def test_rows_with_and_without_sources_share_a_batch():
     prompts = ([0, 1], [2], [1, 1])
 
     def decoded(drafter, controller, sources):
-        rows = [
-            Row(list(prompt), GREEDY, sources=own) for prompt, own in zip(prompts, sources, strict=True)
-        ]
+        rows = [Row(list(prompt), GREEDY, sources=own) for prompt, own in zip(prompts, sources, strict=True)]
         parts = TableModel(3, pair.target), drafter, make_verifier("auto"), make_controller(controller)
         for _ in decode(Components(*parts), rows):
             pass
@@ -190,7 +188,8 @@ def test_rows_with_and_without_sources_share_a_batch():
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [(3, "token ids"), ([1, -1], "token ids"), ([0.5], "token ids"), ({"a": 1}, "token ids")]
+    ("value", "message"),
+    [(3, "token ids"), ([1, -1], "token ids"), ([0.5], "token ids"), ({"a": 1}, "token ids")],
 )
 def test_values_that_are_no_prediction_are_refused(value, message):
     with pytest.raises(BadInputError, match=message):
@@ -232,4 +231,3 @@ def test_a_code_edit_takes_a_quarter_of_the_passes(settings):
 def test_the_part_numbers_are_not_those_of_drafters():
     assert len({FORCED_PART, PREDICTION_PART}) == 2
     assert max(FORCED_PART, PREDICTION_PART) < 0
-'''

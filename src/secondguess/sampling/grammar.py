@@ -299,16 +299,18 @@ def mask_by_grammar_(logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible
             raise BadInputError(
                 "expected a matcher for the request's grammar, got a row without one; make the row with make_row"
             )
-        tokens, width = nodes[index].tolist(), logits.shape[-1]
-        for query, seen in enumerate(visible[index].tolist()):
-            mask = row.grammar.allowed(tuple(compress(tokens, seen)))
-            if mask is None:
-                continue
-            own = logits[index, query]
-            own[: len(mask)].masked_fill_(torch.from_numpy(~mask[:width]).to(own.device), -math.inf)
-            own[len(mask) :] = -math.inf
-            if bool((own == -math.inf).all()):
-                own[[token for token in row.end_tokens if token < width]] = 0.0
+        own, width = logits[index], logits.shape[-1]
+        tokens = nodes[index].tolist()
+        masks = [row.grammar.allowed(tuple(compress(tokens, seen))) for seen in visible[index].tolist()]
+        banned = numpy.zeros((len(masks), width), numpy.bool_)
+        for of_query, mask in zip(banned, masks, strict=True):
+            if mask is not None:
+                of_query[: len(mask)] = ~mask[:width]
+                of_query[len(mask) :] = True
+        own.masked_fill_(torch.from_numpy(banned).to(own.device), -math.inf)
+        for query, largest in enumerate(own.amax(-1).tolist()):
+            if largest == -math.inf and masks[query] is not None:
+                own[query, [token for token in row.end_tokens if token < width]] = 0.0
 
 
 _COMPILERS: WeakKeyDictionary[Any, GrammarCompiler] = WeakKeyDictionary()
