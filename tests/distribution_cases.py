@@ -119,7 +119,7 @@ class SometimesScripted(ScriptedDrafter):
 
 
 def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
-    """Return a drafter: `sampled`, `deterministic` (without probabilities), `tree` (of tokens), or `either` in turn."""
+    """Return a drafter: `sampled`, `certain` (without probabilities), a `tree` or `small-tree` of tokens, or `either` in turn."""
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
     if kind == "certain":
@@ -127,6 +127,8 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
     if kind == "either":
         parts = [SometimesScripted(script), make_pair_drafter("sampled", pair)]
         return CombinedDrafter(parts, pair.vocab_size)
+    if kind == "small-tree":
+        return TreeDrafter(tokens=[0, 1, 2], parents=[-1, 0, 0])
     assert kind == "tree"
     return TreeDrafter(tokens=[0, 1, 1, 0, 1], parents=[-1, -1, 0, 1, 1])
 

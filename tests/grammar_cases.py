@@ -35,9 +35,9 @@ class TinyTokenizer:
         left = text.decode() if isinstance(text, bytes) else text
         found = []
         while left:
-            best = max((each for each in self.texts if left.startswith(each)), key=len)
-            found.append(self.texts.index(best))
-            left = left[len(best) :]
+            best = max((each for each in self.texts if left.startswith(each)), key=len, default="")
+            found += [self.texts.index(best)] if best else []
+            left = left[len(best) or 1 :]
         return found
 
 
@@ -56,6 +56,7 @@ END = 3
 ENDS = frozenset({END})
 REGEXES = {
     "may-end": "a(b|ca)*",
+    "short": "a|cb",
     "must-end": "a(b|cb)a",
     "forced": "(abc|cab)(a|b)",
 }

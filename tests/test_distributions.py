@@ -230,7 +230,7 @@ def test_sampling_settings_hold_inside_a_draft(verifier, drafter, setting):
     [
         ("sampled", "auto", "fixed:0"),
         *itertools.product(["sampled", "certain"], ["rejection", "block", "auto", "coupled"], ["fixed:2"]),
-        *itertools.product(["tree"], ["auto", "traversal", "recursive", "coupled"], ["fixed:2"]),
+        *itertools.product(["small-tree"], ["auto", "traversal", "recursive", "coupled"], ["fixed:2"]),
         *itertools.product(["sampled-tree"], ["auto", "traversal", "recursive"], ["fixed:1"]),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_rows_own_sources_keep_the_distribution(regex, drafter, controller):
     assert mean_accepted(branches) > 0 or (regex != "forced" and controller == "fixed:0")
 
 
-@pytest.mark.parametrize("drafter", ["sampled", "certain", "tree", "either"])
+@pytest.mark.parametrize("drafter", ["sampled", "certain", "small-tree", "either"])
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_seed_gives_one_text_with_a_grammar(regex, drafter):
     pair, params = PAIRS_WITH_END["four"], with_regex(SAMPLED, REGEXES[regex])

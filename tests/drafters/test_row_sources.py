@@ -161,12 +161,17 @@ def test_the_drafts_of_a_request_are_limited(most):
 
 def test_predictions_are_counted_and_nothing_else():
     """Token 3 is the most likely one; the drafter's own drafts do not count."""
-    row = Row([0], SamplingParams(max_tokens=9), sources=(Prediction([3, 3, 2]),))
+    row = Row([0], SamplingParams(max_tokens=4), sources=(Prediction([3, 3, 2]),))
     _, stats = run(row, ScriptedDrafter(lambda row: [3, 1]), "fixed:3")
-    assert row.output == [3] * 9
-    assert stats.num_drafted > 3
+    assert row.output == [3] * 4
     assert (stats.accepted_prediction_tokens, stats.rejected_prediction_tokens) == (2, 1)
     assert stats.as_dict()["accepted_prediction_tokens"] == 2
+
+
+def test_a_wrong_token_is_not_drafted_again_and_again():
+    row = Row([0], SamplingParams(max_tokens=30), sources=(Prediction([3, 2]),))
+    _, stats = run(row, controller="fixed:1")
+    assert stats.rejected_prediction_tokens == 1
 
 
 def test_rows_with_and_without_sources_share_a_batch():
@@ -209,23 +214,25 @@ def renamed(text):
     return re.sub(rf"\b{name}\b", "amount", text), names.count(name)
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.3, "seed": 5}], ids=["greedy", "sampled"])
-def test_a_code_edit_takes_a_quarter_of_the_passes(settings):
+def test_a_code_edit_takes_a_quarter_of_the_passes():
     """The prediction is the text with one identifier renamed, as the original of an edit is."""
     from secondguess import load
 
-    llm = load()
-    prompt = "def total(items):\n    result = 0\n    for item in items:\n"
-    settings = {"max_tokens": 200, **settings}
-    plain = llm.generate(prompt, draft_length=0, **settings)
-    original, num_renamed = renamed(plain.text)
-    assert num_renamed >= 4
-    drafted = llm.generate(prompt, **settings)
-    predicted = llm.generate(prompt, prediction=original, **settings)
-    assert predicted.text == drafted.text == plain.text
-    assert predicted.stats.num_rounds * 4 <= plain.stats.num_rounds
-    assert predicted.stats.num_rounds < drafted.stats.num_rounds
-    assert predicted.stats.accepted_prediction_tokens > len(plain.token_ids) / 2
+    llm = load(dtype="float32")
+    prompt = "def parse(text):\n    lines = text.split()\n    for line in lines:\n        line = line.strip()\n        if"
+    num_plain = num_predicted = num_renamed = 0
+    for temperature, seed in ((0.8, 2), (0.8, 3), (0.6, 2)):
+        settings = {"max_tokens": 200, "temperature": temperature, "seed": seed}
+        plain = llm.generate(prompt, draft_length=0, **settings)
+        original, count = renamed(plain.text)
+        predicted = llm.generate(prompt, prediction=original, draft_length=16, **settings)
+        assert predicted.text == plain.text
+        assert predicted.stats.accepted_prediction_tokens > len(plain.token_ids) / 2
+        num_renamed += count
+        num_plain += plain.stats.num_rounds
+        num_predicted += predicted.stats.num_rounds
+    assert num_renamed >= 10
+    assert num_predicted * 4 <= num_plain
 
 
 def test_the_part_numbers_are_not_those_of_drafters():

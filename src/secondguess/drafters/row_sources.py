@@ -93,6 +93,8 @@ class Prediction:
         self._num_matched = 0
         found = self._next
         for each in near:
+            if each == self._next - 1:
+                continue  # what follows there has just turned out wrong
             matched = self._match(row.tokens[row.num_prompt : place + 1][-MAX_MATCH:], each)
             if matched > self._num_matched:
                 self._num_matched, found = matched, each

@@ -191,16 +191,19 @@ def _source(grammar: Grammar) -> str:
     """Return a grammar in llguidance's own format."""
     from llguidance import LLMatcher
 
+    source: str
     if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.text)
-    if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(grammar.text)
-    schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+        source = LLMatcher.grammar_from_regex(grammar.text)
+    elif grammar.kind == "lark":
+        source = LLMatcher.grammar_from_lark(grammar.text)
+    else:
+        schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
+        source = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    return source
 
 
 def _invalid(grammar: Grammar, reason: str) -> BadInputError:
-    if reason == "NoExtensionBias":
+    if reason.startswith("NoExtensionBias"):
         reason = "no text of this vocabulary matches it"
     shown = " ".join(reason.split())[:300]
     return BadInputError(
@@ -232,7 +235,7 @@ class GrammarMatcher:
         self._move_to(())
         self._masks.clear()
         self._committed.append(token)
-        return self._matcher.consume_token(token) and self._matcher.is_stopped()
+        return bool(self._matcher.consume_token(token) and self._matcher.is_stopped())
 
     def allowed(self, path: tuple[int, ...]) -> Mask | None:
         """Return the tokens `[vocab]` that may follow the committed tokens and a drafted path.
@@ -253,7 +256,7 @@ class GrammarMatcher:
     def _mask_after(self, path: tuple[int, ...]) -> Mask | None:
         if path:
             above = self.allowed(path[:-1])
-            if above is None or not above[path[-1]]:
+            if above is None or path[-1] >= len(above) or not above[path[-1]]:
                 return None
         self._move_to(path)
         matcher = self._matcher
