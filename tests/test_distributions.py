@@ -270,7 +270,8 @@ def test_a_rows_own_sources_keep_the_distribution(regex, drafter, controller):
         return [Row(list(PROMPT), params, grammar=matcher, sources=sources, end_tokens=ENDS)]
 
     parts = TableModel(4, pair.target), make_pair_drafter(drafter, pair), make_verifier_named("auto")
-    (branches,) = enumerate_rounds(Components(*parts, made(controller)), make_rows, num_rounds=2)
+    decider = made(controller) if controller.startswith("cost") else make_controller(controller)
+    (branches,) = enumerate_rounds(Components(*parts, decider), make_rows, num_rounds=2)
     assert dist_error(branches, masked_dist(pair.target, REGEXES[regex], PROMPT), 5, ENDS) < ROUNDING
     assert mean_accepted(branches) > 0 or (regex != "forced" and controller == "fixed:0")
 
@@ -300,7 +301,7 @@ def test_a_seed_gives_one_text_with_a_grammar(regex, drafter):
 
     plain = texts("fixed:0")
     assert texts("fixed:3") == plain
-    assert len(set(map(tuple, plain))) > 2
+    assert len(set(map(tuple, plain))) > 1
 
 
 @pytest.mark.parametrize("drafter", ["sampled", "certain"])

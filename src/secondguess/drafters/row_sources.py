@@ -49,7 +49,8 @@ class Prediction:
 
     After a divergence, the place is that whose preceding tokens match most of the last tokens of
     the output; among equals, the next one behind the last place. Where the last token does not
-    occur at all, one token is taken to be replaced.
+    occur at all, one token is taken to be replaced. A place behind which the output went on otherwise
+    is returned to only with a longer match.
 
     Args:
         tokens: token ids of the guess.
@@ -62,6 +63,8 @@ class Prediction:
         self._places: dict[int, list[int]] = {}
         for place, token in enumerate(self._tokens):
             self._places.setdefault(token, []).append(place)
+        # Places behind which the output went on otherwise, with the number of tokens that matched there.
+        self._refuted: dict[int, int] = {}
         self._next = 0
         self._num_matched = 0
         self._num_read = 0
@@ -90,13 +93,13 @@ class Prediction:
             *places[behind : behind + MAX_COMPARED],
             *places[max(behind - MAX_COMPARED, 0) : behind][::-1],
         ]
+        if self._num_matched:
+            self._refuted[self._next - 1] = self._num_matched
         self._num_matched = 0
         found = self._next
         for each in near:
-            if each == self._next - 1:
-                continue  # what follows there has just turned out wrong
             matched = self._match(row.tokens[row.num_prompt : place + 1][-MAX_MATCH:], each)
-            if matched > self._num_matched:
+            if matched > max(self._num_matched, self._refuted.get(each, 0)):
                 self._num_matched, found = matched, each
         self._next = found + 1
 
