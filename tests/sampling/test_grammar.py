@@ -237,7 +237,8 @@ def test_matchers_of_one_grammar_are_independent():
 
 def test_without_llguidance_the_request_is_refused(monkeypatch):
     class Tokenizer:
-        pass
+        def __len__(self):
+            return 4
 
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     with pytest.raises(BadInputError, match=r"pip install secondguess\[serve\]"):
@@ -246,7 +247,8 @@ def test_without_llguidance_the_request_is_refused(monkeypatch):
 
 def test_a_slow_tokenizer_is_refused():
     class Tokenizer:
-        pass
+        def __len__(self):
+            return 4
 
     with pytest.raises(BadInputError, match="fast"):
         compiler_for(Tokenizer(), 4, ENDS)

@@ -347,7 +347,9 @@ def _make_compiler(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) 
             "pip install secondguess[serve]"
         ) from None
     try:
-        return GrammarCompiler(from_tokenizer(tokenizer, vocab_size, sorted(end_tokens) or None))
+        # llguidance needs a place for every token of the tokenizer, also where the model has fewer.
+        num_tokens = max(vocab_size, len(tokenizer))
+        return GrammarCompiler(from_tokenizer(tokenizer, num_tokens, sorted(end_tokens) or None))
     except ValueError as error:
         raise BadInputError(
             f"expected a tokenizer that llguidance supports for a request with a grammar, got one that it refuses: {error}"
