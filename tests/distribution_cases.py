@@ -10,6 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from grammar_cases import tiny_matcher
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.controllers.cost.controller import CostController, CostOptions
@@ -81,6 +82,11 @@ PAIRS = {
     "rare": Pair(3, turned(0.6, 0.3995, 0.0005), turned(0.9, 0.0998, 0.0002)),
     "sharp": Pair(3, random_probs(3, 16, sharpness=6), random_probs(3, 17, sharpness=6)),
 }
+PAIRS_WITH_END = {
+    "four": Pair(4, random_probs(4, 30), random_probs(4, 31)),
+    "four-zeros": Pair(4, random_probs(4, 32, zeros=0.3), random_probs(4, 33, zeros=0.3)),
+}
+"""Pairs over the vocabulary of `grammar_cases`; in the second, what a grammar allows can be impossible."""
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=20)
 
 
@@ -113,7 +119,7 @@ class SometimesScripted(ScriptedDrafter):
 
 
 def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
-    """Return a drafter: `sampled`, `deterministic` (without probabilities), `tree` (of tokens), or `either` in turn."""
+    """Return a drafter: `sampled`, `certain` (without probabilities), a `tree` or `small-tree` of tokens, or `either` in turn."""
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
     if kind == "certain":
@@ -121,6 +127,8 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
     if kind == "either":
         parts = [SometimesScripted(script), make_pair_drafter("sampled", pair)]
         return CombinedDrafter(parts, pair.vocab_size)
+    if kind == "small-tree":
+        return TreeDrafter(tokens=[0, 1, 2], parents=[-1, 0, 0])
     assert kind == "tree"
     return TreeDrafter(tokens=[0, 1, 1, 0, 1], parents=[-1, -1, 0, 1, 1])
 
@@ -152,7 +160,10 @@ def play(
     rule = make_verifier(verifier) if isinstance(verifier, str) else verifier
     decider = make_controller(controller) if isinstance(controller, str) else controller
     components = Components(TableModel(pair.vocab_size, pair.target), drafter, rule, decider)
-    make_rows = lambda: [Row(list(PROMPT), params, **row_settings)]  # noqa: E731
+
+    def make_rows() -> list[Row]:
+        return [Row(list(PROMPT), params, grammar=tiny_matcher(params, pair.vocab_size), **row_settings)]
+
     (branches,) = enumerate_rounds(components, make_rows, num_rounds)
     return branches
 

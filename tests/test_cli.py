@@ -17,6 +17,7 @@ import pytest
 from checkpoints import write_llama, write_tokenizer
 from secondguess import __version__
 from secondguess.api import LLM
+from secondguess.sampling import Grammar
 
 DRAFTERS = ["none", "model", "ngram", "suffix"]
 FIELDS = [
@@ -280,7 +281,10 @@ OPTIONS = [
     ("n", ["--n", "3", "--temperature", "1"], 3),
     ("seed", ["--seed", "9"], 9),
     ("logprobs", ["--logprobs", "1"], 1),
+    ("grammar", ["--regex", "a+"], Grammar.regex("a+")),
+    ("prediction", ["--prediction", __file__], Path(__file__).read_text(encoding="utf-8")),
     ("draft_length", ["--draft-length", "2"], 2),
+    ("max_draft_length", ["--max-draft-length", "3"], 3),
 ]
 
 
@@ -304,6 +308,23 @@ def test_an_option_reaches_the_sampling_settings(secondguess_command, monkeypatc
     # Several samples need a temperature beside them.
     base = SamplingParams(temperature=1.0) if name == "n" else SamplingParams()
     assert seen == [LLM.sampling(base, **{name: value})]
+
+
+def test_a_json_schema_is_read_from_a_file(secondguess_command, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("secondguess.api.load", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "secondguess.cli.generate.answer", lambda llm, requests, params, *_: seen.extend(params)
+    )
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}\n{"prompt": "y", "grammar": {"regex": "b"}, "prediction": "bb"}\n')
+    assert secondguess_command("generate", "--prompt-file", prompts, "--json-schema", file).code == 0
+    assert [each.grammar for each in seen] == [Grammar.json_schema({"type": "integer"}), Grammar.regex("b")]
+    assert [each.prediction for each in seen] == [None, "bb"]
+    for wrong in (["--json-schema", file, "--regex", "a"], ["--prediction", tmp_path / "absent"]):
+        assert secondguess_command("generate", "x", *wrong).code == 2
 
 
 def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypatch, tiny_checkpoint):

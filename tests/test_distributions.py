@@ -11,6 +11,7 @@ import torch
 
 from distribution_cases import (
     PAIRS,
+    PAIRS_WITH_END,
     PROMPT,
     ROUNDING,
     SAMPLED,
@@ -19,16 +20,19 @@ from distribution_cases import (
     dist_error,
     expected_accepted,
     make_pair_drafter,
+    make_tree_drafter,
     mean_accepted,
     one_hot_dist,
     play,
     seasoned,
 )
+from grammar_cases import ENDS, REGEXES, masked_dist, tiny_matcher, with_regex
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
-from secondguess.decode import Components
+from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.errors import BadInputError
 from secondguess.proof.enumeration import enumerate_rounds, joint_race_probability
 from secondguess.proof.fakes import TableModel, random_probs
@@ -217,6 +221,87 @@ def test_sampling_settings_hold_inside_a_draft(verifier, drafter, setting):
     pair, params = PAIRS["ternary"], SETTINGS[setting]
     branches = play(pair, make_pair_drafter(drafter, pair), verifier, "fixed:3", params)
     assert dist_error(branches, plain_dist(pair, params), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("drafter", "verifier", "controller"),
+    [
+        ("sampled", "auto", "fixed:0"),
+        *itertools.product(["sampled", "certain"], ["rejection", "block", "auto", "coupled"], ["fixed:2"]),
+        *itertools.product(["small-tree"], ["auto", "traversal", "recursive", "coupled"], ["fixed:2"]),
+        *itertools.product(["sampled-tree"], ["auto", "traversal", "recursive"], ["fixed:1"]),
+    ],
+)
+def test_a_grammar_holds_inside_a_draft(drafter, verifier, controller, temperature, regex):
+    """The law is plain decoding's with the mask of an oracle, which tries all texts of the grammar."""
+    pair, params = PAIRS_WITH_END["four-zeros"], SamplingParams(temperature=temperature, max_tokens=20)
+    params = with_regex(params, REGEXES[regex])
+    if drafter == "sampled-tree":
+        made = make_tree_drafter(pair, [2], without_replacement=True)
+    else:
+        made = make_pair_drafter(drafter, pair)
+    branches = play(pair, made, verifier, controller, params, end_tokens=ENDS)
+    expected = masked_dist(pair.target, REGEXES[regex], PROMPT, greedy=temperature == 0)
+    assert dist_error(branches, expected, 5, ENDS) < ROUNDING
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+@pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
+def test_a_grammar_holds_in_a_second_round(verifier, regex):
+    pair, params = PAIRS_WITH_END["four"], with_regex(SAMPLED, REGEXES[regex])
+    branches = play(
+        pair, make_pair_drafter("sampled", pair), verifier, "fixed:1", params, num_rounds=2, end_tokens=ENDS
+    )
+    assert dist_error(branches, masked_dist(pair.target, REGEXES[regex], PROMPT), 5, ENDS) < ROUNDING
+
+
+@pytest.mark.parametrize("controller", ["fixed:0", "fixed:2", "cost:2"])
+@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("regex", REGEXES)
+def test_a_rows_own_sources_keep_the_distribution(regex, drafter, controller):
+    """Forced tokens, always drafted, and a prediction stand beside the drafter; two rounds."""
+    pair, params = PAIRS_WITH_END["four"], with_regex(SAMPLED, REGEXES[regex])
+
+    def make_rows():
+        matcher = tiny_matcher(params, 4)
+        sources = (ForcedTokens(matcher), Prediction([0, 1, 2, 0]))
+        return [Row(list(PROMPT), params, grammar=matcher, sources=sources, end_tokens=ENDS)]
+
+    parts = TableModel(4, pair.target), make_pair_drafter(drafter, pair), make_verifier_named("auto")
+    decider = made(controller) if controller.startswith("cost") else make_controller(controller)
+    (branches,) = enumerate_rounds(Components(*parts, decider), make_rows, num_rounds=2)
+    assert dist_error(branches, masked_dist(pair.target, REGEXES[regex], PROMPT), 5, ENDS) < ROUNDING
+    assert mean_accepted(branches) > 0 or (regex != "forced" and controller == "fixed:0")
+
+
+@pytest.mark.parametrize("drafter", ["sampled", "certain", "small-tree", "either"])
+@pytest.mark.parametrize("regex", REGEXES)
+def test_a_seed_gives_one_text_with_a_grammar(regex, drafter):
+    pair, params = PAIRS_WITH_END["four"], with_regex(SAMPLED, REGEXES[regex])
+
+    def texts(controller):
+        rows = [
+            Row(
+                list(PROMPT),
+                params,
+                seed=seed,
+                coupled=True,
+                end_tokens=ENDS,
+                grammar=tiny_matcher(params, 4),
+            )
+            for seed in range(30)
+        ]
+        verifier = make_verifier_named("auto")
+        parts = TableModel(4, pair.target), make_pair_drafter(drafter, pair), verifier
+        for _ in decode(Components(*parts, make_controller(controller)), rows):
+            pass
+        return [row.output for row in rows]
+
+    plain = texts("fixed:0")
+    assert texts("fixed:3") == plain
+    assert len(set(map(tuple, plain))) > 1
 
 
 @pytest.mark.parametrize("drafter", ["sampled", "certain"])

@@ -33,7 +33,7 @@ LAYERS = [
     ("engine",),
     ("api", "proof"),
     ("drop_in", "export"),
-    ("bench",),
+    ("bench", "server"),
     ("train",),
     ("cli",),
 ]

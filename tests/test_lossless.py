@@ -12,10 +12,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grammar_cases import tiny_matcher, with_regex
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
+from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
@@ -46,6 +48,8 @@ LOOKUP_CONTROLLERS = ("fixed:1", "fixed:4", "cost")
 VERIFIERS = ("auto", "greedy", "rejection", "block", "traversal", "coupled")
 TREE_VERIFIERS = ("auto", "greedy", "traversal", "coupled")
 PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 23], [2, 3]]
+REGEX = "([a-h]{2}key(x|yz)[i-z]*)+"
+"""A grammar over letters with a choice, forced tokens (`key`) and an open end."""
 NUM_ALONE = 2
 """How many of the prompts are also decoded by themselves: one that look-ups know something of, one of a single token."""
 
@@ -110,17 +114,28 @@ def models(kind):
     }
 
 
+def make_row(prompt, params, verifier):
+    """A row with the sources that its settings ask for; a grammar's end token is the last of the vocabulary."""
+    row = Row(
+        list(prompt),
+        params,
+        seed=params.seed or 0,
+        coupled=verifier.uses_coupling(params.seed is not None),
+        grammar=tiny_matcher(params, VOCAB_SIZE),
+    )
+    if row.grammar is not None:
+        row.end_tokens, row.sources = frozenset([VOCAB_SIZE - 1]), (ForcedTokens(row.grammar),)
+    if params.prediction is not None:
+        row.sources = (*row.sources, Prediction(params.prediction))
+    return row
+
+
 def generate(models, drafter, verifier, controller, settings, prompts=None, together=True):
     """Output tokens of each prompt (of the first few, where the settings are fewer), as one batch or one after another."""
     prompts = PROMPTS[: len(settings)] if prompts is None else prompts
     target = models["itself"]()
     verify = verifier and make_verifier(verifier)
-    rows = [
-        Row(
-            list(prompt), params, seed=params.seed or 0, coupled=verify.uses_coupling(params.seed is not None)
-        )
-        for prompt, params in zip(prompts, settings, strict=True)
-    ]
+    rows = [make_row(prompt, params, verify) for prompt, params in zip(prompts, settings, strict=True)]
     for batch in [rows] if together else [[row] for row in rows]:
         guesser = make_drafter(
             drafter,
@@ -176,6 +191,9 @@ SAMPLED = {
         seed=9,
     ),
     "ends": SamplingParams(max_tokens=20, min_tokens=3, temperature=1.0, stop_token_ids=(5, 6), seed=10),
+    "grammar": with_regex(SamplingParams(max_tokens=20, temperature=1.0, seed=11), REGEX),
+    "greedy grammar": with_regex(SamplingParams(max_tokens=20), REGEX),
+    "prediction": SamplingParams(max_tokens=20, temperature=0.7, seed=12, prediction=(3, 5, 7, 4, 3, 5) * 4),
 }
 
 

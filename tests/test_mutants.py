@@ -16,6 +16,7 @@ import torch
 import secondguess.rounds
 from distribution_cases import (
     PAIRS,
+    PAIRS_WITH_END,
     PROMPT,
     ROUNDING,
     SAMPLED,
@@ -27,6 +28,7 @@ from distribution_cases import (
     play,
     seasoned,
 )
+from grammar_cases import ENDS, REGEXES, masked_dist, with_regex
 from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
@@ -58,7 +60,8 @@ from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
-from secondguess.sampling import SamplingParams
+from secondguess.sampling import SamplingParams, penalties
+from secondguess.sampling.grammar import GrammarMatcher
 from secondguess.sampling.noise import KeyedNoise, Purpose
 from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import base, block, coupled, make_verifier, rejection, trees
@@ -93,6 +96,16 @@ def dist_holds(
         ends = row_settings.get("end_tokens", frozenset())
         errors.append(dist_error(branches, plain_dist(pair, params), 4, ends))
     return max(errors) < ROUNDING
+
+
+def grammar_holds(drafter: str, regex: str, verifier: str = "auto", num_rounds: int = 1) -> bool:
+    """The enumerated law of the text is plain decoding's with the mask of an oracle."""
+    pair, params = PAIRS_WITH_END["four"], with_regex(SAMPLED, REGEXES[regex])
+    length = "fixed:2" if num_rounds == 1 else "fixed:1"
+    branches = play(
+        pair, make_pair_drafter(drafter, pair), verifier, length, params, num_rounds, end_tokens=ENDS
+    )
+    return dist_error(branches, masked_dist(pair.target, REGEXES[regex], PROMPT), 5, ENDS) < ROUNDING
 
 
 def plain_dist(pair, params):
@@ -488,6 +501,50 @@ def penalties_skip_drafted_ancestors(patch: Patch) -> None:
     )
 
 
+def grammar_of_the_committed_text_at_every_node(patch: Patch) -> None:
+    original = GrammarMatcher.allowed
+    patch.setattr(GrammarMatcher, "allowed", lambda self, path: original(self, ()))
+
+
+def grammar_skips_the_bonus(patch: Patch) -> None:
+    original = penalties.mask_by_grammar_
+
+    def mask_by_grammar_(logits, rows, nodes, visible):
+        last = logits[:, -1].clone()
+        original(logits, rows, nodes, visible)
+        if logits.shape[1] > 1:
+            logits[:, -1] = last
+
+    patch.setattr(penalties, "mask_by_grammar_", mask_by_grammar_)
+
+
+def grammar_keeps_rejected_nodes(patch: Patch) -> None:
+    """A rejected draft is not rolled back: the state is no longer that of the committed text."""
+    original = GrammarMatcher.push
+
+    def push(self, token):
+        self._path = ()
+        return original(self, token)
+
+    patch.setattr(GrammarMatcher, "push", push)
+
+
+def grammar_ends_only_between_rounds(patch: Patch) -> None:
+    """What is drafted behind the end of the grammar is committed."""
+    original = Row.commit
+
+    def commit(self, accepted, next_token):
+        grammar, self.grammar = self.grammar, None
+        committed = original(self, accepted, next_token)
+        self.grammar = grammar
+        for token in committed.tokens:
+            if grammar.push(token):
+                self.finish_reason = self.finish_reason or "stop"
+        return committed
+
+    patch.setattr(Row, "commit", commit)
+
+
 def end_token_inside_a_draft_is_overlooked(patch: Patch) -> None:
     original = Row.commit
 
@@ -797,6 +854,15 @@ MUTANTS = [
     Mutant(lenience, dist("rejection")),
     Mutant(clipped_residual, dist("rejection", pairs=("rare",))),
     Mutant(top_p_after_the_ratio, dist("rejection", params=TRUNCATED)),
+    Mutant(grammar_of_the_committed_text_at_every_node, check(grammar_holds, "sampled", "may-end")),
+    Mutant(
+        grammar_of_the_committed_text_at_every_node,
+        check(grammar_holds, "small-tree", "may-end"),
+        "grammar-of-the-committed-text-tree",
+    ),
+    Mutant(grammar_skips_the_bonus, check(grammar_holds, "sampled", "may-end", "block")),
+    Mutant(grammar_keeps_rejected_nodes, check(grammar_holds, "sampled", "may-end", num_rounds=2)),
+    Mutant(grammar_ends_only_between_rounds, check(grammar_holds, "sampled", "short")),
     Mutant(distributions_of_the_next_place, dist("rejection")),
     Mutant(padding_counts_as_rejected, dist("rejection", controller="confidence:3,threshold=0.5")),
     Mutant(tree_walk_ignores_parents, dist("coupled", "tree", pairs=("ternary", "binary"))),

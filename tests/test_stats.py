@@ -149,6 +149,8 @@ def test_public_names():
         "acceptance_length",
         "accepted_per_position",
         "drafted_per_position",
+        "accepted_prediction_tokens",
+        "rejected_prediction_tokens",
         "tokens_per_second",
         "seconds",
         "drafting_seconds",

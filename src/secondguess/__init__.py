@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         SecondGuessError,
         UnsupportedModelError,
     )
-    from secondguess.sampling import SamplingParams
+    from secondguess.sampling import Grammar, SamplingParams
     from secondguess.sampling.text import Piece
     from secondguess.stats import Stats
 
@@ -34,6 +34,7 @@ __all__ = [
     "LLM",
     "BadInputError",
     "CheckpointError",
+    "Grammar",
     "OutOfMemoryError",
     "Output",
     "Piece",
@@ -50,6 +51,7 @@ _MODULES = {
     "Output": "engine.generation",
     "load": "api",
     "custom_generate": "drop_in",
+    "Grammar": "sampling",
     "SamplingParams": "sampling",
     "Stats": "stats",
     "Piece": "sampling.text",

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "context"]
 """Reason why a row ended.
 
-`stop`: an end token or a stop string. `length`: `max_tokens` tokens were generated. `context`: the
+`stop`: an end token, a stop string, or the end of the grammar. `length`: `max_tokens` tokens were generated. `context`: the
 model's context is full.
 """
 
@@ -51,6 +52,32 @@ class StopChecker(Protocol):
 
     def push(self, token: int) -> bool:
         """Add the next output token; return True if the text now contains a stop string."""
+        ...
+
+
+class GrammarState(Protocol):
+    """Position of a row's output in its grammar; see `sampling.grammar.GrammarMatcher`."""
+
+    def push(self, token: int) -> bool:
+        """Add the next output token; return True if the text is complete and nothing can follow."""
+        ...
+
+    def allowed(self, path: tuple[int, ...]) -> NDArray[numpy.bool_] | None:
+        """Return the tokens `[vocab]` that may follow the output and a drafted path; None for all."""
+        ...
+
+
+class DraftSource(Protocol):
+    """Source of deterministic drafts that belongs to one row; see `drafters.row_sources`."""
+
+    part: int
+
+    def candidate(self, row: Row) -> Candidate:
+        """Return the candidate after the row's tokens; of length 0 if there is none."""
+        ...
+
+    def chain(self, limit: int) -> list[int]:
+        """Return at most `limit` draft tokens of the last candidate."""
         ...
 
 
@@ -68,6 +95,8 @@ class Row:
         end_tokens: tokens that end the row: the model's end tokens and the request's stop tokens.
         context_length: number of positions that the target supports.
         stop_checker: detects stop strings, if the request has any.
+        grammar: position in the request's grammar, if it has one.
+        sources: the row's own draft sources, beside the drafter, in order of preference.
         finish_reason: None until the row is finished.
     """
 
@@ -79,6 +108,8 @@ class Row:
     end_tokens: frozenset[int] = frozenset()
     context_length: int = 2**31
     stop_checker: StopChecker | None = None
+    grammar: GrammarState | None = None
+    sources: tuple[DraftSource, ...] = ()
     finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)
 
@@ -125,6 +156,8 @@ class Row:
 
     def _finish_reason_after(self, token: int) -> FinishReason | None:
         met_stop_string = self.stop_checker is not None and self.stop_checker.push(token)
+        if self.grammar is not None and self.grammar.push(token):
+            return "stop"
         if self.num_output >= self.params.min_tokens and (met_stop_string or token in self.end_tokens):
             return "stop"
         if self.num_output >= self.params.max_tokens:
@@ -387,12 +420,15 @@ class Candidate(NamedTuple):
     """Candidate source of a row's next draft, as known before drafting.
 
     Args:
-        part: index of the component drafter; 0 for a drafter without components.
+        part: index of the component drafter; 0 for a drafter without components. Negative for a
+            source of the row's own.
         kind: property of the draft known in advance, such as the match length of a suffix lookup.
             Drafts of one kind have similar acceptance rates, so statistics are kept per kind.
         longest: largest number of levels that it can provide.
         deterministic: True if its drafts are deterministic, without `probs`; `go_on` is not called.
         num_uncached: number of tokens to prefill before the first level can be drafted.
+        certain: True if all its nodes will be accepted, so that it is drafted whatever the
+            controller plans.
     """
 
     part: int = 0
@@ -400,6 +436,7 @@ class Candidate(NamedTuple):
     longest: int = MAX_DRAFT_LENGTH
     deterministic: bool = False
     num_uncached: int = 0
+    certain: bool = False
 
 
 class Plan(NamedTuple):

@@ -19,15 +19,16 @@ empty draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor, inference_mode
 
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.core import Budgets, Commit, Draft, Row, Verdict
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Commit, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.row_sources import PREDICTION_PART, chains_of_sources, with_chains, with_sources
 from secondguess.runtime.base import ForwardOutput, Runtime
 from secondguess.sampling.noise import KeyedNoise, Noise
 from secondguess.sampling.probs import commit_logprobs, compute_target_probs
@@ -88,29 +89,31 @@ def run_round(components: Components, rows: Sequence[Row]) -> list[Commit]:
         with recorder.phase("draft"):
             components.drafter.observe(rows, verdict, scores.hidden)
         components.controller.learn(rows, draft, verdict, recorder.round_time())
-    recorder.record(rows, draft, commits)
+    recorder.record(rows, draft, commits, [part == PREDICTION_PART for part in budgets.parts])
     return commits
 
 
 def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
     """Choose the draft length of every row.
 
-    A request's own `draft_length` overrides the controller. The last free position of a row is
-    reserved for the token that the verifier samples.
+    A request's own `draft_length` overrides the controller, and its `max_draft_length` limits it;
+    drafts that are certain to be accepted are taken unless the controller measures plain decoding.
+    The last free position of a row is reserved for the token that the verifier samples.
     """
     controller = components.controller
-    candidates = components.drafter.candidates(rows)
+    candidates = with_sources(rows, components.drafter.candidates(rows))
     plans = controller.plan(rows, candidates)
     wishes = [row.params.draft_length for row in rows]
-    lengths = [
-        max(0, min(plan.length if wish is None else wish, row.room - 1))
-        for row, plan, wish in zip(rows, plans, wishes, strict=True)
-    ]
-    # With a draft length of its own, a request gets the drafter's preferred component.
-    parts = [
-        plan.part if wish is None else choices[0].part
-        for plan, wish, choices in zip(plans, wishes, candidates, strict=True)
-    ]
+    lengths, parts = [], []
+    for row, plan, wish, choices in zip(rows, plans, wishes, candidates, strict=True):
+        part, length = plan
+        if wish is not None:  # a request with a draft length of its own gets the preferred candidate
+            part, length = choices[0].part, wish
+        elif choices[0].certain and not controller.measures_plain:
+            part, length = choices[0].part, choices[0].longest
+        limit = row.params.max_draft_length
+        lengths.append(max(0, min(length, row.room - 1, MAX_DRAFT_LENGTH if limit is None else limit)))
+        parts.append(part)
     go_on = partial(_go_on, controller, rows, wishes)
     return Budgets(lengths, go_on, controller.uses_probs and None in wishes, parts)
 
@@ -129,7 +132,21 @@ def _go_on(
 
 
 def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-    """Draft for all rows; skip the drafter when every draft length is 0."""
+    """Draft for all rows, those with a source of their own from that."""
+    if min(budgets.parts) >= 0:
+        return _draft_by_drafter(components, rows, budgets, noise)
+    chains = chains_of_sources(rows, budgets.lengths, budgets.parts)
+    pairs = list(zip(budgets.lengths, budgets.parts, strict=True))
+    lengths, parts = (
+        [length if part >= 0 else 0 for length, part in pairs],
+        [max(part, 0) for _, part in pairs],
+    )
+    draft = _draft_by_drafter(components, rows, replace(budgets, lengths=lengths, parts=parts), noise)
+    return with_chains(draft, chains) if chains else draft
+
+
+def _draft_by_drafter(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+    """Draft with the drafter; skip it when every draft length is 0."""
     if not budgets.longest:
         return components.drafter.empty_draft(len(rows), noise, components.target.vocab_size)
     members = [index for index, length in enumerate(budgets.lengths) if length > 0]

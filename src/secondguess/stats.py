@@ -39,6 +39,8 @@ class Stats:
             `drafted_per_position`, the acceptance rate by position.
         seconds: wall-clock seconds per phase, over the rounds in which the row took part; the rows
             of a batch share them.
+        accepted_prediction_tokens, rejected_prediction_tokens: number of nodes drafted from the
+            request's `prediction`, by whether they were accepted.
         drafting_seconds: seconds of phase `draft` in rounds that drafted for the row. In other
             rounds this phase only updates the drafter's state.
     """
@@ -49,6 +51,8 @@ class Stats:
     num_accepted: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     drafting_seconds: float = 0.0
 
@@ -71,8 +75,14 @@ class Stats:
         total = sum(self.seconds.values())
         return self.num_tokens / total if total else 0.0
 
-    def count(self, num_drafted: int, depth: int, commit: Commit) -> None:
-        """Add one round of one row, whose draft had `num_drafted` nodes on `depth` levels."""
+    def count(self, num_drafted: int, depth: int, commit: Commit, predicted: bool = False) -> None:
+        """Add one round of one row, whose draft had `num_drafted` nodes on `depth` levels.
+
+        `predicted` is True if they came from the request's prediction.
+        """
+        if predicted:
+            self.accepted_prediction_tokens += commit.num_accepted
+            self.rejected_prediction_tokens += num_drafted - commit.num_accepted
         self.num_rounds += 1
         self.num_tokens += len(commit.tokens)
         self.num_drafted += num_drafted
@@ -94,6 +104,8 @@ class Stats:
             "acceptance_length": self.acceptance_length,
             "accepted_per_position": self.accepted_per_position,
             "drafted_per_position": self.drafted_per_position,
+            "accepted_prediction_tokens": self.accepted_prediction_tokens,
+            "rejected_prediction_tokens": self.rejected_prediction_tokens,
             "tokens_per_second": self.tokens_per_second,
             "seconds": self.seconds,
             "drafting_seconds": self.drafting_seconds,
@@ -167,11 +179,13 @@ class StatsRecorder:
                 for name, spent in self._phase_seconds.items():
                     seconds[name] += spent
 
-    def record(self, rows: Sequence[Row], draft: Draft, commits: Sequence[Commit]) -> None:
-        """Count one round of every row."""
+    def record(
+        self, rows: Sequence[Row], draft: Draft, commits: Sequence[Commit], predicted: Sequence[bool] = ()
+    ) -> None:
+        """Count one round of every row; `predicted` is True for rows drafted from their prediction."""
         sizes = zip(draft.lengths.tolist(), draft.depths.tolist(), strict=True)
-        for row, (num_drafted, depth), commit in zip(rows, sizes, commits, strict=True):
+        for index, (row, (num_drafted, depth), commit) in enumerate(zip(rows, sizes, commits, strict=True)):
             stats = self.of(row)
-            stats.count(num_drafted, depth, commit)
+            stats.count(num_drafted, depth, commit, bool(predicted) and predicted[index])
             if num_drafted:
                 stats.drafting_seconds += self._phase_seconds["draft"]

@@ -313,7 +313,7 @@ def test_distributions_are_distributions_in_every_dtype_and_leave_the_logits_alo
 class TestUndefinedLaws:
     def test_banning_everything_is_refused(self, settings):
         params = SamplingParams(**settings, logit_bias=dict.fromkeys(range(4), -math.inf))
-        with pytest.raises(BadInputError, match=r"ban every token.*relax logit_bias or min_tokens"):
+        with pytest.raises(BadInputError, match=r"ban every token.*relax logit_bias, min_tokens or grammar"):
             one_dist(torch.zeros(4), params)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])

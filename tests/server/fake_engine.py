@@ -19,8 +19,8 @@ from secondguess.engine import (
     QueueFullError,
     Request,
 )
+from secondguess.engine.generation import Output
 from secondguess.errors import BadInputError
-from secondguess.generation import Output
 from secondguess.sampling.text import StreamingDetokenizer
 from secondguess.stats import Stats
 

@@ -12,12 +12,12 @@ from secondguess.cli import options
 from secondguess.cli.interruption import DeferredInterrupt
 from secondguess.cli.options import model_option, output_option, sampling_option
 from secondguess.cli.output import JsonWriter, TerminalWriter, Writer
-from secondguess.cli.prompts import Request, error_source, read_logit_bias, read_requests
+from secondguess.cli.prompts import Request, error_source, read_logit_bias, read_requests, read_text
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
     from secondguess.api import LLM
-    from secondguess.sampling import SamplingParams
+    from secondguess.sampling import Grammar, SamplingParams
 
 
 def generate(
@@ -98,12 +98,25 @@ def generate(
         int | None,
         sampling_option("With --json: each token's log-probability and this many alternatives."),
     ] = None,
+    json_schema: Annotated[
+        Path | None,
+        sampling_option("The text must be JSON that this JSON schema describes.", metavar="FILE"),
+    ] = None,
+    regex: Annotated[str | None, sampling_option("The text must match this regular expression.")] = None,
+    prediction: Annotated[
+        Path | None,
+        sampling_option("A guess of the text, to draft from: faster where it is right.", metavar="FILE"),
+    ] = None,
     draft_length: Annotated[
         int | None,
         sampling_option(
             "Draft this many tokens per round, overriding the controller; 0 is plain decoding.",
             show_default="the controller decides",
         ),
+    ] = None,
+    max_draft_length: Annotated[
+        int | None,
+        sampling_option("Draft at most this many tokens per round.", show_default="no limit"),
     ] = None,
 ) -> int:
     """Continue a prompt, or every prompt of a file.
@@ -174,10 +187,23 @@ def answer(
     return 0
 
 
+def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    from secondguess.sampling import Grammar
+
+    if json_schema is not None and regex is not None:
+        raise BadInputError("expected one grammar, got --json-schema and --regex; give one of them")
+    if regex is not None:
+        return Grammar.regex(regex)
+    return None if json_schema is None else Grammar.json_schema(read_text(json_schema))
+
+
 def _sampling_params(given: dict[str, Any]) -> SamplingParams:
     from secondguess.sampling import SamplingParams
 
-    settings = {name: given[name] for name in SamplingParams.__dataclass_fields__}
+    settings = {name: given[name] for name in SamplingParams.__dataclass_fields__ if name in given}
+    settings["grammar"] = _grammar(given["json_schema"], given["regex"])
+    if given["prediction"] is not None:
+        settings["prediction"] = read_text(given["prediction"])
     settings["logit_bias"] = read_logit_bias(given["logit_bias"] or [])
     for name in ("stop", "stop_token_ids"):
         settings[name] = tuple(given[name] or ())

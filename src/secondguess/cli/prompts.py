@@ -175,6 +175,18 @@ def _token_id(text: str) -> int:
         raise BadInputError(f"expected token ids as keys of logit_bias, got {text!r}") from None
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        BadInputError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return _decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise BadInputError(f"expected a readable file, got {path}: {error.strerror}") from None
+
+
 def _decode(content: bytes, source: str) -> str:
     try:
         return content.decode("utf-8")

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.core import Commit, FinishReason, Row, StopChecker, TokenLogprob
+from secondguess.core import Commit, DraftSource, FinishReason, Row, StopChecker, TokenLogprob
+from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.engine.shared_batch import RowGroup
 from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.grammar import GrammarMatcher, compiler_for
 from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
 from secondguess.stats import Stats
 from secondguess.verifiers.base import Exactness, Verifier
@@ -194,7 +196,8 @@ def check_request(
 
     Raises:
         BadInputError: a prompt that leaves no free position in the model's context, settings with
-            token ids outside its vocabulary, or settings that the verifier does not support.
+            token ids outside its vocabulary, an invalid grammar, or settings that the verifier does
+            not support.
     """
     context = target.runtime.context_length
     if len(ids) >= context:
@@ -204,6 +207,19 @@ def check_request(
         )
     params.check_vocab(target.runtime.vocab_size)
     verifier.check(params)
+    match_grammar(target, params)
+
+
+def match_grammar(target: LoadedModel, params: SamplingParams) -> GrammarMatcher | None:
+    """Return a matcher at the beginning of the output; None for a request without grammar.
+
+    Raises:
+        BadInputError: the grammar is invalid, or llguidance is not installed.
+    """
+    if params.grammar is None:
+        return None
+    compiler = compiler_for(target.tokenizer, target.runtime.vocab_size, target.end_tokens)
+    return compiler.matcher(params.grammar)
 
 
 def make_row(
@@ -220,6 +236,10 @@ def make_row(
         BadInputError: as in `check_request`.
     """
     check_request(target, verifier, ids, params)
+    grammar = match_grammar(target, params)
+    sources: list[DraftSource] = [] if grammar is None else [ForcedTokens(grammar)]
+    if params.prediction is not None:
+        sources.append(Prediction(_prediction_tokens(target, params.prediction)))
     return Row(
         tokens=list(ids),
         params=params,
@@ -229,4 +249,13 @@ def make_row(
         end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
         context_length=target.runtime.context_length,
         stop_checker=stop_checker,
+        grammar=grammar,
+        sources=tuple(sources),
     )
+
+
+def _prediction_tokens(target: LoadedModel, prediction: str | Sequence[int]) -> Sequence[int]:
+    if not isinstance(prediction, str):
+        return prediction
+    ids: list[int] = target.tokenizer(prediction, add_special_tokens=False, verbose=False).input_ids
+    return ids

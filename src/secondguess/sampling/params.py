@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
+from secondguess.sampling.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 16384
@@ -66,8 +67,13 @@ class SamplingParams:
             the same with any drafter, in float32 and float64, and on a CPU in bfloat16.
         logprobs: report each token's log-probability and this many alternatives (0: only its own);
             None reports nothing.
+        grammar: the output must follow this grammar; a `Grammar`, or an object with one key such as
+            `{"json_schema": {...}}`. It needs the extra `serve`.
+        prediction: a guess of the output, as text or token ids, such as the text that is to be
+            edited. It is drafted from, and does not change the output distribution.
         draft_length: draft this many levels per round for this request, in place of the
             controller's choice; 0 is plain decoding. It does not change the output distribution.
+        max_draft_length: draft at most this many levels per round for this request.
 
     Raises:
         BadInputError: a value of the wrong type or out of range.
@@ -88,7 +94,10 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
+    grammar: Grammar | None = None
+    prediction: str | tuple[int, ...] | None = None
     draft_length: int | None = None
+    max_draft_length: int | None = None
 
     def __post_init__(self) -> None:
         self._check_integer("max_tokens", 1, 2**31 - 1)
@@ -106,7 +115,7 @@ class SamplingParams:
         self._check_number("presence_penalty", -2, 2, "use 0 to turn it off")
         self._set("logit_bias", _checked_bias(self.logit_bias))
         self._set("stop", _checked_stop(self.stop))
-        self._set("stop_token_ids", _checked_tokens(self.stop_token_ids))
+        self._set("stop_token_ids", _checked_tokens("stop_token_ids", self.stop_token_ids))
         self._check_integer("n", 1, MAX_SAMPLES)
         if self.n > 1 and self.temperature == 0:
             raise _invalid(
@@ -116,9 +125,15 @@ class SamplingParams:
             self._check_integer("seed", 0, 2**64 - 1, "leave it out for a fresh text each time")
         if self.logprobs is not None:
             self._check_integer("logprobs", 0, MAX_LOGPROBS, "leave it out to report none")
+        if self.grammar is not None:
+            self._set("grammar", Grammar.parse(self.grammar))
         if self.draft_length is not None:
             advice = "leave it out to let the controller decide"
             self._check_integer("draft_length", 0, MAX_DRAFT_LENGTH, advice)
+        if self.max_draft_length is not None:
+            self._check_integer("max_draft_length", 0, MAX_DRAFT_LENGTH, "leave it out for no limit")
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            self._set("prediction", _checked_tokens("prediction", self.prediction))
 
     def __hash__(self) -> int:
         return self._hash
@@ -132,15 +147,22 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """True if these settings can change which logit is the largest."""
         penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-        return penalised or self.min_tokens > 0 or bool(self.logit_bias)
+        return penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.grammar is not None
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids that a model with `vocab_size` tokens does not have.
 
         Raises:
-            BadInputError: `logit_bias` or `stop_token_ids` names a token outside the vocabulary.
+            BadInputError: `logit_bias`, `stop_token_ids` or `prediction` names a token outside the
+                vocabulary.
         """
-        for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        predicted = () if self.prediction is None or isinstance(self.prediction, str) else self.prediction
+        named = {
+            "logit_bias": self.logit_bias,
+            "stop_token_ids": self.stop_token_ids,
+            "prediction": predicted,
+        }
+        for name, tokens in named.items():
             for token in tokens:
                 if token >= vocab_size:
                     raise _invalid(name, f"token ids below {vocab_size}", token, "see the tokenizer")
@@ -190,14 +212,14 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     return strings
 
 
-def _checked_tokens(tokens: object) -> tuple[int, ...]:
+def _checked_tokens(name: str, tokens: object) -> tuple[int, ...]:
     advice = "give a list such as [2, 50256]"
     if isinstance(tokens, str) or not isinstance(tokens, Iterable):
-        raise _invalid("stop_token_ids", "a list of token ids", tokens, advice)
+        raise _invalid(name, "a list of token ids", tokens, advice)
     tokens = tuple(tokens)
     for token in tokens:
         if not _is_token(token):
-            raise _invalid("stop_token_ids", "token ids (whole numbers from 0)", token, advice)
+            raise _invalid(name, "token ids (whole numbers from 0)", token, advice)
     return tuple(int(token) for token in tokens)
 
 

@@ -1,4 +1,4 @@
-"""Edits of logits before temperature is applied: bias, penalties, ban of end tokens.
+"""Edits of logits before temperature is applied: bias, penalties, ban of end tokens, grammar.
 
 Each query of a draft counts the tokens of its own prefix: the row's tokens and the drafted nodes
 before it. Only the logits of tokens that occur there change, so the cost grows with the text and
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Row, padded_tensor
+from secondguess.sampling.grammar import mask_by_grammar_
 from secondguess.sampling.params import SamplingParams
 
 
@@ -27,20 +28,24 @@ class LogitProcessors:
             logit bias.
         penalties: None if no row uses one.
         has_min_tokens: True if a row has `min_tokens`.
+        has_grammar: True if a row has a grammar.
     """
 
     bias: tuple[Tensor, Tensor, Tensor] | None
     penalties: Penalties | None
     has_min_tokens: bool
+    has_grammar: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> LogitProcessors:
         has_min_tokens = any(each.min_tokens for each in params)
-        return cls(_bias(params, vocab_size, device), Penalties.of(params, device), has_min_tokens)
+        has_grammar = any(each.grammar is not None for each in params)
+        bias, penalties = _bias(params, vocab_size, device), Penalties.of(params, device)
+        return cls(bias, penalties, has_min_tokens, has_grammar)
 
     def change_logits(self, rows: Sequence[Row]) -> bool:
         """Return whether any logit changes in this round."""
-        if self.bias is not None or self.penalties is not None:
+        if self.bias is not None or self.penalties is not None or self.has_grammar:
             return True
         return self.has_min_tokens and any(row.num_output < row.params.min_tokens for row in rows)
 
@@ -58,6 +63,8 @@ class LogitProcessors:
             self.penalties.apply_(logits, rows, nodes, visible)
         if self.has_min_tokens:
             _ban_end_tokens_(logits, rows, visible.sum(-1))
+        if self.has_grammar:
+            mask_by_grammar_(logits, rows, nodes, visible)
         return logits
 
 

@@ -3,10 +3,10 @@
 All distributions in the package, the target's and the drafters', are computed here, in this order:
 
     logit bias, repetition penalty, frequency and presence penalty, ban of end tokens
-    (`min_tokens`), temperature, top-k, top-p, min-p
+    (`min_tokens`), grammar mask, temperature, top-k, top-p, min-p
 
 Each query of a draft gets the distribution that plain decoding has after the same prefix:
-penalties and `min_tokens` count a node's drafted ancestors as if they were committed. Speculation
+penalties, `min_tokens` and grammar count a node's drafted ancestors as if they were committed. Speculation
 would not be lossless otherwise.
 """
 
@@ -127,6 +127,6 @@ def _check_finite(dists: Tensor, logits: Tensor) -> Tensor:
             )
         raise BadInputError(
             "expected at least one possible token, got settings that ban every token; "
-            "relax logit_bias or min_tokens"
+            "relax logit_bias, min_tokens or grammar"
         )
     return dists

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from secondguess.core import TokenLogprob
-from secondguess.generation import Output
+from secondguess.engine.generation import Output
 from secondguess.sampling.text import REPLACEMENT
 from secondguess.server.metrics import speculative_decoding
 from secondguess.server.parsing import Delta

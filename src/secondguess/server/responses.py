@@ -13,8 +13,8 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from secondguess.engine.generation import Output
 from secondguess.errors import BadInputError
-from secondguess.generation import Output
 from secondguess.server.convert import Job
 from secondguess.server.errors import ApiError, api_error
 from secondguess.server.parsing import ReplyParser

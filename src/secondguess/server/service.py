@@ -11,7 +11,7 @@ from typing import TypeVar
 from starlette.requests import Request as HttpRequest
 
 from secondguess.engine import Engine
-from secondguess.generation import Output
+from secondguess.engine.generation import Output
 from secondguess.sampling.text import Piece
 from secondguess.server.chat import ChatTemplate
 from secondguess.server.convert import Converter, Job

@@ -40,6 +40,7 @@ from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, RoundTime
 from secondguess.names import Name, check_range, options_with_argument, read_options
 
 PLAIN = Plan(0, 0)
+NOTHING = (Candidate(longest=0, deterministic=True),)
 PROBE_LENGTH = 2
 """Maximum levels of a probe. With one level, the fixed cost of drafting may exceed any gain."""
 INITIAL_MAX_LENGTH = 2
@@ -76,6 +77,7 @@ class CostController(Controller):
         self._probing = False
         self._backoffs = Backoffs()
         self._in_backoff = False
+        self._num_certain = 0
         self._buffered = PlainRoundBuffer()
         self._drafted = DraftedRoundBuffer()
         self._is_settled = False
@@ -98,6 +100,8 @@ class CostController(Controller):
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         self.probe_budget.count_round()
+        self.measures_plain = False
+        candidates = self._without_certain(candidates)
         num_rows, was_probing = len(rows), False
         plans = [PLAIN] * num_rows
         paused = self._backoffs.cover(rows, candidates) and not self.probe_budget.is_due
@@ -114,7 +118,8 @@ class CostController(Controller):
             return plans
         self._learn_buffered()
         context = self.times.context = mean_length(rows)
-        if self.guard.is_stopped or self.times.needs_plain(num_rows, context):
+        self.measures_plain = self.times.needs_plain(num_rows, context)
+        if self.guard.is_stopped or self.measures_plain:
             return plans
         self._cost_model.enter(num_rows, self._place)
         proposals = self._best_proposals(rows, candidates)
@@ -140,6 +145,13 @@ class CostController(Controller):
             plans[proposal.row] = Plan(proposal.part, proposal.length)
         self._drafted.decide(rows, candidates)
         return plans
+
+    def _without_certain(self, candidates: Sequence[Sequence[Candidate]]) -> Sequence[Sequence[Candidate]]:
+        """Return the candidates, none for rows whose draft is certain: these need no decision."""
+        self._num_certain = sum([choices[0].certain for choices in candidates])
+        if not self._num_certain:
+            return candidates
+        return [NOTHING if choices[0].certain else choices for choices in candidates]
 
     def _repeat(self, rows: Sequence[Row]) -> list[Plan]:
         """Return the plans of the last round, shortened to what the rows have room for."""
@@ -248,12 +260,15 @@ class CostController(Controller):
         # In levels, as in plans: the cost of all nodes of a level is measured together.
         lengths = draft.depths.tolist() if draft.num_nodes else [0] * num_rows
         drafted = [proposal for proposal in self._proposals if lengths[proposal.row]]
-        if num_rows - lengths.count(0) > len(drafted):
+        if num_rows - lengths.count(0) > len(drafted) + self._num_certain:
             return  # rows with their own `draft_length` were drafted for: the plan was not measured
         for proposal in self._proposals:
             if not lengths[proposal.row]:
                 self.expectations.add_empty_draft(proposal.kind)
         if not drafted and not self._proposals:
+            if draft.num_nodes:  # certain drafts only: time passes, but nothing is measured
+                self.guard.wait(rows, 1, time.total)
+                return
             self._learn_plain(rows, PlainRounds(mean_length(rows), [self._place], [time]))
             return
         if not drafted:  # the drafter gave no nodes, but took time

@@ -115,7 +115,8 @@ class ProposalMaker:
             num_rows: batch size.
         """
         # A row's own `draft_length` takes precedence; its last token is the target's.
-        if not self._longest or row.params.draft_length is not None:
+        params = row.params
+        if not self._longest or params.draft_length is not None or params.max_draft_length == 0:
             return None
         room = row.room
         if room <= 1:
@@ -132,7 +133,10 @@ class ProposalMaker:
         expectations, cost_model = self._expectations, self._cost_model
         kind = expectations.kind(row, candidate)
         gain, mean_width, exploration_bonus, appears = expectations.of_draft(row, kind)
-        length = min(candidate.longest, self._longest, room - 1)
+        limit = row.params.max_draft_length
+        length = min(
+            candidate.longest, self._longest if limit is None else min(limit, self._longest), room - 1
+        )
         rate, shares = cost_model.rate, cost_model.shares(candidate.part)
         survivals: Sequence[float] = ()
         if candidate.deterministic:

@@ -1,0 +1,356 @@
+"""Structured output: grammars that the output must follow, compiled and matched by llguidance.
+
+At each query, the tokens that no text of the grammar can continue with get probability zero. The
+output distribution is that of plain decoding with the same mask, for any drafter and verifier. It
+is not the model's distribution conditioned on the grammar: a mask looks one token ahead.
+
+The mask depends on llguidance: where the text is forced, it allows the tokenizer's own
+segmentation only. The extra `serve` installs it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import compress
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakKeyDictionary
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from secondguess.errors import BadInputError
+
+if TYPE_CHECKING:
+    from secondguess.core import Row
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
+
+MAX_GRAMMAR_LENGTH = 65_536
+"""Largest number of characters of a grammar; compiling takes about 10 microseconds for each."""
+MAX_CACHED_GRAMMARS = 128
+"""Number of compiled grammars kept per tokenizer."""
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 10_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+"""Limits of llguidance on work and memory, so that no grammar delays other requests for long."""
+
+Mask = NDArray[numpy.bool_]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Grammar that the output must follow, from its first token to its end.
+
+    Use the constructors `json_schema`, `json_object`, `regex` and `lark`. The request's own
+    vocabulary is needed to check a grammar, so it is compiled when its row is made.
+
+    Args:
+        kind: notation of `text`.
+        text: the grammar; empty for `json_object`.
+
+    Raises:
+        BadInputError: a value of the wrong type, or a text that is too long.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise BadInputError(
+                f"expected a grammar of the kind {', '.join(get_args(GrammarKind))}, got {self.kind!r}"
+            )
+        if not isinstance(self.text, str):
+            raise BadInputError(f"expected the {self.kind} of a grammar as a text, got {self.text!r:.60}")
+        if len(self.text) > MAX_GRAMMAR_LENGTH:
+            raise BadInputError(
+                f"expected a grammar of at most {MAX_GRAMMAR_LENGTH} characters, got {len(self.text)}; shorten it"
+            )
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, object] | str) -> Grammar:
+        """Return the grammar of JSON values of a schema, written without optional whitespace.
+
+        Properties are written in the order of the schema. The key `x-guidance` of the schema holds
+        options of llguidance, such as `{"whitespace_flexible": true}`.
+
+        Raises:
+            BadInputError: not a JSON object.
+        """
+        if isinstance(schema, str):
+            return cls("json_schema", schema).checked_schema()
+        try:
+            return cls("json_schema", json.dumps(schema, ensure_ascii=False)).checked_schema()
+        except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, BadInputError):
+                raise
+            raise BadInputError(
+                f"expected a JSON schema, got a value that JSON cannot hold: {error}"
+            ) from None
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Return the grammar of any JSON object, written without optional whitespace."""
+        return cls("json_object")
+
+    @classmethod
+    def regex(cls, text: str) -> Grammar:
+        """Return the grammar of texts that match a regular expression as a whole."""
+        return cls("regex", text)
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Return a context-free grammar in llguidance's dialect of Lark."""
+        return cls("lark", text)
+
+    @classmethod
+    def parse(cls, value: object) -> Grammar:
+        """Return a grammar given as an object with one key, such as `{"regex": "[0-9]+"}`.
+
+        `{"json_object": true}` is any JSON object.
+
+        Raises:
+            BadInputError: another value.
+        """
+        if isinstance(value, Grammar):
+            return value
+        if isinstance(value, Mapping) and len(value) == 1:
+            ((kind, content),) = value.items()
+            if kind == "json_schema":
+                return cls.json_schema(content)
+            if kind == "json_object" and content is True:
+                return cls.json_object()
+            if kind in ("regex", "lark"):
+                return cls(kind, content)
+        raise BadInputError(
+            'expected grammar to be a Grammar, such as Grammar.regex("[0-9]+"), or an object with one of the keys '
+            f"json_schema, json_object (true), regex and lark, got {value!r:.60}"
+        )
+
+    def checked_schema(self) -> Grammar:
+        """Return this grammar, whose text must be a JSON object."""
+        try:
+            schema = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise BadInputError(f"expected a JSON schema, got a text that is not JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise BadInputError(f"expected a JSON schema that is an object, got {schema!r:.60}")
+        return self
+
+
+class GrammarCompiler:
+    """Compiler of grammars for one tokenizer, with a cache.
+
+    Args:
+        tokenizer: an `llguidance.LLTokenizer` with the vocabulary of the target's logits.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._compiled = lru_cache(maxsize=MAX_CACHED_GRAMMARS)(self._compile)
+
+    def matcher(self, grammar: Grammar) -> GrammarMatcher:
+        """Return a matcher at the beginning of a text.
+
+        Raises:
+            BadInputError: an invalid grammar, or one beyond llguidance's limits; gives the reason.
+        """
+        return GrammarMatcher(self._compiled(grammar), self._tokenizer.vocab_size)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            source = _source(grammar)
+        except ValueError as error:
+            raise _invalid(grammar, str(error)) from None
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds out that a text of the grammar cannot begin
+        if matcher.is_error():
+            raise _invalid(grammar, matcher.get_error())
+        matcher.reset()
+        return matcher
+
+
+def _source(grammar: Grammar) -> str:
+    """Return a grammar in llguidance's own format."""
+    from llguidance import LLMatcher
+
+    source: str
+    if grammar.kind == "regex":
+        source = LLMatcher.grammar_from_regex(grammar.text)
+    elif grammar.kind == "lark":
+        source = LLMatcher.grammar_from_lark(grammar.text)
+    else:
+        schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
+        source = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    return source
+
+
+def _invalid(grammar: Grammar, reason: str) -> BadInputError:
+    if reason.startswith("NoExtensionBias"):
+        reason = "no text of this vocabulary matches it"
+    shown = " ".join(reason.split())[:300]
+    return BadInputError(
+        f"expected a valid {grammar.kind} as grammar, got one that llguidance refuses: {shown}"
+    )
+
+
+class GrammarMatcher:
+    """Position of one row's output in its grammar.
+
+    It follows the committed tokens (`push`) and answers for drafted paths below them (`allowed`)
+    without being changed by them.
+
+    Args:
+        start: matcher at the beginning of the text; not modified.
+        vocab_size: width of the target's logits.
+    """
+
+    def __init__(self, start: Any, vocab_size: int) -> None:
+        self._start = start
+        self._vocab_size = vocab_size
+        self._matcher = start.deep_copy()
+        self._committed: list[int] = []
+        self._path: tuple[int, ...] = ()  # drafted tokens that the matcher has consumed
+        self._masks: dict[tuple[int, ...], Mask | None] = {}
+
+    def push(self, token: int) -> bool:
+        """Add the next output token; return True if the text is complete and nothing can follow."""
+        self._move_to(())
+        self._masks.clear()
+        self._committed.append(token)
+        return bool(self._matcher.consume_token(token) and self._matcher.is_stopped())
+
+    def allowed(self, path: tuple[int, ...]) -> Mask | None:
+        """Return the tokens `[vocab]` that may follow the committed tokens and a drafted path.
+
+        None where nothing is masked: below a token that is not allowed or that completes the text,
+        where the row cannot get to.
+        """
+        if path not in self._masks:
+            self._masks[path] = self._mask_after(path)
+        return self._masks[path]
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow the committed ones; empty if there is a choice."""
+        self._move_to(())
+        forced: list[int] = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        return forced
+
+    def _mask_after(self, path: tuple[int, ...]) -> Mask | None:
+        if path:
+            above = self.allowed(path[:-1])
+            if above is None or path[-1] >= len(above) or not above[path[-1]]:
+                return None
+        self._move_to(path)
+        matcher = self._matcher
+        if path and matcher.is_stopped() and not matcher.is_error():
+            return None
+        bits = numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8)
+        mask = numpy.unpackbits(bits, count=self._vocab_size, bitorder="little").view(numpy.bool_)
+        if matcher.is_error():  # a limit was reached: no token is known to be right, and the text ends
+            self._restart()
+            return numpy.zeros_like(mask)
+        return mask
+
+    def _move_to(self, path: tuple[int, ...]) -> None:
+        """Consume the tokens of a drafted path, which are allowed, in place of those of the last one."""
+        common = 0
+        while common < min(len(path), len(self._path)) and path[common] == self._path[common]:
+            common += 1
+        if common < len(self._path):
+            self._matcher.rollback(len(self._path) - common)
+        if common < len(path):
+            self._matcher.consume_tokens(list(path[common:]))
+        self._path = path
+
+    def _restart(self) -> None:
+        """Replace the matcher, as it does not recover from an error."""
+        self._matcher, self._path = self._start.deep_copy(), ()
+        self._matcher.consume_tokens(self._committed)
+
+
+def mask_by_grammar_(logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Tensor) -> None:
+    """Mask, in place, the tokens that the rows' grammars do not allow.
+
+    Where no token is left, as when `logit_bias` bans what the grammar requires, the row's end
+    tokens are allowed. Arguments as in `LogitProcessors.apply`.
+
+    Raises:
+        BadInputError: a row without a matcher for its grammar.
+    """
+    for index, row in enumerate(rows):
+        if row.params.grammar is None:
+            continue
+        if row.grammar is None:
+            raise BadInputError(
+                "expected a matcher for the request's grammar, got a row without one; make the row with make_row"
+            )
+        own, width = logits[index], logits.shape[-1]
+        tokens = nodes[index].tolist()
+        masks = [row.grammar.allowed(tuple(compress(tokens, seen))) for seen in visible[index].tolist()]
+        banned = numpy.zeros((len(masks), width), numpy.bool_)
+        for of_query, mask in zip(banned, masks, strict=True):
+            if mask is not None:
+                of_query[: len(mask)] = ~mask[:width]
+                of_query[len(mask) :] = True
+        own.masked_fill_(torch.from_numpy(banned).to(own.device), -math.inf)
+        for query, largest in enumerate(own.amax(-1).tolist()):
+            if largest == -math.inf and masks[query] is not None:
+                own[query, [token for token in row.end_tokens if token < width]] = 0.0
+
+
+_COMPILERS: WeakKeyDictionary[Any, GrammarCompiler] = WeakKeyDictionary()
+_LOCK = Lock()
+
+
+def compiler_for(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) -> GrammarCompiler:
+    """Return the compiler for a Transformers tokenizer; the first call takes up to half a second.
+
+    Args:
+        tokenizer: a fast tokenizer, always used with the same other arguments.
+        vocab_size: width of the target's logits.
+        end_tokens: tokens that are allowed where the text may end, and nowhere else.
+
+    Raises:
+        BadInputError: llguidance is not installed, or it does not support the tokenizer.
+    """
+    with _LOCK:
+        found = _COMPILERS.get(tokenizer)
+        if found is None:
+            found = _COMPILERS[tokenizer] = _make_compiler(tokenizer, vocab_size, end_tokens)
+        return found
+
+
+def _make_compiler(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) -> GrammarCompiler:
+    try:
+        from llguidance.hf import from_tokenizer
+    except ImportError:
+        raise BadInputError(
+            "expected llguidance for a request with a grammar, got no such package; "
+            "pip install secondguess[serve]"
+        ) from None
+    try:
+        # llguidance needs a place for every token of the tokenizer, also where the model has fewer.
+        num_tokens = max(vocab_size, len(tokenizer))
+        return GrammarCompiler(from_tokenizer(tokenizer, num_tokens, sorted(end_tokens) or None))
+    except ValueError as error:
+        raise BadInputError(
+            f"expected a tokenizer that llguidance supports for a request with a grammar, got one that it refuses: {error}"
+        ) from None
