@@ -46,7 +46,12 @@ def serve(
     drain_seconds: Annotated[
         float, server_option("Time to finish requests after the first signal.", min=0, max=86_400)
     ] = 30.0,
-    max_body_bytes: Annotated[int, limit_option("Size of a request's body.", min=1)] = 4 * 2**20,
+    max_body_bytes: Annotated[
+        int | None,
+        limit_option(
+            "Size of a request's body.", min=1, show_default="1 MiB and 16 bytes per token of context"
+        ),
+    ] = None,
     max_samples: Annotated[int, limit_option("Samples: prompts times n.", min=1)] = 64,
     max_output_tokens: Annotated[
         int | None, limit_option("Output tokens.", min=1, show_default="the model's context")

@@ -48,7 +48,7 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
     for module in (completions, chats, responses, model_routes):
         app.include_router(module.router)
     app.add_middleware(
-        Gate, keys=KeyRing(settings.api_keys), max_body_bytes=settings.max_body_bytes, metrics=service.metrics
+        Gate, keys=KeyRing(settings.api_keys), max_body_bytes=service.max_body_bytes, metrics=service.metrics
     )
     if settings.cors_origins:
         app.add_middleware(

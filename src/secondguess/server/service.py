@@ -42,6 +42,7 @@ class Service:
         self.template = ChatTemplate(self.target, settings.chat_template)
         self.convert = Converter(self.target, settings, self.template)
         self.metrics = Metrics(engine, self.model_names[0])
+        self.max_body_bytes = settings.max_body_bytes or 2**20 + 16 * self.target.runtime.context_length
         self._threads = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="secondguess-server")
 
     def close(self) -> None:
