@@ -32,7 +32,7 @@ LAYERS = [
     ("decode",),
     ("engine",),
     ("api", "proof"),
-    ("drop_in", "export"),
+    ("drop_in", "export", "server"),
     ("bench",),
     ("train",),
     ("cli",),

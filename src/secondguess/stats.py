@@ -41,6 +41,7 @@ class Stats:
             of a batch share them.
         drafting_seconds: seconds of phase `draft` in rounds that drafted for the row. In other
             rounds this phase only updates the drafter's state.
+        num_reused: number of prompt tokens that were in the target's KV cache already.
     """
 
     num_rounds: int = 0
@@ -51,6 +52,7 @@ class Stats:
     accepted_per_position: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     drafting_seconds: float = 0.0
+    num_reused: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:

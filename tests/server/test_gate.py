@@ -51,7 +51,7 @@ def test_keys_come_from_file_and_environment_and_are_not_shown(tmp_path, monkeyp
     path.write_text("# comment\none\n\n two \n")
     monkeypatch.setenv("SECONDGUESS_API_KEYS", "two, three")
     assert read_api_keys(path) == ("two", "three", "one")
-    assert "one" not in repr(ServerSettings(api_keys=read_api_keys(path)))
+    assert "three" not in repr(ServerSettings(api_keys=read_api_keys(path)))
     path.write_text("# nothing\n")
     for wrong in (path, tmp_path / "missing"):
         with pytest.raises(BadInputError, match="expected"):
