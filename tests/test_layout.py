@@ -32,8 +32,8 @@ LAYERS = [
     ("decode",),
     ("engine",),
     ("api", "proof"),
-    ("drop_in", "export"),
-    ("bench", "server"),
+    ("drop_in", "export", "server"),
+    ("bench",),
     ("train",),
     ("cli",),
 ]

@@ -56,7 +56,9 @@ class Batch:
         # Registered first, so that `close` releases them even if this is interrupted.
         self._prefilling.update((row, []) for row in rows)
         self.components.target.request_hidden_states(self.components.drafter.hidden_layers)
-        self.components.target.admit(rows, self.components.drafter.admit(rows))
+        reused = self.components.target.admit(rows, self.components.drafter.admit(rows))
+        for row, num_reused in zip(rows, reused, strict=True):
+            self.components.recorder.of(row).num_reused = num_reused
 
     def step(self) -> list[Commit]:
         """Prefill, then run a round over the rows whose prompts are cached, and release finished rows.

@@ -43,6 +43,7 @@ class Stats:
             request's `prediction`, by whether they were accepted.
         drafting_seconds: seconds of phase `draft` in rounds that drafted for the row. In other
             rounds this phase only updates the drafter's state.
+        num_reused: number of prompt tokens that were in the target's KV cache already.
     """
 
     num_rounds: int = 0
@@ -55,6 +56,7 @@ class Stats:
     rejected_prediction_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     drafting_seconds: float = 0.0
+    num_reused: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -16,6 +16,7 @@ from secondguess.engine import (
     Failed,
     Finished,
     NewPiece,
+    Output,
     QueueFullError,
     Request,
 )
@@ -64,6 +65,7 @@ class FakeEngine:
         self.is_full = self.is_draining = False
         self.failure: Exception | None = None
         self.end_reason = None
+        self.is_cut = False
         self.hold_after = None
         """Number of rounds after which a request waits until it is cancelled."""
 
@@ -71,7 +73,7 @@ class FakeEngine:
         if self.is_draining:
             raise DrainingError("expected a running engine, got one that drains")
         if self.is_full:
-            raise QueueFullError("expected room in the queue, got none", retry_after=3.0)
+            raise QueueFullError(4, retry_after=3.0)
         target = self.llm.target
         if len(request.prompt) >= target.runtime.context_length:
             raise BadInputError("expected a shorter prompt")
@@ -83,7 +85,7 @@ class FakeEngine:
         return ticket
 
     def status(self):
-        return EngineStatus(num_running=1, num_waiting=2, is_draining=self.is_draining)
+        return EngineStatus(1, 2, 3, self.is_draining)
 
     def drain(self, seconds):
         self.is_draining = True
@@ -145,5 +147,5 @@ class FakeEngine:
             pieces.append(detokenizer.flush())
         text = "".join(piece.text for piece in pieces)
         drafted = [flag for piece in pieces for flag in piece.drafted]
-        reason = self.end_reason or row.finish_reason or "cancelled"
+        reason = None if self.is_cut else self.end_reason or row.finish_reason
         return Output(text, row.output, drafted, reason, "lossless", stats, logprobs, row.stream)

@@ -5,6 +5,7 @@ import pytest
 from fake_engine import CONTEXT, FakeEngine
 
 from conftest import openai_client, serving
+from secondguess.engine import DeadlineError
 from secondguess.errors import SecondGuessError
 from secondguess.server.settings import ServerSettings
 
@@ -90,6 +91,11 @@ def test_a_draining_server_is_not_ready_but_healthy(http, engine):
     assert int(reply.headers["retry-after"]) > 0
     error_of(http.get("/ready"), 503)
     assert http.get("/health").status_code == 200
+
+
+def test_a_passed_deadline_is_an_error(http, engine):
+    engine.failure = DeadlineError("the deadline of the request has passed")
+    assert error_of(http.post("/v1/completions", json=BODY), 504)["code"] == "deadline_exceeded"
 
 
 def test_a_failure_of_the_engine_shows_no_details(http, engine):

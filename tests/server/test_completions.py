@@ -131,11 +131,10 @@ def test_closing_a_stream_cancels_the_request(client, engine):
     wait_for(engine.tickets[0].cancelled.is_set)
 
 
-def test_a_deadline_and_a_full_context_are_a_length_and_a_stopping_server_an_error(client, engine):
-    for reason in ("deadline", "context"):
-        engine.end_reason = reason
-        assert complete(client).choices[0].finish_reason == "length"
-    engine.end_reason = "cancelled"
+def test_a_full_context_is_a_length_and_a_text_that_the_server_cut_an_error(client, engine):
+    engine.end_reason = "context"
+    assert complete(client).choices[0].finish_reason == "length"
+    engine.is_cut = True
     with pytest.raises(openai.APIStatusError) as caught:
         complete(client)
     assert caught.value.status_code == 503

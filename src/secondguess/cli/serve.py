@@ -46,13 +46,21 @@ def serve(
     drain_seconds: Annotated[
         float, server_option("Time to finish requests after the first signal.", min=0, max=86_400)
     ] = 30.0,
-    max_body_bytes: Annotated[int, limit_option("Size of a request's body.", min=1)] = 4 * 2**20,
+    max_body_bytes: Annotated[
+        int | None,
+        limit_option(
+            "Size of a request's body.", min=1, show_default="1 MiB and 16 bytes per token of context"
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int, server_option("Samples in the queue, from which on requests get status 429.", min=1)
+    ] = 256,
     max_samples: Annotated[int, limit_option("Samples: prompts times n.", min=1)] = 64,
     max_output_tokens: Annotated[
         int | None, limit_option("Output tokens.", min=1, show_default="the model's context")
     ] = None,
     request_seconds: Annotated[
-        float | None, limit_option("Time after which a request ends with what it has.", show_default="none")
+        float | None, limit_option("Time after which a request fails.", show_default="none")
     ] = None,
     config: options.Config = None,
     model: options.Model = "builtin",
@@ -89,7 +97,7 @@ def serve(
         max_output_tokens=max_output_tokens,
         request_seconds=request_seconds,
     )
-    _run(context, config, settings, host, port, drain_seconds)
+    _run(context, config, settings, (host, port), max_waiting, drain_seconds)
     return 0
 
 
@@ -97,24 +105,24 @@ def _run(
     context: Context,
     config: Path | None,
     settings: ServerSettings,
-    host: str,
-    port: int,
+    address: tuple[str, int],
+    max_waiting: int,
     drain_seconds: float,
 ) -> None:
     from secondguess.api import load
-    from secondguess.engine import Engine
+    from secondguess.engine import Engine, EngineLimits
     from secondguess.server.app import create_app
     from secondguess.server.run import open_socket, serve_until_signal
 
     # Opened first: a port in use is cheap to find, weights are expensive to load.
-    opened = open_socket(host, port)
+    opened = open_socket(*address)
     try:
         llm = load(**options.load_settings_and_tuned(context, config)[0])
-        engine = Engine(llm)
+        engine = Engine(llm, EngineLimits(max_waiting, settings.max_samples))
         app = create_app(engine, settings)
-        if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
+        if not settings.api_keys and address[0] not in ("127.0.0.1", "localhost", "::1"):
             print_note(
-                f"serving at {host} without an API key: everyone who reaches this address can use the model"
+                f"serving at {address[0]} without an API key: all who reach this address can use the model"
             )
         serve_until_signal(app, engine, opened, drain_seconds)
     finally:

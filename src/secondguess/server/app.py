@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, get_type_hints
 
 from fastapi import FastAPI
@@ -37,18 +35,12 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
     """
     settings = settings or ServerSettings()
     service = Service(engine, settings)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        service.close()
-
-    app = FastAPI(title="secondguess", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="secondguess", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     for module in (completions, chats, responses, model_routes):
         app.include_router(module.router)
     app.add_middleware(
-        Gate, keys=KeyRing(settings.api_keys), max_body_bytes=settings.max_body_bytes, metrics=service.metrics
+        Gate, keys=KeyRing(settings.api_keys), max_body_bytes=service.max_body_bytes, metrics=service.metrics
     )
     if settings.cors_origins:
         app.add_middleware(

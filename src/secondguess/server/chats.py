@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from secondguess.core import TokenLogprob
-from secondguess.engine.generation import Output
+from secondguess.engine import Output
 from secondguess.server.convert import Job
 from secondguess.server.parsing import Delta, ReplyParser
 from secondguess.server.replies import (

@@ -9,8 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from secondguess.engine import NewPiece
-from secondguess.engine.generation import Output
+from secondguess.engine import NewPiece, Output
 from secondguess.server.convert import Job
 from secondguess.server.replies import Head, Json, completion_logprobs, finish_reason, report, usage
 from secondguess.server.schemas import CompletionRequest

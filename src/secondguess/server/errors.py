@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from secondguess.engine import DrainingError, QueueFullError
+from secondguess.engine import DeadlineError, DrainingError, QueueFullError
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.validation import describe_first
 
@@ -84,6 +84,8 @@ def api_error(error: Exception, fields: Mapping[str, object] | None = None) -> A
         return ApiError(429, str(error), code="rate_limit_exceeded", retry_after=error.retry_after)
     if isinstance(error, DrainingError):
         return ApiError(503, str(error), code="draining", retry_after=RETRY_SECONDS)
+    if isinstance(error, DeadlineError):
+        return ApiError(504, str(error), code="deadline_exceeded")
     if isinstance(error, OutOfMemoryError):
         return ApiError(503, str(error), code="out_of_memory", retry_after=RETRY_SECONDS)
     if isinstance(error, BadInputError):

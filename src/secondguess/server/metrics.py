@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from secondguess.engine import Engine, NewPiece
-from secondguess.engine.generation import Output
+from secondguess.engine import Engine, NewPiece, Output
 from secondguess.stats import PHASES, Stats
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -28,6 +27,9 @@ class Metrics:
         self._model = model
         self.registry.register(_EngineGauges(engine, model))
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
+        self.cached_tokens = self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens that were in the KV cache."
+        )
         self.generation_tokens = self._counter("vllm:generation_tokens", "Output tokens.")
         self.requests = self._counter(
             "vllm:request_success", "Samples that ended, by reason.", "finished_reason"
@@ -117,9 +119,9 @@ class _EngineGauges(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         status = self._engine.status()
         for name, text, value in (
-            ("vllm:num_requests_running", "Requests that decode.", status.num_running),
-            ("vllm:num_requests_waiting", "Requests in the queue.", status.num_waiting),
-            ("secondguess:cached_tokens", "Tokens in the KV cache.", status.num_cached_tokens),
+            ("vllm:num_requests_running", "Samples that are prefilled or decode.", status.num_running),
+            ("vllm:num_requests_waiting", "Samples in the queue.", status.num_waiting),
+            ("secondguess:num_requests", "Requests that are not finished.", status.num_requests),
         ):
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))
             gauge.add_metric([self._model], value)
@@ -155,6 +157,7 @@ class Observer:
 
     def on_outputs(self, outputs: Sequence[Output]) -> None:
         """Count the outputs of a prompt."""
+        self._metrics.cached_tokens.inc(outputs[0].stats.num_reused)
         self._metrics.whole.observe(time.monotonic() - self._start)
         for output in outputs:
             self._metrics.requests.labels(output.finish_reason or "cancelled").inc()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from secondguess.core import TokenLogprob
-from secondguess.engine.generation import Output
+from secondguess.engine import Output
 from secondguess.sampling.text import REPLACEMENT
 from secondguess.server.metrics import speculative_decoding
 from secondguess.server.parsing import Delta
@@ -20,11 +20,11 @@ Json = dict[str, Any]
 LOWEST_LOGPROB = -9999.0
 """Value that OpenAI's API gives in place of minus infinity, which JSON lacks."""
 
-_FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length", "deadline": "length"}
+_FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def finish_reason(output: Output, has_tool_calls: bool = False) -> str | None:
-    """Return OpenAI's finish reason; every limit (tokens, context, deadline) is `length`."""
+    """Return OpenAI's finish reason; a full context is `length`. None if generation was cut."""
     reason = _FINISH_REASONS.get(str(output.finish_reason))
     return "tool_calls" if has_tool_calls and reason == "stop" else reason
 
@@ -67,12 +67,19 @@ def usage(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], num_reaso
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_reused(prompts, outputs)},
         "completion_tokens_details": {
             "reasoning_tokens": num_reasoning,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
         },
     }
+
+
+def num_reused(prompts: Sequence[Sequence[int]], outputs: Sequence[Output]) -> int:
+    """Return the number of prompt tokens that were in the KV cache, counted once per prompt."""
+    samples_per_prompt = len(outputs) // len(prompts)
+    return sum(output.stats.num_reused for output in outputs[::samples_per_prompt])
 
 
 def report(outputs: Sequence[Output]) -> Json:

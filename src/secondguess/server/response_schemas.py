@@ -9,6 +9,7 @@ from pydantic import Field
 from secondguess.server.schemas import (
     STATELESS,
     Body,
+    Bounded,
     Effort,
     Extensions,
     FunctionParameters,
@@ -20,6 +21,7 @@ from secondguess.server.schemas import (
     OtherService,
     StreamOptions,
     ToolName,
+    Values,
     unsupported,
 )
 
@@ -38,8 +40,8 @@ class OutputText(Body):
 
     type: Literal["output_text"]
     text: str
-    annotations: list[JsonObject] | None = Field(default=None, max_length=0)
-    logprobs: list[JsonObject] | None = None
+    annotations: Values[JsonObject] | None = Field(default=None, max_length=0)
+    logprobs: Values[JsonObject] | None = None
 
 
 class ReasoningText(Body):
@@ -54,7 +56,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: str | list[Annotated[InputText | OutputText, Field(discriminator="type")]]
+    content: str | Values[Annotated[InputText | OutputText, Field(discriminator="type")]]
     id: str | None = None
     status: Status | None = None
     phase: None = unsupported("replies have one phase")
@@ -76,7 +78,7 @@ class FunctionCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | Values[InputText]
     id: str | None = None
     status: Status | None = None
 
@@ -86,8 +88,8 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[JsonObject] | None = Field(default=None, max_length=0)
-    content: list[ReasoningText] | None = None
+    summary: Values[JsonObject] | None = Field(default=None, max_length=0)
+    content: Values[ReasoningText] | None = None
     status: Status | None = None
     encrypted_content: None = unsupported("reasoning is sent as text")
 
@@ -140,16 +142,16 @@ class ResponseRequest(Extensions):
     """Body of `/v1/responses`."""
 
     model: str
-    input: str | list[InputItem]
+    input: str | Bounded[InputItem]
     instructions: str | None = None
     max_output_tokens: Limit | None = None
     temperature: float | None = Field(default=None, description="0 is greedy; by default 1")
     top_p: float | None = None
     top_logprobs: NumLogprobs | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Values[Literal["message.output_text.logprobs"]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Values[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = None
     parallel_tool_calls: Literal[True] | None = Field(default=None, description="the model decides")
     text: TextOptions | None = None

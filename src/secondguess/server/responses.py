@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from secondguess.engine.generation import Output
+from secondguess.engine import Output
 from secondguess.errors import BadInputError
 from secondguess.server.convert import Job
 from secondguess.server.errors import ApiError, api_error
@@ -161,7 +161,7 @@ def _usage(job: Job, outputs: Sequence[Output], num_reasoning: int) -> Json:
     counted = usage(job.prompts, outputs, num_reasoning)
     return {
         "input_tokens": counted["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": counted["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": counted["total_tokens"],

@@ -28,6 +28,12 @@ class DrainingServer(uvicorn.Server):
         self._drain_seconds = drain_seconds
         self._is_draining = False
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # uvicorn names no address of sockets that it is given.
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        logger.info("Serving at http://%s:%d (Ctrl-C to stop)", host, self.config.port)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._is_draining:
             super().handle_exit(sig, frame)
@@ -47,11 +53,12 @@ class DrainingServer(uvicorn.Server):
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address; port 0 takes a free one.
+    """Return a socket that listens at an address; port 0 takes a free one.
 
     Raises:
         BadInputError: an address that is in use or not of this machine.
     """
+    opened = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -59,7 +66,11 @@ def open_socket(host: str, port: int) -> socket.socket:
         opened = socket.socket(family, kind, protocol)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)
+        # At once, so that a second server is refused before it loads its model.
+        opened.listen()
     except (OSError, OverflowError) as error:
+        if opened is not None:
+            opened.close()
         raise BadInputError(
             f"expected a free address to serve at, got {host}:{port}: {error}; choose another --port"
         ) from None
@@ -68,8 +79,9 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def serve_until_signal(app: FastAPI, engine: Engine, opened: socket.socket, drain_seconds: float) -> None:
     """Serve an application on a socket until a signal, then close the engine."""
+    host, port, *_ = opened.getsockname()
     config = uvicorn.Config(
-        app, log_level="info", timeout_graceful_shutdown=max(1, round(drain_seconds)), server_header=False
+        app, host, port, timeout_graceful_shutdown=max(1, round(drain_seconds)), server_header=False
     )
     try:
         DrainingServer(config, engine, drain_seconds).run([opened])

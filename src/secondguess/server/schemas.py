@@ -8,13 +8,17 @@ with the reason as its description). Unknown fields are refused. The server's ow
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from secondguess.sampling.params import MAX_LOGPROBS
 
 JsonValue = Any
+
+
+MAX_ENTRIES = 4096
+"""Entries of an object or a conversation: bounds the time that validation takes on the event loop."""
 
 
 def _check_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -26,8 +30,20 @@ def _check_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return value
 
 
+def _check_size(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"should have at most {MAX_ENTRIES} entries")
+    return value
+
+
+Item = TypeVar("Item")
+Values = Annotated[list[Item], Field(fail_fast=True)]
+"""List of which the first invalid item is reported alone: a large body must not cost an error per item."""
+Bounded = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ENTRIES)]
+Map = Annotated[dict[str, Item], BeforeValidator(_check_size)]
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_check_json)]
-Metadata = Annotated[dict[str, str], AfterValidator(_check_json)]
+Metadata = Annotated[Map[str], AfterValidator(_check_json)]
+
 Limit = Annotated[int, Field(ge=1)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -46,6 +62,16 @@ class Body(BaseModel):
     """Part of a request; types are strict, NaN and unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_but_first(cls, values: Any) -> Any:
+        """Leave at most one unknown field, to be refused: a large body must not cost an error per field."""
+        if not isinstance(values, dict) or len(values) <= len(cls.model_fields):
+            return values
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in values if name not in known), None)
+        return {name: value for name, value in values.items() if name in known or name == unknown}
 
 
 class StreamOptions(Body):
@@ -72,7 +98,7 @@ class Extensions(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Values[int] | None = None
     speculation: Literal["auto", "off"] | SpeculationOptions | None = Field(
         default=None, description="auto: the controller decides; off: plain decoding"
     )
@@ -86,11 +112,11 @@ class Sampling(Extensions):
 
     model: str
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Map[float] | None = None
     n: int | None = None
     presence_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Bounded[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, description="0 is greedy; by default 1")
@@ -101,7 +127,7 @@ class Sampling(Extensions):
 class CompletionRequest(Sampling):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Bounded[str] | Values[int] | Bounded[Values[int]]
     best_of: int | None = Field(default=None, description="n, or absent")
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
@@ -123,7 +149,7 @@ class RefusalPart(Body):
     refusal: str
 
 
-Texts = str | list[TextPart]
+Texts = str | Bounded[TextPart]
 
 
 class SystemMessage(Body):
@@ -161,12 +187,12 @@ class AssistantMessage(Body):
     """Earlier reply, as this server or OpenAI's returned it."""
 
     role: Literal["assistant"]
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: str | Bounded[TextPart | RefusalPart] | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[EarlierCall] | None = None
-    annotations: list[JsonObject] | None = Field(default=None, max_length=0)
+    tool_calls: Values[EarlierCall] | None = None
+    annotations: Values[JsonObject] | None = Field(default=None, max_length=0)
     audio: None = unsupported(NoAudio)
     function_call: None = unsupported("it is deprecated; use tool_calls")
 
@@ -237,12 +263,12 @@ class Prediction(Body):
 class ChatRequest(Sampling):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Bounded[Message], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     max_completion_tokens: Limit | None = None
     max_tokens: Limit | None = None
-    tools: list[Tool] | None = None
+    tools: Values[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = Field(default=None, description="the model decides")
     response_format: ResponseFormat | None = None
@@ -252,7 +278,7 @@ class ChatRequest(Sampling):
         default=None, description="variables of the chat template; others are refused"
     )
     metadata: Metadata | None = Field(default=None, description="repeated in the reply")
-    modalities: list[Literal["text"]] | None = None
+    modalities: Values[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = Field(default=None, description="replies are not stored")
     verbosity: Literal["medium"] | None = None
@@ -274,7 +300,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Bounded[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
 
 
@@ -282,4 +308,4 @@ class DetokenizeRequest(Body):
     """Body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Values[int]

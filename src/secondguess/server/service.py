@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from secondguess.engine import Engine
-from secondguess.engine.generation import Output
+from secondguess.engine import Engine, Output
 from secondguess.sampling.text import Piece
 from secondguess.server.chat import ChatTemplate
 from secondguess.server.convert import Converter, Job
@@ -42,11 +41,8 @@ class Service:
         self.template = ChatTemplate(self.target, settings.chat_template)
         self.convert = Converter(self.target, settings, self.template)
         self.metrics = Metrics(engine, self.model_names[0])
+        self.max_body_bytes = settings.max_body_bytes or 2**20 + 16 * self.target.runtime.context_length
         self._threads = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="secondguess-server")
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served.

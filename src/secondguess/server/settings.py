@@ -33,7 +33,10 @@ class ServerSettings(Settings):
     )
     cors_origins: tuple[Text, ...] = Field(default=(), description="origins that browsers may call from")
     chat_template: Text | None = Field(default=None, description="Jinja template in place of the tokenizer's")
-    max_body_bytes: Count = Field(default=4 * 2**20, description="size of a request's body")
+    max_body_bytes: Count | None = Field(
+        default=None,
+        description="size of a request's body; None: 1 MiB and 16 bytes per token of the context",
+    )
     max_samples: Count = Field(default=64, description="samples: prompts times n")
     max_stop_strings: Count = Field(default=16, description="stop strings, and stop token ids")
     max_logit_biases: Count = Field(default=1024, description="entries of logit_bias")

@@ -15,8 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from secondguess.engine import Engine, Event, Failed, NewPiece, Request, Ticket
-from secondguess.engine.generation import Output
+from secondguess.engine import Engine, Event, Failed, NewPiece, Output, Request, Ticket
 from secondguess.server.convert import Job
 from secondguess.server.errors import ApiError, api_error
 from secondguess.server.metrics import Observer

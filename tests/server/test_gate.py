@@ -1,0 +1,129 @@
+"""Keys, request identifiers, body sizes and CORS."""
+
+import json
+
+import httpx2
+import pytest
+from fake_engine import FakeEngine
+from starlette.testclient import TestClient
+
+from secondguess.errors import BadInputError
+from secondguess.server.app import create_app
+from secondguess.server.settings import ServerSettings, read_api_keys
+
+BODY = {"model": "builtin", "prompt": "x"}
+KEYS = ServerSettings(api_keys=("first-key", "second-key"))
+
+
+def app_client(**settings):
+    return TestClient(create_app(FakeEngine(), ServerSettings(**settings)))
+
+
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer third-key", "Basic first-key", "first-key", "Bearer \x80"]
+)
+def test_without_a_key_nothing_but_probes_answers(authorization):
+    with app_client(api_keys=("first-key", "second-key")) as client:
+        headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("POST", "/tokenize"),
+            ("GET", "/openapi.json"),
+        ):
+            reply = client.request(method, path, headers=headers, content=b"not read")
+            assert reply.status_code == 401
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+            assert reply.headers["www-authenticate"] == "Bearer"
+        for path in ("/health", "/ready", "/metrics"):
+            assert client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("key", KEYS.api_keys)
+def test_every_key_is_accepted(key):
+    with app_client(api_keys=KEYS.api_keys) as client:
+        reply = client.post("/v1/completions", json=BODY, headers={"Authorization": f"bearer {key}"})
+        assert reply.status_code == 200
+
+
+def test_keys_come_from_file_and_environment_and_are_not_shown(tmp_path, monkeypatch):
+    path = tmp_path / "keys"
+    path.write_text("# comment\none\n\n two \n")
+    monkeypatch.setenv("SECONDGUESS_API_KEYS", "two, three")
+    assert read_api_keys(path) == ("two", "three", "one")
+    assert "three" not in repr(ServerSettings(api_keys=read_api_keys(path)))
+    path.write_text("# nothing\n")
+    for wrong in (path, tmp_path / "missing"):
+        with pytest.raises(BadInputError, match="expected"):
+            read_api_keys(wrong)
+
+
+def test_a_request_keeps_its_identifier_if_it_is_safe():
+    with app_client() as client:
+        assert client.get("/health", headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
+        made = client.get("/health", headers={"X-Request-Id": "a b\tc"}).headers["x-request-id"]
+        assert made.startswith("req_")
+        assert client.get("/nothing").headers["x-request-id"] != made
+
+
+def test_a_body_without_a_length_is_bounded_too():
+    def parts():
+        for _ in range(100):
+            yield b" " * 100
+
+    with app_client(max_body_bytes=1000) as client:
+        reply = client.post("/v1/completions", content=parts(), headers={"content-type": "application/json"})
+        assert reply.status_code == 413
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert client.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_hostile_bodies_cost_one_error(http):
+    for body in (
+        {f"a{number}": 1 for number in range(50_000)} | BODY,
+        {**BODY, "prompt": [5] * 100_000 + ["x"]},
+        {**BODY, "prompt": [[5]] * 100_000},
+        {**BODY, "logit_bias": {str(number): "x" for number in range(50_000)}},
+    ):
+        reply = http.post("/v1/completions", json=body)
+        assert reply.status_code == 400
+        assert len(reply.content) < 2000
+    deep = b'{"model": "builtin", "messages": ' + b"[" * 100_000
+    assert (
+        http.post(
+            "/v1/chat/completions", content=deep, headers={"content-type": "application/json"}
+        ).status_code
+        == 400
+    )
+
+
+def test_cors_is_off_unless_asked_for():
+    origin = {"Origin": "https://example.org"}
+    with app_client() as client:
+        assert "access-control-allow-origin" not in client.get("/health", headers=origin).headers
+    with app_client(cors_origins=("https://example.org",), api_keys=("key",)) as client:
+        preflight = {
+            **origin,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization",
+        }
+        reply = client.options("/v1/completions", headers=preflight)
+        assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (
+            200,
+            "https://example.org",
+        )
+        other = client.get("/health", headers={"Origin": "https://other.org"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_senders_are_logged_with_the_identifier(http, caplog):
+    caplog.set_level("INFO", logger="secondguess.server.service")
+    http.post("/v1/completions", json={**BODY, "user": "line\nbreak"}, headers={"X-Request-Id": "abc"})
+    (record,) = [each.getMessage() for each in caplog.records if each.name == "secondguess.server.service"]
+    assert record == "request abc: {'user': 'line\\nbreak'}"
+
+
+def test_a_browser_cannot_send_a_request_in_disguise(http):
+    reply = http.post("/v1/completions", content=json.dumps(BODY), headers={"content-type": "text/plain"})
+    assert reply.status_code == 400
+    assert isinstance(reply, httpx2.Response)

@@ -1,0 +1,114 @@
+"""Models, health, metrics, tokenization."""
+
+import threading
+
+import pytest
+from fake_engine import REPLY, FakeEngine
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from conftest import openai_client, serving
+from secondguess.server.app import create_app
+from secondguess.server.settings import ServerSettings
+
+
+def test_the_model_is_listed_with_its_context(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.max_model_len) == ("builtin", 2048)
+    assert client.models.retrieve("builtin") == model
+
+
+def test_a_server_can_have_several_names_with_slashes():
+    names = ("org/model", "alias")
+    with serving(FakeEngine(), ServerSettings(model_names=names)) as url, openai_client(url) as client:
+        assert [model.id for model in client.models.list().data] == list(names)
+        assert client.models.retrieve("org/model").id == "org/model"
+        for name in names:
+            assert client.completions.create(model=name, prompt="x").model == name
+
+
+def test_texts_and_conversations_become_tokens_and_back(http, engine):
+    tokenizer = engine.llm.target.tokenizer
+    found = http.post("/tokenize", json={"prompt": "def f():"}).json()
+    assert found == {
+        "count": len(found["tokens"]),
+        "max_model_len": 2048,
+        "tokens": tokenizer("def f():").input_ids,
+    }
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "def f():"}
+    messages = [{"role": "user", "content": "x"}]
+    tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    http.post("/v1/chat/completions", json={"model": "builtin", "messages": messages})
+    assert engine.last.prompt == tokens
+    for wrong in ({}, {"prompt": "x", "messages": messages}, {"prompt": "x", "model": "other"}):
+        assert http.post("/tokenize", json=wrong).status_code in (400, 404)
+    assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+    assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+
+
+def metrics_of(client):
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    return {
+        (sample.name, *(value for name, value in sample.labels.items() if name != "model_name")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_what_was_served_under_the_names_of_vllm():
+    engine = FakeEngine(round_size=4)
+    with TestClient(create_app(engine)) as client:
+        for _ in range(2):
+            client.post("/v1/completions", json={"model": "builtin", "prompt": "x", "n": 2})
+        client.post("/v1/completions", json={"model": "builtin"})
+        found = metrics_of(client)
+    num_tokens = len(engine.llm.target.tokenizer(REPLY).input_ids) + 1
+    assert found["vllm:generation_tokens_total",] == 4 * num_tokens
+    assert found["vllm:prompt_tokens_total",] == 2
+    assert found["vllm:request_success_total", "stop"] == 4
+    rounds = -(-num_tokens // 4)
+    assert found["secondguess:rounds_total",] == found["vllm:spec_decode_num_drafts_total",] == 4 * rounds
+    drafted, accepted = (
+        found[f"vllm:spec_decode_num_{kind}_tokens_total",] for kind in ("draft", "accepted")
+    )
+    assert 0 < accepted <= drafted
+    by_position = [
+        found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(each)] for each in range(3)
+    ]
+    assert sum(by_position) == accepted
+    assert by_position == sorted(by_position, reverse=True)
+    assert found["vllm:time_to_first_token_seconds_count",] == 2
+    assert found["vllm:inter_token_latency_seconds_count",] > 0
+    assert found["vllm:e2e_request_latency_seconds_count",] == 2
+    assert found["secondguess:draft_length_count",] == 4 * rounds
+    assert (found["vllm:num_requests_running",], found["vllm:num_requests_waiting",]) == (1, 2)
+    assert found["secondguess:http_requests_total", "/v1/completions", "200"] == 2
+    assert found["secondguess:http_requests_total", "/v1/completions", "400"] == 1
+
+
+def test_tokenization_leaves_the_event_loop_free(http, engine, monkeypatch):
+    target = engine.llm.target
+    begun, may_end = threading.Event(), threading.Event()
+    encode = type(target).encode
+
+    def slow(self, text):
+        begun.set()
+        assert may_end.wait(10)
+        return encode(self, text)
+
+    monkeypatch.setattr(type(target), "encode", slow)
+    replies = []
+    body = {"model": "builtin", "prompt": "x"}
+    sender = threading.Thread(target=lambda: replies.append(http.post("/v1/completions", json=body)))
+    sender.start()
+    assert begun.wait(10)
+    assert http.get("/health").status_code == 200  # while the prompt is still being encoded
+    may_end.set()
+    sender.join(10)
+    assert replies[0].status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_infill_tokens_are_needed_for_a_suffix(http, path):
+    reply = http.post(path, json={"model": "builtin", "prompt": "x", "suffix": "y"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "suffix")

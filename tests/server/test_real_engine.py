@@ -1,0 +1,99 @@
+"""The server with the real engine and the built-in pair: the same texts as `LLM.generate`, over HTTP."""
+
+import threading
+
+import openai
+import pytest
+
+from conftest import openai_client, serving, wait_for
+from secondguess import load
+from secondguess.engine import Engine
+from secondguess.sampling import SamplingParams
+
+PROMPT = "def read_lines(path):\n"
+
+
+@pytest.fixture(scope="module")
+def served():
+    llm = load()
+    engine = Engine(llm)
+    with serving(engine) as url, openai_client(url) as client:
+        yield engine, client
+    engine.close()
+
+
+def complete(client, **fields):
+    return client.completions.create(**{"model": "builtin", "prompt": PROMPT, "max_tokens": 40, **fields})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "temperature": 0.7, "top_p": 0.9}]
+)
+def test_texts_are_those_of_generate(served, settings):
+    engine, client = served
+    expected = engine.llm.generate(
+        PROMPT, SamplingParams(**{"temperature": 1.0, **settings, "max_tokens": 40})
+    )
+    assert complete(client, **settings).choices[0].text == expected.text
+    chunks = list(complete(client, **settings, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+    plain = complete(client, **settings, extra_body={"speculation": "off", "report": True})
+    assert plain.choices[0].text == expected.text
+    assert plain.metrics["speculative_decoding"]["num_draft_tokens"] == 0
+
+
+def test_a_repeated_prompt_is_cached(served):
+    _, client = served
+    prompt = PROMPT * 8
+    complete(client, prompt=prompt)
+    usage = complete(client, prompt=prompt).usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
+def test_samples_and_requests_together_equal_each_alone(served):
+    _, client = served
+    fields = [{"seed": seed, "n": 1 + seed % 2} for seed in range(6)]
+    alone = [[choice.text for choice in complete(client, **each).choices] for each in fields]
+    together = [None] * len(fields)
+
+    def run(place):
+        together[place] = [choice.text for choice in complete(client, **fields[place]).choices]
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(fields))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert together == alone
+
+
+def test_logprobs_are_those_of_the_target(served):
+    engine, client = served
+    expected = engine.llm.generate(PROMPT, SamplingParams(max_tokens=40, logprobs=2))
+    found = complete(client, temperature=0, logprobs=2).choices[0].logprobs
+    assert found.tokens == [each.text for each in expected.logprobs]
+    assert found.token_logprobs == pytest.approx([each.logprob for each in expected.logprobs], abs=1e-4)
+
+
+def test_a_disconnect_leaves_the_batch(served):
+    engine, client = served
+    body = {"min_tokens": 1500}
+    stream = complete(client, max_tokens=1500, stream=True, extra_body=body)
+    next(iter(stream))
+    assert engine.status().num_requests == 1
+    stream.close()
+    wait_for(lambda: engine.status().num_requests == 0)
+    with pytest.raises(openai.APITimeoutError):
+        complete(client.with_options(timeout=0.3), max_tokens=1500, extra_body=body)
+    wait_for(lambda: engine.status().num_requests == 0)
+
+
+def test_a_chat_and_a_response_have_the_same_text(served):
+    _, client = served
+    messages = [{"role": "user", "content": "Read a file."}]
+    chat = client.chat.completions.create(model="builtin", messages=messages, temperature=0, max_tokens=20)
+    response = client.responses.create(
+        model="builtin", input="Read a file.", temperature=0, max_output_tokens=20
+    )
+    assert chat.choices[0].message.content == response.output_text != ""
+    assert chat.usage.total_tokens == response.usage.total_tokens

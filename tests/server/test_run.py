@@ -1,0 +1,99 @@
+"""`secondguess serve` as a process: address, signals, drain."""
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx2
+import pytest
+
+from secondguess.errors import BadInputError
+from secondguess.server.run import open_socket
+
+SERVE = [
+    sys.executable,
+    "-c",
+    "import sys; from secondguess.cli import main; sys.exit(main(sys.argv[1:]))",
+    "serve",
+]
+
+
+@contextlib.contextmanager
+def served(*options):
+    """Run the command on a free port; yields the process and its URL once it is ready."""
+    process = subprocess.Popen([*SERVE, "--port", "0", *options], stderr=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+                break
+        else:
+            pytest.fail("".join(lines))
+        yield process, found[0]
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_signal_finishes_requests_and_refuses_new_ones(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    body = {"model": "builtin", "prompt": "def f(", "max_tokens": 1500, "min_tokens": 1500, "stream": True}
+    with (
+        served("--api-key-file", str(keys)) as (process, url),
+        httpx2.Client(base_url=url, timeout=60, headers={"Authorization": "Bearer secret"}) as client,
+    ):
+        assert httpx2.get(f"{url}/v1/models").status_code == 401
+        refused = []
+        with client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            while (status := client.get("/ready")).status_code != 503:
+                time.sleep(0.01)
+            refused = client.post("/v1/completions", json={**body, "stream": False})
+            assert list(lines)[-2] == "data: [DONE]"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert status.headers["retry-after"]
+        client.close()
+        assert process.wait(30) == 0
+
+
+def test_an_address_in_use_is_refused_before_the_model_is_loaded(secondguess_command):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        finished = secondguess_command("serve", "--port", other.getsockname()[1])
+    assert finished.code == 2
+    assert "choose another --port" in finished.err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--api-key-file", "/missing/keys"), "/missing/keys"),
+        (("--chat-template", "/missing/template"), "/missing/template"),
+        (("--request-seconds", "-1"), "request_seconds"),
+        (("--drafter", "abacus"), "suffix"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(secondguess_command, options, named):
+    finished = secondguess_command("serve", *options)
+    assert finished.code == 2
+    assert named in finished.err
+    assert finished.err.count("\n") == 1
+
+
+def test_a_host_that_does_not_exist_is_refused():
+    with pytest.raises(BadInputError, match="expected a free address"):
+        open_socket("256.0.0.1", 8000)
