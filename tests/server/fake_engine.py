@@ -20,7 +20,6 @@ from secondguess.engine import (
     QueueFullError,
     Request,
 )
-from secondguess.engine.generation import Output
 from secondguess.errors import BadInputError
 from secondguess.sampling.text import StreamingDetokenizer
 from secondguess.stats import Stats

@@ -138,7 +138,7 @@ def to_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _to_message(message: Message, place: int) -> dict[str, Any]:
     found = {key: value for key, value in message.model_dump(exclude_none=True).items() if value != []}
-    found["content"] = _to_text(message.content)
+    found["content"] = text_of(message.content)
     if message.role == "developer":
         found["role"] = "system"
     if isinstance(message, AssistantMessage):
@@ -150,7 +150,8 @@ def _to_message(message: Message, place: int) -> dict[str, Any]:
     return found
 
 
-def _to_text(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
+def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
+    """Return the text of a message: a string, or parts that are joined."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

@@ -20,6 +20,7 @@ from secondguess.server.replies import (
     delta_fields,
     finish_reason,
     message,
+    origin,
     report,
     usage,
 )
@@ -82,7 +83,8 @@ class _Chunks:
         """Yield one or several chunks per committed piece, then the ends, then usage and report."""
         async for _, event in generation.pieces():
             deltas = self._parsers[event.index].feed(event.piece)
-            more = {"drafted": event.piece.drafted} if self._request.report else {}
+            is_content = deltas == [Delta("content", event.piece.text)]
+            more = origin(event.piece) if self._request.report and is_content else {}
             for chunk in self._deltas(event.index, deltas, event.logprobs, more):
                 yield chunk
         outputs = generation.outputs()

@@ -11,7 +11,15 @@ from starlette.responses import Response
 
 from secondguess.engine import NewPiece, Output
 from secondguess.server.convert import Job
-from secondguess.server.replies import Head, Json, completion_logprobs, finish_reason, report, usage
+from secondguess.server.replies import (
+    Head,
+    Json,
+    completion_logprobs,
+    finish_reason,
+    origin,
+    report,
+    usage,
+)
 from secondguess.server.schemas import CompletionRequest
 from secondguess.server.service import Service, check_finished
 from secondguess.server.streams import Generation, streamed, to_event
@@ -72,7 +80,7 @@ async def _chunks(
 def _piece_choice(request: CompletionRequest, index: int, event: NewPiece, offset: int) -> Json:
     logprobs = completion_logprobs(event.logprobs, offset) if request.logprobs is not None else None
     choice = _choice(index, event.piece.text, logprobs)
-    return choice | ({"drafted": event.piece.drafted} if request.report else {})
+    return choice | (origin(event.piece) if request.report else {})
 
 
 def _choice(index: int, text: str, logprobs: Json | None = None, reason: str | None = None) -> Json:

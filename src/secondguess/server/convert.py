@@ -8,12 +8,13 @@ from typing import Any
 
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.prompts import encode
-from secondguess.sampling import SamplingParams
-from secondguess.server.chat import ChatTemplate, to_conversation
+from secondguess.sampling import Grammar, SamplingParams
+from secondguess.server.chat import ChatTemplate, text_of, to_conversation
 from secondguess.server.errors import ApiError, refused
 from secondguess.server.infill import encode_infill
 from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
 from secondguess.server.settings import ServerSettings
+from secondguess.server.structure import forces_call, grammar_of_chat, grammar_of_outputs
 
 DIRECT_SETTINGS = (
     "top_k",
@@ -38,12 +39,14 @@ class Job:
         params: sampling settings.
         echo: text that precedes the output of each prompt.
         tools: functions that the model may call.
+        forces_call: True if the output is a tool call by its grammar.
     """
 
     prompts: list[list[int]]
     params: SamplingParams
     echo: list[str] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    forces_call: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -75,13 +78,15 @@ class Converter:
         texts = _prompts(request.prompt)
         self._check_samples(len(texts), request)
         prompts = [self._encode(text, request.suffix) for text in texts]
-        params = self._params(request, prompts, request.max_tokens, "max_tokens", request.logprobs)
+        grammar = grammar_of_outputs(request.structured_outputs, self._settings.max_schema_bytes)
+        params = self._params(request, prompts, request.max_tokens, "max_tokens", request.logprobs, grammar)
         echo = [self._text(text) for text in texts] if request.echo else []
         return Job(prompts, params, echo)
 
     def chat(self, request: ChatRequest) -> Job:
         """Return the job of a chat request."""
-        self._check_structure(request)
+        self._check_tools(request)
+        grammar = grammar_of_chat(request, self._settings.max_schema_bytes)
         if request.top_logprobs is not None and not request.logprobs:
             raise refused("top_logprobs", "expected logprobs: true together with top_logprobs; add it")
         limits = {request.max_tokens, request.max_completion_tokens} - {None}
@@ -94,29 +99,20 @@ class Converter:
         conversation = to_conversation(request)
         prompts = [self._template.encode(conversation)]
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        params = self._params(request, prompts, next(iter(limits), None), "max_completion_tokens", logprobs)
-        return Job(prompts, params, tools=conversation.tools)
+        limit = next(iter(limits), None)
+        params = self._params(request, prompts, limit, "max_completion_tokens", logprobs, grammar)
+        return Job(prompts, params, tools=conversation.tools, forces_call=forces_call(request))
 
-    def _check_structure(self, request: ChatRequest) -> None:
-        """Refuse fields that need a grammar, and tools whose calls could not be recognised."""
-        if request.response_format is not None and request.response_format.type != "text":
-            raise refused(
-                "response_format",
-                f"expected response_format of type text, got {request.response_format.type}; leave it out",
-            )
-        if request.prediction is not None:
-            raise refused(
-                "prediction", "expected no prediction, which this server does not use yet; leave it out"
-            )
+    def _check_tools(self, request: ChatRequest) -> None:
+        """Refuse tools whose calls could not be recognised."""
         if request.tool_choice is not None and not request.tools:
             raise refused("tool_choice", "expected tools together with tool_choice; add them or leave it out")
-        if request.tool_choice not in (None, "none", "auto"):
-            raise refused("tool_choice", "expected tool_choice none or auto; a call cannot be forced yet")
-        if request.tools and request.tool_choice != "none" and not self._template.can_parse:
+        is_free = request.tool_choice in (None, "auto")
+        if request.tools and is_free and not self._template.can_parse:
             raise refused(
                 "tools",
                 f"expected no tools: the tokenizer of {self._target.name} has no response template, so calls in its text could "
-                "not be recognised; leave them out or set tool_choice: none",
+                "not be recognised; leave them out, or set tool_choice to none, required or a function",
             )
         size = sum(len(tool.model_dump_json()) for tool in request.tools or ())
         if size > self._settings.max_schema_bytes:
@@ -140,6 +136,7 @@ class Converter:
         max_tokens: int | None,
         limit_name: str,
         logprobs: int | None,
+        grammar: Grammar | None,
     ) -> SamplingParams:
         """Return the sampling settings of a request."""
         settings: dict[str, Any] = {
@@ -152,10 +149,12 @@ class Converter:
             self._bounded("stop_token_ids", request.stop_token_ids or (), "max_stop_strings")
         )
         settings["logit_bias"] = self._logit_bias(request)
-        settings["draft_length"] = _draft_length(request)
+        settings |= _speculation(request)
+        if request.prediction is not None:
+            settings["prediction"] = text_of(request.prediction.content)
         settings["max_tokens"] = self._max_tokens(prompts, max_tokens, limit_name)
         settings["min_tokens"] = settings.get("min_tokens", 0)
-        return SamplingParams(logprobs=logprobs, **settings)
+        return SamplingParams(logprobs=logprobs, grammar=grammar, **settings)
 
     def _max_tokens(self, prompts: Sequence[list[int]], wanted: int | None, name: str) -> int:
         """Return the largest number of output tokens; by default, what fits into the context."""
@@ -229,7 +228,8 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
     return list(prompt)  # type: ignore[arg-type]
 
 
-def _draft_length(request: Sampling) -> int | None:
+def _speculation(request: Sampling) -> dict[str, int | None]:
     if isinstance(request.speculation, SpeculationOptions):
-        return request.speculation.draft_length
-    return 0 if request.speculation == "off" else None
+        options = request.speculation
+        return {"draft_length": options.draft_length, "max_draft_length": options.max_draft}
+    return {"draft_length": 0 if request.speculation == "off" else None}

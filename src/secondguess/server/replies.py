@@ -11,7 +11,7 @@ from typing import Any
 
 from secondguess.core import TokenLogprob
 from secondguess.engine import Output
-from secondguess.sampling.text import REPLACEMENT
+from secondguess.sampling.text import REPLACEMENT, Piece
 from secondguess.server.metrics import speculative_decoding
 from secondguess.server.parsing import Delta
 
@@ -70,8 +70,8 @@ def usage(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], num_reaso
         "prompt_tokens_details": {"cached_tokens": num_reused(prompts, outputs)},
         "completion_tokens_details": {
             "reasoning_tokens": num_reasoning,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": sum(each.stats.accepted_prediction_tokens for each in outputs),
+            "rejected_prediction_tokens": sum(each.stats.rejected_prediction_tokens for each in outputs),
         },
     }
 
@@ -95,6 +95,11 @@ def report(outputs: Sequence[Output]) -> Json:
     ]
     single = speculative_decoding(outputs[0].stats) if len(outputs) == 1 else None
     return {"metrics": {"speculative_decoding": single}, "secondguess": {"samples": statistics}}
+
+
+def origin(piece: Piece) -> Json:
+    """Return the fields that `report: true` adds to a choice of a chunk: its text by origin."""
+    return {"secondguess": {"segments": [[text, drafted] for text, drafted in piece.segments]}}
 
 
 def message(deltas: Sequence[Delta]) -> Json:

@@ -87,8 +87,41 @@ class SpeculationOptions(Body):
     draft_length: int | None = Field(
         default=None, description="tokens drafted per round; 0 is plain decoding"
     )
+    max_draft: int | None = Field(default=None, description="limit of the tokens that the controller drafts")
     drafter: None = unsupported("the drafter is chosen when the server starts")
-    max_draft: None = unsupported("the controller cannot be bounded per request; use draft_length")
+
+
+class TextPart(Body):
+    """Text in a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Body):
+    """Refusal in an earlier reply."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Texts = str | Bounded[TextPart]
+
+
+class Prediction(Body):
+    """Text that the reply is expected to resemble; it is drafted from."""
+
+    type: Literal["content"]
+    content: Texts
+
+
+class StructuredOutputs(Body):
+    """Grammar of the reply, in one of several notations; vLLM's names."""
+
+    json_: JsonObject | None = Field(default=None, alias="json", description="JSON schema")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    grammar: str | None = Field(default=None, description="in llguidance's dialect of Lark")
 
 
 class Extensions(Body):
@@ -102,6 +135,7 @@ class Extensions(Body):
     speculation: Literal["auto", "off"] | SpeculationOptions | None = Field(
         default=None, description="auto: the controller decides; off: plain decoding"
     )
+    structured_outputs: StructuredOutputs | None = None
     report: bool | None = Field(
         default=None, description="add statistics of speculative decoding to the reply"
     )
@@ -114,6 +148,9 @@ class Sampling(Extensions):
     frequency_penalty: float | None = None
     logit_bias: Map[float] | None = None
     n: int | None = None
+    prediction: Prediction | None = Field(
+        default=None, description="OpenAI's field of chats, also for completions"
+    )
     presence_penalty: float | None = None
     seed: int | None = None
     stop: str | Bounded[str] | None = None
@@ -133,23 +170,6 @@ class CompletionRequest(Sampling):
     logprobs: NumLogprobs | None = None
     max_tokens: Limit | None = None
     suffix: str | None = Field(default=None, description="needs a tokenizer with fill-in-the-middle tokens")
-
-
-class TextPart(Body):
-    """Text in a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class RefusalPart(Body):
-    """Refusal in an earlier reply."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-Texts = str | Bounded[TextPart]
 
 
 class SystemMessage(Body):
@@ -253,13 +273,6 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFields | None = None
 
 
-class Prediction(Body):
-    """Text that the reply is expected to resemble."""
-
-    type: Literal["content"]
-    content: Texts
-
-
 class ChatRequest(Sampling):
     """Body of `/v1/chat/completions`."""
 
@@ -272,7 +285,6 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = Field(default=None, description="the model decides")
     response_format: ResponseFormat | None = None
-    prediction: Prediction | None = None
     reasoning_effort: Effort | None = Field(default=None, description="needs a chat template that reads it")
     chat_template_kwargs: JsonObject | None = Field(
         default=None, description="variables of the chat template; others are refused"

@@ -22,6 +22,7 @@ from secondguess.server.response_schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest, CompletionRequest
 from secondguess.server.settings import ServerSettings
 from secondguess.server.streams import Generation, JsonReply, deadline_after, unless_disconnected
+from secondguess.server.structure import ForcedCallParser
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
@@ -115,6 +116,8 @@ class Service:
 
     def parser(self, job: Job) -> ReplyParser:
         """Return a parser for one sample of a chat."""
+        if job.forces_call:
+            return ForcedCallParser()
         if not self.template.can_parse:
             return PlainParser()
         return TemplateParser(self.target.tokenizer, job.prompts[0], job.tools, job.params.stop)

@@ -1,0 +1,143 @@
+"""Structured replies: the grammar of a request's format, of its tools, or of its own."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from secondguess.errors import BadInputError
+from secondguess.sampling import Grammar
+from secondguess.sampling.text import Piece
+from secondguess.server.errors import refused
+from secondguess.server.parsing import Delta
+from secondguess.server.schemas import ChatRequest, NamedTool, ResponseFormat, StructuredOutputs, Tool
+
+DEFINITIONS = ("$defs", "definitions")
+"""Keys of a JSON schema whose entries references name from the root."""
+
+
+def grammar_of_chat(request: ChatRequest, max_bytes: int) -> Grammar | None:
+    """Return the grammar that the reply to a chat follows; None for free text.
+
+    Raises:
+        ApiError: a schema that is invalid or too large, or more than one structure.
+    """
+    found = {
+        "response_format": _of_format(request.response_format, max_bytes),
+        "tool_choice": _of_tool_choice(request, max_bytes),
+        "structured_outputs": grammar_of_outputs(request.structured_outputs, max_bytes),
+    }
+    given = {name: grammar for name, grammar in found.items() if grammar is not None}
+    if len(given) > 1:
+        first, second, *_ = given
+        raise refused(second, f"expected one structure of the reply, got {first} and {second}; leave one out")
+    return next(iter(given.values()), None)
+
+
+def grammar_of_outputs(outputs: StructuredOutputs | None, max_bytes: int) -> Grammar | None:
+    """Return the grammar of the extension `structured_outputs`."""
+    if outputs is None:
+        return None
+    given = outputs.model_dump(exclude_none=True, by_alias=True)
+    name = "structured_outputs"
+    if len(given) != 1:
+        raise refused(name, f"expected {name} with one field, got {', '.join(given) or 'none'}")
+    ((kind, value),) = given.items()
+    if kind == "json":
+        return _of_schema(name, value, max_bytes)
+    if kind == "json_object":
+        return Grammar.json_object()
+    _check_size(name, value, max_bytes)
+    return Grammar.regex(value) if kind == "regex" else Grammar.lark(value)
+
+
+def forces_call(request: ChatRequest) -> bool:
+    """Return True if the reply must be a tool call."""
+    return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
+
+
+def _of_format(chosen: ResponseFormat | None, max_bytes: int) -> Grammar | None:
+    if chosen is None or chosen.type == "text":
+        return None
+    if chosen.type == "json_object":
+        return Grammar.json_object()
+    if chosen.json_schema is None or chosen.json_schema.schema_ is None:
+        raise refused("response_format", "expected json_schema.schema together with type json_schema; add it")
+    return _of_schema("response_format", chosen.json_schema.schema_, max_bytes)
+
+
+def _of_tool_choice(request: ChatRequest, max_bytes: int) -> Grammar | None:
+    if not forces_call(request):
+        return None
+    tools = list(request.tools or ())
+    if isinstance(request.tool_choice, NamedTool):
+        name = request.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == name]
+        if not tools:
+            raise refused("tool_choice", f"expected tool_choice to name one of the tools, got {name!r}")
+    return _of_schema("tools", call_schema(tools), max_bytes)
+
+
+def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
+    """Return the schema of a call of one of these tools: an object with `name` and `arguments`.
+
+    Definitions move to the root, where references look for them.
+    """
+    calls: list[dict[str, Any]] = []
+    definitions: dict[str, dict[str, Any]] = {key: {} for key in DEFINITIONS}
+    for tool in tools:
+        parameters = dict(tool.function.parameters or {"type": "object"})
+        for key, known in definitions.items():
+            for name, schema in (parameters.pop(key, None) or {}).items():
+                if known.setdefault(name, schema) != schema:
+                    raise refused(
+                        "tools", f"expected one definition of {name!r} in all tools, got two; rename one"
+                    )
+        properties = {"name": {"const": tool.function.name}, "arguments": parameters}
+        required = ["name", "arguments"]
+        calls.append(
+            {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        )
+    found = {key: known for key, known in definitions.items() if known}
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **found}
+
+
+def _of_schema(name: str, schema: Mapping[str, Any], max_bytes: int) -> Grammar:
+    text = json.dumps(schema, ensure_ascii=False)
+    _check_size(name, text, max_bytes)
+    try:
+        return Grammar.json_schema(text)
+    except BadInputError as error:
+        raise refused(name, str(error), "invalid_value") from None
+
+
+def _check_size(name: str, text: str, max_bytes: int) -> None:
+    size = len(text.encode())
+    if size > max_bytes:
+        raise refused(name, f"expected {name} of at most {max_bytes} bytes, got {size}; shorten it")
+
+
+class ForcedCallParser:
+    """Reply that is one tool call, as `call_schema` describes it.
+
+    A call that a limit has cut off becomes content.
+    """
+
+    num_reasoning_tokens = 0
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, piece: Piece) -> list[Delta]:
+        self._text += piece.text
+        return []
+
+    def finish(self, stopped: bool) -> list[Delta]:
+        try:
+            call = json.loads(self._text)
+            arguments = json.dumps(call["arguments"], ensure_ascii=False)
+            return [Delta("tool_call", arguments, call["name"], f"call_{secrets.token_hex(12)}")]
+        except (ValueError, TypeError, KeyError):
+            return [Delta("content", self._text)]
