@@ -48,7 +48,7 @@ def served(*options):
 def test_a_signal_finishes_requests_and_refuses_new_ones(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
-    body = {"model": "builtin", "prompt": "def f(", "max_tokens": 1500, "min_tokens": 1500, "stream": True}
+    body = {"model": "builtin", "prompt": "def f(", "max_tokens": 400, "min_tokens": 400, "stream": True}
     with (
         served("--api-key-file", str(keys)) as (process, url),
         httpx2.Client(base_url=url, timeout=60, headers={"Authorization": "Bearer secret"}) as client,
