@@ -1,0 +1,99 @@
+"""Measure a forward pass beside busy processes of equal priority, relative to a quiet machine.
+
+    python benchmarks/busy_machine.py --model pairs/88m/target --competitors 2
+
+The kernels' threads wait for each other several times a layer, so a competitor that takes a core
+from one of them delays all. Quiet and busy periods alternate. With as many competitors as cores a
+fair share of the machine gives 2 times the quiet time. Exits with code 1 if the median
+or the mean is beyond `--limit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from statistics import fmean, median, quantiles
+from typing import Any
+
+PROMPT = [5, 6, 7, 8] * 16
+BUSY_LOOP = "while True: pass"
+
+
+def time_forwards(runtime: Any, row: Any, draft: Any, seconds: float) -> list[float]:
+    """Return the milliseconds of each forward pass over a draft during some seconds."""
+    found, end = [], time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        runtime.score([row], draft)
+        found.append((time.perf_counter() - start) * 1e3)
+        runtime.rewind([row], [len(PROMPT) - 1])
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return quiet and busy times of a forward pass, and their ratio, by number of tokens."""
+    import torch
+
+    from secondguess.checkpoint.checkpoint import Checkpoint
+    from secondguess.core import Draft, Row
+    from secondguess.sampling import SamplingParams
+
+    torch.set_num_threads(options.threads)
+    runtime = Checkpoint.resolve(options.model, device="cpu").load().runtime
+    row = Row(list(PROMPT), SamplingParams())
+    runtime.begin([row])
+    results: dict[str, dict[str, Any]] = {}
+    for width in options.widths:
+        draft = Draft.chains([PROMPT[: width - 1]])
+        time_forwards(runtime, row, draft, 0.2)
+        quiet: list[list[float]] = []
+        busy: list[list[float]] = []
+        for _ in range(options.repeats):
+            quiet.append(time_forwards(runtime, row, draft, options.seconds))
+            others = [
+                subprocess.Popen([sys.executable, "-S", "-c", BUSY_LOOP]) for _ in range(options.competitors)
+            ]
+            try:
+                time.sleep(0.5)
+                busy.append(time_forwards(runtime, row, draft, options.seconds))
+            finally:
+                for other in others:
+                    other.kill()
+                    other.wait()
+        alone, beside = ([each for period in periods for each in period] for periods in (quiet, busy))
+        results[f"{width} tokens"] = {
+            "quiet_ms": round(median(alone), 2),
+            "busy_ms": round(median(beside), 2),
+            "busy_p90_ms": round(quantiles(beside, n=10)[-1], 2),
+            "ratio": round(median(beside) / median(alone), 2),
+            "ratio_of_means": round(fmean(beside) / fmean(alone), 2),
+            "ratio_by_turn": [round(fmean(b) / fmean(q), 2) for q, b in zip(quiet, busy, strict=True)],
+        }
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="builtin", help="builtin (default) or a directory")
+    parser.add_argument("--competitors", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 5], help="tokens of a forward pass")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a period")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--limit", type=float, default=3.0, help="largest ratio of the medians and of the means"
+    )
+    options = parser.parse_args()
+    results = measure(options)
+    print(json.dumps(results, indent=1))
+    sys.exit(
+        any(max(result["ratio"], result["ratio_of_means"]) > options.limit for result in results.values())
+    )
+
+
+if __name__ == "__main__":
+    main()
