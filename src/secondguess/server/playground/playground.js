@@ -221,15 +221,15 @@ function showGauges(tally) {
   const seconds = (performance.now() - tally.start) / 1000;
   const share = stats ? stats.num_accepted / stats.num_tokens : numDrafted / text.length;
   const isShareKnown = Number.isFinite(share) && (stats || tally.isOriginKnown);
-  showGauge('share', isShareKnown ? percent(share) : '–', stats ? `of ${number(stats.num_tokens)} tokens` : 'of the text');
+  showGauge('share', isShareKnown ? percent(share) : '', stats ? `of ${number(stats.num_tokens)} tokens` : 'of the text');
   if (!stats) {
-    showGauge('speed', text ? rate(text.length / seconds) : '–', 'characters/s');
-    showGauge('pass', '–', 'tokens');
-    showGauge('acceptance', '–', 'of drafted tokens');
+    showGauge('speed', text && rate(text.length / seconds), text ? 'characters/s' : 'tokens/s');
+    showGauge('pass', '', 'mean draft length');
+    showGauge('acceptance', '', 'of drafted tokens');
   } else {
     showGauge('speed', rate(stats.tokens_per_second), 'tokens/s');
-    showGauge('pass', number(stats.acceptance_length, 2), `tokens; mean draft ${number(stats.num_drafted / stats.num_rounds, 1)}`);
-    const accepted = stats.acceptance_rate === null ? '–' : percent(stats.acceptance_rate);
+    showGauge('pass', number(stats.acceptance_length, 2), `mean draft length ${number(stats.num_drafted / stats.num_rounds, 1)}`);
+    const accepted = stats.acceptance_rate === null ? '' : percent(stats.acceptance_rate);
     const unit = stats.num_drafted ? `${number(stats.num_accepted)} of ${number(stats.num_drafted)} drafted` : 'nothing drafted';
     showGauge('acceptance', accepted, unit);
   }
@@ -330,7 +330,8 @@ function startConversation() {
 class Lane {
   constructor(id, prompt) {
     this.view = new TextView($(id).querySelector('.output'));
-    this.pace = $(id).querySelector('output');
+    this.pace = $(id).querySelector('.pace');
+    this.detail = $(id).querySelector('.detail');
     this.bar = $(id).querySelector('progress');
     this.tally = new Tally();
     this.parts = [];
@@ -341,6 +342,7 @@ class Lane {
   clear() {
     this.view.clear(this.prompt);
     this.pace.textContent = '–';
+    this.detail.textContent = '';
     this.bar.value = 0;
     this.numShown = 0;
   }
@@ -361,8 +363,9 @@ class Lane {
 
   showResult() {
     const { stats, seconds, numTokens } = this.tally;
-    const drafted = stats?.num_drafted ? `, ${percent(stats.acceptance_rate)} of drafts accepted` : '';
-    this.pace.textContent = `${number(seconds, 2)} s, ${number(numTokens)} tokens, ${rate(this.tokensPerSecond)} tokens/s${drafted}`;
+    const accepted = stats?.num_drafted ? `, ${percent(stats.acceptance_rate)} of drafts accepted` : '';
+    this.pace.textContent = `${number(seconds, 2)} s`;
+    this.detail.textContent = `${number(numTokens)} tokens, ${rate(this.tokensPerSecond)} tokens/s${accepted}`;
     this.bar.value = 1;
   }
 
@@ -471,7 +474,7 @@ function stop() {
 }
 
 function showRunning(isRunning) {
-  for (const button of document.querySelectorAll('[data-run]')) button.disabled = isRunning;
+  for (const button of document.querySelectorAll('[data-run]')) button.setAttribute('aria-disabled', isRunning);
   for (const button of document.querySelectorAll('[data-stop]')) button.hidden = !isRunning;
   if (isRunning) announce('Generating.');
 }
