@@ -70,7 +70,7 @@ def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]
         if not prompt:
             raise BadInputError("expected a prompt with at least one character, got an empty one")
         return [Request(_encodable(prompt))]
-    text = _decode(sys.stdin.buffer.read(), "standard input")
+    text = decode(sys.stdin.buffer.read(), "standard input")
     if not text:
         raise BadInputError("expected a prompt on standard input, got nothing")
     return [Request(text, source="standard input")]
@@ -83,7 +83,7 @@ def _read_file(path: Path) -> list[Request]:
         raise BadInputError(f"expected a readable prompt file, got {path}: {error.strerror}") from None
     requests = []
     # Split at \n only: JSON strings may contain the other Unicode line separators.
-    for number, line in enumerate(_decode(content, str(path)).removeprefix("\ufeff").split("\n"), start=1):
+    for number, line in enumerate(decode(content, str(path)).removeprefix("\ufeff").split("\n"), start=1):
         source = f"{path} line {number}"
         if line.strip():
             with error_source(source):
@@ -175,7 +175,12 @@ def _token_id(text: str) -> int:
         raise BadInputError(f"expected token ids as keys of logit_bias, got {text!r}") from None
 
 
-def _decode(content: bytes, source: str) -> str:
+def decode(content: bytes, source: str) -> str:
+    """Return bytes as text; `source` names them in the message of an error.
+
+    Raises:
+        BadInputError: bytes that are not UTF-8.
+    """
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
