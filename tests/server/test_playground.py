@@ -364,7 +364,7 @@ def test_a_completion_is_coloured_by_origin_and_ends_with_the_servers_numbers(fa
     assert text_of(page, "#gauge-share") == "53 %"  # 34 of 64 tokens
     assert text_of(page, "#gauge-pass") == "2.13"
     assert text_of(page, "#gauge-acceptance") == "68 %"
-    assert page.locator("#positions-bars li").all_inner_texts() == ["1: 77 %", "2: 63 %", "3: 50 %"]
+    assert page.locator("#positions-bars li").all_inner_texts() == ["1\n77 %", "2\n63 %", "3\n50 %"]
     assert text_of(page, "#status") == "Finished: 64 tokens, max tokens reached."
 
 
@@ -664,3 +664,129 @@ def test_nothing_is_wider_than_a_phone(fake, open_page, mode):
     page.click(f"[data-run={mode}]")
     wait_for_end(page, mode)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+# --- The API itself ---
+
+
+@pytest.fixture(scope="module")
+def real_url() -> Iterator[str]:
+    """Address of the API with the built-in pair."""
+    pytest.importorskip("secondguess.server.app", reason="the API is not part of this package")
+    import secondguess
+    from secondguess.engine import Engine
+    from secondguess.server.app import create_app
+
+    # The default controller decides by measured times and may draft nothing, which the screenshots may show.
+    engine = Engine(secondguess.load(controller=None if SCREENSHOTS else "fixed:4"))
+    try:
+        with serve(create_app(engine)) as port:
+            yield f"http://127.0.0.1:{port}"
+    finally:
+        engine.close()
+
+
+@browser_test
+def test_a_completion_of_the_api(real_url, open_page):
+    page = open_page(real_url)
+    is_ready(page)
+    page.fill("#max-tokens", "48")
+    page.keyboard.press("Control+Enter")
+    wait_for_end(page)
+    assert page.locator("#notice").is_hidden(), text_of(page, "#notice")
+    kinds = {drafted for _, drafted in origins(page, "#completion-output")}
+    assert kinds == {True, False}
+    assert text_of(page, "#status") == "Finished: 48 tokens, max tokens reached."
+    assert text_of(page, "#gauge-share-unit") == "of 48 tokens"
+    for gauge in ("speed", "share", "pass", "acceptance"):
+        assert re.match(r"[\d.]+", text_of(page, f"#gauge-{gauge}"))
+    assert page.locator("#positions-bars li").count() > 0
+
+
+@browser_test
+def test_a_chat_with_the_api(real_url, open_page):
+    page = open_page(f"{real_url}#chat")
+    is_ready(page)
+    page.fill("#max-tokens", "24")
+    for message in ("sort a list", "now in reverse"):
+        page.fill("#chat-prompt", message)
+        page.keyboard.press("Control+Enter")
+        wait_for_end(page, "chat")
+        assert page.locator("#notice").is_hidden(), text_of(page, "#notice")
+    assert page.locator(".reply").count() == 2
+    assert all(page.locator(".reply").all_text_contents())
+
+
+@browser_test
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_a_race_of_the_api_writes_the_same_text_twice(real_url, open_page, temperature):
+    page = open_page(f"{real_url}#race")
+    is_ready(page)
+    page.fill("#max-tokens", "64")
+    page.fill("#temperature", temperature)
+    page.click("[data-run=race]")
+    wait_for_end(page, "race")
+    texts = ["".join(part for part, _ in origins(page, f"#lane-{lane} .output")) for lane in ("plain", "speculative")]
+    assert texts[0] == texts[1] != ""
+    assert "tokens/s" in text_of(page, "#lane-plain .detail")
+    assert "drafts accepted" in text_of(page, "#lane-speculative .detail")
+    assert re.match(r"Speculative decoding had [\d.]+\W the speed of plain decoding: ", text_of(page, "#verdict"))
+
+
+@browser_test
+def test_a_limited_draft_of_the_api(real_url, open_page):
+    page = open_page(real_url)
+    is_ready(page)
+    page.fill("#max-tokens", "48")
+    page.select_option("#speculation", "bounded")
+    page.fill("#max-draft", "2")
+    page.keyboard.press("Control+Enter")
+    wait_for_end(page)
+    assert page.locator("#notice").is_hidden(), text_of(page, "#notice")
+    assert page.locator("#positions-bars li").count() <= 2
+
+
+@browser_test
+@pytest.mark.skipif(not SCREENSHOTS, reason="writes the screenshots of the documentation: set SECONDGUESS_SCREENSHOTS")
+def test_screenshots_for_the_documentation(real_url, open_page):
+    page = open_page(real_url, color_scheme="light")
+    is_ready(page)
+    screenshot(page, "idle")
+    page.keyboard.press("Control+Enter")
+    wait_for_end(page)
+    screenshot(page, "completion", full_page=True)
+
+    page = open_page(f"{real_url}#race", color_scheme="light")
+    is_ready(page)
+    page.fill("#max-tokens", "160")
+    page.click("[data-run=race]")
+    # Not `wait_for_function`, which the page's policy refuses.
+    while page.evaluate("document.querySelector('#lane-speculative progress').value") < 0.6:
+        pass
+    screenshot(page, "race", full_page=True)
+    page.keyboard.press("Escape")
+
+    page = open_page(f"{real_url}#chat", color_scheme="dark")
+    is_ready(page)
+    page.fill("#max-tokens", "96")
+    page.fill("#chat-prompt", "return the first n prime numbers")
+    page.keyboard.press("Control+Enter")
+    wait_for_end(page, "chat")
+    screenshot(page, "dark", full_page=True)
+
+    page = open_page(real_url, color_scheme="light", viewport={"width": 390, "height": 844}, device_scale_factor=2)
+    is_ready(page)
+    page.click("[data-run=completion]")
+    wait_for_end(page)
+    page.evaluate("scrollTo(0, 0)")
+    screenshot(page, "phone")
+
+    page = open_page(real_url, color_scheme="light")
+    is_ready(page)
+    page.keyboard.press("Control+Enter")
+    wait_for_end(page)
+    page.route("**/*", lambda route: route.abort())
+    page.click("[data-run=completion]")
+    page.wait_for_selector('#server[data-state="gone"]')
+    page.evaluate("scrollTo(0, 0)")
+    screenshot(page, "no-server")

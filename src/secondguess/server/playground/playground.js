@@ -248,7 +248,9 @@ function showPositions(stats) {
     bar.firstChild.style.setProperty('--share', share);
     const item = document.createElement('li');
     item.title = `position ${place + 1}: ${stats.accepted_per_position[place] ?? 0} of ${count} accepted`;
-    item.append(bar, `${place + 1}: ${percent(share)}`);
+    const position = document.createElement('b');
+    position.textContent = place + 1;
+    item.append(bar, position, percent(share));
     return item;
   }));
 }
@@ -363,9 +365,9 @@ class Lane {
 
   showResult() {
     const { stats, seconds, numTokens } = this.tally;
-    const accepted = stats?.num_drafted ? `, ${percent(stats.acceptance_rate)} of drafts accepted` : '';
+    const accepted = stats?.num_drafted ? `${percent(stats.acceptance_rate)} of drafts accepted` : 'nothing drafted';
     this.pace.textContent = `${number(seconds, 2)} s`;
-    this.detail.textContent = `${number(numTokens)} tokens, ${rate(this.tokensPerSecond)} tokens/s${accepted}`;
+    this.detail.textContent = `${number(numTokens)} tokens, ${rate(this.tokensPerSecond)} tokens/s, ${accepted}`;
     this.bar.value = 1;
   }
 
