@@ -1,7 +1,7 @@
 """Editor client: complete the line at the cursor with the server's `/v1/completions`.
 
-    secondguess serve &
-    python examples/code_completion.py FILE LINE      # or without arguments: this file, line 12
+secondguess serve &
+python examples/code_completion.py FILE LINE      # or without arguments: this file, line 12
 """
 
 import os
@@ -13,7 +13,9 @@ from openai import APIConnectionError, OpenAI
 path, line = (Path(sys.argv[1]), int(sys.argv[2])) if len(sys.argv) > 2 else (Path(__file__), 12)
 text = path.read_text().splitlines(keepends=True)
 address = os.environ.get("SECONDGUESS_URL", "http://127.0.0.1:8000")
-client = OpenAI(base_url=f"{address}/v1", api_key=os.environ.get("SECONDGUESS_API_KEY", "none"), max_retries=0)
+client = OpenAI(
+    base_url=f"{address}/v1", api_key=os.environ.get("SECONDGUESS_API_KEY", "none"), max_retries=0
+)
 try:
     model = client.models.list().data[0].id
     stream = client.completions.create(

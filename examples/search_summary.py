@@ -8,7 +8,9 @@ RESULTS = (
     "json: json.loads() parses a text; json.load() reads it from an open file.",
 )
 listing = "\n".join(f"# [{number}] {result}" for number, result in enumerate(RESULTS, start=1))
-prompt = f'"""How to read a JSON file.\n\nSources:\n{listing}\n\nSummary:\n# [1] pathlib: Path.read_text() opens'
+prompt = (
+    f'"""How to read a JSON file.\n\nSources:\n{listing}\n\nSummary:\n# [1] pathlib: Path.read_text() opens'
+)
 settings = {"max_tokens": 96, "temperature": 0.0}
 
 loaded = {name: secondguess.load(drafter=name) for name in ("none", "suffix")}

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from secondguess import __version__
-from secondguess.cli import bench, export, generate, inspect, serve, train, tune, verify
+from secondguess.cli import bench, chat, export, generate, inspect, serve, train, tune, verify
 from secondguess.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, INTERNAL_ERROR, INTERRUPTED
 from secondguess.errors import MismatchWarning, SecondGuessError
 
@@ -30,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate.generate)
+app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(verify.verify)
 app.command()(inspect.inspect)

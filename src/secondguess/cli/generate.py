@@ -16,7 +16,7 @@ from secondguess.cli.prompts import Request, error_source, read_logit_bias, read
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
-    from secondguess.api import LLM
+    from secondguess.api import LLM, Generation
     from secondguess.sampling import Grammar, SamplingParams
 
 
@@ -174,16 +174,7 @@ def answer(
         pairs = zip(requests[batch], params[batch], strict=True)
         writer.begin([request for request, settings in pairs for _ in range(settings.n)])
         generation = Generation(llm, prompts[batch], params[batch])
-        try:
-            with DeferredInterrupt() as interruption:
-                for pieces in generation.rounds():
-                    writer.show(pieces)
-                    interruption.raise_if_interrupted()
-        except KeyboardInterrupt:
-            writer.show(generation.flush())
-            writer.end(generation.outputs())
-            raise
-        writer.end(generation.outputs())
+        write_rounds(generation, writer)
     return 0
 
 
@@ -195,6 +186,24 @@ def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
     if regex is not None:
         return Grammar.regex(regex)
     return None if json_schema is None else Grammar.json_schema(read_text(json_schema))
+
+
+def write_rounds(generation: Generation, writer: Writer) -> None:
+    """Run a generation and write its text as it is committed.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; raised after the text generated so far has been written.
+    """
+    try:
+        with DeferredInterrupt() as interruption:
+            for pieces in generation.rounds():
+                writer.show(pieces)
+                interruption.raise_if_interrupted()
+    except KeyboardInterrupt:
+        writer.show(generation.flush())
+        writer.end(generation.outputs())
+        raise
+    writer.end(generation.outputs())
 
 
 def _sampling_params(given: dict[str, Any]) -> SamplingParams:

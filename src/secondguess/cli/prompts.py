@@ -70,7 +70,7 @@ def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]
         if not prompt:
             raise BadInputError("expected a prompt with at least one character, got an empty one")
         return [Request(_encodable(prompt))]
-    text = _decode(sys.stdin.buffer.read(), "standard input")
+    text = decode(sys.stdin.buffer.read(), "standard input")
     if not text:
         raise BadInputError("expected a prompt on standard input, got nothing")
     return [Request(text, source="standard input")]
@@ -83,7 +83,7 @@ def _read_file(path: Path) -> list[Request]:
         raise BadInputError(f"expected a readable prompt file, got {path}: {error.strerror}") from None
     requests = []
     # Split at \n only: JSON strings may contain the other Unicode line separators.
-    for number, line in enumerate(_decode(content, str(path)).removeprefix("\ufeff").split("\n"), start=1):
+    for number, line in enumerate(decode(content, str(path)).removeprefix("\ufeff").split("\n"), start=1):
         source = f"{path} line {number}"
         if line.strip():
             with error_source(source):
@@ -182,12 +182,17 @@ def read_text(path: Path) -> str:
         BadInputError: the file cannot be read, or is not UTF-8.
     """
     try:
-        return _decode(path.read_bytes(), str(path))
+        return decode(path.read_bytes(), str(path))
     except OSError as error:
         raise BadInputError(f"expected a readable file, got {path}: {error.strerror}") from None
 
 
-def _decode(content: bytes, source: str) -> str:
+def decode(content: bytes, source: str) -> str:
+    """Return bytes as text; `source` names them in the message of an error.
+
+    Raises:
+        BadInputError: bytes that are not UTF-8.
+    """
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,0 +1,257 @@
+"""`secondguess chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Context
+
+from secondguess.cli import options
+from secondguess.cli.generate import write_rounds
+from secondguess.cli.options import model_option, output_option, sampling_option
+from secondguess.cli.output import JsonWriter, TerminalWriter, Writer, print_note
+from secondguess.cli.prompts import Request, decode
+from secondguess.errors import BadInputError, SecondGuessError
+
+if TYPE_CHECKING:
+    from secondguess.api import LLM
+    from secondguess.sampling import SamplingParams
+    from secondguess.stats import Stats
+
+BUILTIN_TEMPLATE = (
+    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] | replace('\n', '\n# ') }}\n"
+    "{% endfor %}{% if add_generation_prompt %}\n{% endif %}"
+)
+"""Template of the built-in target, a small model of Python code: messages are comments above the code."""
+
+HELP = """\
+/stats   statistics of the last reply and of the conversation
+/reset   begin a new conversation
+/help    this list
+/quit    leave, as Ctrl-D does
+Ctrl-C ends a reply and keeps what it has. A line that ends with \\ goes on in the next one."""
+
+
+def chat(
+    context: Context,
+    system: Annotated[
+        str | None,
+        output_option("Instructions at the beginning of every conversation.", show_default="none"),
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        output_option("Jinja file in place of the tokenizer's chat template.", show_default="none"),
+    ] = None,
+    json: options.Json = False,
+    config: options.Config = None,
+    model: options.Model = "builtin",
+    drafter: options.Drafter = None,
+    verifier: options.Verifier = "auto",
+    controller: options.Controller = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    quantize: options.Quantize = None,
+    drafter_quantize: options.DrafterQuantize = None,
+    runtime: Annotated[
+        str,
+        model_option(
+            "Runtime of the target: auto, native, fused or transformers.", callback=options.check_runtime
+        ),
+    ] = "auto",
+    max_tokens: Annotated[int, sampling_option("Maximum number of tokens of a reply.")] = 512,
+    temperature: options.Temperature = 0.0,
+    top_k: Annotated[int, sampling_option("Keep the K most probable tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, sampling_option("Keep the smallest set with this mass; 1 keeps all.")] = 1.0,
+    min_p: Annotated[
+        float, sampling_option("Keep tokens with this share of the top one's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, sampling_option("Above 1: avoid tokens of conversation and reply.")
+    ] = 1.0,
+    stop: Annotated[list[str] | None, sampling_option("End a reply before this string; repeatable.")] = None,
+    seed: Annotated[
+        int | None,
+        sampling_option(
+            "Reproducible replies, the same for the same conversation.", show_default="fresh each time"
+        ),
+    ] = None,
+    draft_length: Annotated[
+        int | None,
+        sampling_option(
+            "Draft this many tokens per round, overriding the controller; 0 is plain decoding.",
+            show_default="the controller decides",
+        ),
+    ] = None,
+) -> int:
+    """Chat with a model.
+
+    Replies are coloured by origin (drafter or target), each followed by one line of
+    statistics. /help lists the commands. Messages can also come from a pipe, one per
+    line; --json prints one object per reply.
+    """
+    from secondguess.api import load
+
+    params = _sampling_params(context.params)
+    llm = load(**options.load_settings_and_tuned(context, config)[0])
+    _set_template(llm, chat_template)
+    conversation = Conversation(llm, params, JsonWriter(llm) if json else TerminalWriter(llm), system)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print_note("/help lists the commands, Ctrl-D leaves")
+    for line in _read_lines(interactive):
+        if line == "/quit":
+            break
+        if re.fullmatch(r"/\w+", line):
+            _run_command(conversation, line)
+        elif line.strip():
+            _answer(conversation, line, interactive)
+    return 0
+
+
+class Conversation:
+    """Messages, and the statistics of the replies.
+
+    Args:
+        llm: models.
+        params: sampling settings of the replies.
+        writer: shows the replies.
+        system: content of the first message; None for no such message.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, writer: Writer, system: str | None = None) -> None:
+        self._llm = llm
+        self._params = params
+        self._writer = writer
+        self._system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all messages but the instructions, and the statistics."""
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self.stats: list[Stats] = []
+
+    def answer(self, text: str, shown: str = "") -> None:
+        """Write the reply to a message, and add both to the conversation.
+
+        Args:
+            text: message of the user.
+            shown: text written before the reply.
+
+        Raises:
+            BadInputError: the conversation cannot be formatted or fills the model's context; the
+                message is not added.
+            KeyboardInterrupt: Ctrl-C; raised after the reply so far has been written and added.
+        """
+        from secondguess.api import Generation
+
+        messages = [*self.messages, {"role": "user", "content": text}]
+        generation = Generation(self._llm, [messages], [self._params])
+        self._writer.begin([Request(shown)])
+        try:
+            write_rounds(generation, self._writer)
+        finally:
+            (output,) = generation.outputs()
+            self.messages = [*messages, {"role": "assistant", "content": output.text}]
+            self.stats.append(output.stats)
+
+
+def _answer(conversation: Conversation, text: str, interactive: bool) -> None:
+    """Answer a message; on a terminal, neither Ctrl-C nor an error ends the conversation."""
+    if not interactive:
+        conversation.answer(text, f"> {text}\n")
+        return
+    try:
+        conversation.answer(text)
+    except KeyboardInterrupt:
+        pass
+    except SecondGuessError as error:
+        print_note(f"{error}; /reset begins a new conversation")
+
+
+def _run_command(conversation: Conversation, command: str) -> None:
+    if command == "/reset":
+        conversation.reset()
+        print_note("new conversation")
+    elif command == "/stats":
+        print_note(_describe(conversation.stats))
+    else:
+        if command != "/help":
+            print_note(f"expected one of these commands, got {command}")
+        print_note(HELP)
+
+
+def _describe(stats: list[Stats]) -> str:
+    """Return the statistics of the last reply and of all replies."""
+    from secondguess.bench.summary import sum_stats
+
+    if not stats:
+        return "no replies yet"
+    total = sum_stats(stats)
+    return f"last reply ({stats[-1].num_tokens} tokens): {stats[-1]}\nall replies ({total.num_tokens} tokens): {total}"
+
+
+def _read_lines(interactive: bool) -> Iterator[str]:
+    """Yield messages and commands until the end of the input; a trailing backslash joins lines."""
+    if interactive:
+        with suppress(ImportError):
+            import readline  # noqa: F401  (`input` then edits lines and recalls earlier ones)
+    lines = _typed_lines() if interactive else _piped_lines()
+    for line in lines:
+        parts = [line]
+        while parts[-1].endswith("\\"):
+            parts[-1] = parts[-1][:-1]
+            parts.append(next(lines, ""))
+        yield "\n".join(parts)
+
+
+def _typed_lines() -> Iterator[str]:
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print_note("")
+            return
+        except KeyboardInterrupt:
+            print_note("\nCtrl-D or /quit leaves")
+
+
+def _piped_lines() -> Iterator[str]:
+    for line in sys.stdin.buffer:
+        yield decode(line, "standard input").rstrip("\r\n")
+
+
+def _set_template(llm: LLM, path: Path | None) -> None:
+    """Give the tokenizer the template of a file, or the built-in target its own.
+
+    Raises:
+        BadInputError: the file cannot be read, or there is no template.
+    """
+    from secondguess.builtin import builtin_paths
+
+    tokenizer = llm.target.tokenizer
+    if path is not None:
+        try:
+            tokenizer.chat_template = decode(path.read_bytes(), str(path))
+        except OSError as error:
+            raise BadInputError(
+                f"expected a readable chat template, got {path}: {error.strerror}; choose another --chat-template"
+            ) from None
+    elif not tokenizer.chat_template and llm.target.path == str(builtin_paths().target):
+        tokenizer.chat_template = BUILTIN_TEMPLATE
+    if not tokenizer.chat_template:
+        raise BadInputError(
+            f"expected a model with a chat template, got {llm.target.name}, whose tokenizer has none; "
+            "give one with --chat-template FILE, or use `secondguess generate`"
+        )
+
+
+def _sampling_params(given: dict[str, Any]) -> SamplingParams:
+    from secondguess.sampling import SamplingParams
+
+    settings = {name: given[name] for name in SamplingParams.__dataclass_fields__ if name in given}
+    return SamplingParams(**settings | {"stop": tuple(settings["stop"] or ())})
