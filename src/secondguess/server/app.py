@@ -19,6 +19,7 @@ from secondguess.errors import SecondGuessError
 from secondguess.server import chats, completions, model_routes, responses
 from secondguess.server.errors import ApiError, api_error, validation_error
 from secondguess.server.gate import Gate, KeyRing
+from secondguess.server.playground import playground_routes
 from secondguess.server.service import Service
 from secondguess.server.settings import ServerSettings
 from secondguess.server.streams import error_response
@@ -39,6 +40,7 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
     app.state.service = service
     for module in (completions, chats, responses, model_routes):
         app.include_router(module.router)
+    app.include_router(playground_routes(), include_in_schema=False)
     app.add_middleware(
         Gate, keys=KeyRing(settings.api_keys), max_body_bytes=service.max_body_bytes, metrics=service.metrics
     )

@@ -13,11 +13,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from secondguess.server import playground
 from secondguess.server.errors import ApiError, api_error
 from secondguess.server.metrics import Metrics
 from secondguess.server.streams import error_response
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")
+OPEN_PATHS = ("/health", "/ready", "/metrics", *playground.PATHS)
 """Paths that need no key: probes and scrapers; they show no text."""
 
 REQUEST_ID = "x-request-id"
