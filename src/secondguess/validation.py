@@ -74,7 +74,7 @@ def describe_first(errors: Sequence[Mapping[str, Any]], known: Iterable[str] = (
     # pydantic says "Input should be ...", "String should match ..." or, for our own, "Value error, should ...".
     wanted, found = re.subn(r"^(\w+|Value error,) should ", "", first["msg"])
     if not found:
-        return first["msg"]
+        return str(first["msg"])
     return f"expected {name or 'the content'} to {wanted}, got {_shorten(first['input'])}"
 
 

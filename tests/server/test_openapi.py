@@ -32,4 +32,11 @@ def test_no_request_ends_in_an_internal_error(case):
 
 def test_every_route_is_described():
     paths = set(APP.openapi()["paths"])
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/health", "/metrics"} <= paths
+    assert {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/models",
+        "/health",
+        "/metrics",
+    } <= paths
