@@ -201,7 +201,7 @@ def test_a_second_round_of_growing_trees_does_too():
 
 @pytest.mark.parametrize("pair", ["ternary", "zeros", "equal-at-times", "certain-drafter"])
 @pytest.mark.parametrize(("tree_rule", "chain_rule"), [("traversal", "block"), ("recursive", "rejection")])
-@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("drafter", ["sampled", "deterministic"])
 def test_on_chains_tree_rules_are_the_rules_for_chains(drafter, tree_rule, chain_rule, pair):
     """Not only the text: the joint law of what is accepted and what is said, branch for branch."""
     pair = PAIRS[pair]
