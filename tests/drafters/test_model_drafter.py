@@ -10,7 +10,7 @@ from drafter_cases import (
     VOCAB_SIZE,
     greedy_text,
     model_drafter,
-    never_asked,
+    never_called,
     noisy_dist,
     run,
     worst_dist,
@@ -93,7 +93,7 @@ def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
     drafter = ModelDrafter(runtime, "model:table", VOCAB_SIZE)
     rows = [Row(list(prompt), SAMPLED, seed=1) for prompt in PROMPTS]
     drafter.begin(rows)
-    draft = propose(drafter, rows, Budgets([3, 0, 1, 2], never_asked, uses_probs=False))
+    draft = propose(drafter, rows, Budgets([3, 0, 1, 2], never_called, uses_probs=False))
     assert runtime.widths == [3, 2, 1]
     assert draft.lengths.tolist() == [3, 0, 1, 2]
     assert (draft.tokens[~draft.mask] == 0).all()
@@ -206,7 +206,7 @@ def test_rounds_without_drafts_are_caught_up_in_one_forward() -> None:
     row = Row([1, 2], SAMPLED)
     drafter.begin([row])
     for token in (3, 4, 5):
-        assert propose(drafter, [row], Budgets([0], never_asked)).num_nodes == 0
+        assert propose(drafter, [row], Budgets([0], never_called)).num_nodes == 0
         row.tokens.append(token)
         drafter.observe([row], Verdict.from_chain(torch.tensor([0]), torch.tensor([token])), {})
     draft = propose(drafter, [row], Budgets([1], always))

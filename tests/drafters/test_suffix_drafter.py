@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 import torch
-from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_asked, run
+from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_called, run
 
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.suffix import MAX_COUNTED_CONTEXTS, SuffixAutomaton, SuffixDrafter, SuffixOptions
@@ -134,7 +134,7 @@ def test_work_and_memory_grow_linearly(text: str) -> None:
 def propose(drafter: SuffixDrafter, prompt: list[int], budget: int) -> list[int]:
     row = Row(list(prompt), SamplingParams())
     drafter.begin([row])
-    draft: Draft = drafter.propose([row], Budgets([budget], never_asked), KeyedNoise.from_rows([row]))
+    draft: Draft = drafter.propose([row], Budgets([budget], never_called), KeyedNoise.from_rows([row]))
     assert draft.probs is None
     return draft.tokens[0].tolist()
 

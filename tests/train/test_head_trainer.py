@@ -1,4 +1,4 @@
-"""Whatever learns: it continues exactly where it was killed, stops when nothing gets better, and keeps its best weights."""
+"""The training loop of heads: it resumes after being killed, stops without improvement, and keeps the best weights."""
 
 from __future__ import annotations
 
@@ -254,36 +254,36 @@ def test_settings_are_checked() -> None:
 RUN = "import sys; from secondguess.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-def test_a_killed_process_goes_on_as_if_nothing_had_happened(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_log_and_weights(
+    tiny_checkpoint: Path, tmp_path: Path, secondguess_command
+) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("def quicksort(items):\n    return items\n" * 60)
 
-    def start(out: Path) -> subprocess.Popen[bytes]:
+    def arguments(out: Path) -> list[str]:
         options = "--as-is --length 32 --steps 100 --checkpoint-steps 10 --evaluate-steps 25 --patience 0"
         changes = "--set num_layers=1 --set width=64 --set batch_size=2"
         paths = ["--out", str(out), "--model", str(tiny_checkpoint), "--data", str(texts)]
-        arguments = ["train", "draft", *paths, *options.split(), *changes.split()]
-        return subprocess.Popen(
-            [sys.executable, "-c", RUN, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        return ["train", "draft", *paths, *options.split(), *changes.split()]
 
-    killed = start(tmp_path / "killed")
+    killed = subprocess.Popen(
+        [sys.executable, "-c", RUN, *arguments(tmp_path / "killed")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     checkpoint = tmp_path / "killed" / "run" / "checkpoint.pt"
     while killed.poll() is None and not checkpoint.is_file():
         time.sleep(0.01)
     time.sleep(0.1)
     killed.kill()
-    words = killed.communicate()[0].decode()
-    assert killed.returncode == -signal.SIGKILL, words
+    output = killed.communicate()[0].decode()
+    assert killed.returncode == -signal.SIGKILL, output
     step = torch.load(checkpoint, weights_only=True)["standing"]["step"]
     assert 0 < step < 100
     for name in ("killed", "whole"):
-        run = start(tmp_path / name)
-        words = run.communicate(timeout=200)[0].decode()
-        assert run.returncode == 0, words
+        done = secondguess_command(*arguments(tmp_path / name))
+        assert done.code == 0, done.err
     logs = [(tmp_path / name / "run" / "log.jsonl").read_bytes() for name in ("killed", "whole")]
     assert logs[0] == logs[1]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "whole")]
