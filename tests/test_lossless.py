@@ -43,8 +43,8 @@ CONTROLLERS = (
 TREE_CONTROLLERS = ("fixed:3", "cost")
 LOOKUP_CONTROLLERS = ("fixed:1", "fixed:4", "cost")
 """Controllers that differ for a drafter without distributions."""
-VERIFIERS = ("auto", "greedy", "rejection", "block", "traversal", "coupled")
-TREE_VERIFIERS = ("auto", "greedy", "traversal", "coupled")
+VERIFIERS = ("greedy", "rejection", "block", "traversal", "coupled")
+TREE_VERIFIERS = ("greedy", "traversal", "coupled")
 PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 23], [2, 3]]
 NUM_ALONE = 2
 """Number of prompts that are also decoded alone: one with repetitions for lookups, and one of a single token."""
@@ -60,7 +60,7 @@ def controllers_for(drafter: str) -> tuple[str, ...]:
 
 
 def chain_and_ragged(drafter: str) -> list[str]:
-    """Return controllers that draft equal lengths for all rows, and different ones: all that a verifier can notice."""
+    """Return the controllers that draft one length for all rows, or different ones: what a verifier can distinguish."""
     return [
         name
         for name in controllers_for(drafter)
@@ -159,24 +159,36 @@ def greedy_oracle(models, kind):
     return [greedy_by_transformers(model, prompt, 24) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["one-batch", "alone"])
+one_batch_and_alone = pytest.mark.parametrize("together", [True, False], ids=["one-batch", "alone"])
+
+
+@one_batch_and_alone
+@pytest.mark.parametrize("drafter", [*DRAFTERS, *TREE_DRAFTERS])
+def test_greedy_output_equals_plain_decoding(models, greedy_oracle, drafter, together):
+    assert_greedy(models, greedy_oracle, drafter, "auto", controllers_for(drafter), together)
+
+
+@one_batch_and_alone
+@pytest.mark.parametrize("kind", ["module", "native"], indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("drafter", "verifier"),
-    [
-        ("none", "auto"),
-        *itertools.product(DRAFTERS[1:], VERIFIERS),
-        *itertools.product(TREE_DRAFTERS, TREE_VERIFIERS),
-    ],
+    [*itertools.product(DRAFTERS[1:], VERIFIERS), *itertools.product(TREE_DRAFTERS, TREE_VERIFIERS)],
 )
-def test_greedy_output_equals_plain_decoding(models, kind, greedy_oracle, drafter, verifier, together):
-    if kind.startswith("fused") and verifier != "auto":
-        # At temperature 0 all verifiers accept the same path of the same draft, so that the runtime gets the same
-        # calls. They are compared in float64 over the module, and in bfloat16 over the kernels.
-        pytest.skip("the same calls of the runtime as with auto")
+def test_greedy_output_of_every_verifier_equals_plain_decoding(
+    models, greedy_oracle, drafter, verifier, together
+):
+    """In float64 over the module, and in bfloat16 over the kernels.
+
+    At temperature 0 all verifiers accept the same path of a draft, and no controller knows the verifier. The other
+    runtimes and controllers are therefore compared only under `auto`.
+    """
+    assert_greedy(models, greedy_oracle, drafter, verifier, chain_and_ragged(drafter), together)
+
+
+def assert_greedy(models, greedy_oracle, drafter, verifier, controllers, together):
     num_prompts = len(PROMPTS) if together else NUM_ALONE
     settings = [SamplingParams(max_tokens=24)] * num_prompts
-    # No controller knows the verifier: all of them are compared under one.
-    for controller in controllers_for(drafter) if verifier == "auto" else chain_and_ragged(drafter):
+    for controller in controllers:
         found = generate(models, drafter, verifier, controller, settings, together=together)
         assert found == greedy_oracle[:num_prompts]
 
