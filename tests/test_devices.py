@@ -55,5 +55,5 @@ def texts(drafter: str, device: str, settings: dict[str, float | int]) -> list[l
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_text_is_that_of_plain_decoding(drafter, device, settings, plain):
+def test_text_equals_plain_decoding(drafter, device, settings, plain):
     assert texts(drafter, device, settings) == plain

@@ -848,7 +848,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_the_code_passes_the_check_and_the_mutant_does_not(mutant, monkeypatch):
+def test_the_check_passes_and_fails_with_the_mutant(mutant, monkeypatch):
     assert mutant.check.holds_unchanged, "the code as it ships must pass"
     mutant.mutate(monkeypatch)
     assert not mutant.check(), "the mutant survived"

@@ -34,7 +34,7 @@ def plain_text() -> str:
 
 @every_kind
 @pytest.mark.parametrize("tree", ["", ",tree=2x1"], ids=["chain", "tree"])
-def test_it_drafts_and_keeps_the_text(kind: str, tree: str, plain_text: str) -> None:
+def test_a_shipped_head_drafts_and_keeps_the_text(kind: str, tree: str, plain_text: str) -> None:
     llm = secondguess.load("builtin", kind + tree, dtype="float32", controller="fixed:3")
     out = llm.generate(PROMPT, max_tokens=24)
     assert out.text == plain_text
@@ -42,7 +42,7 @@ def test_it_drafts_and_keeps_the_text(kind: str, tree: str, plain_text: str) -> 
 
 
 @every_kind
-def test_it_was_trained_for_the_target_in_the_box(kind: str) -> None:
+def test_a_shipped_head_was_trained_for_the_builtin_target(kind: str) -> None:
     provenance = read_provenance(folder_of(kind))
     assert provenance is not None
     assert provenance.fingerprint == hash_weights(builtin_paths().target)
@@ -51,7 +51,7 @@ def test_it_was_trained_for_the_target_in_the_box(kind: str) -> None:
 
 
 @every_kind
-def test_its_card_says_what_was_measured(kind: str) -> None:
+def test_the_card_of_a_shipped_head_has_its_measurements(kind: str) -> None:
     """A drafter that rested has no speed-up to tell of, and the card's rows are those that the training writes."""
     provenance = read_provenance(folder_of(kind))
     assert provenance is not None
@@ -67,7 +67,7 @@ def test_its_card_says_what_was_measured(kind: str) -> None:
     assert "greedy decoding (temperature 0)" in card
 
 
-def test_together_they_are_small() -> None:
+def test_shipped_heads_are_small() -> None:
     folders = [builtin_paths().drafter, *map(folder_of, SHIPPED)]
     weights = [path.stat().st_size for folder in folders for path in folder.glob("*.safetensors")]
     assert sum(weights) < LARGEST_TOGETHER

@@ -50,7 +50,7 @@ def unrolled(head: EagleHead) -> list[Tensor]:
 
 @every_setting
 @pytest.mark.filterwarnings("ignore")
-def test_speculators_reads_what_we_write(
+def test_speculators_reads_written_heads(
     settings: dict[str, object], saved_target: Path, tmp_path: Path
 ) -> None:
     speculators = pytest.importorskip(
