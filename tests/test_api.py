@@ -1,4 +1,4 @@
-"""What `LLM.generate` and `LLM.stream` return: samples, settings per prompt, reasons to finish, log-probabilities."""
+"""Results of `LLM.generate` and `LLM.stream`: samples, settings per prompt, finish reasons, log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input ends with one line on standard error and code 2: what was expected, what came, what to do."""
+"""Bad input ends with exit code 2 and one line on standard error: expected, got, what to do."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ ABSURD = [(option, value) for option, values in (WHOLE_NUMBERS | NUMBERS).items(
 def test_invalid_numbers_are_refused(ask, option, value):
     done = ask("x", "--json", f"{option}={value}")
     assert_refused(done)
-    # The message speaks of the option, or of the setting of the same name; it says what should have come.
+    # The message names the option, or the setting of the same name, and what was expected.
     setting = option.removeprefix("--").removesuffix("-id").replace("-", "_")
     assert option in done.err or setting in done.err
     assert "expected" in done.err or "should be a valid" in done.err

@@ -1,4 +1,4 @@
-"""What the command line prints, for people and for machines, and that no option is accepted and ignored."""
+"""Output of the command line as text and as JSON; every option has an effect or is refused."""
 
 from __future__ import annotations
 
@@ -344,7 +344,9 @@ def test_the_text_output_is_the_text_and_one_closing_line(secondguess_command, c
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_the_text_output_shows_the_prompts_of_a_file_in_order(secondguess_command, components, tmp_path, batch_size):
+def test_the_text_output_shows_the_prompts_of_a_file_in_order(
+    secondguess_command, components, tmp_path, batch_size
+):
     prompts = ["def first(", "def second(", "def third("]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -477,7 +479,7 @@ def test_an_interrupted_batch_prints_every_prompt_of_the_batch(
 
 @pytest.fixture(scope="module")
 def endless_checkpoint(tmp_path_factory):
-    """A tiny model with room for a generation that nobody waits for."""
+    """A tiny model with a context for a generation that does not end during a test."""
     return write_llama(tmp_path_factory.mktemp("endless"), seed=0, max_position_embeddings=1_000_000)
 
 

@@ -1,4 +1,4 @@
-"""`--config FILE`: its keys reach what runs, options win over them, and a file of another model is refused."""
+"""`--config FILE`: its keys are used, options override them, and a file of another model is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = KEYS | {
     "device": "auto",
     "runtime": "auto",
 }
-"""What is given on the command line; some of it is the option's own default."""
+"""Options on the command line; some have the value of the option's default."""
 LOADING = [["generate", "x"], ["verify"]]
 COMMANDS = [*LOADING, ["inspect"], ["export", "--to", "vllm"]]
 

@@ -1,4 +1,4 @@
-"""`secondguess.toml`: what is written is read back, and what is not understood is refused in one clear line."""
+"""`secondguess.toml`: written files are read back, and invalid ones are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows end where their settings say; drafts and verdicts index what they claim to."""
+"""Ends of rows, and the index conventions of drafts and verdicts."""
 
 from dataclasses import replace
 

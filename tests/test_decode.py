@@ -1,4 +1,4 @@
-"""The loop's own duties: what it releases, when, and that it goes no further than it should."""
+"""The decoding loop: release of rows after errors and interruptions."""
 
 import pytest
 import torch

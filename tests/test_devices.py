@@ -1,4 +1,4 @@
-"""The same text with any drafter, on every device of the machine: a smoke test for GPUs."""
+"""Smoke test for GPUs: the same text with any drafter on every device of the machine."""
 
 from __future__ import annotations
 

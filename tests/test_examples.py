@@ -1,4 +1,4 @@
-"""Every script in examples/ and every Python block of the README runs, with the pair in the box."""
+"""Every script in examples/ and every Python block of the README runs, with the built-in pair."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""What `export` prints is read back and held against each engine's own names, types and combinations.
+"""Output of `export`, checked against each engine's names, types and combinations.
 
 The schemas are ours, written from the engines' documentation and sources (see `docs/tuning.md` for the versions).
 """

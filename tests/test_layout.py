@@ -1,4 +1,4 @@
-"""The architecture, asserted: who may import whom, what is public, and that the README shows the tree that exists."""
+"""Architecture: imports between layers, public names, and the tree in the README."""
 
 import ast
 import re
@@ -37,8 +37,8 @@ LAYERS = [
     ("train",),
     ("cli",),
 ]
-# Inside the second layer: contracts speak of noise and sampling, what is in the box is found by those who read it;
-# the rest are strangers to each other.
+# Inside the second layer: contracts use noise and sampling, built-in files are found by those that read them;
+# the rest do not import each other.
 SIDEWAYS = {
     "drafters": {"sampling", "runtime", "heads"},
     "heads": {"builtin", "runtime", "checkpoint"},

@@ -64,7 +64,8 @@ def chain_and_ragged(drafter: str) -> list[str]:
     return [
         name
         for name in controllers_for(drafter)
-        if name in ("fixed:4", "confidence:6,threshold=0.2") or drafter in TREE_DRAFTERS and name == "fixed:3"
+        if name in ("fixed:4", "confidence:6,threshold=0.2")
+        or (drafter in TREE_DRAFTERS and name == "fixed:3")
     ]
 
 
@@ -224,7 +225,7 @@ def plain_text(models):
 @pytest.mark.parametrize("drafter", [*DRAFTERS, *TREE_DRAFTERS])
 def test_seeded_output_equals_plain_decoding(models, plain_text, drafter, setting):
     # No controller knows the settings: it reads draft distributions as they are before them.
-    every = setting == "temperature" and drafter not in TREE_DRAFTERS or drafter == "none"
+    every = (setting == "temperature" and drafter not in TREE_DRAFTERS) or drafter == "none"
     controllers = controllers_for(drafter) if every else chain_and_ragged(drafter)
     for controller, together in itertools.product(controllers, (True, False)):
         num_prompts = len(PROMPTS) if together else NUM_ALONE

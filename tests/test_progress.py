@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere; never on standard output."""
+"""Progress of long commands: a bar on a terminal, lines elsewhere, never on standard output."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The heads in the box: each loads by its bare name, knows its target, drafts, and keeps the target's text."""
+"""The shipped heads: each loads by its name without a path, drafts, and keeps the target's text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_shipped_head_was_trained_for_the_builtin_target(kind: str) -> None:
 
 @every_kind
 def test_the_card_of_a_shipped_head_has_its_measurements(kind: str) -> None:
-    """A drafter that rested has no speed-up to tell of, and the card's rows are those that the training writes."""
+    """A drafter in backoff has no speedup, and the card's rows are those that training writes."""
     provenance = read_provenance(folder_of(kind))
     assert provenance is not None
     figures = provenance.figures

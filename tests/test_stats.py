@@ -1,4 +1,4 @@
-"""Counters count, ratios follow from them, and every second of a round is charged once."""
+"""Counters, ratios, and times of phases, in which every second of a round counts once."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from secondguess.stats import PHASES, Stats, StatsRecorder
 
 @pytest.fixture
 def clock():
-    """Time that passes only when told to."""
+    """Clock that only advances when it is set."""
 
     class Clock:
         now = 0.0

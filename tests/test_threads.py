@@ -1,4 +1,4 @@
-"""Calls from several threads on one `LLM`, and streams that are abandoned."""
+"""Calls from several threads on one `LLM`, and abandoned streams."""
 
 from __future__ import annotations
 
@@ -186,7 +186,9 @@ def test_threads_alternate() -> None:
     assert sum(first == second for first, second in pairwise(both)) <= 2, "".join(order)
 
 
-def test_an_error_in_an_abandoned_loop_is_logged_and_does_not_affect_another(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_an_abandoned_loop_is_logged_and_does_not_affect_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     lock = RoundLock()
 
     def broken() -> Iterator[list[Commit]]:

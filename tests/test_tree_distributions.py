@@ -1,6 +1,6 @@
-"""Sampled trees, enumerated: with and without replacement, static and growing where it pays, the text has the target's law.
+"""Exact output distribution with sampled trees: with and without replacement, static and growing.
 
-As in test_distributions nothing is sampled: the shipping loop runs once with every answer that chance could give.
+As in test_distributions nothing is sampled: the decoding loop runs over all outcomes of all random decisions.
 """
 
 import pytest
@@ -109,7 +109,7 @@ def test_auto_verifies_trees_by_traversal(pair, without_replacement):
 )
 @DISTINCT
 def test_growing_trees_keep_the_distribution(widths, pair, without_replacement):
-    """Which nodes get children depends on the tokens drawn; rows of one batch have trees of different forms."""
+    """The nodes that get children depend on the tokens drawn; rows of one batch have trees of different shapes."""
     assert tree_error(PAIRS[pair], "traversal", widths, without_replacement, least_chance=0.3) < ROUNDING
 
 
@@ -120,14 +120,14 @@ def test_growing_trees_under_other_verifiers_keep_the_distribution(verifier, wit
 
 
 def decider(kind):
-    """A controller that stops some trees after their first level, or drafts none; `cost` has learnt that drafting pays."""
+    """Return a controller that stops some trees after their first level; `cost` gets observations in which drafting pays."""
     return seasoned(2) if kind == "cost" else kind
 
 
 @pytest.mark.parametrize("controller", ["cost", "confidence:2,threshold=0.5", "entropy:2,threshold=0.4"])
 @pytest.mark.parametrize(("pair", "tree"), [("binary", "2x1"), ("zeros", "1x2")])
 def test_trees_of_a_draft_model_under_controllers_keep_the_distribution(pair, tree, controller):
-    """Levels are drawn or not by the laws above them, which differ from branch to branch."""
+    """Whether a level is drawn depends on the distributions above it, which differ from branch to branch."""
     pair = PAIRS[pair]
     branches = play(pair, make_grown_drafter(pair, tree), "auto", decider(controller))
     assert max(branch.num_accepted for branch in branches) > 0
@@ -169,7 +169,7 @@ def test_dynamic_trees_of_a_draft_model_keep_the_distribution():
 
 
 def test_growing_trees_have_different_forms(monkeypatch):
-    """Else the tests of them would be those of static trees."""
+    """Otherwise their tests would be those of static trees."""
     forms = set()
     original = TraversalVerifier.verify_shape
 
@@ -203,7 +203,7 @@ def test_output_distribution_over_two_rounds_of_growing_trees_equals_the_targets
 @pytest.mark.parametrize(("tree_rule", "chain_rule"), [("traversal", "block"), ("recursive", "rejection")])
 @pytest.mark.parametrize("drafter", ["sampled", "deterministic"])
 def test_tree_verifiers_equal_chain_verifiers_on_chains(drafter, tree_rule, chain_rule, pair):
-    """Not only the text: the joint law of what is accepted and what is said, branch for branch."""
+    """The joint distribution of accepted nodes and text is equal, branch for branch."""
     pair = PAIRS[pair]
     outcomes = [
         outcome_dist(play(pair, make_pair_drafter(drafter, pair), rule, "fixed:3"))
@@ -229,7 +229,7 @@ def test_an_end_token_inside_a_tree_ends_the_row(verifier):
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
 def test_equal_deterministic_siblings_are_accepted_once(verifier):
-    """Certain twins: the second one has no law of its own left, and what hangs from it goes with it."""
+    """The second of two equal deterministic siblings has no probability left, nor have its descendants."""
     pair = PAIRS["ternary"]
     branches = play(pair, TreeDrafter([1, 1, 0], [-1, -1, 1]), verifier, ROOMY)
     assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
@@ -266,7 +266,7 @@ def runtime_of(kind):
 @pytest.mark.parametrize("kind", ["table", "module", "fused"])
 @DISTINCT
 def test_coupled_text_with_trees_equals_plain_decoding(without_replacement, kind):
-    """Bit for bit, where the enumeration has no joint law: the same seeds with trees and with nothing drafted."""
+    """Bit for bit, since coupled trees have no joint distribution in closed form: the same seeds with and without drafts."""
     params = SamplingParams(temperature=1.0, max_tokens=10)
 
     def texts(drafter):

@@ -1,4 +1,4 @@
-"""Charts: which ones there are, what they show, and what happens without matplotlib."""
+"""Charts of a benchmark report, also without matplotlib."""
 
 import dataclasses
 
@@ -87,7 +87,7 @@ def test_acceptance_is_a_line_over_positions_that_were_drafted_often_enough():
     (axis,) = draw_acceptance(often_drafted(report())).axes
     (line,) = axis.lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2, 3], [1.0, 1.0, 1.0])
-    # The three nodes that were really drafted say nothing.
+    # The three nodes that were drafted are too few to show.
     assert draw_acceptance(report()) is None
 
 

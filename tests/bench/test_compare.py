@@ -1,4 +1,4 @@
-"""Two stored reports: what changed, how it was compared, and what makes the comparison doubtful."""
+"""Comparison of two stored reports, and its warnings."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The cost model against numbers worked out by hand, and its timings, with a clock that only forwards move."""
+"""The cost model against values computed by hand, and its timings with a simulated clock."""
 
 import pytest
 from bench_fakes import stats_of

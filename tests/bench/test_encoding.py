@@ -1,4 +1,4 @@
-"""Prompts that do not fit are cut, told and counted; what would leave nothing is refused."""
+"""Truncation of prompts that do not fit into the context."""
 
 from types import SimpleNamespace
 

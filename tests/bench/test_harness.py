@@ -1,4 +1,4 @@
-"""Order of turns, seeds, interruption and refusals, with systems that cost what we say."""
+"""Order of turns, seeds, interruption and refusals, with fake systems."""
 
 import pytest
 from bench_fakes import FakeBatcher, FakeSystem

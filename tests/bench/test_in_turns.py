@@ -1,4 +1,4 @@
-"""Decoding in turns changes neither what a system says nor what it is charged for."""
+"""Decoding in turns, one round of each system: text and times are those of the system alone."""
 
 from __future__ import annotations
 

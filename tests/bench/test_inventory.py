@@ -1,4 +1,4 @@
-"""What drafters take, and which ones there are."""
+"""Memory and training time of drafters, and the drafters available for a target."""
 
 import pytest
 

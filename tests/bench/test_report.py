@@ -1,4 +1,4 @@
-"""What a report says about runs whose every number we know."""
+"""Reports of runs with known numbers."""
 
 import dataclasses
 import json
@@ -132,7 +132,7 @@ def test_flips_are_counted_against_plain_decoding_of_the_same_family():
 
 
 def test_a_runtime_with_another_text_is_detected_in_its_plain_decoding():
-    """Within each family everybody may agree on a text that is wrong."""
+    """All systems of a family may agree on a wrong text."""
     crossed = results()[2].equality
     assert crossed.reference == "ours plain"
     assert crossed.first_differences == [3, 3, 3]
@@ -211,7 +211,7 @@ def test_a_single_task_has_no_table():
 
 
 def test_ratios_are_computed_within_one_setting():
-    """At batch size 2 nobody of the other family runs; at temperature 1 everybody is slower."""
+    """At batch size 2 no system of the other family runs; at temperature 1 all are slower."""
     log = []
     rivals = [FakeSystem("ours", log), FakeSystem("theirs", log, family="theirs")]
     by_setting = {

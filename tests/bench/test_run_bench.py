@@ -1,4 +1,4 @@
-"""The whole benchmark on tiny random checkpoints, beside Transformers."""
+"""The whole benchmark on tiny random checkpoints, against Transformers."""
 
 import json
 import re

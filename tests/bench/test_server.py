@@ -1,4 +1,4 @@
-"""A server as one more system, against a tiny one of our own."""
+"""A server as a benchmarked system, with a small fake server."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ from secondguess.errors import BadInputError
 
 
 class Fake:
-    """What a server answers, and what it was asked."""
+    """Responses of a fake server, and the requests that it received."""
 
     def __init__(self, models=("only",), status=200, answer=None, takes_ignore_eos=True, most_tokens=10**9):
         self.models, self.status, self.answer = models, status, answer

@@ -1,4 +1,4 @@
-"""Medians, ratios and intervals against numbers worked out by hand."""
+"""Medians, ratios and intervals against values computed by hand."""
 
 from statistics import median
 

@@ -1,4 +1,4 @@
-"""`secondguess tune`: successive halving, the final runs, the report in words, the command, and bad input."""
+"""`secondguess tune`: successive halving, final runs, report, command and bad input."""
 
 from __future__ import annotations
 
@@ -298,9 +298,7 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
     assert followed.records[0]["drafter"] == named.records[0]["drafter"]
 
 
-def test_a_result_that_cannot_be_saved_is_still_printed(
-    secondguess_command, tmp_path, monkeypatch, findings
-):
+def test_a_result_that_cannot_be_saved_is_still_printed(secondguess_command, tmp_path, monkeypatch, findings):
     place = tmp_path / "tuned.toml"
 
     def tuned_while_the_folder_became_unwritable(*_):
@@ -369,7 +367,9 @@ def test_an_interruption_reports_the_step_and_writes_nothing(
         (["--prompts", "missing.jsonl"], "missing.jsonl"),
     ],
 )
-def test_bad_input_prints_one_line(secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, options, message):
+def test_bad_input_prints_one_line(
+    secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, options, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").write_text("")
     (tmp_path / "a-folder").mkdir()

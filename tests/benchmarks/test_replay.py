@@ -1,4 +1,4 @@
-"""Replays of controllers over recorded drafts, against arithmetic done by hand."""
+"""Replays of controllers over recorded drafts, against values computed by hand."""
 
 from __future__ import annotations
 

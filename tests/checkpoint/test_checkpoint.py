@@ -1,4 +1,4 @@
-"""From a path to a runtime, or to one clear error."""
+"""Loading a checkpoint into a runtime, and its errors."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_borrowed_model_is_restored(checkpoint):
 
 
 def test_the_folder_of_a_borrowed_model_is_found_by_its_name(checkpoint, monkeypatch):
-    """Of a model that was loaded by its name in the cache; one whose files nobody finds has none."""
+    """The folder of a model loaded by its name is that in the cache; without cached files the name is kept."""
     cached = {"org/tiny": str(checkpoint / "config.json")}
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: cached.get(name))
     model = plain_model(checkpoint)

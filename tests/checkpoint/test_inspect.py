@@ -1,4 +1,4 @@
-"""`inspect` answers before anything is loaded: do target and drafter fit, together and into memory?"""
+"""`inspect`: compatibility of target and drafter, and memory, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLOAT32 = ["--dtype", "float32", "--device", "cpu"]
 
 @pytest.fixture
 def inspected(secondguess_command, monkeypatch):
-    """What `inspect --json` says; reading any weights fails."""
+    """Return the output of `inspect --json`; reading any weights fails."""
 
     def refuse(*_, **__):
         raise AssertionError("weights were read")
@@ -107,7 +107,9 @@ def test_fits_agrees_with_the_check_of_load(tiny_checkpoint, tiny_draft_checkpoi
     ("available", "words"),
     [(10**12, "fits into the"), (1000, "does not fit"), (None, "is unknown")],
 )
-def test_the_text_output_states_whether_it_fits(secondguess_command, tiny_checkpoint, monkeypatch, available, words):
+def test_the_text_output_states_whether_it_fits(
+    secondguess_command, tiny_checkpoint, monkeypatch, available, words
+):
     monkeypatch.setattr("secondguess.checkpoint.description.available_memory", lambda _: available)
     done = secondguess_command("inspect", tiny_checkpoint, "--rows", 2, "--context", 100, *FLOAT32)
     assert done.code == 0
@@ -156,8 +158,10 @@ def test_compatible_differences_are_remarks(
     assert "not smaller" in larger
 
 
-def test_rows_beyond_the_context_of_the_draft_model_are_not_counted_for_it(inspected, tiny_draft_checkpoint, tmp_path):
-    # Caches begin with 256 positions, so that only longer contexts tell.
+def test_rows_beyond_the_context_of_the_draft_model_are_not_counted_for_it(
+    inspected, tiny_draft_checkpoint, tmp_path
+):
+    # Caches start with 256 positions, so that only longer contexts differ.
     target = write_llama(tmp_path / "long", seed=0, max_position_embeddings=1024)
     drafter = ["--drafter", f"model:{tiny_draft_checkpoint}"]
     whole, quarter = (inspected(target, *drafter, "--context", size)["memory"] for size in (1024, 256))

@@ -1,4 +1,4 @@
-"""Where nothing pays, rounds pass without the controller `cost` being asked; it is asked in time, and learns of all of them."""
+"""Backoff of the controller `cost`: candidates that do not pay are skipped, and their rounds are learned from later."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_backoff_rounds_are_learned_from_later_and_none_is_lost(
     controller.end(rows[0])
     assert sum(earned) == pytest.approx(seconds)
     assert len(earned) < 120
-    # Where the rounds stood is known as if each had been told at once.
+    # The positions of the rounds are known as if each had been recorded at once.
     assert len(rows[0].tokens) - contexts[-1] <= FEW
     assert contexts == sorted(contexts)
 
@@ -140,7 +140,7 @@ def test_backoff_ends_when_the_batch_size_changes() -> None:
 
 
 def test_a_row_with_its_own_draft_length_does_not_affect_others() -> None:
-    """Its guesses are never weighed, so none of them was found wanting."""
+    """Its candidates are never evaluated, so none of them is in backoff."""
     controller = CostController()
     (own,), (other,) = make_rows(1, draft_length=0), make_rows(1)
     rows = [own, other]

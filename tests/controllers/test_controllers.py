@@ -1,4 +1,4 @@
-"""How far each controller lets a drafter go, and which names are refused."""
+"""Draft lengths of each controller, and refused names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows_of(num_rows: int) -> list[Row]:
 
 
 def tensor_with(*confidences: float) -> Tensor:
-    """Laws over ten tokens whose largest probability is the one given."""
+    """Return distributions over ten tokens with the given largest probability."""
     draft_probs = [[confidence, *[(1 - confidence) / 9] * 9] for confidence in confidences]
     return torch.tensor(draft_probs, dtype=torch.float64)
 

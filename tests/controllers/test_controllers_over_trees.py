@@ -1,4 +1,4 @@
-"""Controllers count in levels, whatever a level of a tree holds; `cost` finds out what its nodes cost together."""
+"""Controllers over trees: lengths count levels, and `cost` learns the cost of whole levels."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_cost_drafts_whole_trees_if_they_pay_and_learns_their_cost() -> None:
     stats, controller = play("cost", per_node=0.02)
     assert min(stats.drafted_per_position) > 80
     assert len(stats.drafted_per_position) == LEVELS
-    # A tree of three levels has ten nodes: that is what the curve has to say at 3, and nothing was seen beyond.
+    # A tree of three levels has ten nodes: the curve has their cost at 3, and no observation beyond.
     assert controller.times.rest(1, LEVELS) == pytest.approx(1 + 10 * 0.02, rel=1e-3)
     assert stats.tokens_per_second > 0.9 * play(f"fixed:{LEVELS}", per_node=0.02)[0].tokens_per_second
 

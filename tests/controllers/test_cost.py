@@ -1,4 +1,4 @@
-"""The controller `cost`: it drafts where that pays, stops where it does not, and what it loses is bounded.
+"""The controller `cost`: it drafts if that pays, stops if not, and its loss is bounded.
 
 Rounds are played on simulation: a drafter whose nodes are accepted with a given chance, and a clock that runs by given costs.
 """
@@ -54,7 +54,7 @@ def test_cost_finds_the_best_constant_length(chance: float, step: float, determi
 
 
 def test_cost_distinguishes_drafts_by_confidence() -> None:
-    """Half of the rounds have sure guesses that hold, half unsure ones that fail: one length cannot serve both."""
+    """Half of the rounds have confident drafts that are accepted, half unconfident ones that are not."""
     controller = CostController()
     simulation = Simulation(lambda number, depth: 0.97 if number % 2 else 0.1, step=0.1)
     rng = random.Random(1)
@@ -122,7 +122,7 @@ def test_drafting_stops_when_acceptance_falls() -> None:
 @pytest.mark.parametrize("saved", [-100.0, MAX_PROBE_BALANCE])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_required_rate_decays_towards_plain_decoding(saved: float, seed: int) -> None:
-    """Good guesses that are not as good as such guesses were elsewhere: plain decoding would give less still, as would probes.
+    """Good drafts, but less good than such drafts were in other texts: plain decoding and probes would gain less.
 
     Args:
         saved: for probes. With nothing saved nothing is drafted unless it is good enough.
@@ -143,7 +143,7 @@ def test_the_required_rate_decays_towards_plain_decoding(saved: float, seed: int
 
 
 def test_more_expensive_draft_steps_are_detected() -> None:
-    """The same guesses stop paying when draft steps take longer."""
+    """The same drafts stop paying when draft steps take longer."""
     controller = CostController()
     cheap = Simulation(lambda number, depth: 0.6, step=0.05).play(controller, 500)
     dear = Simulation(lambda number, depth: 0.6, step=1.5).play(controller, 500)
@@ -176,7 +176,7 @@ def test_the_loss_over_any_stretch_is_within_the_bound(
 
 
 def book(guard: LossGuard, won: float, *rows: Row) -> bool:
-    """One round that wins so much where drafting is allowed; says whether it was."""
+    """Run a round that gains the given time if drafting is allowed; return whether it was."""
     if guard.is_stopped:
         guard.wait(rows)
         return False
@@ -185,7 +185,7 @@ def book(guard: LossGuard, won: float, *rows: Row) -> bool:
 
 
 def test_the_guard_stops_losses_that_estimates_miss() -> None:
-    """A drafter whose price is not in its draft steps: only the wall clock tells."""
+    """A drafter whose cost is not in its draft steps: only the wall-clock time contains it."""
     guard = LossGuard()
     lost = sum(book(guard, -1.0) for _ in range(10_000))
     assert lost <= loss_bound(10_000, 1.0)
@@ -269,7 +269,7 @@ def test_unamortised_prefill_is_booked_when_the_row_ends() -> None:
 
 
 def test_prefill_is_booked_when_drafting_stops() -> None:
-    """What was read before a stop must not bring the next one: it is lost already, and the text is still read."""
+    """Prefill booked before a stop must not cause the next one."""
     guard, row = LossGuard(), a_row()
     guard.spread(row, 30.0, 40)
     assert book(guard, -MAX_LOSS, row)
@@ -399,7 +399,7 @@ def test_a_hazard_is_not_biased_by_drafts_that_stopped_early() -> None:
     for depth in range(4):
         late = [each[depth] for each in shares[1500:]]
         assert sum(late) / len(late) == pytest.approx(0.8, abs=0.04)
-    # The average accepted length would have said that a second node is hardly ever accepted.
+    # By the average accepted length a second node would hardly ever be accepted.
     assert sum(accepted >= 2 for accepted in share_of_lengths) / 6000 < 0.2
 
 
@@ -430,7 +430,7 @@ def test_rows_with_good_drafts_are_drafted_for_and_others_are_not() -> None:
 def first_plans(
     texts: Sequence[Sequence[int]], accepted: bool = True, num_rounds: int = 1
 ) -> list[list[int]]:
-    """What a controller plans for a batch of rows of which it knows nothing, round by round, once plain ones are timed."""
+    """Return the plans for a batch of unknown rows, round by round, after plain rounds have been timed."""
     controller = CostController()
     rows = [Row(list(text), SamplingParams(max_tokens=10**6, temperature=1.0)) for text in texts]
     planned: list[list[int]] = []
@@ -455,7 +455,7 @@ def test_a_new_drafter_is_tried_on_one_row_first_in_any_order() -> None:
 
 
 def test_equal_rows_are_tried_together() -> None:
-    """Fates of one row, as an enumeration puts them into one batch, must not be told apart before they part."""
+    """Branches of one row, which an enumeration puts into one batch, must be treated alike while they are equal."""
     (planned,) = first_plans([[7] * 20, [9] * 20, [7] * 20, [9] * 20, [7] * 20])
     assert planned in ([1, 0, 1, 0, 1], [0, 1, 0, 1, 0])
     for texts in ([[7] * 20] * 5, [[1]] + [[0]] * 4):
@@ -600,7 +600,7 @@ def test_costs_are_kept_when_the_machine_changes_its_speed() -> None:
 
 
 def test_slow_drafted_rounds_are_compared_with_plain_ones() -> None:
-    """They tell whether the machine has become slower or drafts have become more expensive."""
+    """They show whether the machine has become slower or drafts have become more expensive."""
     times = RoundTimes()
     for _ in range(20):
         times.add_plain(1, 10, [1.0])
@@ -837,7 +837,7 @@ def test_a_candidate_without_a_draft_is_replaced_by_one_with_a_draft() -> None:
     for _ in range(600):
         plan = controller.plan([row], [(Candidate(deterministic=True), Candidate(part=1))])[0]
         parts.append(plan.part if plan.length else None)
-        length = plan.length and plan.part  # the model guesses one node, the look-up none
+        length = plan.length and plan.part  # the model drafts one node, the lookup none
         accepted = int(length and rng.random() < 0.8)
         verdict = Verdict.from_chain(torch.tensor([accepted]), torch.tensor([0]))
         time = RoundTime(0.0, 0.1 * length, 1 + 0.15 * length)
@@ -873,7 +873,7 @@ def test_unplanned_drafts_do_not_affect_the_statistics() -> None:
 
 
 def test_cost_learns_from_predicted_acceptance_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The level that a node is filed under is that of its foretold chance, not of its law."""
+    """A node is recorded under its predicted acceptance probability, not under its distribution."""
     controller, row = CostController(), Row([0] * 20, SamplingParams(max_tokens=100))
     heard: list[float] = []
     original = controller.expectations.of_node

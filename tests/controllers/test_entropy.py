@@ -1,4 +1,4 @@
-"""The controller `entropy`: stops where the drafter is undecided, with a constant that fits what was accepted."""
+"""The controller `entropy`: it stops at high entropy, with a constant fitted to the acceptance."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_entropy_restarts_in_every_round() -> None:
 
 @pytest.mark.parametrize("constant", [0.05, 0.2, 0.5])
 def test_the_constant_is_fitted_to_the_observed_acceptance(constant: float) -> None:
-    """Nodes are accepted exactly as often as the bound with this constant says."""
+    """Nodes are accepted with exactly the probability of the bound with this constant."""
     controller = EntropyController()
     rng = random.Random(1)
     for _ in range(3000):

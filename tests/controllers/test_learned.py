@@ -1,4 +1,4 @@
-"""The controller that stops where a small network expects a rejection, and the file the network comes from."""
+"""The controller `learned`, and the file of its predictor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write(tmp_path: Path) -> Callable[[str | dict[str, Any]], Path]:
 
 
 def probs_with(*confidences: float) -> DraftProbs:
-    """Laws over ten tokens whose largest probability is the one given."""
+    """Return distributions over ten tokens with the given largest probability."""
     draft_probs = [[confidence, *[(1 - confidence) / 9] * 9] for confidence in confidences]
     return DraftProbs(torch.tensor(draft_probs, dtype=torch.float64).log())
 

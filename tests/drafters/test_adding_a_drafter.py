@@ -1,4 +1,4 @@
-"""The drafter that the documentation shows works as shown."""
+"""The drafter of docs/adding-a-drafter.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of drafters: what is understood, and what is refused with what would have been."""
+"""Names of drafters: accepted options, and refusals that list the valid ones."""
 
 from __future__ import annotations
 

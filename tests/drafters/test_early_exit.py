@@ -1,4 +1,4 @@
-"""What early exit promises beyond what every head does: nothing of the shared layers is computed or stored twice."""
+"""Early exit: nothing of the shared layers is computed or stored twice."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def drafter_of(
 def play(
     target: Runtime, shape: TreeShape | None = None, temperature: float = 0.0, controller: str = "fixed:3"
 ) -> int:
-    """Decode, and say how many nodes were drafted."""
+    """Decode, and return the number of drafted nodes."""
     drafter = drafter_of(target, 2, shape=shape)
     components = Components(target, drafter, make_verifier("auto"), make_controller(controller))
     params = SamplingParams(max_tokens=12, temperature=temperature)
@@ -74,7 +74,7 @@ def play(
 def test_shared_layers_run_once_per_token(
     shape: TreeShape | None, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many queries pass the first layer as the last: those that the target judges."""
+    """As many queries pass the first layer as the last: those that the target scores."""
     counts: dict[int, int] = {}
     forward = Layer.forward
 
@@ -133,7 +133,7 @@ def test_early_exit_needs_no_more_memory_than_target_and_adapter() -> None:
 
 
 def test_a_changed_draft_is_computed_again() -> None:
-    """Another token where one was read ahead: what was read says nothing of it."""
+    """Another token in place of one that was run ahead: its hidden states must not be used."""
     expected, found = fused_target(), fused_target()
     params = SamplingParams()
     draft, other = Draft.chains([[4, 5, 6]]), Draft.chains([[4, 8, 6]])

@@ -125,7 +125,9 @@ def recording_budgets(propose: Propose, recorded: list[list[int]]) -> Propose:
 
 
 @pytest.mark.parametrize("drafter", ["suffix or model", "look-ups in turn"])
-def test_a_part_without_rows_to_draft_for_is_not_called(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_without_rows_to_draft_for_is_not_called(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     either = DRAFTERS[drafter]()
     assert isinstance(either, CombinedDrafter)
     budgets_of_parts: list[list[int]] = []

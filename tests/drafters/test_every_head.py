@@ -185,7 +185,9 @@ def test_greedy_text_under_traversal_equals_plain_decoding(head: str, shape: str
 @every_head
 @every_shape
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_text_over_the_kernels_equals_plain_decoding_over_them(head: str, shape: str, temperature: float) -> None:
+def test_text_over_the_kernels_equals_plain_decoding_over_them(
+    head: str, shape: str, temperature: float
+) -> None:
     params = SamplingParams(max_tokens=16, temperature=temperature, seed=4)
     found = run(make_head(head, shape), params, controller=VaryingLengths(), make_target=native_runtime)
     assert found == plain_text(params, make_target=native_runtime)
@@ -197,9 +199,9 @@ def test_text_over_the_kernels_equals_plain_decoding_over_them(head: str, shape:
 def test_seeded_text_equals_plain_decoding(head: str, shape: str, controller: str) -> None:
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=7)
     decider = VaryingLengths() if controller == "varying" else controller
-    assert run(make_head(head, shape), params, controller=decider, make_target=target_for(head)) == plain_text(
-        params
-    )
+    assert run(
+        make_head(head, shape), params, controller=decider, make_target=target_for(head)
+    ) == plain_text(params)
 
 
 @every_head

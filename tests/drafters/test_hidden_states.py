@@ -1,4 +1,4 @@
-"""What a head keeps of the target's states until it asks."""
+"""The buffer of hidden states that a head has not read yet."""
 
 from __future__ import annotations
 

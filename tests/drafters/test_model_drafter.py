@@ -1,4 +1,4 @@
-"""The draft model: its cache, its laws, its vocabulary, its context."""
+"""The draft model: cache, distributions, vocabulary and context."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_greedy_drafts_carry_no_probs_and_follow_penalties() -> None:
     dist = random_probs(VOCAB_SIZE, seed=3, sharpness=0.1)
     params = SamplingParams(max_tokens=30, repetition_penalty=3.0)
     result = run(model_drafter(dist), [[1, 2, 3]], params, dist=dist)
-    # The target's own law, penalised in the same way, never disagrees.
+    # The target's own distribution with the same penalties always agrees.
     assert result.stats[0].acceptance_rate == 1.0
     drafter = model_drafter(dist)
     rows = [Row([1, 2, 3], params)]
@@ -216,7 +216,7 @@ def test_rounds_without_drafts_are_caught_up_in_one_forward_pass() -> None:
 
 
 def resized(dist: NextTokenDist, vocab_size: int, vocab_seen: int) -> NextTokenDist:
-    """A law over another width: it reads only tokens below `vocab_seen` and gives new tokens some mass."""
+    """Return a distribution of another width: it reads only tokens below `vocab_seen` and gives new tokens some mass."""
 
     def of(context: tuple[int, ...]) -> Tensor:
         assert all(token < vocab_seen for token in context)

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search that looks everywhere."""
+"""Prompt lookup against a full search."""
 
 from __future__ import annotations
 

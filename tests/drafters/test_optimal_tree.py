@@ -1,4 +1,4 @@
-"""Optimal trees: planned as by hand, learnt from rounds that are over, priced by passes that were timed."""
+"""Optimal trees: plans against an exhaustive search, acceptance rates from finished rounds, costs from timed passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suffix automaton against searches that look everywhere, and the rules of the draft."""
+"""The suffix automaton against a full search, and the rules of its drafts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def automaton_of(text: list[int]) -> SuffixAutomaton:
 
 
 def followers(text: list[int], context: list[int]) -> list[int]:
-    """What followed each occurrence of a context, in order."""
+    """Return the token after each occurrence of a context, in order."""
     width = len(context)
     return [text[end] for end in range(width, len(text)) if text[end - width : end] == context]
 

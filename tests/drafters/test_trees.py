@@ -1,4 +1,4 @@
-"""Trees while they grow: the numbers of their nodes, what controllers are told, and what their laws can hold."""
+"""Growing trees: node numbers, calls of controllers, and distributions with few tokens."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_no_more_children_than_a_distribution_has_tokens() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_controllers_receive_distributions_before_sampling_settings(temperature: float) -> None:
-    """After them a law is one-hot at temperature 0, and a controller would think the drafter certain of everything."""
+    """After them a distribution is one-hot at temperature 0, with a confidence of 1."""
     told: list[float] = []
 
     def go_on(logits: torch.Tensor, depth: int, *_: object) -> list[bool]:

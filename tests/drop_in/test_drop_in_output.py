@@ -1,4 +1,4 @@
-"""Streamers, stop strings and results, beside Transformers' own loop."""
+"""Streamers, stop strings and results, compared with Transformers."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -1,4 +1,4 @@
-"""Logits processors and stopping criteria that the user hands in."""
+"""Logits processors and stopping criteria given by the user."""
 
 import pytest
 import torch

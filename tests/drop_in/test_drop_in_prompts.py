@@ -1,4 +1,4 @@
-"""End tokens, padding and attention masks, beside Transformers' own loop."""
+"""End tokens, padding and attention masks, compared with Transformers."""
 
 import numpy
 import pytest

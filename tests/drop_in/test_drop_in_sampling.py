@@ -1,4 +1,4 @@
-"""Sampled text: the distribution of Transformers, and what a seed repeats."""
+"""Sampled text: the distribution of Transformers, and seeds."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def first_tokens(generate, model, num_samples=400, **settings):
 
 
 def distribution_of_first_token(model, **settings):
-    """What Transformers draws the first token from."""
+    """Return the distribution of Transformers' first token."""
     report = {"return_dict_in_generate": True, "output_scores": True}
     return first_tokens(theirs, model, num_samples=1, **settings, **report).scores[0][0].double().softmax(-1)
 

@@ -1,4 +1,4 @@
-"""DSpark: formats as published, what a block says, what it learns, and which folders are refused."""
+"""DSpark: published formats, logits of a block, training, and refused folders."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def blind_confidence(folder: Path) -> tuple[Path, Parts]:
 
 
 def behind_the_anchor(folder: Path) -> tuple[Path, Parts]:
-    """Its first mask guesses the first node, and there is no confidence."""
+    """The first mask predicts the first node, and there is no confidence head."""
     shapes = {name: shape for name, shape in heads().items() if "confidence" not in name}
     tensors = random_tensors(backbone() | shapes)
     config = DSPARK | {
@@ -190,7 +190,7 @@ FORMATS = {
 }
 every_format = pytest.mark.parametrize("format", FORMATS)
 FIRST = {"behind_the_anchor": 1, "dflash": 1}
-"""Where in the block the first guess is made, if not at the anchor."""
+"""Position in the block that predicts the first node, if it is not the anchor."""
 
 
 def norm(states: Tensor, weight: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def turned(heads: Tensor, positions: Tensor) -> Tensor:
 
 
 def block_thoughts(parts: Parts, text: list[int]) -> Tensor:
-    """What the block behind `text` thinks, `[position, width]`: one position, head and key at a time."""
+    """Return the hidden states `[position, width]` of the block after `text`, one position, head and key at a time."""
     states = states_of(TARGET, [text])
     place = len(text) - 1
     features = norm(
@@ -244,7 +244,7 @@ def block_thoughts(parts: Parts, text: list[int]) -> Tensor:
 
 
 def formula(parts: Parts, thought: Tensor, before: int) -> Tensor:
-    """Logits over the target's vocabulary of a guess behind the token `before`."""
+    """Return the logits over the target's vocabulary after the token `before`."""
     output = parts.get("lm_head.weight", TARGET.model.get_output_embeddings().weight.detach())
     said = output @ thought
     if "markov_head.markov_w1.weight" in parts:
@@ -557,7 +557,7 @@ def test_unknown_kinds_are_reported_as_unsupported(tmp_path: Path) -> None:
 
 
 def lengths_under(drafter: SamplingDrafter, controller: str) -> list[int]:
-    """How many nodes are drafted for some rows in their first round."""
+    """Return the number of nodes drafted for rows in their first round."""
     rows = [Row(text, SamplingParams(max_tokens=20, temperature=1.0), seed=2) for text in many_texts(3, 9)]
     components = Components(TARGET, drafter, make_verifier("auto"), make_controller(controller))
     rounds = decode(components, rows)

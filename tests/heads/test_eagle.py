@@ -1,4 +1,4 @@
-"""EAGLE heads: the published formats, worked out once more; what is refused; what is written."""
+"""EAGLE heads: published formats against a reference, refusals, and written files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Medusa: formats as published, what the heads say, what they learn, and which folders are refused."""
+"""Medusa: published formats, logits, training, and refused folders."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def truncated(folder: Path) -> tuple[Path, Parts]:
 
 
 def truncated_from_whole(folder: Path) -> tuple[Path, Parts]:
-    """The whole matrices beside the map that says which rows are meant."""
+    """Whole matrices with a token map that selects rows."""
     shapes = blocks_of() | {f"lm_heads.{head}.weight": (VOCAB_SIZE, WIDTH) for head in range(NUM_HEADS)}
     tensors = random_tensors(shapes)
     write_folder(folder, VLLM | {"truncated_vocab_size": NUM_WORDS}, tensors | {"token_map": WORDS})

@@ -1,4 +1,4 @@
-"""Multi-token-prediction modules: three families' names, inside a checkpoint and alone; what is refused."""
+"""Multi-token-prediction modules: names of three families, in a checkpoint and alone, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, 
 
 TARGET = target_of()
 Names = dict[str, str]
-"""What a family calls the parts: `prefix`, `layer`, `enorm`, `hnorm`, `project`, `norm`."""
+"""Tensor names of a family: `prefix`, `layer`, `enorm`, `hnorm`, `project`, `norm`."""
 
 DEEPSEEK = {
     "prefix": f"model.layers.{NUM_LAYERS}.",
@@ -205,7 +205,7 @@ def test_the_first_of_several_modules_drafts_with_a_note(tmp_path: Path) -> None
 
 
 def with_tensors(folder: Path, change: Callable[[Tensors, str], object]) -> Path:
-    """The module's tensors in one file, changed; the change is told where their names begin."""
+    """Write the module's tensors to one file, changed by a function of the tensors and their prefix."""
     tensors: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)

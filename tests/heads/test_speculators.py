@@ -1,4 +1,4 @@
-"""What we write, read by the library whose format it is; and by its schema, where that library is not installed."""
+"""Written heads, read by the speculators library, or by its schema if it is not installed."""
 
 from __future__ import annotations
 

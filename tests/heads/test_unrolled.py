@@ -1,4 +1,4 @@
-"""Every head that feeds on its own thoughts: training does what drafting does, and it teaches."""
+"""Heads that read their own hidden states: training equals drafting and lowers the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The certificate in small: sound numbers, a pass for what ships, a fail for what is bent."""
+"""The certificate with small samples: it passes for the default configuration and fails for wrong distributions."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def test_other_temperatures_pass(temperature):
 
 
 def test_a_wrong_distribution_fails(monkeypatch):
-    """Corrections drawn from the target's law instead of the excess: the classic mistake."""
+    """Corrections drawn from the target's distribution instead of the residual: the classic mistake."""
     monkeypatch.setattr(
         base, "next_token_probs", lambda draft, dists, lengths, residual_at: base.at(dists, lengths)
     )
@@ -75,7 +75,7 @@ def test_the_bound_is_the_distance_plus_mcdiarmids_slack():
 
 
 def test_the_default_is_large_enough_to_pass():
-    """What chance alone is expected to give, E sum |P - Q'| / 2 by the normal law, fits under the limit."""
+    """The expected distance of a correct sampler, E sum |P - Q'| / 2 by the normal approximation, is below the limit."""
     options, subject = CertifyOptions(), tiny_system()
 
     def next_dist(text):
@@ -116,7 +116,7 @@ def test_progress_reports_exact_probabilities_and_then_texts():
     assert {total for _, total in phases["exact probabilities"]} == {81}
     drawn = [done for done, _ in phases["drawing texts"]]
     assert drawn == sorted(drawn)
-    # Told within the batches of 1,000, too.
+    # Reported within the batches of 1,000, too.
     assert (drawn[0], drawn[-1]) == (0, 4000)
     assert any(done % 1000 for done in drawn)
     assert {total for _, total in phases["drawing texts"]} == {4000}

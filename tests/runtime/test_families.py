@@ -1,4 +1,4 @@
-"""Every family: our one forward over ragged rows and trees says what the plain model says, token by token."""
+"""Every family: logits over ragged rows and trees equal those of the module, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused runtime says what the module says, holds its weights once, and is given up where it would not."""
+"""The fused runtime: equality with the module, memory, and the cases in which it is not used."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_bfloat16_logits_are_bit_identical_to_the_packed_module(checkpoint):
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tokens_bits_do_not_depend_on_the_number_of_scored_tokens(name, num_kv_heads, runtime, tmp_path):
-    """What makes speculation invisible in bfloat16 too, for widths that are multiples of 64.
+    """The condition for identical text in bfloat16, for widths that are multiples of 64.
 
     Without whole key blocks it fails at every multiple of 16, without company for a lone query where no heads
     share keys.

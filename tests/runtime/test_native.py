@@ -1,4 +1,4 @@
-"""The kernels say what the module says, in the same bits whatever comes with a token, and are given up where they would not."""
+"""The kernels: accuracy, bits that depend only on a token's prefix, and the cases in which they are not used."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_shapes_have_the_same_bits_in_a_draft(change, tmp_path):
-    """As near to the exact law as the module, in the same bits in a draft as in one forward."""
+    """The error is that of the module, and a draft has the same bits as one forward pass."""
     config = FAMILIES["llama"]()
     for field, value in CHANGES[change].items():
         setattr(config, field, value)
@@ -180,7 +180,7 @@ def test_hidden_states_are_those_of_the_module(checkpoint):
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("width", [64, 200])  # a whole number of vectors, and not
 def test_hidden_states_are_equal_in_16_and_32_bits(width, unit, tmp_path, monkeypatch):
-    """Which of the two torch is handed depends on the processor."""
+    """The dtype that torch receives depends on the processor."""
     config = FAMILIES["llama"]()
     config.hidden_size = width
     path = write_checkpoint(config, tmp_path)
@@ -453,7 +453,7 @@ def test_auto_without_matching_kernels_is_as_without_kernels(checkpoint, monkeyp
 
 
 def test_prompts_are_checked_against_the_cache_in_use(checkpoint, monkeypatch):
-    """Where float32 took the place of the bfloat16 that was picked, a token takes twice the bytes."""
+    """With float32 instead of the requested bfloat16 a token needs twice the bytes."""
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
     picked = load(checkpoint, "none", device="cpu").cache_bytes
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda *_: None)

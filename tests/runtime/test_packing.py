@@ -1,4 +1,4 @@
-"""Packed linear layers say the same as the originals, bit for bit, and are given up where they would not."""
+"""Packed linear layers: bit-identical to the originals, or not used."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows that come and go, subsets in any order, growth, giving a model back: once, on Llama."""
+"""Rows that join and leave, subsets in any order, growth of the cache, and release of the model, on Llama."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def runtime(checkpoint, kind):
 
 
 def check_round(runtime, plain, rows, path=()):
-    """Score a branching draft on some rows; every row must say what it would say alone; keep a path."""
+    """Score a tree on some rows, compare every row with the row alone, and keep a path."""
     parents = [-1, 0, -1, 2]
     logits = runtime.score(rows, trees(*[(NODES, parents)] * len(rows))).logits
     for index, row in enumerate(rows):

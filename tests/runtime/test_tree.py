@@ -1,4 +1,4 @@
-"""Closures, depths and masks against what walking the parents says."""
+"""Closures, depths and masks against a walk along the parents."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def depths(depth, num_rows=NUM_ROWS):
 
 
 def draws_of(noise, purpose, depth, num_outcomes=10):
-    """Which of ten equal outcomes each row gets for a purpose at a depth."""
+    """Return which of ten equal outcomes each row gets for a purpose at a depth."""
     dists = evenly(num_outcomes, len(noise.positions))
     if purpose == "draft":
         return noise.draft(dists, depth)
@@ -50,7 +50,7 @@ def draws_of(noise, purpose, depth, num_outcomes=10):
         noise = KeyedNoise(noise.keys, noise.positions, torch.ones_like(noise.coupled), noise.greedy)
     if purpose.endswith("race"):
         return noise.race(dists[:, None], depths(depth, len(dists))[:, None])[:, 0]
-    # Accepting at every tenth tells which tenth the number lies in.
+    # Acceptance at every tenth shows which tenth contains the number.
     steps = numpy.arange(1, num_outcomes) / num_outcomes
     accepted = [noise.accept(numpy.full((len(dists), depth + 1), step))[:, depth] for step in steps]
     return torch.from_numpy(num_outcomes - 1 - numpy.stack(accepted).sum(0))
@@ -122,7 +122,7 @@ def test_a_rows_race_does_not_depend_on_whether_its_neighbours_are_coupled():
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_several_rounds_keep_the_distribution(verifier, seed):
-    """The joint law of five tokens over several rounds; reused numbers gave p below 1e-18 here."""
+    """The joint distribution of five tokens over several rounds; reused numbers gave p below 1e-18 here."""
     assert chained_text_p_value(verifier, seed=seed) > MIN_P_VALUE
 
 

@@ -1,4 +1,4 @@
-"""Settings refuse nonsense, and every law is the one that plain decoding would have after the same prefix."""
+"""Validation of settings, and distributions inside a draft, which equal those of plain decoding after the same prefix."""
 
 import copy
 import dataclasses
@@ -121,7 +121,7 @@ def random_logits(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64
 
 
 def one_dist(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law after a prompt of one token."""
+    """Return the distribution after a prompt of one token."""
     return compute_target_probs(logits[None, None], [Row([0], params)], Draft.empty(1))[0, 0]
 
 

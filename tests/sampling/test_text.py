@@ -1,4 +1,4 @@
-"""Text while it arrives: whole characters, the same as decoding at once, cut before a stop string."""
+"""Incremental text: whole characters, equal to decoding at once, cut before a stop string."""
 
 import random
 

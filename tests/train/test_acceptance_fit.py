@@ -1,4 +1,4 @@
-"""The acceptance predictor: it learns, its two implementations agree, and calibration lowers its error."""
+"""The acceptance predictor: training, agreement of its two implementations, and calibration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def net() -> AcceptanceNet:
 
 def test_the_networks_in_numpy_and_torch_are_equal(net: AcceptanceNet) -> None:
     features = normal(200, len(FEATURES), seed=3) * 3 + 1
-    # What rounding to six digits leaves is small beside logits of order one.
+    # The error of rounding to six digits is small compared with logits of order one.
     logits = predictor_of(net).logits(features.numpy())
     assert logits == pytest.approx(net(features).detach().numpy(), abs=1e-4)
     single = [predictor_of(net).logits([line])[0] for line in features.tolist()[:5]]

@@ -1,4 +1,4 @@
-"""The target's states: the module's own, whichever way they are read; and never more disk than was allowed."""
+"""Capture of the target's hidden states, live and on disk."""
 
 from __future__ import annotations
 

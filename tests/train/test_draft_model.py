@@ -1,4 +1,4 @@
-"""A draft model for any target: it starts near the target's embeddings and counts only what the target wrote."""
+"""Training of a draft model: initial embeddings, and counted positions."""
 
 from __future__ import annotations
 

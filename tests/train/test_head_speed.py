@@ -1,4 +1,4 @@
-"""How much faster a trained drafter makes its target: measured beside plain decoding by the same target."""
+"""Measured speedup of a trained drafter over plain decoding."""
 
 from __future__ import annotations
 

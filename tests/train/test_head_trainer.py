@@ -58,7 +58,7 @@ TEXTS = TextSplit.split(
 
 
 class TwoAhead(TrainableHead):
-    """Guesses the next token and the one behind it, each with one matrix; drops some of what it reads."""
+    """Head that predicts the next two tokens, each with one matrix, with dropout."""
 
     hidden_layers = (1,)
 

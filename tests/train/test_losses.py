@@ -1,4 +1,4 @@
-"""The distillation losses against sums written out by hand."""
+"""The distillation losses against sums computed by hand."""
 
 from __future__ import annotations
 

@@ -41,9 +41,7 @@ def test_the_found_layers_can_be_used_as_a_drafter(searching, tiny_checkpoint, t
         (["--dtype", "float32"], "another dtype"),
     ],
 )
-def test_texts_of_another_run_are_not_reused(
-    searching, tmp_path, arguments, differing
-):
+def test_texts_of_another_run_are_not_reused(searching, tmp_path, arguments, differing):
     assert searching().code == 0
     found = (tmp_path / "skip" / "config.json").read_bytes()
     done = searching(*arguments)
@@ -80,9 +78,7 @@ def test_an_answer_length_without_room_for_the_prompt_is_refused(searching, tmp_
     ("out", "complaint"),
     [("prompts.jsonl", "got the file"), ("prompts.jsonl/skip", "that can be written to")],
 )
-def test_an_unwritable_folder_is_reported_before_generation(
-    searching, tmp_path, out, complaint
-):
+def test_an_unwritable_folder_is_reported_before_generation(searching, tmp_path, out, complaint):
     done = searching("--out", tmp_path / out)
     assert done.code == 2
     assert "expected a folder for --out" in done.err

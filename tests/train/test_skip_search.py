@@ -1,4 +1,4 @@
-"""The search for layers that can be spared."""
+"""The search for layers to skip."""
 
 from __future__ import annotations
 

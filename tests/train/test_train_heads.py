@@ -1,4 +1,4 @@
-"""`secondguess train KIND`, from the command line to a drafter that drafts."""
+"""`secondguess train KIND`, from the command line to a working drafter."""
 
 from __future__ import annotations
 

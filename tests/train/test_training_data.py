@@ -36,7 +36,7 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
 def test_long_texts_are_split_and_texts_without_counted_tokens_left_out() -> None:
     counts = [True, True, False, False, False, True, False]
     pieces = [piece.tokens for piece in windows(list(range(7)), counts, 2)]
-    # 2,3 has nothing to guess; 4,5 has; a piece's first token has nothing before it.
+    # 2,3 has no counted token, 4,5 has; the first token of a piece has no context.
     assert pieces == [[0, 1], [4, 5]]
 
 

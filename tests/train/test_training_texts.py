@@ -1,4 +1,4 @@
-"""What drafters learn from: every form of data, and a clear word about what is none."""
+"""Training texts: every data format, and errors."""
 
 from __future__ import annotations
 

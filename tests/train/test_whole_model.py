@@ -1,4 +1,4 @@
-"""Exits of a whole model: their laws, their weights, and the layers that are skipped while it learns."""
+"""Early exits of a whole model: distributions, weights, and layers skipped in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rule does with drafts one can follow by hand, and what it refuses; laws are proved in test_distributions."""
+"""Verifiers on small drafts, and refusals; output distributions are tested in test_distributions."""
 
 import numpy
 import pytest
@@ -66,7 +66,7 @@ def test_sampled_and_deterministic_trees_of_any_shape_are_verified_together(name
     parents = torch.tensor([[-1, -1, 0, 1, 1], [-1, 0, -1, -1, -1], [-1] * 5, [-1] * 5])
     tokens = torch.tensor([[4, 5, 6, 6, 7], [4, 6, 0, 0, 0], [4, 5, 6, 6, 7], [4, 5, 6, 6, 7]])
     lengths = torch.tensor([5, 2, 2, 0])
-    # What each query is followed by; behind padding stands what an accepted padding node would lead to.
+    # The target token after each query; after padding, one that an accepted padding node would give.
     target = certain_dists([[5, 0, 7, 0, 0, 3], [4, 6, 1, 0, 0, 0], [6, 0, 0, 2, 2, 2], [4, 2, 2, 2, 2, 2]])
     dists = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.25, 0.25, 0.25, 0.25]).expand(4, 5, 8)
     for probs in (dists, None):
@@ -77,7 +77,7 @@ def test_sampled_and_deterministic_trees_of_any_shape_are_verified_together(name
 
 @pytest.mark.parametrize("name", ["traversal", "recursive"])
 def test_a_sibling_without_remaining_probability_is_never_accepted(name):
-    """The drafter's law had one token; what a drafter of fixed forms names in place of a second one has no chance."""
+    """The draft distribution has one token; the node that fills the place of a second one has probability 0."""
     drafter = certain_dists([[1, 1]]).expand(200, 2, 8)
     target = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0, 0]).expand(200, 3, 8)
     draft = Draft(
@@ -93,7 +93,7 @@ def test_a_sibling_without_remaining_probability_is_never_accepted(name):
 
 @pytest.mark.parametrize("name", ["traversal", "recursive"])
 def test_rows_with_other_shapes_do_not_affect_a_verdict(name):
-    """Alone, among its like or among strangers: the same numbers for the same row."""
+    """A row has the same verdict alone, among equal shapes and among others."""
     parents = torch.tensor([[-1, -1, 0, 0], [-1, 0, 1, 2], [-1, -1, 1, -1]]).repeat(20, 1)
     dists = torch.rand(60, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     dists, target = (each / each.sum(-1, keepdim=True) for each in (dists, dists.roll(1, 2) + 0.1 * dists))

@@ -1,4 +1,4 @@
-"""Where results come from, and what must not be told."""
+"""Provenance of results, without host names and paths."""
 
 import os
 import socket
@@ -64,7 +64,7 @@ def test_the_same_files_are_read_once(tmp_path, monkeypatch):
     weights.write_bytes(b"one")
     before = hash_weights(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", None)  # whoever opens a file now fails
+        patched.setattr(Path, "open", None)  # opening a file now fails
         assert hash_weights(tmp_path) == before
     weights.write_bytes(b"two")  # as long as before
     os.utime(weights, ns=(0, 0))

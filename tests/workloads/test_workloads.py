@@ -1,4 +1,4 @@
-"""Prompts: which ones, and what is refused."""
+"""Workloads: selection of prompts, and refusals."""
 
 import json
 

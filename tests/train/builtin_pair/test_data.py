@@ -1,4 +1,4 @@
-"""Collecting text: what is taken, what is left out, and that the two sides never meet."""
+"""Collection of training text: licences, filters, and the held-out split."""
 
 from __future__ import annotations
 

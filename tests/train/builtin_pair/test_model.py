@@ -1,4 +1,4 @@
-"""The training module is Llama: the exported checkpoint has its logits, and generation has its choices."""
+"""The training module: the exported Llama checkpoint has its logits and generates its text."""
 
 from __future__ import annotations
 

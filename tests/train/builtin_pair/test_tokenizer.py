@@ -1,4 +1,4 @@
-"""The tokenizer: any text comes back as it was, and a prompt may end anywhere."""
+"""The tokenizer: lossless for any text, and the same for prompts that end anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: it continues exactly where it stopped, deepens without forgetting, and never leaves half a file."""
+"""Training of the pair: exact resumption, growing depth, and atomic files."""
 
 from __future__ import annotations
 
@@ -118,9 +118,7 @@ def test_stacked_layers_repeat_the_trained_ones_with_their_momentum(
 
 
 @pytest.mark.parametrize("num_layers", [3, 5])
-def test_inserted_layers_do_not_change_the_logits(
-    store: TokenStore, tmp_path: Path, num_layers: int
-) -> None:
+def test_inserted_layers_do_not_change_the_logits(store: TokenStore, tmp_path: Path, num_layers: int) -> None:
     run = trainer(store, tmp_path / "run.pt")
     for _ in range(3):
         run._take_step()
