@@ -792,7 +792,7 @@ MUTANTS = [
     Mutant(look_ups_beside_samples_have_even_distributions, dist("block", "either")),
     Mutant(draft_distribution_of_another_temperature, dist("rejection", pairs=("ternary",))),
     Mutant(greedy_draft_treated_as_sampled, dist("rejection")),
-    Mutant(certain_draft_treated_as_sampled, dist("block", "certain")),
+    Mutant(certain_draft_treated_as_sampled, dist("block", "deterministic")),
     Mutant(sampled_draft_treated_as_certain, dist("rejection")),
     Mutant(lenience, dist("rejection")),
     Mutant(clipped_residual, dist("rejection", pairs=("rare",))),

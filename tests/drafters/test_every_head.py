@@ -300,12 +300,9 @@ def test_output_distribution_equals_the_targets(
     monkeypatch.setattr(cache_module, "MIN_CAPACITY", 16)  # less memory to allocate for a thousand branches
     shape = StaticTree.from_widths(widths) if widths else None
     model, dists = two_token_target()
-    target: CachedRuntime
-    if head in NEEDS_FUSED:
-        target = FusedRuntime(fuse(tiny_target(vocab_size=2), packed=False))
-    else:
-        target = TransformersRuntime(model)
-    # One prefill pass for all branches instead of one per branch: rounding of 1e-16 is no matter here.
+    fused = FusedRuntime(fuse(tiny_target(vocab_size=2), packed=False))
+    target: CachedRuntime = fused if head in NEEDS_FUSED else TransformersRuntime(model)
+    # One prefill pass for all branches instead of one per branch: equal bits are not needed here.
     target._prefills_together = True
     components = Components(
         target, HEADS[head](target, shape), make_verifier(verifier), make_controller("fixed:2")
