@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import secondguess
+from builtin_cases import with_drafter
+from secondguess.api import LLM
 from secondguess.builtin import builtin_paths, head_path
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.heads.files import read_provenance
@@ -15,27 +17,32 @@ from secondguess.train.head_card import card_text
 SHIPPED = ("early-exit", "medusa", "mtp", "eagle", "dspark")
 PROMPT = "def read_lines(path):"
 LARGEST_TOGETHER = 25_000_000
-"""Bytes of all drafters in the box."""
+"""Bytes of all shipped drafters."""
 
 every_kind = pytest.mark.parametrize("kind", SHIPPED)
 
 
 def folder_of(kind: str) -> Path:
     folder = head_path(kind)
-    assert folder is not None, f"no {kind} in the box"
+    assert folder is not None, f"no {kind} in the package"
     return folder
 
 
 @pytest.fixture(scope="module")
-def plain_text() -> str:
-    llm = secondguess.load("builtin", "none", dtype="float32")
-    return llm.generate(PROMPT, max_tokens=24).text
+def pair() -> LLM:
+    return secondguess.load("builtin", "model:builtin-draft", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def plain_text(pair: LLM) -> str:
+    return with_drafter(pair, "none").generate(PROMPT, max_tokens=24).text
 
 
 @every_kind
 @pytest.mark.parametrize("tree", ["", ",tree=2x1"], ids=["chain", "tree"])
-def test_a_shipped_head_drafts_and_keeps_the_text(kind: str, tree: str, plain_text: str) -> None:
-    llm = secondguess.load("builtin", kind + tree, dtype="float32", controller="fixed:3")
+def test_a_shipped_head_drafts_and_keeps_the_text(kind: str, tree: str, pair: LLM, plain_text: str) -> None:
+    llm = with_drafter(pair, kind + tree, "fixed:3")
+    llm.reset_prefix_cache()
     out = llm.generate(PROMPT, max_tokens=24)
     assert out.text == plain_text
     assert out.stats.num_drafted > 0

@@ -14,9 +14,9 @@ from itertools import pairwise
 import pytest
 
 import secondguess
-from secondguess.api import LLM, choose_controller
+from builtin_cases import with_drafter
+from secondguess.api import LLM
 from secondguess.core import Commit
-from secondguess.drafters import make_drafter
 from secondguess.round_lock import RoundLock
 
 PROMPTS = (
@@ -40,20 +40,9 @@ def pair() -> LLM:
     return secondguess.load("builtin", "model:builtin-draft")
 
 
-def llm_of(pair: LLM, drafter: str) -> LLM:
-    """Return an `LLM` with another drafter for the same models."""
-    made = make_drafter(
-        drafter,
-        target_vocab_size=pair.target.runtime.vocab_size,
-        load_draft_model=lambda path: pair.drafter.runtime,
-        target=pair.target,
-    )
-    return LLM(pair.target, made, pair.verifier, choose_controller(None, made))
-
-
 @pytest.fixture(scope="module")
 def plain_texts(pair: LLM) -> list[list[int]]:
-    llm = llm_of(pair, "none")
+    llm = with_drafter(pair, "none")
     return [llm.generate(prompt, max_tokens=NUM_TOKENS).token_ids for prompt in PROMPTS]
 
 
@@ -61,7 +50,7 @@ def plain_texts(pair: LLM) -> list[list[int]]:
 def test_two_threads_generate_the_same_texts_as_one(
     drafter: str, pair: LLM, plain_texts: list[list[int]]
 ) -> None:
-    llm = llm_of(pair, drafter)
+    llm = with_drafter(pair, drafter)
 
     def call(number: int) -> bool:
         index = number % len(PROMPTS)
@@ -79,7 +68,7 @@ def test_two_threads_generate_the_same_texts_as_one(
 
 
 def test_streams_in_one_thread_alternate(pair: LLM, plain_texts: list[list[int]]) -> None:
-    llm = llm_of(pair, "suffix+model:builtin-draft")
+    llm = with_drafter(pair, "suffix+model:builtin-draft")
     streams = [llm.stream(prompt, max_tokens=NUM_TOKENS) for prompt in PROMPTS]
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     for _ in range(NUM_TOKENS):
@@ -90,7 +79,7 @@ def test_streams_in_one_thread_alternate(pair: LLM, plain_texts: list[list[int]]
 
 
 def test_an_abandoned_stream_releases_its_row(pair: LLM) -> None:
-    llm = llm_of(pair, "model:builtin-draft")
+    llm = with_drafter(pair, "model:builtin-draft")
     stream = llm.stream(PROMPTS[0], max_tokens=NUM_TOKENS)
     next(stream)
     assert llm.target.runtime.num_live_rows
@@ -208,7 +197,7 @@ def test_an_error_in_an_abandoned_loop_is_logged_and_does_not_affect_another(
 def test_a_forked_process_decodes_although_a_thread_of_the_parent_holds_the_lock(
     pair: LLM, plain_texts: list[list[int]]
 ) -> None:
-    llm = llm_of(pair, "none")
+    llm = with_drafter(pair, "none")
     entered, leave = threading.Event(), threading.Event()
 
     def wait() -> None:
