@@ -133,7 +133,7 @@ class TestSettingsPerPrompt:
         with pytest.raises(BadInputError, match=words):
             llm.generate(prompts, params)
 
-    def test_a_list_of_settings_needs_a_list_of_prompts(self, llm):
+    def test_there_is_no_generate_batch(self, llm):
         with pytest.raises(AttributeError):
             llm.generate_batch  # noqa: B018
 

@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_created_is_refused(secondguess_command, tiny_ch
     assert "Errno" not in done.err
 
 
-def test_an_unwritable_output_is_reported(secondguess_command, monkeypatch):
+def test_a_permission_error_is_reported_in_one_line(secondguess_command, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", "/some/file")
 

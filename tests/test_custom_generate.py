@@ -153,7 +153,7 @@ def test_a_used_model_can_be_garbage_collected(model):
     assert gone() is None
 
 
-def test_the_public_name_is_the_function_after_repeated_imports():
+def test_the_public_name_is_the_function_after_repeated_access():
     assert secondguess.custom_generate is secondguess.custom_generate
     assert callable(secondguess.custom_generate)
 

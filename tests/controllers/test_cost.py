@@ -268,8 +268,8 @@ def test_unamortised_prefill_is_booked_when_the_row_ends() -> None:
     guard.end(row)
 
 
-def test_prefill_is_booked_when_drafting_stops() -> None:
-    """Prefill booked before a stop must not cause the next one."""
+def test_prefill_booked_before_a_stop_does_not_cause_another_stop() -> None:
+    """It is lost already, and the row is still decoded."""
     guard, row = LossGuard(), a_row()
     guard.spread(row, 30.0, 40)
     assert book(guard, -MAX_LOSS, row)

@@ -312,7 +312,7 @@ def test_sizes_are_checked(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_layers", range(1, 40))
-def test_hidden_layers_must_exist_in_the_target(num_layers: int) -> None:
+def test_default_hidden_layers_exist_in_the_target(num_layers: int) -> None:
     layers = default_layers(num_layers)
     assert sorted(layers) == list(layers)
     assert layers[0] >= 0
