@@ -1,4 +1,4 @@
-"""What test files share: two checkpoints, and the command line in this process."""
+"""Shared fixtures: two checkpoints, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny_draft_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left behind."""
+    """Exit code and output of a command."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""What the law tests share: pairs of laws that are hard in different ways, and one exact check of the text they give."""
+"""Distributions, drafters and helpers of the tests that enumerate output distributions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPT = (0, 1)
 
 @dataclass(frozen=True)
 class Pair:
-    """A target's and a drafter's law over the same few tokens."""
+    """Next-token distributions of a target and a drafter over the same few tokens."""
 
     vocab_size: int
     target: NextTokenDist
@@ -44,15 +44,16 @@ class Pair:
 
 def one_hot_dist(vocab_size: int, seed: int) -> NextTokenDist:
     sharp = random_probs(vocab_size, seed)
-    return lambda context: torch.nn.functional.one_hot(sharp(context).argmax(), vocab_size).double()
+    return cache(lambda context: torch.nn.functional.one_hot(sharp(context).argmax(), vocab_size).double())
 
 
 def confined_dist(vocab_size: int, seed: int, tokens: Sequence[int]) -> NextTokenDist:
-    """A random law on some of the tokens."""
+    """Return a random distribution over some of the tokens."""
     free = random_probs(vocab_size, seed)
     kept = torch.zeros(vocab_size, dtype=torch.float64)
     kept[list(tokens)] = 1.0
 
+    @cache
     def dist(context: tuple[int, ...]) -> Tensor:
         probs = free(context) * kept
         return probs / probs.sum()
@@ -61,13 +62,13 @@ def confined_dist(vocab_size: int, seed: int, tokens: Sequence[int]) -> NextToke
 
 
 def sometimes(one: NextTokenDist, other: NextTokenDist) -> NextTokenDist:
-    """One law behind contexts of even sum, the other behind the rest."""
+    """Return one distribution after contexts with an even sum, the other after the rest."""
     return lambda context: (one if sum(context) % 2 == 0 else other)(context)
 
 
 def turned(*probs: float) -> NextTokenDist:
-    """One law whose tokens change places from context to context."""
-    return lambda context: torch.tensor(probs, dtype=torch.float64).roll(sum(context))
+    """Return probabilities whose tokens are rotated by the sum of the context."""
+    return cache(lambda context: torch.tensor(probs, dtype=torch.float64).roll(sum(context)))
 
 
 PAIRS = {
@@ -91,12 +92,12 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=20)
 
 
 def script(row: Row) -> list[int]:
-    """A certain guess that depends on what was said."""
+    """Return a deterministic draft that depends on the row's tokens."""
     return [(sum(row.tokens) + place) % 2 for place in range(4)]
 
 
 class TreeDrafter(Drafter):
-    """Proposes one fixed tree of certain guesses for every row."""
+    """Drafter that proposes one fixed deterministic tree for every row."""
 
     name = "tree"
     deterministic = True
@@ -112,17 +113,17 @@ class TreeDrafter(Drafter):
 
 
 class SometimesScripted(ScriptedDrafter):
-    """Has a guess behind texts of odd sum only, such as the prompt."""
+    """Scripted drafter that drafts only after texts with an odd sum, such as the prompt."""
 
     def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
         return [(Candidate(longest=4 if sum(row.tokens) % 2 else 0, deterministic=True),) for row in rows]
 
 
 def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
-    """Return a drafter: `sampled`, `certain` (without probabilities), a `tree` or `small-tree` of tokens, or `either` in turn."""
+    """Return a drafter: `sampled`, `deterministic` (without probabilities), a `tree` or `small-tree` of tokens, or `either` in turn."""
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
-    if kind == "certain":
+    if kind == "deterministic":
         return ScriptedDrafter(script)
     if kind == "either":
         parts = [SometimesScripted(script), make_pair_drafter("sampled", pair)]
@@ -136,13 +137,13 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
 def make_tree_drafter(
     pair: Pair, widths: Sequence[int], without_replacement: bool, least_chance: float = 0.0
 ) -> DistTreeDrafter:
-    """Draws trees from the pair's drafter; with a least chance only nodes on likelier paths get children."""
+    """Return a drafter of trees; with `least_chance` only nodes on more probable paths get children."""
     grows = (lambda chance: chance > least_chance) if least_chance else None
     return DistTreeDrafter(pair.vocab_size, pair.drafter, widths, without_replacement, grows)
 
 
 def make_grown_drafter(pair: Pair, tree: str = "2x1", **options: int) -> ModelDrafter:
-    """A draft model over the pair's drafter that grows trees as those that ship do."""
+    """Return a `ModelDrafter` with a tree shape over the pair's draft distribution."""
     shape = TreeOptions(tree, **options).shape
     return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size, shape)
 
@@ -156,7 +157,7 @@ def play(
     num_rounds: int = 1,
     **row_settings: object,
 ) -> list[Branch]:
-    """All that the shipping loop can do from the prompt."""
+    """Return all branches of the decoding loop's first rounds after the prompt."""
     rule = make_verifier(verifier) if isinstance(verifier, str) else verifier
     decider = make_controller(controller) if isinstance(controller, str) else controller
     components = Components(TableModel(pair.vocab_size, pair.target), drafter, rule, decider)
@@ -169,7 +170,7 @@ def play(
 
 
 class EvenTimes(RoundTimes):
-    """Knows what rounds take at every batch size: an enumeration puts all branches into one batch."""
+    """Round times that are the same at every batch size: an enumeration puts all branches into one batch."""
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
         return False
@@ -182,11 +183,12 @@ class EvenTimes(RoundTimes):
 
 
 def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> CostController:
-    """A `cost` controller that has learnt that drafting pays, so that its first round already drafts.
+    """Return a `cost` controller with observations in which drafting pays, so that its first round drafts.
 
     Args:
+        length: its largest draft length.
         step: seconds of a draft step, where a plain round takes 1 second.
-        accepted: about the share of nodes accepted in what it has seen.
+        accepted: approximate acceptance rate of the observations.
     """
     controller = CostController(CostOptions(length))
     controller.times = EvenTimes()
@@ -217,7 +219,7 @@ def dist_error(
     num_tokens: int,
     end_tokens: frozenset[int] = frozenset(),
 ) -> float:
-    """The largest error in the probability of any text of that many tokens."""
+    """Return the largest error in the probability of any text of that many tokens."""
     found = text_dist(branches, next_dist, num_tokens, end_tokens)
     return largest_difference(found, exact_dist(next_dist, num_tokens, end_tokens))
 
@@ -231,10 +233,7 @@ def mean_accepted(branches: Sequence[Branch]) -> float:
 
 
 def expected_accepted(pair: Pair, length: int, rule: str) -> float:
-    """E[accepted nodes] of a sampled chain, summed over every draft without any verifier.
-
-    Token-level: sum over places of E prod min(1, r). Block: of E w, w the capped running product.
-    """
+    """Return the mean number of accepted nodes of a sampled chain by the formulas in docs/verifiers.md."""
     total = 0.0
     for draft in product(range(pair.vocab_size), repeat=length):
         chance, survival = 1.0, 1.0
@@ -253,7 +252,7 @@ def expected_accepted(pair: Pair, length: int, rule: str) -> float:
 
 
 def outcome_dist(branches: Sequence[Branch]) -> dict[tuple[int, tuple[int, ...]], float]:
-    """The joint law of how many nodes were accepted and which text was committed."""
+    """Return the joint distribution of the number of accepted nodes and the committed text."""
     dist: dict[tuple[int, tuple[int, ...]], float] = {}
     for branch in branches:
         outcome = branch.num_accepted, branch.tokens
@@ -263,7 +262,7 @@ def outcome_dist(branches: Sequence[Branch]) -> dict[tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TreeGains:
-    """Mean accepted nodes of a round: of a tree by two rules, and of a chain as deep as the tree, by the block rule."""
+    """Mean accepted nodes per round: of a tree under two verifiers, and of a chain of its depth under `block`."""
 
     traversal: float
     recursive: float
@@ -271,13 +270,24 @@ class TreeGains:
 
 
 @cache
+def chain_branches(pair: str, drafter: str, verifier: str, controller: str) -> list[Branch]:
+    """Return all branches of a round with a drafter from `make_pair_drafter`.
+
+    `cost` begins with plain rounds, so it is replaced by one with observations.
+    """
+    name, _, length = controller.partition(":")
+    chosen = seasoned(int(length)) if name == "cost" else controller
+    return play(PAIRS[pair], make_pair_drafter(drafter, PAIRS[pair]), verifier, chosen)
+
+
+@cache
 def tree_branches(pair: str, widths: tuple[int, ...], without_replacement: bool, rule: str) -> list[Branch]:
-    """All that a round with such a tree can do."""
+    """Return all branches of a round with such a tree."""
     return play(PAIRS[pair], make_tree_drafter(PAIRS[pair], widths, without_replacement), rule, "fixed:9")
 
 
 def tree_gains(pair: str, widths: tuple[int, ...], without_replacement: bool) -> TreeGains:
-    """What a tree is worth on a pair, exactly (the numbers in docs/verifiers.md)."""
+    """Return the mean accepted nodes of a tree, as in the table in docs/verifiers.md."""
     accepted = [
         mean_accepted(tree_branches(pair, widths, without_replacement, rule))
         for rule in ("traversal", "recursive")

@@ -1,4 +1,4 @@
-"""A tiny model, and the same `generate` call with Transformers' own loop and with ours."""
+"""A tiny model, and one `generate` call with Transformers' loop and with the drop-in."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def tiny_model(vocab_size: int = 40, seed: int = 26, **changes: Any) -> LlamaFor
 
 
 def theirs(model: Any, *args: Any, **settings: Any) -> Any:
-    """What Transformers generates."""
+    """Return the output of Transformers."""
     return model.generate(*args, **settings)
 
 
 def ours(model: Any, *args: Any, drafter: str = "ngram", **settings: Any) -> Any:
-    """What `custom_generate` makes of the same call."""
+    """Return the output of `custom_generate` for the same call."""
     return model.generate(*args, custom_generate=secondguess.custom_generate, drafter=drafter, **settings)

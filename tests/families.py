@@ -1,4 +1,4 @@
-"""Tiny random models of every family that the runtime is proved on, and the plain forward they are compared with."""
+"""Tiny random models of every tested family, and their reference forward pass."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ def plain_logits(model: Any, tokens: Sequence[int]) -> Tensor:
 
 
 class Uncached:
-    """A native runtime, asked as a module is: every text in one forward.
+    """A native runtime called like a module: each text in one forward pass.
 
-    What the kernels say of a token does not depend on how it came into the cache, to the last bit.
+    The kernels' logits of a token do not depend on how it was cached, to the last bit.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -135,7 +135,7 @@ class Uncached:
 
 
 def oracle_of(directory: Path, kind: str) -> Any:
-    """What a runtime of this kind must say: the module in float32, or for the kernels their own uncached forward."""
+    """Return the reference of a runtime: the module in float32, or for the kernels their own uncached forward pass."""
     return Uncached(directory) if kind == "native" else plain_model(directory)
 
 

@@ -1,4 +1,4 @@
-"""Several rounds of drafting and judging with the noise that ships, over a table of laws, without any runtime."""
+"""Several rounds of drafting and verification with keyed noise, over a table of distributions, without a runtime."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier
 
-# First-order laws over three tokens: row t is the law behind token t.
+# First-order distributions over three tokens: row t is the distribution after token t.
 TARGET = torch.tensor([[0.8, 0.15, 0.05], [0.2, 0.3, 0.5], [0.1, 0.6, 0.3]], dtype=torch.float64)
 # Mistakes about later rounds show with drafts that often fail, mistakes about corrections where these have a choice.
 CRUDE = torch.tensor([[0.3, 0.3, 0.4], [0.6, 0.3, 0.1], [0.4, 0.2, 0.4]], dtype=torch.float64)
@@ -93,7 +93,7 @@ def chained_text_p_value(
     parents: tuple[int, ...] = CHAIN,
     without_replacement: bool = True,
 ) -> float:
-    """The G-test of these texts against the table's own law."""
+    """Return the p-value of the G-test of these texts against the table's distribution."""
     weights = 3 ** torch.arange(NUM_TOKENS - 1, -1, -1)
     texts = chained_texts(verifier, num_texts, seed, coupled, drafter, parents, without_replacement)
     counts = torch.bincount(texts @ weights, minlength=3**NUM_TOKENS).tolist()

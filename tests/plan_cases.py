@@ -1,4 +1,4 @@
-"""Plans of trees by hand: all trees of a few nodes, and what each is worth."""
+"""Reference plans of trees: all trees of a few nodes, and their expected tokens."""
 
 from __future__ import annotations
 

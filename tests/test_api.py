@@ -1,4 +1,4 @@
-"""What `LLM.generate` and `LLM.stream` return: samples, settings per prompt, reasons to finish, log-probabilities."""
+"""Results of `LLM.generate` and `LLM.stream`: samples, settings per prompt, finish reasons, log-probabilities."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ class TestSamples:
             llm.generate(PROMPT, n=2)
 
     @pytest.mark.parametrize("n", [0, -1, 1.5, True, None, "2", MAX_SAMPLES + 1])
-    def test_numbers_of_samples_that_make_no_sense(self, llm, n):
+    def test_invalid_numbers_of_samples_are_refused(self, llm, n):
         with pytest.raises(BadInputError, match="expected n to be"):
             llm.generate(PROMPT, n=n, temperature=1)
 
 
 class TestSettingsPerPrompt:
-    def test_each_prompt_has_its_own(self, llm):
+    def test_each_prompt_has_its_own_settings(self, llm):
         params = [
             SamplingParams(max_tokens=3),
             SamplingParams(max_tokens=5, temperature=1.0, seed=4),
@@ -107,12 +107,12 @@ class TestSettingsPerPrompt:
         assert first.token_ids == llm.generate(PROMPT, max_tokens=3).token_ids
         assert second.token_ids == llm.generate(OTHER_PROMPT, params[1]).token_ids
 
-    def test_named_settings_change_all_of_them(self, llm):
+    def test_named_settings_override_all_prompts(self, llm):
         params = (SamplingParams(max_tokens=3), SamplingParams(max_tokens=9))
         first, second = llm.generate([PROMPT, OTHER_PROMPT], params, logprobs=0, max_tokens=2)
         assert len(first.logprobs) == len(second.logprobs) == 2
 
-    def test_every_prompt_gives_a_list_where_any_asks_for_several_samples(self, llm):
+    def test_every_prompt_gives_a_list_if_any_requests_several_samples(self, llm):
         params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, temperature=1.0, seed=4, n=2)]
         outputs = llm.generate([PROMPT, OTHER_PROMPT], params)
         assert [[output.index for output in samples] for samples in outputs] == [[0], [0, 1]]
@@ -128,17 +128,17 @@ class TestSettingsPerPrompt:
             ([PROMPT], "greedy", "params to be SamplingParams, got str"),
         ],
     )
-    def test_settings_that_do_not_match_the_prompts(self, llm, prompts, params, words):
+    def test_a_wrong_number_of_settings_is_refused(self, llm, prompts, params, words):
         with pytest.raises(BadInputError, match=words):
             llm.generate(prompts, params)
 
-    def test_there_is_one_way_to_give_them(self, llm):
+    def test_there_is_no_generate_batch(self, llm):
         with pytest.raises(AttributeError):
             llm.generate_batch  # noqa: B018
 
 
 class TestReasonsToFinish:
-    def test_a_full_context_is_told_from_max_tokens(self, llm):
+    def test_a_full_context_is_distinguished_from_max_tokens(self, llm):
         prompt = [7] * 250
         full = llm.generate(prompt, max_tokens=100, min_tokens=100)
         assert (full.finish_reason, len(full.token_ids)) == ("context", 6)
@@ -155,7 +155,7 @@ class TestLogprobs:
             assert each.alternative_texts == {token: tokenizer.decode([token]) for token in each.alternatives}
             assert len(each.alternative_texts) == 3
 
-    def test_a_special_token_is_named(self, llm):
+    def test_a_special_token_has_its_text(self, llm):
         output = llm.generate("x", max_tokens=1, logprobs=1, logit_bias={0: 100.0})
         assert (output.text, output.token_ids, output.logprobs[0].text) == ("", [0], "<|end|>")
 

@@ -1,4 +1,4 @@
-"""Bad input ends with one line on standard error and code 2: what was expected, what came, what to do."""
+"""Bad input ends with exit code 2 and one line on standard error: expected, got, what to do."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def change_config(directory, **changes):
     ],
     ids=" ".join,
 )
-def test_wrong_usage(secondguess_command, arguments, words):
+def test_wrong_usage_is_refused(secondguess_command, arguments, words):
     assert_refused(secondguess_command(*arguments), *words)
 
 
 @pytest.mark.parametrize("verifier", ["block", "rejection"])
 @pytest.mark.parametrize("drafter", ["model:{},tree=2x2", "suffix+model:{},tree=2x2"])
-def test_a_drafter_of_trees_with_a_rule_for_chains(
+def test_a_drafter_of_trees_with_a_verifier_of_chains_is_refused(
     secondguess_command, tiny_checkpoint, tiny_draft_checkpoint, drafter, verifier
 ):
     components = ("--drafter", drafter.format(tiny_draft_checkpoint), "--verifier", verifier)
@@ -106,7 +106,7 @@ def test_a_drafter_of_trees_with_a_rule_for_chains(
     assert_refused(done, "tree=2x2", f"'{verifier}'", "traversal", "chains")
 
 
-def test_a_path_is_not_something_to_download(ask):
+def test_a_missing_path_is_not_taken_for_a_name(ask):
     for path in ("/nope", "./nope", "a/b/nope"):
         done = ask("x", "--model", path)
         assert_refused(done, path, "check the path")
@@ -114,7 +114,7 @@ def test_a_path_is_not_something_to_download(ask):
     assert_refused(ask("x", "--model", "org/nope"), "hf download org/nope")
 
 
-def test_a_folder_that_cannot_be_made(secondguess_command, tiny_checkpoint, tmp_path):
+def test_a_folder_that_cannot_be_created_is_refused(secondguess_command, tiny_checkpoint, tmp_path):
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "out"
     done = secondguess_command("train", "draft", "--model", tiny_checkpoint, "--steps", 1, "--out", out)
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_made(secondguess_command, tiny_checkpoint, tmp_
     assert "Errno" not in done.err
 
 
-def test_a_place_that_turns_out_to_be_closed(secondguess_command, monkeypatch):
+def test_a_permission_error_is_reported_in_one_line(secondguess_command, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", "/some/file")
 
@@ -132,20 +132,20 @@ def test_a_place_that_turns_out_to_be_closed(secondguess_command, monkeypatch):
     assert "Errno" not in done.err
 
 
-def test_settings_for_some_of_the_prompts(tiny_checkpoint):
+def test_settings_for_only_some_prompts_are_refused(tiny_checkpoint):
     llm = load(tiny_checkpoint, "none", dtype="float32")
     with pytest.raises(BadInputError, match="each of 2 prompts, got 1"):
         llm.generate(["x", "y"], [llm.sampling(max_tokens=1)])
 
 
-def test_a_head_of_another_kind(secondguess_command):
+def test_a_head_of_another_kind_is_refused(secondguess_command):
     folder = head_path("medusa")
     done = secondguess_command("generate", "x", "--drafter", f"eagle:{folder}", "--dtype", "float32")
     assert_refused(done, str(folder), "eagle", f"write medusa:{folder}")
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_head_for_another_target_is_refused_without_a_warning_beside(secondguess_command, tiny_checkpoint):
+def test_a_head_for_another_target_is_refused_without_a_warning(secondguess_command, tiny_checkpoint):
     components = ("--model", tiny_checkpoint, "--drafter", f"eagle:{head_path('eagle')}")
     assert_refused(secondguess_command("generate", "x", *components), "trained for")
 
@@ -175,10 +175,10 @@ ABSURD = [(option, value) for option, values in (WHOLE_NUMBERS | NUMBERS).items(
 
 
 @pytest.mark.parametrize(("option", "value"), ABSURD)
-def test_absurd_numbers(ask, option, value):
+def test_invalid_numbers_are_refused(ask, option, value):
     done = ask("x", "--json", f"{option}={value}")
     assert_refused(done)
-    # The message speaks of the option, or of the setting of the same name; it says what should have come.
+    # The message names the option, or the setting of the same name, and what was expected.
     setting = option.removeprefix("--").removesuffix("-id").replace("-", "_")
     assert option in done.err or setting in done.err
     assert "expected" in done.err or "should be a valid" in done.err
@@ -187,23 +187,23 @@ def test_absurd_numbers(ask, option, value):
 # prompts
 
 
-def test_empty_prompt(ask):
+def test_an_empty_prompt_is_refused_by_the_command(ask):
     assert_refused(ask(""), "empty")
 
 
-def test_empty_standard_input(ask):
+def test_empty_standard_input_is_refused(ask):
     assert_refused(ask("-", stdin=b""), "standard input", "nothing")
 
 
-def test_standard_input_that_is_not_utf8(ask):
+def test_standard_input_that_is_not_utf8_is_refused(ask):
     assert_refused(ask("-", stdin=b"caf\xe9"), "UTF-8", "0xe9 at byte 3")
 
 
-def test_a_prompt_argument_that_is_not_utf8(ask):
+def test_a_prompt_argument_that_is_not_utf8_is_refused(ask):
     assert_refused(ask(os.fsdecode(b"caf\xe9")), "UTF-8")
 
 
-def test_a_prompt_longer_than_the_context(ask):
+def test_a_prompt_longer_than_the_context_is_refused(ask):
     assert_refused(ask("-", stdin=b"z9" * 200), "255", "256", "400", "shorten")
 
 
@@ -250,19 +250,19 @@ OPTIONS_OF_LOAD = [
         ],
     ],
 )
-def test_prompt_files(ask, tmp_path, content, words):
+def test_invalid_prompt_files_are_refused(ask, tmp_path, content, words):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(content)
     assert_refused(ask("--prompt-file", file), "prompts.jsonl", *words)
 
 
-def test_a_prompt_that_does_not_fit_is_told_before_any_is_answered(ask, tmp_path):
+def test_a_prompt_that_does_not_fit_is_refused_before_generation(ask, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps({"prompt": "z9" * 200}))
     assert_refused(ask("--prompt-file", file), "line 2", "400")
 
 
-def test_settings_that_the_verifier_refuses_are_told_before_any_prompt_is_answered(ask, tmp_path):
+def test_settings_that_the_verifier_refuses_are_reported_before_generation(ask, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps({"prompt": "y", "temperature": 0.5}))
     assert_refused(
@@ -270,7 +270,7 @@ def test_settings_that_the_verifier_refuses_are_told_before_any_prompt_is_answer
     )
 
 
-def test_a_prompt_file_that_cannot_be_read(ask, tmp_path):
+def test_an_unreadable_prompt_file_is_refused(ask, tmp_path):
     assert_refused(ask("--prompt-file", tmp_path / "nothing.jsonl"), "nothing.jsonl", "No such file")
     assert_refused(ask("--prompt-file", tmp_path), "Is a directory")
 
@@ -298,11 +298,11 @@ def test_a_prompt_file_that_cannot_be_read(ask, tmp_path):
         ("--quantize", "int1", ["quantize", "int1"]),
     ],
 )
-def test_unknown_names(ask, option, value, words):
+def test_unknown_names_are_refused(ask, option, value, words):
     assert_refused(ask("x", option, value), *words)
 
 
-def test_an_option_that_nothing_would_read_is_refused(ask):
+def test_an_option_without_effect_is_refused(ask):
     assert_refused(ask("x", "--drafter-quantize", "int8"), "drafter_quantize", "none")
 
 
@@ -315,14 +315,14 @@ def test_an_option_that_nothing_would_read_is_refused(ask):
         ("suffix", "confidence:4,threshold=0.5"),
     ],
 )
-def test_a_controller_that_the_drafter_would_not_ask_is_refused(ask, drafter, controller):
+def test_a_controller_without_effect_on_the_drafter_is_refused(ask, drafter, controller):
     assert_refused(ask("x", "--drafter", drafter, "--controller", controller), drafter, controller)
 
 
 @pytest.mark.parametrize(
     ("drafter", "controller"), [("none", "fixed:0"), ("ngram", "fixed:0"), ("suffix", "fixed:3")]
 )
-def test_a_controller_that_the_drafter_asks_is_taken(ask, drafter, controller):
+def test_a_controller_with_effect_on_the_drafter_is_accepted(ask, drafter, controller):
     done = ask("x", "--max-tokens", "2", "--json", "--drafter", drafter, "--controller", controller)
     assert (done.code, done.records[0]["controller"]) == (0, controller)
 
@@ -330,40 +330,40 @@ def test_a_controller_that_the_drafter_asks_is_taken(ask, drafter, controller):
 # checkpoints
 
 
-def test_a_missing_checkpoint(ask, tmp_path):
+def test_a_missing_checkpoint_is_refused(ask, tmp_path):
     assert_refused(ask("x", "--model", tmp_path / "nowhere"), "nowhere")
     assert_refused(ask("x", "--drafter", f"model:{tmp_path / 'nowhere'}"), "nowhere")
 
 
-def test_a_directory_without_a_checkpoint(ask, tmp_path):
+def test_a_directory_without_a_checkpoint_is_refused(ask, tmp_path):
     assert_refused(ask("x", "--model", tmp_path), "config.json")
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"", b'{"model_type": "no_such_model"}'])
-def test_a_corrupt_config(ask, copied, content):
+def test_a_corrupt_config_is_refused(ask, copied, content):
     (copied / "config.json").write_bytes(content)
     assert_refused(ask("x", "--model", copied), str(copied))
 
 
-def test_weights_that_are_missing(ask, copied):
+def test_missing_weights_are_refused(ask, copied):
     (copied / "model.safetensors").unlink()
     assert_refused(ask("x", "--model", copied), str(copied))
 
 
 @pytest.mark.parametrize("kept", [0, 6, 500, -100])
-def test_weights_that_are_cut_off(ask, copied, kept):
+def test_truncated_weights_are_refused(ask, copied, kept):
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:kept])
     assert_refused(ask("x", "--model", copied), str(copied))
 
 
-def test_weights_of_another_model(ask, copied):
+def test_weights_of_another_model_are_refused(ask, copied):
     change_config(copied, num_hidden_layers=3)
     assert_refused(ask("x", "--model", copied), str(copied), "layers.2")
 
 
 @pytest.mark.parametrize("content", [None, b"{"])
-def test_a_tokenizer_that_is_missing_or_corrupt(ask, copied, content):
+def test_a_missing_or_corrupt_tokenizer_is_refused(ask, copied, content):
     (copied / "tokenizer.json").unlink()
     if content is not None:
         (copied / "tokenizer.json").write_bytes(content)
@@ -377,7 +377,7 @@ def save(model, directory, tokenizer_of):
     return directory
 
 
-def test_a_model_that_is_not_causal(ask, tiny_checkpoint, tmp_path):
+def test_a_model_that_is_not_causal_is_refused(ask, tiny_checkpoint, tmp_path):
     from transformers import BertConfig, BertForMaskedLM
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -385,7 +385,7 @@ def test_a_model_that_is_not_causal(ask, tiny_checkpoint, tmp_path):
     assert_refused(ask("x", "--model", bert), "bert", "causal")
 
 
-def test_an_encoder_decoder(ask, tiny_checkpoint, tmp_path):
+def test_an_encoder_decoder_is_refused(ask, tiny_checkpoint, tmp_path):
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
@@ -393,7 +393,7 @@ def test_an_encoder_decoder(ask, tiny_checkpoint, tmp_path):
     assert_refused(ask("x", "--model", t5), "encoder-decoder")
 
 
-def test_a_recurrent_model(ask, secondguess_command, tiny_checkpoint, tmp_path):
+def test_a_recurrent_model_is_refused(ask, secondguess_command, tiny_checkpoint, tmp_path):
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(vocab_size=300, hidden_size=16, state_size=4, num_hidden_layers=1)
@@ -402,7 +402,7 @@ def test_a_recurrent_model(ask, secondguess_command, tiny_checkpoint, tmp_path):
     assert_refused(secondguess_command("inspect", mamba), "mamba", "recurrent")
 
 
-def test_a_drafter_whose_vocabulary_does_not_fit(ask, tmp_path):
+def test_a_drafter_with_another_vocabulary_is_refused(ask, tmp_path):
     other = write_llama(tmp_path / "other", seed=2, vocab_size=280)
     assert_refused(ask("x", "--drafter", f"model:{other}"), "tokenizer", "279", "299")
 
@@ -450,7 +450,7 @@ BAD_PROMPTS = [
 
 
 @pytest.mark.parametrize(("prompt", "words"), BAD_PROMPTS, ids=lambda value: ascii(value)[:20])
-def test_what_is_no_prompt(llm, prompt, words):
+def test_values_that_are_not_prompts_are_refused(llm, prompt, words):
     with pytest.raises(BadInputError, match=f"expected .*{words}"):
         llm.generate(prompt, max_tokens=2)
 
@@ -466,7 +466,7 @@ def test_what_is_no_prompt(llm, prompt, words):
     ],
     ids=["tuple", "range", "array", "numpy integers", "tensor"],
 )
-def test_token_ids_in_any_usual_form(llm, ids):
+def test_token_ids_are_accepted_in_any_usual_form(llm, ids):
     expected = llm.generate([5, 6, 7], max_tokens=3).token_ids
     assert llm.generate(ids, max_tokens=3).token_ids == expected
     (first, second) = llm.generate([ids, "x"], max_tokens=3)
@@ -474,7 +474,7 @@ def test_token_ids_in_any_usual_form(llm, ids):
     assert second.token_ids == llm.generate("x", max_tokens=3).token_ids
 
 
-def test_params_that_are_none(llm):
+def test_params_of_another_type_are_refused(llm):
     for generate in (llm.generate, llm.stream):
         with pytest.raises(
             BadInputError, match=r"expected params to be SamplingParams, got dict.*max_tokens="
@@ -485,18 +485,18 @@ def test_params_that_are_none(llm):
 @pytest.mark.parametrize(
     ("prompt", "settings"), [("", {}), ("x", {"temperature": -3}), ("x", {"nonsense": 1}), (b"x", {})]
 )
-def test_a_stream_is_refused_when_it_is_asked_for(llm, prompt, settings):
+def test_a_stream_is_refused_by_the_call_itself(llm, prompt, settings):
     with pytest.raises(BadInputError):
         llm.stream(prompt, **settings)
 
 
 @pytest.mark.parametrize("name", OPTIONS_OF_LOAD)
-def test_options_of_load_that_are_not_texts(tiny_checkpoint, name):
+def test_options_of_load_that_are_not_strings_are_refused(tiny_checkpoint, name):
     with pytest.raises(BadInputError, match=f"expected {name} to be a text, got 3"):
         load(**{"model": str(tiny_checkpoint), name: 3})
 
 
-def test_no_text_is_not_the_default(tiny_checkpoint):
+def test_an_empty_option_is_not_the_default(tiny_checkpoint):
     for name in ("drafter", "controller", "quantize", "drafter_quantize"):
         with pytest.raises(BadInputError, match="''"):
             load(str(tiny_checkpoint), **{"drafter": "suffix", name: ""})
@@ -513,7 +513,7 @@ def test_no_text_is_not_the_default(tiny_checkpoint):
     ],
     ids=["torch", "Python"],
 )
-def test_running_out_of_memory_is_no_bug(ask, monkeypatch, fail, words):
+def test_running_out_of_memory_is_reported_in_one_line(ask, monkeypatch, fail, words):
     monkeypatch.setattr("secondguess.api.load", fail)
     done = ask("x")
     assert_refused(done, "out of memory: ", "smaller", *words)
@@ -563,14 +563,14 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_prefilled_from_where_it_dif
     assert admitted == [[0], [99], [0]]
 
 
-def test_a_cache_that_is_held_already_is_not_asked_for_again(tiny_checkpoint, monkeypatch):
+def test_an_allocated_cache_is_not_checked_again(tiny_checkpoint, monkeypatch):
     llm = load(tiny_checkpoint, "none", dtype="float32")
     llm.generate([[5] * 100, [6]], max_tokens=2)
     monkeypatch.setattr(memory, "available_memory", lambda _: 0)
     llm.generate([[5] * 100, [6]], max_tokens=2)
 
 
-def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
+def test_too_little_memory_for_both_models_is_reported_before_loading(
     ask, tiny_checkpoint, tiny_draft_checkpoint, monkeypatch
 ):
     def refuse_to_load(*_, **__):
@@ -636,14 +636,14 @@ def test_not_enough_memory_for_both_models_is_told_before_anything_is_loaded(
     ],
     ids=lambda value: " ".join(value[:3]) if "/" not in value[-1] else None,
 )
-def test_bad_options_of_the_other_verbs(secondguess_command, arguments, words):
+def test_bad_options_of_other_commands_are_refused(secondguess_command, arguments, words):
     assert_refused(secondguess_command(*arguments), *words)
 
 
 # the rest
 
 
-def test_a_bug_is_one_line_too(ask, monkeypatch):
+def test_an_internal_error_prints_one_line(ask, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("first\nsecond\x1b[31m")
 

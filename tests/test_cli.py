@@ -1,4 +1,4 @@
-"""What the command line prints, for people and for machines, and that no option is accepted and ignored."""
+"""Output of the command line as text and as JSON; every option has an effect or is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_version_and_help_need_no_heavy_import():
     assert "--prompt-file" in done.stdout
 
 
-def test_json_is_one_object_with_every_promised_field(secondguess_command, components, tiny_checkpoint):
+def test_json_is_one_object_with_every_documented_field(secondguess_command, components, tiny_checkpoint):
     done = secondguess_command("generate", "def quicksort", "--json", "--max-tokens", 12, *components)
     assert (done.code, done.err) == (0, "")
     (record,) = done.records
@@ -98,7 +98,7 @@ def test_json_is_one_object_with_every_promised_field(secondguess_command, compo
     assert (record["dtype"], record["model"]) == ("float32", str(tiny_checkpoint))
 
 
-def test_the_model_in_the_json_is_a_name_that_the_options_accept(secondguess_command, components):
+def test_the_model_in_the_json_is_a_valid_option(secondguess_command, components):
     (first,) = secondguess_command("generate", "x = ", "--json", "--max-tokens", 6, *components).records
     again = ["--model", first["model"], "--drafter", f"model:{first['model']}", "--dtype", first["dtype"]]
     (second,) = secondguess_command("generate", "x = ", "--json", "--max-tokens", 6, *again).records
@@ -113,7 +113,7 @@ def test_plain_decoding_has_no_acceptance(secondguess_command, components):
     assert secondguess_command(*plain, "--json").records[0]["stats"]["acceptance_rate"] is None
 
 
-def test_text_is_what_the_api_gives(secondguess_command, components, tiny_checkpoint):
+def test_the_text_equals_that_of_the_api(secondguess_command, components, tiny_checkpoint):
     import secondguess
 
     llm = secondguess.load(str(tiny_checkpoint), "none", dtype="float32")
@@ -124,7 +124,7 @@ def test_text_is_what_the_api_gives(secondguess_command, components, tiny_checkp
     assert (record["text"], record["token_ids"]) == (expected.text, expected.token_ids)
 
 
-def test_standard_input_is_a_prompt_like_any_other(secondguess_command, components):
+def test_standard_input_is_a_prompt(secondguess_command, components):
     settings = ["--json", "--max-tokens", 8, *components]
     (typed,) = secondguess_command("generate", "naïve = ", *settings).records
     (piped,) = secondguess_command("generate", "-", *settings, stdin="naïve = ".encode()).records
@@ -132,7 +132,7 @@ def test_standard_input_is_a_prompt_like_any_other(secondguess_command, componen
 
 
 @pytest.mark.parametrize("sampling", [[], ["--temperature", 1, "--seed", 7]], ids=["greedy", "seeded"])
-def test_every_drafter_writes_the_same_text(
+def test_every_drafter_generates_the_same_text(
     secondguess_command, tiny_checkpoint, tiny_draft_checkpoint, sampling
 ):
     texts = {}
@@ -153,7 +153,7 @@ def test_every_drafter_writes_the_same_text(
     assert set(texts.values()) == {texts["none"]}
 
 
-def test_a_prompt_file_is_answered_in_order_and_in_batches_alike(secondguess_command, components, tmp_path):
+def test_a_prompt_file_gives_the_same_output_in_batches(secondguess_command, components, tmp_path):
     lines = [
         {"prompt": "def f(x):"},
         {"prompt": "class A:\n", "metadata": {"task_id": 3}},
@@ -169,7 +169,7 @@ def test_a_prompt_file_is_answered_in_order_and_in_batches_alike(secondguess_com
         assert ids == [alone[0]["token_ids"], alone[1]["token_ids"], alone[2]["token_ids"][:3]]
 
 
-def test_settings_in_a_line_replace_those_of_the_command(secondguess_command, components, tmp_path):
+def test_settings_of_a_line_override_those_of_the_command(secondguess_command, components, tmp_path):
     file = tmp_path / "prompts.jsonl"
     banned = {"prompt": "x", "logit_bias": {str(token): -1e999 for token in range(299)}, "logprobs": 0}
     file.write_text(json.dumps(banned) + "\n" + json.dumps({"prompt": "x"}))
@@ -182,7 +182,7 @@ def test_settings_in_a_line_replace_those_of_the_command(secondguess_command, co
     assert "logprobs" not in second
 
 
-def test_logprobs_name_each_token_and_its_alternatives(secondguess_command, components):
+def test_logprobs_contain_each_token_and_its_alternatives(secondguess_command, components):
     (record,) = secondguess_command(
         "generate", "x", "--json", "--max-tokens", 5, "--logprobs", 2, *components
     ).records
@@ -195,7 +195,7 @@ def test_logprobs_name_each_token_and_its_alternatives(secondguess_command, comp
         assert len(each["alternatives"]) == 2
 
 
-def test_logprobs_in_json_have_the_texts_that_the_api_gives(secondguess_command, components, tiny_checkpoint):
+def test_logprobs_in_json_equal_those_of_the_api(secondguess_command, components, tiny_checkpoint):
     import secondguess
 
     llm = secondguess.load(str(tiny_checkpoint), "none", dtype="float32")
@@ -239,7 +239,7 @@ def test_samples_of_a_prompt_follow_each_other(secondguess_command, components, 
     assert [record["token_ids"] for record in records[2:5]] == [output.token_ids for output in expected]
 
 
-def test_people_see_each_sample_with_its_prompt(secondguess_command, components):
+def test_the_text_output_shows_each_sample_with_its_prompt(secondguess_command, components):
     arguments = [
         "generate",
         "def f(x):",
@@ -258,7 +258,7 @@ def test_people_see_each_sample_with_its_prompt(secondguess_command, components)
     assert shown == (f"def f(x):{first}\n\nsample 1: figures\n\ndef f(x):{second}\n\nsample 2: figures\n")
 
 
-def test_people_are_told_that_the_context_is_full(secondguess_command, components):
+def test_the_text_output_reports_a_full_context(secondguess_command, components):
     arguments = ["generate", "-", "--max-tokens", 20, "--min-tokens", 20, *components]
     (record,) = secondguess_command(*arguments, "--json", stdin=b"z9" * 125).records
     assert record["finish_reason"] == "context"
@@ -327,7 +327,7 @@ def test_a_json_schema_is_read_from_a_file(secondguess_command, monkeypatch, tmp
         assert secondguess_command("generate", "x", *wrong).code == 2
 
 
-def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypatch, tiny_checkpoint):
+def test_every_model_option_reaches_load(secondguess_command, monkeypatch, tiny_checkpoint):
     seen = {}
 
     def load(model, drafter, **others):
@@ -352,7 +352,7 @@ def test_every_option_about_the_team_reaches_load(secondguess_command, monkeypat
     assert seen == expected
 
 
-def test_people_see_prompt_text_and_one_closing_line(secondguess_command, components):
+def test_the_text_output_is_the_text_and_one_closing_line(secondguess_command, components):
     arguments = ["generate", "def f(x):", "--max-tokens", 8, *components]
     (record,) = secondguess_command(*arguments, "--json").records
     done = secondguess_command(*arguments)
@@ -365,7 +365,9 @@ def test_people_see_prompt_text_and_one_closing_line(secondguess_command, compon
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_people_see_the_prompts_of_a_file_in_order(secondguess_command, components, tmp_path, batch_size):
+def test_the_text_output_shows_the_prompts_of_a_file_in_order(
+    secondguess_command, components, tmp_path, batch_size
+):
     prompts = ["def first(", "def second(", "def third("]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -386,7 +388,7 @@ def test_people_see_the_prompts_of_a_file_in_order(secondguess_command, componen
     )
 
 
-def test_a_terminal_shows_who_wrote_each_token(secondguess_command, tiny_checkpoint, monkeypatch):
+def test_a_terminal_shows_the_origin_of_each_token(secondguess_command, tiny_checkpoint, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -412,7 +414,7 @@ ESCAPING = "evil\x1b[2J\x07"
 
 
 @pytest.mark.parametrize("variable", ["NO_COLOR", "NOTHING"])
-def test_what_a_model_writes_does_not_steer_the_terminal(
+def test_escape_sequences_of_the_model_are_neutralised(
     secondguess_command, components, monkeypatch, variable
 ):
     from transformers import AutoTokenizer
@@ -433,7 +435,7 @@ def test_what_a_model_writes_does_not_steer_the_terminal(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_real_terminal_is_told_from_a_pipe_whatever_the_colours(components):
+def test_a_terminal_without_colours_is_distinguished_from_a_pipe(components):
     import pty
 
     ours, theirs = pty.openpty()
@@ -458,7 +460,7 @@ def read_terminal(descriptor):
     return content
 
 
-def test_an_interruption_keeps_what_was_written(secondguess_command, components, monkeypatch):
+def test_an_interruption_keeps_the_generated_text(secondguess_command, components, monkeypatch):
     monkeypatch.setattr("secondguess.cli.output.JsonWriter.show", interrupt_after(3))
     arguments = ["generate", "def f(", "--max-tokens", 200, *components]
     done = secondguess_command(*arguments, "--json")
@@ -485,7 +487,7 @@ def interrupt_after(count):
     return show
 
 
-def test_an_interrupted_batch_answers_for_every_prompt_of_the_batch(
+def test_an_interrupted_batch_prints_every_prompt_of_the_batch(
     secondguess_command, components, tmp_path, monkeypatch
 ):
     file = tmp_path / "prompts.jsonl"
@@ -498,7 +500,7 @@ def test_an_interrupted_batch_answers_for_every_prompt_of_the_batch(
 
 @pytest.fixture(scope="module")
 def endless_checkpoint(tmp_path_factory):
-    """A tiny model with room for a generation that nobody waits for."""
+    """A tiny model with a context for a generation that does not end during a test."""
     return write_llama(tmp_path_factory.mktemp("endless"), seed=0, max_position_embeddings=1_000_000)
 
 
@@ -522,7 +524,7 @@ def test_ctrl_c_in_a_real_process(endless_checkpoint):
     assert b"Traceback" not in err
 
 
-def test_a_reader_that_goes_away_is_no_error(endless_checkpoint):
+def test_a_closed_pipe_is_not_an_error(endless_checkpoint):
     settings = ["--drafter", "suffix", "--max-tokens", "900000"]
     with subprocess.Popen(
         [*PROGRAM, "generate", "def f(x):", "--model", endless_checkpoint, *settings],
@@ -562,7 +564,7 @@ def test_verify_prints_a_certificate(secondguess_command, monkeypatch):
     assert (record["num_samples"], record["num_tokens"], record["temperature"]) == (2000, 2, 1.0)
 
 
-def test_verify_tests_the_model_that_is_named(secondguess_command, tiny_checkpoint):
+def test_verify_tests_the_named_model(secondguess_command, tiny_checkpoint):
     options = ["--samples", 1000, "--max-tokens", 2, "--limit", 0.9, "--prompt", "x", "--temperature", 0.7]
     (record,) = secondguess_command(
         "verify", "--model", tiny_checkpoint, "--drafter", "ngram", "--dtype", "float32", "--json", *options
@@ -596,7 +598,7 @@ def test_inspect_describes_a_model_without_loading_it(secondguess_command, tiny_
     assert "eagle" not in record["drafters"]  # none is in the box for this target
 
 
-def test_inspect_tells_sliding_layers_from_full_ones(secondguess_command, tmp_path):
+def test_inspect_distinguishes_sliding_and_full_layers(secondguess_command, tmp_path):
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -617,7 +619,7 @@ def test_inspect_tells_sliding_layers_from_full_ones(secondguess_command, tmp_pa
     assert record["sliding_window"] == 32
 
 
-def test_bench_passes_its_options_on_and_saves_the_report(
+def test_bench_uses_its_options_and_saves_the_report(
     secondguess_command, tmp_path, monkeypatch, tiny_checkpoint
 ):
     from secondguess.bench import BenchConfig
@@ -670,7 +672,7 @@ def test_bench_passes_its_options_on_and_saves_the_report(
     ]  # fmt: skip
 
 
-def test_bench_tries_its_folder_before_it_measures(secondguess_command, tmp_path, monkeypatch):
+def test_bench_checks_its_folder_before_measuring(secondguess_command, tmp_path, monkeypatch):
     monkeypatch.setattr("secondguess.bench.run_bench", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").write_text("")
     for output in (tmp_path / "file", tmp_path / "file" / "folder"):
@@ -680,7 +682,7 @@ def test_bench_tries_its_folder_before_it_measures(secondguess_command, tmp_path
         assert len(done.err.splitlines()) == 1
 
 
-def test_a_benchmark_that_cannot_be_saved_any_more_has_been_shown(secondguess_command, tmp_path, monkeypatch):
+def test_a_benchmark_that_cannot_be_saved_is_still_printed(secondguess_command, tmp_path, monkeypatch):
     def save_report(*_):
         raise OSError("no space left")
 
@@ -692,7 +694,7 @@ def test_a_benchmark_that_cannot_be_saved_any_more_has_been_shown(secondguess_co
     assert "no space left" in done.err
 
 
-def test_training_tries_its_folder_before_it_begins(secondguess_command, tmp_path, monkeypatch):
+def test_training_checks_its_folder_before_it_starts(secondguess_command, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "secondguess.train.acceptance_training.train_acceptance", lambda *_: pytest.fail("trained")
     )

@@ -1,4 +1,4 @@
-"""`--config FILE`: its keys reach what runs, options win over them, and a file of another model is refused."""
+"""`--config FILE`: its keys are used, options override them, and a file of another model is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = KEYS | {
     "device": "auto",
     "runtime": "auto",
 }
-"""What is given on the command line; some of it is the option's own default."""
+"""Options on the command line; some have the value of the option's default."""
 LOADING = [["generate", "x"], ["verify"]]
 COMMANDS = [*LOADING, ["inspect"], ["export", "--to", "vllm"]]
 
@@ -70,20 +70,20 @@ def test_every_key_reaches_load(loaded, write, command):
     assert loaded(*command, "--config", write("somewhere", **KEYS)) == {"model": "somewhere", **KEYS}
 
 
-def test_a_key_that_is_absent_leaves_the_default_of_the_option(loaded, write, tiny_checkpoint):
+def test_a_missing_key_keeps_the_default(loaded, write, tiny_checkpoint):
     with_file = loaded("generate", "x", "--config", write(tiny_checkpoint, dtype="float32"))
     without = loaded("generate", "x", "--model", tiny_checkpoint, "--dtype", "float32")
     assert with_file == without
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_an_option_wins_over_the_file(loaded, write, name):
+def test_an_option_overrides_the_file(loaded, write, name):
     option = f"--{name.replace('_', '-')}"
     path = write("somewhere", **KEYS | {name: "of-the-file"})
     assert loaded("generate", "x", "--config", path, option, OPTIONS[name])[name] == OPTIONS[name]
 
 
-def test_what_was_chosen_for_the_drafter_goes_with_it(secondguess_command, loaded, write):
+def test_settings_chosen_for_the_drafter_are_dropped_with_it(secondguess_command, loaded, write):
     path = write("somewhere", **KEYS)
     settings = loaded("generate", "x", "--config", path, "--drafter", "suffix")
     assert settings.keys() == {"model", *KEYS} - {"controller", "drafter_quantize"}
@@ -94,7 +94,7 @@ def test_what_was_chosen_for_the_drafter_goes_with_it(secondguess_command, loade
     assert "drafter_quantize" not in own
 
 
-def test_it_is_told_that_something_went_with_the_drafter(secondguess_command, write, tiny_checkpoint):
+def test_settings_dropped_with_the_drafter_are_reported(secondguess_command, write, tiny_checkpoint):
     path = write(tiny_checkpoint, drafter="ngram", controller="fixed:3")
     done = secondguess_command("generate", "x", "--max-tokens", 2, "--config", path, "--drafter", "none")
     assert done.code == 0
@@ -126,7 +126,7 @@ def test_a_file_of_other_weights_is_refused(secondguess_command, write, command,
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 @pytest.mark.parametrize("content", [None, b"\xff", b"schema = ", b"schema = 1\n[load]\nmodle = 'x'"])
-def test_a_file_that_is_none_is_one_clear_line(secondguess_command, tmp_path, command, content):
+def test_an_invalid_file_is_reported_in_one_line(secondguess_command, tmp_path, command, content):
     path = tmp_path / "tuned.toml"
     if content is not None:
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""`secondguess.toml`: what is written is read back, and what is not understood is refused in one clear line."""
+"""`secondguess.toml`: written files are read back, and invalid ones are refused in one line."""
 
 from __future__ import annotations
 
@@ -86,20 +86,20 @@ configurations = st.builds(
 
 
 @given(configurations)
-def test_what_is_written_is_read_back(tmp_path_factory, configuration):
+def test_a_written_head_is_read_back(tmp_path_factory, configuration):
     path = tmp_path_factory.getbasetemp() / "secondguess.toml"
     configuration.write(path)
     assert read_configuration(path) == configuration
 
 
 @given(st.text())
-def test_any_text_is_escaped_as_toml_wants_it(text):
+def test_strings_are_escaped_as_toml(text):
     written = Configuration(LoadSettings(model="m" + text)).to_toml()
     assert tomllib.loads(written)["load"] == {"model": "m" + text}
     assert len(written.split("\n")) == 6
 
 
-def test_every_key_of_the_format_is_understood(tmp_path):
+def test_every_key_of_the_format_is_read(tmp_path):
     path = tmp_path / "secondguess.toml"
     path.write_text(FULL)
     found = read_configuration(str(path))
@@ -109,7 +109,7 @@ def test_every_key_of_the_format_is_understood(tmp_path):
     assert found.tuned.acceptance_by_position == (0.8, 0.6, 1.0)
 
 
-def test_the_file_in_the_documentation_is_one(tmp_path):
+def test_the_documented_file_is_valid(tmp_path):
     (text,) = re.findall(r"```toml\n(.*?)```", (REPOSITORY / "docs/tuning.md").read_text(), re.DOTALL)
     path = tmp_path / "secondguess.toml"
     path.write_text(text)
@@ -131,7 +131,7 @@ def test_a_comment_explains_every_key(tmp_path):
             assert re.search(r"  # \w", line), line
 
 
-def test_only_the_keys_that_are_there_are_given():
+def test_only_present_keys_are_given():
     assert LoadSettings(model="m", dtype="float32").given() == {"model": "m", "dtype": "float32"}
     assert TuningRecord().given() == {}
     assert "[tuned]" not in Configuration(LoadSettings(model="m")).to_toml()
@@ -182,7 +182,7 @@ def change(key, line):
         (change("speedup", 'speedups = { "1" = 2 }'), ["speedups", "'speedup'"]),
     ],
 )  # fmt: skip
-def test_what_is_not_understood_is_refused(tmp_path, content, words):
+def test_unknown_keys_and_values_are_refused(tmp_path, content, words):
     path = tmp_path / "tuned.toml"
     path.write_bytes(content)
     with pytest.raises(BadInputError) as caught:
@@ -192,7 +192,7 @@ def test_what_is_not_understood_is_refused(tmp_path, content, words):
     assert len(str(caught.value)) < 500
 
 
-def test_a_file_that_cannot_be_read_or_written(tmp_path):
+def test_unreadable_and_unwritable_files_are_reported(tmp_path):
     with pytest.raises(BadInputError, match=r"nothing\.toml: No such file.*secondguess tune"):
         read_configuration(tmp_path / "nothing.toml")
     with pytest.raises(BadInputError, match="Is a directory"):
@@ -202,12 +202,12 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path):
 
 
 @pytest.mark.parametrize("value", [3, "", "\ud800", b"m", None])
-def test_a_model_that_is_no_text(value):
+def test_a_model_that_is_not_a_string_is_refused(value):
     with pytest.raises(BadInputError, match="expected model to "):
         LoadSettings(model=value)
 
 
-def test_a_model_goes_by_its_name_or_by_its_directory(tmp_path, monkeypatch):
+def test_a_model_is_identified_by_name_or_directory(tmp_path, monkeypatch):
     from secondguess.builtin import builtin_paths
 
     (tmp_path / "a").mkdir()

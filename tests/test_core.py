@@ -1,4 +1,4 @@
-"""Rows end where their settings say; drafts and verdicts index what they claim to."""
+"""Ends of rows, and the index conventions of drafts and verdicts."""
 
 from dataclasses import replace
 
@@ -45,20 +45,20 @@ class TestCommit:
         ("accepted", "kept", "num_accepted"),
         [([3, END, 5], [3, END], 2), ([3, 5], [3, 5, END], 2), ([END, END], [END], 1)],
     )
-    def test_nothing_lies_behind_an_end_token(self, accepted, kept, num_accepted):
+    def test_an_end_token_ends_the_row(self, accepted, kept, num_accepted):
         row = row_of()
         commit = row.commit(accepted, END)
         assert (commit.tokens, commit.num_accepted) == (kept, num_accepted)
         assert (row.output, row.finish_reason) == (kept, "stop")
 
-    def test_the_last_place_ends_the_row(self):
+    def test_the_last_position_ends_the_row(self):
         row = row_of(max_tokens=3)
         assert row.commit([3], 4).tokens == [3, 4]
         assert row.room == 1
         assert row.commit([5, 6], 7).tokens == [5]
         assert row.finish_reason == "length"
 
-    def test_an_end_token_in_the_last_place_is_a_stop(self):
+    def test_an_end_token_at_the_last_position_is_a_stop(self):
         row = row_of(max_tokens=1)
         row.commit([], END)
         assert row.finish_reason == "stop"
@@ -69,19 +69,19 @@ class TestCommit:
         assert row.commit([3, 4, 5], 6).tokens == [3, 4]
         assert row.finish_reason == "context"
 
-    def test_max_tokens_is_the_reason_where_the_context_ends_at_the_same_place(self):
+    def test_max_tokens_is_the_reason_if_the_context_ends_at_the_same_position(self):
         row = row_of(context_length=4, max_tokens=2)
         row.commit([3], 4)
         assert row.finish_reason == "length"
 
-    def test_nothing_lies_behind_a_stop_string_and_its_watcher_sees_no_more(self):
+    def test_a_stop_string_ends_the_row_and_its_watcher(self):
         stop_checker = StopAfter(2)
         row = row_of(stop_checker)
         assert row.commit([3, 4, 5], 6).tokens == [3, 4]
         assert row.finish_reason == "stop"
         assert stop_checker.seen == [3, 4]
 
-    def test_neither_end_token_nor_stop_string_counts_before_min_tokens(self):
+    def test_end_tokens_and_stop_strings_do_not_count_before_min_tokens(self):
         row = row_of(StopAfter(1, 4), min_tokens=3)
         assert row.commit([3, END], 5).tokens == [3, END, 5]
         assert not row.finished
@@ -110,13 +110,13 @@ class TestDraft:
         assert draft.ancestors().shape == (2, 0, 0)
         assert Verdict.from_chain(draft.lengths, torch.tensor([1, 2])).path_lists() == [[], []]
 
-    def test_a_branch_is_no_chain_but_padding_is_no_branch(self):
+    def test_is_chain_ignores_padding(self):
         lengths = torch.tensor([2])
         tokens = torch.tensor([[5, 6]])
         assert not Draft(tokens, torch.tensor([[-1, -1]]), lengths).is_chain
         assert Draft(tokens, torch.tensor([[-1, -1]]), torch.tensor([1])).is_chain
 
-    def test_ancestors_are_the_way_to_the_root(self):
+    def test_ancestors_are_the_path_to_the_root(self):
         #  0 ── 1 ── 3 ── 5      2 hangs from pending, 4 from 1; the second row is a chain of 6
         parents = torch.tensor([[-1, 0, -1, 1, 1, 3], [-1, 0, 1, 2, 3, 4]])
         draft = Draft(torch.zeros(2, 6, dtype=torch.long), parents, torch.tensor([6, 6]))
@@ -138,7 +138,7 @@ class TestDraft:
         assert chains.depths.tolist() == chains.lengths.tolist() == [3, 0, 1]
         assert Draft.empty(2).depths.tolist() == [0, 0]
 
-    def test_a_row_branches_or_not_whatever_its_neighbours_do(self):
+    def test_branching_is_decided_per_row(self):
         parents = torch.tensor([[-1, 0, 0], [-1, 0, 1], [-1, 0, -1], [-1, -1, -1]])
         draft = Draft(torch.zeros_like(parents), parents, torch.tensor([3, 3, 2, 0]))
         assert draft.branches == [True, False, False, False]
@@ -158,17 +158,17 @@ class TestDraft:
 
 
 class TestVerdict:
-    def test_of_a_chain(self):
+    def test_verdict_from_a_chain(self):
         verdict = Verdict.from_chain(torch.tensor([2, 0, 3]), torch.tensor([7, 8, 9]))
         assert verdict.paths.tolist() == [[0, 1, -1], [-1, -1, -1], [0, 1, 2]]
         assert verdict.path_lists() == [[0, 1], [], [0, 1, 2]]
 
-    def test_merged_puts_each_part_in_its_rows(self):
+    def test_merged_drafts_keep_their_rows(self):
         one = Verdict(torch.tensor([[0, 2]]), torch.tensor([2]), torch.tensor([5]))
         other = Verdict.from_chain(torch.tensor([0, 1]), torch.tensor([6, 7]))
         merged = Verdict.merged([(torch.tensor([1]), one), (torch.tensor([2, 0]), other)], num_rows=3)
         assert merged.path_lists() == [[0], [0, 2], []]
         assert merged.next_tokens.tolist() == [7, 5, 6]
 
-    def test_merged_of_nothing(self):
+    def test_merging_empty_drafts_gives_an_empty_draft(self):
         assert Verdict.merged([], num_rows=0).path_lists() == []

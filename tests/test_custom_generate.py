@@ -64,7 +64,7 @@ def test_a_seed_gives_the_same_sample_with_any_drafter(model):
     assert torch.equal(sample("none"), sample("suffix"))
 
 
-def test_the_users_model_keeps_its_attention(model):
+def test_the_attention_of_the_users_model_is_restored(model):
     before = model.config._attn_implementation
     model.generate(PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, drafter="none")
     assert model.config._attn_implementation == before
@@ -79,7 +79,7 @@ def test_the_users_model_keeps_its_attention(model):
         ({"max_time": 3.0}, "max_time"),
     ],
 )
-def test_what_cannot_be_carried_out_is_refused_by_name(model, settings, named):
+def test_unsupported_arguments_are_refused_by_name(model, settings, named):
     with pytest.raises(secondguess.BadInputError, match=named):
         model.generate(
             PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, drafter="none", **settings
@@ -102,7 +102,7 @@ def draft_with(model, head):
 
 
 @pytest.mark.parametrize("name", ["org/tiny", "org/gone", ""], ids=["cached", "gone", "nameless"])
-def test_a_head_for_a_model_known_by_its_name_is_no_stranger(model, head, monkeypatch, name):
+def test_a_head_for_a_model_known_by_name_gives_no_warning(model, head, monkeypatch, name):
     found = {"org/tiny": str(head.parent / "target" / "config.json")}
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: found.get(name))
     model.name_or_path = name
@@ -111,14 +111,14 @@ def test_a_head_for_a_model_known_by_its_name_is_no_stranger(model, head, monkey
         draft_with(model, head)
 
 
-def test_a_head_for_other_weights_is_a_stranger(model, head):
+def test_a_head_for_other_weights_gives_a_warning(model, head):
     model.name_or_path = str(head.parent / "target")
     Provenance("medusa", "somebody", "0" * 64).write(head)
     with pytest.warns(MismatchWarning, match="somebody"):
         draft_with(model, head)
 
 
-def test_what_the_controller_has_learnt_is_kept_from_call_to_call(model, monkeypatch):
+def test_the_controller_is_kept_between_calls(model, monkeypatch):
     made = []
 
     def choose(name, drafter):
@@ -133,7 +133,7 @@ def test_what_the_controller_has_learnt_is_kept_from_call_to_call(model, monkeyp
     assert [name for name, _ in made] == [None, "fixed:2", None]
 
 
-def test_a_drafter_of_trees_with_a_rule_for_chains_is_refused_before_any_text(model, monkeypatch):
+def test_a_drafter_of_trees_with_a_verifier_of_chains_is_refused_before_generation(model, monkeypatch):
     monkeypatch.setattr(
         secondguess.drop_in, "make_drafter", lambda *_, **__: DistTreeDrafter(40, None, (2, 2))
     )
@@ -143,7 +143,7 @@ def test_a_drafter_of_trees_with_a_rule_for_chains_is_refused_before_any_text(mo
         )
 
 
-def test_a_model_that_was_used_is_let_go(model):
+def test_a_used_model_can_be_garbage_collected(model):
     settings = {"max_new_tokens": 3, "do_sample": False, "custom_generate": secondguess.custom_generate}
     used = model.__class__(model.config).eval()
     used.generate(PROMPT, drafter="ngram", **settings)
@@ -153,12 +153,12 @@ def test_a_model_that_was_used_is_let_go(model):
     assert gone() is None
 
 
-def test_the_name_means_the_function_however_often_it_is_used():
+def test_the_public_name_is_the_function_after_repeated_access():
     assert secondguess.custom_generate is secondguess.custom_generate
     assert callable(secondguess.custom_generate)
 
 
-def test_an_attention_mask_may_come_along(model):
+def test_an_attention_mask_is_accepted(model):
     mask = torch.ones_like(PROMPT)
     settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
     ours = model.generate(PROMPT, custom_generate=secondguess.custom_generate, drafter="ngram", **settings)
@@ -174,7 +174,7 @@ def test_inputs_that_would_change_the_text_are_refused(model):
             )
 
 
-def test_more_than_the_context_is_refused(model):
+def test_more_tokens_than_the_context_are_refused(model):
     with pytest.raises(secondguess.BadInputError, match="context of 128"):
         model.generate(
             PROMPT.repeat(1, 12),
@@ -184,7 +184,7 @@ def test_more_than_the_context_is_refused(model):
         )
 
 
-def test_training_modes_are_given_back_one_by_one(model):
+def test_training_modes_are_restored(model):
     model.train()
     model.model.layers[0].eval()
     before = [module.training for module in model.modules()]

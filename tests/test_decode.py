@@ -1,4 +1,4 @@
-"""The loop's own duties: what it releases, when, and that it goes no further than it should."""
+"""The decoding loop: release of rows after errors and interruptions."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_closing_the_iterator_early_releases_every_row():
     assert components.target.num_live_rows == draft_model.num_live_rows == 0
 
 
-def test_finished_rows_gain_nothing():
+def test_finished_rows_do_not_change():
     row = Row([1], SamplingParams(max_tokens=4))
     components = table_team()
     for _ in range(2):
@@ -38,7 +38,7 @@ def test_finished_rows_gain_nothing():
     assert row.num_output == 4
 
 
-def test_a_refused_row_is_the_error_that_is_told():
+def test_the_error_of_a_refused_row_is_raised():
     model, _ = tiny_pair()
     with TransformersRuntime(model) as target:
         components = Components(target, NoDrafter(), make_verifier("auto"), make_controller("fixed:0"))
@@ -47,7 +47,7 @@ def test_a_refused_row_is_the_error_that_is_told():
         assert target.num_live_rows == 0
 
 
-def test_a_draft_models_interrupted_prefill_leaves_nothing_behind(monkeypatch):
+def test_an_interrupted_prefill_of_a_draft_model_leaves_no_state(monkeypatch):
     model, draft = tiny_pair()
     target, draft_runtime = TransformersRuntime(model), TransformersRuntime(draft)
     components = Components(
@@ -67,7 +67,7 @@ def test_a_draft_models_interrupted_prefill_leaves_nothing_behind(monkeypatch):
     assert target.num_live_rows == draft_runtime.num_live_rows == 0
 
 
-def test_running_out_of_memory_leaves_a_runtime_that_still_works(monkeypatch):
+def test_a_runtime_works_after_running_out_of_memory(monkeypatch):
     model, _ = tiny_pair()
     target = TransformersRuntime(model)
     components = Components(target, NoDrafter(), make_verifier("auto"), make_controller("fixed:0"))
@@ -87,7 +87,7 @@ def test_running_out_of_memory_leaves_a_runtime_that_still_works(monkeypatch):
     assert all(row.num_output == 3 for row in after)
 
 
-def test_a_vocabulary_of_which_everything_is_banned_is_not_drafted_from():
+def test_a_fully_banned_draft_vocabulary_is_not_drafted_from():
     narrow = ModelDrafter(TableModel(3, random_probs(3, seed=1)), "model:narrow", 5)
     params = SamplingParams(max_tokens=6, logit_bias=dict.fromkeys(range(3), -torch.inf))
     drafted, plain = Row([3], params), Row([3], params)

@@ -1,4 +1,4 @@
-"""The same text with any drafter, on every device of the machine: a smoke test for GPUs."""
+"""Smoke test for GPUs: the same text with any drafter on every device of the machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import secondguess
+from builtin_cases import with_drafter
+from secondguess.api import LLM
 
 DEVICES = [
     "cpu",
@@ -41,12 +43,20 @@ def settings(request: pytest.FixtureRequest) -> dict[str, float | int]:
 
 
 @pytest.fixture(scope="module")
-def plain(device: str, settings: dict[str, float | int]) -> list[list[int]]:
-    return texts("none", device, settings)
+def pair(device: str) -> LLM:
+    return secondguess.load(
+        "builtin", "model:builtin-draft", dtype="float32", device=device, runtime="transformers"
+    )
 
 
-def texts(drafter: str, device: str, settings: dict[str, float | int]) -> list[list[int]]:
-    llm = secondguess.load("builtin", drafter, dtype="float32", device=device, runtime="transformers")
+@pytest.fixture(scope="module")
+def plain(pair: LLM, settings: dict[str, float | int]) -> list[list[int]]:
+    return texts("none", pair, settings)
+
+
+def texts(drafter: str, pair: LLM, settings: dict[str, float | int]) -> list[list[int]]:
+    llm = with_drafter(pair, drafter)
+    llm.reset_prefix_cache()
     outputs = llm.generate(PROMPTS, **settings)
     again = llm.generate(PROMPTS[::-1], **settings)  # from prefixes that are cached
     assert isinstance(outputs, list)
@@ -55,5 +65,5 @@ def texts(drafter: str, device: str, settings: dict[str, float | int]) -> list[l
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_text_is_that_of_plain_decoding(drafter, device, settings, plain):
-    assert texts(drafter, device, settings) == plain
+def test_text_equals_plain_decoding(drafter, pair, settings, plain):
+    assert texts(drafter, pair, settings) == plain

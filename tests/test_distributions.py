@@ -1,6 +1,6 @@
-"""Every verifier, drafter and controller, enumerated: the law of the text is the target's to 1e-12.
+"""Exact output distribution of every verifier, drafter and controller: it equals the target's to 1e-12.
 
-The shipping loop runs once with every answer that chance could give (`secondguess.proof.enumeration`); nothing is sampled.
+The decoding loop runs over all outcomes of all random decisions (`secondguess.proof.enumeration`); nothing is sampled.
 """
 
 import itertools
@@ -17,6 +17,7 @@ from distribution_cases import (
     SAMPLED,
     Pair,
     after_prompt,
+    chain_branches,
     dist_error,
     expected_accepted,
     make_pair_drafter,
@@ -49,82 +50,107 @@ CONTROLLERS = [
 ]
 
 
-def made(controller):
-    """A controller by its name; `cost` begins with plain rounds, so here it has learnt that drafting pays."""
+def make(controller):
+    """Return a controller by its name; `cost` begins with plain rounds, so it gets observations."""
     return seasoned(int(controller.partition(":")[2])) if controller.startswith("cost") else controller
 
 
 def drafters_and_controllers(controllers):
-    """Every drafter with every controller that it asks; `fixed` and `cost` plan drafts that are certain as well."""
+    """Return every drafter with every controller that affects it; `fixed` and `cost` also plan deterministic drafts."""
     return [
         (drafter, controller)
-        for drafter in ("sampled", "certain", "either")
+        for drafter in ("sampled", "deterministic", "either")
         for controller in controllers
-        if drafter != "certain" or controller.startswith(("fixed", "cost"))
+        if drafter != "deterministic" or controller.startswith(("fixed", "cost"))
+    ]
+
+
+def with_auto(verifiers, length, controllers):
+    """Return (verifier, drafter, controller): all combinations, and `auto` where rows use different rules.
+
+    `auto` delegates each row to another verifier. With one kind of draft this is one verifier for all rows, whatever
+    the controller, so one controller is enough; with `either` one batch has rows of both kinds.
+    """
+    pairs = drafters_and_controllers(controllers)
+    return [
+        *((verifier, *pair) for verifier in verifiers for pair in pairs),
+        *(("auto", *pair) for pair in pairs if pair[0] == "either" or pair[1] == f"fixed:{length}"),
     ]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
-def test_plain_decoding_has_the_targets_distribution(verifier, pair):
-    pair = PAIRS[pair]
-    branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:0")
-    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize(("drafter", "controller"), drafters_and_controllers(CONTROLLERS))
-@pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
-def test_the_distribution_of_the_text_is_the_targets(verifier, drafter, controller, pair):
-    pair = PAIRS[pair]
-    branches = play(pair, make_pair_drafter(drafter, pair), verifier, made(controller))
-    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+def test_plain_decoding_has_the_target_distribution(verifier, pair):
+    branches = chain_branches(pair, "sampled", verifier, "fixed:0")
+    assert dist_error(branches, after_prompt(PAIRS[pair].target), num_tokens=4) < ROUNDING
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(
-    ("drafter", "controller"),
-    drafters_and_controllers(
-        ["fixed:2", "confidence:2,threshold=0.5", "entropy:2", "cost:2", "learned,length=2,threshold=0.24"]
-    ),
+    ("verifier", "drafter", "controller"), with_auto(["rejection", "block"], 3, CONTROLLERS)
 )
-@pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("verifier", ["coupled", "auto"])
-def test_the_distribution_of_coupled_text_is_the_targets(verifier, coupled, drafter, controller, pair):
+def test_output_distribution_equals_the_targets(verifier, drafter, controller, pair):
+    branches = chain_branches(pair, drafter, verifier, controller)
+    assert dist_error(branches, after_prompt(PAIRS[pair].target), num_tokens=4) < ROUNDING
+
+
+COUPLED_CONTROLLERS = [
+    "fixed:2",
+    "confidence:2,threshold=0.5",
+    "entropy:2",
+    "cost:2",
+    "learned,length=2,threshold=0.24",
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("verifier", "drafter", "controller"), with_auto(["coupled"], 2, COUPLED_CONTROLLERS)
+)
+def test_output_distribution_of_coupled_rows_equals_the_targets(verifier, drafter, controller, pair):
     pair = PAIRS[pair]
-    branches = play(pair, make_pair_drafter(drafter, pair), verifier, made(controller), coupled=coupled)
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, make(controller), coupled=True)
     assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
 
 
-def test_a_seasoned_cost_controller_drafts_in_the_first_round():
-    """Else the enumerations of it would only be about plain decoding."""
-    for drafter in ("sampled", "certain", "either"):
-        pair = PAIRS["binary"]
-        branches = play(pair, make_pair_drafter(drafter, pair), "block", made("cost:3"))
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("drafter", "controller"), drafters_and_controllers(COUPLED_CONTROLLERS))
+def test_output_distribution_of_coupled_verification_without_shared_noise_equals_the_targets(
+    drafter, controller, pair
+):
+    pair = PAIRS[pair]
+    branches = play(pair, make_pair_drafter(drafter, pair), "coupled", make(controller))
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+
+
+def test_cost_with_observations_drafts_in_the_first_round():
+    """Otherwise its enumerations would cover only plain decoding."""
+    for drafter in ("sampled", "deterministic", "either"):
+        branches = chain_branches("binary", drafter, "block", "cost:3")
         assert {branch.num_accepted for branch in branches} >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("wish", [0, 1, 2])
+@pytest.mark.parametrize("length", [0, 1, 2])
 @pytest.mark.parametrize(
     "controller", ["fixed:3", "confidence:3,threshold=0.9", "entropy:3", "cost", "cost:0"]
 )
-def test_a_request_sets_its_own_draft_length(controller, wish):
+def test_the_draft_length_of_a_request_replaces_that_of_the_controller(controller, length):
     pair = PAIRS["binary"]
-    params = replace(SAMPLED, draft_length=wish)
+    params = replace(SAMPLED, draft_length=length)
     branches = play(pair, make_pair_drafter("sampled", pair), "block", controller, params)
-    assert max(branch.num_accepted for branch in branches) == wish
+    assert max(branch.num_accepted for branch in branches) == length
     assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
-def test_long_drafts(verifier):
+def test_drafts_of_four_tokens_keep_the_distribution(verifier):
     pair = PAIRS["binary"]
     branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:4")
     assert dist_error(branches, after_prompt(pair.target), num_tokens=5) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
-def test_four_tokens(verifier):
+def test_a_vocabulary_of_four_tokens_keeps_the_distribution(verifier):
     pair = Pair(4, random_probs(4, 20, zeros=0.2), random_probs(4, 21, zeros=0.2))
     branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:2")
     assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
@@ -132,7 +158,7 @@ def test_four_tokens(verifier):
 
 @pytest.mark.parametrize("pair", ["binary", "zeros", "equal-at-times", "sharp"])
 @pytest.mark.parametrize("verifier", ["coupled", "auto", "traversal", "recursive"])
-def test_trees_of_certain_guesses(verifier, pair):
+def test_deterministic_trees_keep_the_distribution_and_accept_their_probability(verifier, pair):
     pair = PAIRS[pair]
     branches = play(pair, make_pair_drafter("tree", pair), verifier, "fixed:3")
     assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
@@ -146,7 +172,7 @@ def test_trees_of_certain_guesses(verifier, pair):
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled", "auto"])
-def test_look_up_drafters(verifier, drafter):
+def test_lookup_drafters_keep_the_distribution(verifier, drafter):
     pair = PAIRS["ternary"]
     prompt = [0, 1, 2, 0, 1, 2, 0, 1]
     components = Components(
@@ -172,18 +198,18 @@ def make_verifier_named(name):
 )
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
 @pytest.mark.parametrize("drafter", ["sampled", "either"])
-def test_a_second_round_starts_from_the_truth(verifier, controller, drafter):
-    """Two rounds enumerated in full: caches, drafter and controller all carry on from the first verdict."""
+def test_output_distribution_over_two_rounds_equals_the_targets(verifier, controller, drafter):
+    """Caches, drafter and controller continue from the first verdict."""
     pair = PAIRS["binary"]
-    branches = play(pair, make_pair_drafter(drafter, pair), verifier, made(controller), num_rounds=2)
+    branches = play(pair, make_pair_drafter(drafter, pair), verifier, make(controller), num_rounds=2)
     assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 
 @pytest.mark.parametrize(
     "verifier", ["greedy", "auto", "block", "rejection", "coupled", "traversal", "recursive"]
 )
-@pytest.mark.parametrize("drafter", ["sampled", "certain"])
-def test_temperature_zero_says_the_most_likely_tokens(drafter, verifier):
+@pytest.mark.parametrize("drafter", ["sampled", "deterministic"])
+def test_temperature_zero_generates_the_most_probable_tokens(drafter, verifier):
     pair = PAIRS["ternary"]
     params = SamplingParams(temperature=0.0, max_tokens=20)
     branches = play(pair, make_pair_drafter(drafter, pair), verifier, "fixed:3", params)
@@ -203,7 +229,7 @@ SETTINGS = {
 
 
 def plain_dist(pair, params):
-    """What plain decoding would draw from behind an output."""
+    """Return the distribution of plain decoding as a function of the output so far."""
 
     def next_dist(output):
         row = Row(list(PROMPT), params)
@@ -215,9 +241,9 @@ def plain_dist(pair, params):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("drafter", ["sampled", "deterministic"])
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
-def test_sampling_settings_hold_inside_a_draft(verifier, drafter, setting):
+def test_sampling_settings_apply_inside_a_draft(verifier, drafter, setting):
     pair, params = PAIRS["ternary"], SETTINGS[setting]
     branches = play(pair, make_pair_drafter(drafter, pair), verifier, "fixed:3", params)
     assert dist_error(branches, plain_dist(pair, params), num_tokens=4) < ROUNDING
@@ -229,7 +255,9 @@ def test_sampling_settings_hold_inside_a_draft(verifier, drafter, setting):
     ("drafter", "verifier", "controller"),
     [
         ("sampled", "auto", "fixed:0"),
-        *itertools.product(["sampled", "certain"], ["rejection", "block", "auto", "coupled"], ["fixed:2"]),
+        *itertools.product(
+            ["sampled", "deterministic"], ["rejection", "block", "auto", "coupled"], ["fixed:2"]
+        ),
         *itertools.product(["small-tree"], ["auto", "traversal", "recursive", "coupled"], ["fixed:2"]),
         *itertools.product(["sampled-tree"], ["auto", "traversal", "recursive"], ["fixed:1"]),
     ],
@@ -258,7 +286,7 @@ def test_a_grammar_holds_in_a_second_round(verifier, regex):
 
 
 @pytest.mark.parametrize("controller", ["fixed:0", "fixed:2", "cost:2"])
-@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("drafter", ["sampled", "deterministic"])
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_rows_own_sources_keep_the_distribution(regex, drafter, controller):
     """Forced tokens, always drafted, and a prediction stand beside the drafter; two rounds."""
@@ -270,7 +298,7 @@ def test_a_rows_own_sources_keep_the_distribution(regex, drafter, controller):
         return [Row(list(PROMPT), params, grammar=matcher, sources=sources, end_tokens=ENDS)]
 
     parts = TableModel(4, pair.target), make_pair_drafter(drafter, pair), make_verifier_named("auto")
-    decider = made(controller) if controller.startswith("cost") else make_controller(controller)
+    decider = seasoned(2) if controller.startswith("cost") else make_controller(controller)
     (branches,) = enumerate_rounds(Components(*parts, decider), make_rows, num_rounds=2)
     assert dist_error(branches, masked_dist(pair.target, REGEXES[regex], PROMPT), 5, ENDS) < ROUNDING
     assert mean_accepted(branches) > 0 or (regex != "forced" and controller == "fixed:0")
@@ -304,16 +332,16 @@ def test_a_seed_gives_one_text_with_a_grammar(regex, drafter):
     assert len(set(map(tuple, plain))) > 1
 
 
-@pytest.mark.parametrize("drafter", ["sampled", "certain"])
+@pytest.mark.parametrize("drafter", ["sampled", "deterministic"])
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
-def test_an_end_token_inside_a_draft_ends_the_text(verifier, drafter):
+def test_an_end_token_inside_a_draft_ends_the_row(verifier, drafter):
     pair, ends = PAIRS["ternary"], frozenset({1})
     branches = play(pair, make_pair_drafter(drafter, pair), verifier, "fixed:3", end_tokens=ends)
     assert dist_error(branches, after_prompt(pair.target), 4, ends) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "auto"])
-def test_the_last_place_belongs_to_the_target(verifier):
+def test_the_last_position_is_sampled_by_the_target(verifier):
     pair = PAIRS["ternary"]
     params = SamplingParams(temperature=1.0, max_tokens=2)
     branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:3", params)
@@ -321,8 +349,8 @@ def test_the_last_place_belongs_to_the_target(verifier):
     assert dist_error(branches, after_prompt(pair.target), num_tokens=2) < ROUNDING
 
 
-def test_rows_of_one_batch_follow_their_own_rules():
-    """Greedy, sampled and coupled rows under `auto`, each with the law it would have alone."""
+def test_rows_of_one_batch_use_different_verifiers():
+    """Greedy, sampled and coupled rows under `auto` each have the distribution that they have alone."""
     pair = PAIRS["binary"]
     greedy = SamplingParams(temperature=0.0, max_tokens=20)
 
@@ -341,27 +369,24 @@ def test_rows_of_one_batch_follow_their_own_rules():
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_acceptance_is_what_theory_says(rule, pair):
-    pair = PAIRS[pair]
-    branches = play(pair, make_pair_drafter("sampled", pair), rule, "fixed:3")
-    assert mean_accepted(branches) == pytest.approx(expected_accepted(pair, 3, rule), abs=ROUNDING)
+def test_acceptance_equals_the_formula(rule, pair):
+    branches = chain_branches(pair, "sampled", rule, "fixed:3")
+    assert mean_accepted(branches) == pytest.approx(expected_accepted(PAIRS[pair], 3, rule), abs=ROUNDING)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_block_verification_never_accepts_less(pair):
-    pair = PAIRS[pair]
-    drafter = make_pair_drafter("sampled", pair)
-    token_level = mean_accepted(play(pair, drafter, "rejection", "fixed:3"))
-    assert mean_accepted(play(pair, drafter, "block", "fixed:3")) >= token_level - ROUNDING
+def test_block_verification_never_accepts_less_than_rejection(pair):
+    token_level = mean_accepted(chain_branches(pair, "sampled", "rejection", "fixed:3"))
+    assert mean_accepted(chain_branches(pair, "sampled", "block", "fixed:3")) >= token_level - ROUNDING
 
 
-def test_block_verification_accepts_more_where_it_can():
+def test_block_verification_accepts_more_than_rejection_on_an_example():
     pair = PAIRS["ternary"]
     assert expected_accepted(pair, 3, "block") > expected_accepted(pair, 3, "rejection") + 0.01
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_coupled_drafts_match_as_often_as_their_formula_says(pair):
+def test_acceptance_of_coupled_drafts_equals_the_formula(pair):
     pair = PAIRS[pair]
     branches = play(pair, make_pair_drafter("sampled", pair), "coupled", "fixed:1", coupled=True)
     p, q = pair.target(PROMPT), pair.drafter(PROMPT)
@@ -375,7 +400,7 @@ def test_coupled_drafts_match_as_often_as_their_formula_says(pair):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_joint_distribution_of_two_races_has_the_right_margins(seed):
+def test_the_joint_distribution_of_two_races_has_the_marginals_p_and_q(seed):
     size = 5
     q, p = random_probs(size, seed, zeros=0.3)(()), random_probs(size, seed + 100, zeros=0.3)(())
     x, y = (torch.tensor(side) for side in zip(*itertools.product(range(size), repeat=2), strict=True))
@@ -384,7 +409,7 @@ def test_the_joint_distribution_of_two_races_has_the_right_margins(seed):
     torch.testing.assert_close(joint.sum(0), p, atol=ROUNDING, rtol=0)
 
 
-def test_enumeration_refuses_what_would_not_end():
+def test_enumeration_of_too_many_branches_is_refused():
     pair = Pair(4, random_probs(4, 1), random_probs(4, 2))
     drafter = ModelDrafter(TableModel(4, pair.drafter), "model:table", 4)
     with pytest.raises(BadInputError, match="branches"):

@@ -1,4 +1,4 @@
-"""Every script in examples/ and every Python block of the README runs, with the pair in the box."""
+"""Every script in examples/ and every Python block of the README runs, with the built-in pair."""
 
 import re
 import runpy
@@ -12,7 +12,7 @@ README_BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").re
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
-def test_example_runs_and_says_something(path, capsys, monkeypatch):
+def test_example_runs_and_prints(path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
     assert len(capsys.readouterr().out) > 40

@@ -1,4 +1,4 @@
-"""What `export` prints is read back and held against each engine's own names, types and combinations.
+"""Output of `export`, checked against each engine's names, types and combinations.
 
 The schemas are ours, written from the engines' documentation and sources (see `docs/tuning.md` for the versions).
 """
@@ -255,7 +255,7 @@ def test_every_engine_has_a_schema():
 
 @pytest.mark.parametrize("drafter", NAMES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_printed_fits_the_engine_and_says_what_was_recommended(engine, drafter):
+def test_the_output_matches_the_schema_and_the_recommendation(engine, drafter):
     done = exported(engine, drafter)
     read = READERS[engine](done.text)
     expected = "ngram" if drafter == "suffix" and engine in WITHOUT_SUFFIX else drafter
@@ -267,20 +267,20 @@ def test_what_is_printed_fits_the_engine_and_says_what_was_recommended(engine, d
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_that_replaces_a_drafter_says_so(engine):
+def test_a_replaced_drafter_is_noted(engine):
     said = any("no suffix drafter" in note for note in exported(engine, "suffix").notes)
     assert said is (engine in WITHOUT_SUFFIX)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_says_what_it_does_otherwise(engine):
+def test_differences_of_every_engine_are_noted(engine):
     notes = " ".join(exported(engine, "model").notes)
     assert re.search("distribution|lossless|greedy text", notes)
     # Plain decoding is the same everywhere.
     assert exported(engine, "none").notes == ()
 
 
-def test_options_that_an_engine_knows_too_are_handed_on():
+def test_options_of_an_engine_are_exported():
     vllm = read_vllm(exported("vllm", "ngram").text)["options"]
     assert (vllm["prompt_lookup_max"], vllm["prompt_lookup_min"]) == (6, 3)
     vllm = read_vllm(exported("vllm", "suffix").text)["options"]
@@ -297,7 +297,7 @@ def test_options_that_an_engine_knows_too_are_handed_on():
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
-def test_options_that_an_engine_lacks_are_named(engine, drafter):
+def test_options_without_a_counterpart_are_noted(engine, drafter):
     done = exported(engine, drafter)
     given = resolve_drafter(NAMES[drafter]).given
     named = {key for key in given if any(f"{key}={given[key]}" in note for note in done.notes)}
@@ -307,7 +307,7 @@ def test_options_that_an_engine_lacks_are_named(engine, drafter):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_dtype_and_quantization_are_used_or_named(engine):
+def test_dtype_and_quantization_are_exported_or_noted(engine):
     plain = exported(engine, "model")
     done = exported(engine, "model", dtype="float16", quantize="int8", drafter_quantize="int8")
     READERS[engine](done.text)
@@ -333,7 +333,7 @@ def test_the_script_for_transformers_runs(tiny_checkpoint, tiny_draft_checkpoint
     assert len(set(texts)) == 1
 
 
-def test_the_script_drafts_as_many_tokens_as_it_says(tiny_checkpoint, tiny_draft_checkpoint, capsys):
+def test_the_script_drafts_the_exported_number_of_tokens(tiny_checkpoint, tiny_draft_checkpoint, capsys):
     from transformers.generation import candidate_generator
 
     seen = []
@@ -356,7 +356,7 @@ def test_the_script_drafts_as_many_tokens_as_it_says(tiny_checkpoint, tiny_draft
     assert set(seen[:10]) == {3}
 
 
-def test_a_model_of_the_hub_is_fetched_before_it_is_converted():
+def test_a_hub_model_is_downloaded_before_conversion():
     settings = LoadSettings(model="org/model", drafter="none")
     fetch, convert, serve = export(recommend(settings), "llama.cpp").text.splitlines()
     assert fetch == "hf download org/model --local-dir target"
@@ -376,18 +376,18 @@ def test_awkward_paths_are_quoted(engine, tmp_path, monkeypatch):
     assert (read["model"], read["draft_model"]) == (AWKWARD, AWKWARD)
 
 
-def test_a_path_that_could_write_lines_of_its_own_is_refused():
+def test_a_path_with_line_breaks_is_refused():
     with pytest.raises(BadInputError, match="printable"):
         recommend(LoadSettings(model="a\nspeculative_config: {}"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_drafter_that_an_engine_lacks_is_refused(engine):
+def test_a_drafter_without_a_counterpart_is_refused(engine):
     with pytest.raises(BadInputError, match=r"drafter that .* has \(none, model.*, got oracle:3; choose"):
         export(Recommendation("m", DrafterInfo("oracle:3", "oracle"), 3), engine)
 
 
-def test_an_engine_that_does_not_exist():
+def test_an_unknown_engine_is_refused():
     with pytest.raises(BadInputError, match=r"vllm, sglang, llama\.cpp.*'triton'"):
         export(recommend(LoadSettings(model="m", drafter="none")), "triton")
 
@@ -407,12 +407,12 @@ def test_an_engine_that_does_not_exist():
         ({"drafter": "none"}, {"draft_length": 7}, None, 0),
     ],
 )
-def test_the_draft_length_is_asked_for_fixed_measured_or_a_default(settings, tuned, asked, length):
+def test_the_draft_length_is_given_fixed_measured_or_default(settings, tuned, asked, length):
     done = recommend(LoadSettings(model="m", **{"drafter": "ngram"} | settings), TuningRecord(**tuned), asked)
     assert done.draft_length == length
 
 
-def test_it_is_told_where_the_length_comes_from():
+def test_the_source_of_the_draft_length_is_noted():
     (default,) = recommend(LoadSettings(model="m")).notes
     assert "nothing was measured" in default
     (measured,) = recommend(LoadSettings(model="m"), TuningRecord(draft_length=7, processor="Some CPU")).notes
@@ -421,14 +421,14 @@ def test_it_is_told_where_the_length_comes_from():
     assert recommend(LoadSettings(model="m"), draft_length=3).notes == ()
 
 
-def test_where_no_draft_is_best_none_is_asked_for():
+def test_plain_decoding_is_exported_for_a_draft_length_of_zero():
     for settings, tuned in (({}, {"draft_length": 0}), ({"controller": "fixed:0"}, {})):
         done = recommend(LoadSettings(model="m", drafter="model:d", **settings), TuningRecord(**tuned))
         assert done.drafter.kind == "none"
         assert "plain decoding" in done.notes[0]
 
 
-def test_what_stays_here_is_named():
+def test_settings_that_are_not_exported_are_noted():
     settings = LoadSettings(model="m", verifier="block", controller="cost", device="cpu", runtime="native")
     notes = recommend(settings, TuningRecord(draft_length=2)).notes
     assert "verifier block, controller cost, device cpu, runtime native" in notes[-1]
@@ -449,12 +449,12 @@ def test_what_stays_here_is_named():
         ({"drafter": "ngram", "drafter_quantize": "int8"}, None, "drafter with a model"),
     ],
 )
-def test_recommendations_that_make_no_sense(settings, asked, words):
+def test_invalid_recommendations_are_refused(settings, asked, words):
     with pytest.raises(BadInputError, match=words):
         recommend(LoadSettings(model="m", **settings), draft_length=asked)
 
 
-def test_a_draft_that_is_too_long_for_an_engine():
+def test_a_draft_length_beyond_the_engines_limit_is_refused():
     with pytest.raises(BadInputError, match="at most 32 for vLLM, got 40"):
         exported("vllm", "ngram", length=40)
     assert read_sglang(exported("sglang", "ngram", length=40).text)["length"] == 40
@@ -504,7 +504,7 @@ def test_the_help_names_every_engine(secondguess_command):
         (["--to", "llama.cpp", "--dtype", "float64"], ["llama.cpp", "float64"]),
     ],
 )
-def test_bad_options_of_export(secondguess_command, arguments, words):
+def test_bad_options_of_export_are_refused(secondguess_command, arguments, words):
     done = secondguess_command("export", *arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:
@@ -514,7 +514,7 @@ def test_bad_options_of_export(secondguess_command, arguments, words):
 @pytest.mark.parametrize(
     ("drafter", "method"), [("eagle", "eagle3"), ("mtp", "mtp"), ("medusa", "medusa"), ("dspark", "dspark")]
 )
-def test_trained_drafters_go_to_vllm(drafter, method):
+def test_trained_drafters_are_exported_to_vllm(drafter, method):
     words = shlex.split(exported("vllm", f"{drafter}:some/folder").text)
     said = json.loads(words[words.index("--speculative-config") + 1])
     assert said == {"method": method, "model": "some/folder", "num_speculative_tokens": LENGTH}
@@ -527,7 +527,7 @@ def test_modules_of_the_target_itself_need_no_folder():
         exported("vllm", "eagle")
 
 
-def test_an_eagle_goes_to_sglang():
+def test_an_eagle_head_is_exported_to_sglang():
     words = shlex.split(exported("sglang", "eagle:some/folder").text)
     at = words.index("--speculative-draft-model-path")
     assert words[at - 1 : at + 2] == ["EAGLE3", "--speculative-draft-model-path", "some/folder"]

@@ -1,4 +1,4 @@
-"""The architecture, asserted: who may import whom, what is public, and that the README shows the tree that exists."""
+"""Architecture: imports between layers, public names, and the tree in the README."""
 
 import ast
 import re
@@ -37,8 +37,8 @@ LAYERS = [
     ("train",),
     ("cli",),
 ]
-# Inside the second layer: contracts speak of noise and sampling, what is in the box is found by those who read it;
-# the rest are strangers to each other.
+# Inside the second layer: contracts use noise and sampling, built-in files are found by those that read them;
+# the rest do not import each other.
 SIDEWAYS = {
     "drafters": {"sampling", "runtime", "heads"},
     "heads": {"builtin", "runtime", "checkpoint"},
@@ -95,7 +95,7 @@ def own_imports(tree: ast.Module) -> set[tuple[str, ...]]:
 MODULES = modules()
 
 
-def test_a_module_imports_only_what_lies_below_it():
+def test_modules_import_only_lower_layers():
     for name, tree in MODULES:
         part = name.split(".")[0]
         for target in own_imports(tree):
@@ -145,7 +145,7 @@ def test_docstrings_begin_with_a_statement():
         ("typer", {"cli"}),
     ],
 )
-def test_a_foreign_library_is_imported_only_in_its_homes(library, homes):
+def test_third_party_libraries_are_imported_only_in_their_packages(library, homes):
     users = {
         name.split(".")[0]
         for name, tree in MODULES
@@ -167,7 +167,7 @@ def test_version_changelog_and_project_file_agree():
     assert f"## [{secondguess.__version__}]" in changelog
 
 
-def test_the_readme_maps_the_tree_that_exists():
+def test_the_readme_lists_the_existing_tree():
     readme = (REPOSITORY / "README.md").read_text()
     assert len(readme.splitlines()) <= 125
     named = set(re.findall(r"([a-z_]+(?:\.py|/))(?= )", readme.split("<!-- tree -->")[1]))
@@ -177,7 +177,7 @@ def test_the_readme_maps_the_tree_that_exists():
 
 
 @pytest.mark.parametrize("module", ["decode.py", "rounds.py"])
-def test_the_loop_reads_in_one_sitting(module):
+def test_the_decoding_loop_is_short(module):
     tree = ast.parse((PACKAGE / module).read_text())
     lines = {
         line
@@ -190,7 +190,7 @@ def test_the_loop_reads_in_one_sitting(module):
     assert len((PACKAGE / module).read_text().splitlines()) <= 200
 
 
-def test_nothing_committed_names_this_machine():
+def test_committed_files_do_not_name_this_machine():
     text = "".join(
         path.read_text()
         for folder in ("src", "tools", "docs", "examples", "benchmarks")

@@ -1,4 +1,4 @@
-"""The field's real mistakes, each put into the shipping code on purpose: the proofs must notice every one.
+"""Mutation tests: known mistakes of speculative decoding, each detected by a test.
 
 A mutant patches the package; a check is one of the proofs of test_distributions, test_noise or test_certificate in small. Each
 check passes on the code as it ships and fails with the mutant in place.
@@ -69,7 +69,7 @@ from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head
 
 Patch = pytest.MonkeyPatch
 
-# Checks: each says whether the code passes.
+# Checks: each returns whether the code passes.
 
 
 def dist_holds(
@@ -81,7 +81,7 @@ def dist_holds(
     pairs: tuple[str, ...] = ("ternary", "zeros", "equal-at-times"),
     **row_settings: object,
 ) -> bool:
-    """The enumerated law of the text is plain decoding's."""
+    """Return whether the enumerated output distribution is that of plain decoding."""
     errors = []
     for pair in (PAIRS[name] for name in pairs):
         branches = play(
@@ -119,7 +119,7 @@ def plain_dist(pair, params):
 
 
 def acceptance_holds(verifier: str, coupled: bool = False) -> bool:
-    """Nodes are accepted as often as theory says: losing speed is a fault too."""
+    """Return whether the mean number of accepted nodes equals the formula."""
     pair = PAIRS["ternary"]
     branches = play(pair, make_pair_drafter("sampled", pair), verifier, "fixed:1", coupled=coupled)
     if not coupled:
@@ -143,7 +143,7 @@ def cached_dist_holds(kind: str = "module") -> bool:
     def next_dist(output):
         tokens = torch.tensor([[0, 1, *output]])
         with torch.inference_mode():
-            # The kernels are held to what they say of a text in one forward, the others to the module.
+            # The reference of the kernels is their own pass over the whole text, that of the others the module.
             uncached = runtime.read(tokens) if kind == "native" else target(tokens, use_cache=False)
             return uncached.logits[0, -1].double().softmax(-1)
 
@@ -164,13 +164,13 @@ def cached_dist_holds(kind: str = "module") -> bool:
         make_controller("fixed:2"),
     )
     (branches,) = enumerate_rounds(components, lambda: [Row([0, 1], SAMPLED)], num_rounds=2)
-    # The modules compute their norms in float32, the fused runtime in float64; the kernels say logits in float32.
+    # The modules compute their norms in float32, the fused runtime in float64; the kernels return logits in float32.
     error = dist_error(branches, lambda output: found[output], num_tokens=4)
     return error < (ROUNDING if kind == "module" else 1e-6)
 
 
 def native_trees_are_chains() -> bool:
-    """Each path of a tree says what the same tokens say as a text."""
+    """Return whether each path of a tree has the logits of the same tokens as text."""
     (model, _) = (each.bfloat16() for each in tiny_pair(vocab_size=5))
     runtime = NativeRuntime(NativeDecoder(FusedDecoder(model, packed=False)))
     expected = runtime.read(torch.tensor([[0, 1, 4]])).logits[0, -1]
@@ -181,7 +181,7 @@ def native_trees_are_chains() -> bool:
 
 
 def heads_draft_as_they_learn(kind: str) -> bool:
-    """After rounds with trees, some accepted and some not, a head's laws along each path are those that it learns from there.
+    """Return whether a head's distributions along each path, after rounds with trees, are those in training.
 
     The text is right whatever a head guesses: this is the only proof that notices worse guesses.
     """
@@ -223,7 +223,7 @@ def head_drafter(kind, target, shape):
 
 
 def learnt_dists(target, head, text, pending):
-    """The laws of the nodes behind place `pending` of a text, as learning makes them: behind the text's own tokens."""
+    """Return the distributions of the nodes after position `pending` as in training: after the text's own tokens."""
     tokens = torch.tensor([text])
     with torch.no_grad():
         states = target.model(tokens, use_cache=False, output_hidden_states=True).hidden_states
@@ -246,7 +246,7 @@ def learnt_dists(target, head, text, pending):
 
 
 def exact_model_dist(target, next_dist):
-    """The model's own laws behind every output of up to 3 tokens, looked up before anything of ours touches it."""
+    """Return the model's distributions after every output of up to 3 tokens, from the unmodified module."""
     outputs = [()]
     for output in outputs:
         if len(output) < 3:
@@ -255,7 +255,7 @@ def exact_model_dist(target, next_dist):
 
 
 def rows_stay_apart() -> bool:
-    """Rows of one batch say, at temperature 0, what each says alone."""
+    """Return whether rows of one batch generate, at temperature 0, the same text as alone."""
     pair, params = PAIRS["ternary"], SamplingParams(temperature=0.0, max_tokens=6)
     components = Components(
         TableModel(3, pair.target),
@@ -275,7 +275,7 @@ def rows_stay_apart() -> bool:
 
 
 def head_says_its_words() -> bool:
-    """A head over some of the target's words has its logits where its map, read as offsets, says."""
+    """Return whether a head over some of the target's tokens has its logits at the tokens of its map, read as offsets."""
     head = fresh_head("eagle3")
     thought = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
     with torch.no_grad():
@@ -426,7 +426,7 @@ def certain_draft_treated_as_sampled(patch: Patch) -> None:
 
 
 def sampled_draft_treated_as_certain(patch: Patch) -> None:
-    """Accepting with chance p(x) but subtracting the sampled law from the correction."""
+    """Acceptance with probability p(x), but the draft distribution is subtracted in the correction."""
     patch.setattr(
         rejection,
         "likelihood_ratios",
@@ -451,7 +451,7 @@ def clipped_residual(patch: Patch) -> None:
 
 
 def top_p_after_the_ratio(patch: Patch) -> None:
-    """Acceptance compares the untruncated laws; only what is drawn afresh is truncated."""
+    """Acceptance compares untruncated distributions; only corrections are truncated."""
     seen = {}
 
     def remember(logits, rows, draft):
@@ -595,7 +595,7 @@ def rejected_nodes_stay_visible(patch: Patch) -> None:
 
 
 def kernels_look_beyond_the_cache(patch: Patch) -> None:
-    """They are told of one cached token more than there is."""
+    """They get one cached token more than there is."""
     original = NativeRuntime._step
     patch.setattr(
         NativeRuntime,
@@ -693,7 +693,7 @@ def medusa_reads_the_state_of_the_old_pending(patch: Patch) -> None:
 
 
 def medusa_heads_are_off_by_one(patch: Patch) -> None:
-    """Its first head was taken for the target's own guess of pending."""
+    """The first head is taken for the prediction of pending."""
     original = MedusaHead.logits
     patch.setattr(MedusaHead, "logits", lambda self, states, depth: original(self, states, max(depth - 1, 0)))
 
@@ -746,7 +746,7 @@ def vocabulary_map_read_as_ids(patch: Patch) -> None:
 
 
 def a_node_keeps_the_feature_it_was_drafted_with(patch: Patch) -> None:
-    """What is committed is not read again with the target's features."""
+    """Committed tokens are not processed again with the target's hidden states."""
     original = FeatureHeadRuntime.rewind
     patch.setattr(
         FeatureHeadRuntime,
@@ -849,7 +849,7 @@ MUTANTS = [
     Mutant(look_ups_beside_samples_have_even_distributions, dist("block", "either")),
     Mutant(draft_distribution_of_another_temperature, dist("rejection", pairs=("ternary",))),
     Mutant(greedy_draft_treated_as_sampled, dist("rejection")),
-    Mutant(certain_draft_treated_as_sampled, dist("block", "certain")),
+    Mutant(certain_draft_treated_as_sampled, dist("block", "deterministic")),
     Mutant(sampled_draft_treated_as_certain, dist("rejection")),
     Mutant(lenience, dist("rejection")),
     Mutant(clipped_residual, dist("rejection", pairs=("rare",))),
@@ -904,7 +904,7 @@ MUTANTS = [
     Mutant(dspark_keeps_keys_of_the_last_block, check(heads_draft_as_they_learn, "dspark")),
     Mutant(dspark_bias_of_a_neighbours_parent, check(heads_draft_as_they_learn, "dspark")),
     Mutant(streams_share_numbers, check(keyed_dist_holds, "block")),
-    # Worse guesses keep the law of the text: what they lose is that a head drafts as it was trained.
+    # Worse drafts keep the output distribution; the check is that a head drafts as it was trained.
     Mutant(vocabulary_map_read_as_ids, check(head_says_its_words)),
     Mutant(a_node_keeps_the_feature_it_was_drafted_with, check(drafts_as_it_learned, "eagle3")),
     Mutant(a_token_is_read_beside_its_own_feature, check(drafts_as_it_learned, "eagle1")),
@@ -914,7 +914,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_the_code_passes_the_check_and_the_mutant_does_not(mutant, monkeypatch):
+def test_the_check_passes_and_fails_with_the_mutant(mutant, monkeypatch):
     assert mutant.check.holds_unchanged, "the code as it ships must pass"
     mutant.mutate(monkeypatch)
     assert not mutant.check(), "the mutant survived"

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere; never on standard output."""
+"""Progress of long commands: a bar on a terminal, lines elsewhere, never on standard output."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_verify_shows_a_bar_from_the_start(secondguess_command):
     assert "loading" not in done.out
 
 
-def test_verify_without_a_terminal_says_what_it_does(secondguess_command, monkeypatch):
+def test_verify_without_a_terminal_prints_lines(secondguess_command, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.0)
     done = secondguess_command(*VERIFY, "--json")
     assert done.code == 0
@@ -44,7 +44,7 @@ def test_short_work_prints_nothing_without_a_terminal(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_lines_come_at_most_so_often(capsys, monkeypatch):
+def test_lines_are_rate_limited(capsys, monkeypatch):
     now = iter([0.0, 4.0, 11.0, 11.0, 15.0, 22.0, 22.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
     with progress_bar("loading") as show:

@@ -53,7 +53,7 @@ def formatted_ids(llm):
 
 
 class TestConversations:
-    def test_the_template_formats_it_and_opens_the_reply(self, llm, formatted_ids):
+    def test_the_template_formats_messages_and_opens_the_reply(self, llm, formatted_ids):
         assert encode(llm.target, CONVERSATION) == formatted_ids
         output = llm.generate(CONVERSATION, **SETTINGS)
         assert output.token_ids == llm.generate(formatted_ids, **SETTINGS).token_ids
@@ -63,7 +63,7 @@ class TestConversations:
         ids = encode(llm.target, CONVERSATION)
         assert (ids[0], ids.count(0)) == (0, 3)
 
-    def test_a_list_of_them_is_a_batch(self, llm):
+    def test_a_list_of_conversations_is_a_batch(self, llm):
         other = [{"role": "user", "content": "class A:"}]
         alone = [llm.generate(prompt, **SETTINGS).token_ids for prompt in (CONVERSATION, other, "x")]
         for outputs in (llm.generate([CONVERSATION, other, "x"], **SETTINGS),):
@@ -71,15 +71,15 @@ class TestConversations:
         first, second = llm.generate(("x", tuple(other)), **SETTINGS)
         assert (first.token_ids, second.token_ids) == (alone[2], alone[1])
 
-    def test_it_has_samples_like_any_prompt(self, llm):
+    def test_a_conversation_can_have_several_samples(self, llm):
         samples = llm.generate(CONVERSATION, n=2, temperature=1, seed=3, **SETTINGS)
         assert len({sample.text for sample in samples}) == 2
 
-    def test_it_streams(self, llm):
+    def test_a_conversation_can_be_streamed(self, llm):
         text = "".join(piece.text for piece in llm.stream(CONVERSATION, **SETTINGS))
         assert text == llm.generate(CONVERSATION, **SETTINGS).text
 
-    def test_a_reply_may_be_part_of_it(self, llm):
+    def test_a_conversation_may_contain_replies(self, llm):
         longer = [*CONVERSATION, {"role": "assistant", "content": ""}, {"role": "user", "content": "more"}]
         ids = llm.target.tokenizer(
             "<|end|>system: Be brief.<|end|>user: def f(x):<|end|>assistant: <|end|>user: more<|end|>assistant: ",
@@ -113,12 +113,12 @@ class TestConversations:
     ],
     ids=lambda value: ascii(value)[:40],
 )
-def test_malformed_messages(llm, messages, words):
+def test_malformed_messages_are_refused(llm, messages, words):
     with pytest.raises(BadInputError, match=words):
         llm.generate(messages, **SETTINGS)
 
 
-def test_a_tokenizer_without_a_template(tiny_checkpoint):
+def test_a_tokenizer_without_a_template_is_refused(tiny_checkpoint):
     llm = load(tiny_checkpoint, "none", dtype="float32")
     for generate in (llm.generate, llm.stream):
         with pytest.raises(
@@ -154,7 +154,7 @@ def answer_file(secondguess_command, chat_checkpoint, tmp_path):
     return run
 
 
-def test_messages_in_a_prompt_file(llm, answer_file):
+def test_messages_are_read_from_a_prompt_file(llm, answer_file):
     done = answer_file({"messages": CONVERSATION, "metadata": 3}, {"prompt": "x"})
     first, second = done.records
     assert first["token_ids"] == llm.generate(CONVERSATION, **SETTINGS).token_ids
@@ -162,7 +162,7 @@ def test_messages_in_a_prompt_file(llm, answer_file):
     assert second["token_ids"] == llm.generate("x", **SETTINGS).token_ids
 
 
-def test_people_see_the_messages(llm, answer_file):
+def test_the_text_output_shows_the_messages(llm, answer_file):
     shown = re.sub(
         r"[\d.]+ tokens/s, .*\n", "figures\n", answer_file({"messages": CONVERSATION}, options=()).out
     )
@@ -184,7 +184,7 @@ def test_people_see_the_messages(llm, answer_file):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_malformed_messages_in_a_prompt_file(answer_file, line, words):
+def test_malformed_messages_in_a_prompt_file_are_refused(answer_file, line, words):
     done = answer_file({"messages": CONVERSATION}, line)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:

@@ -1,4 +1,4 @@
-"""The heads in the box: each loads by its bare name, knows its target, drafts, and keeps the target's text."""
+"""The shipped heads: each loads by its name without a path, drafts, and keeps the target's text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import secondguess
+from builtin_cases import with_drafter
+from secondguess.api import LLM
 from secondguess.builtin import builtin_paths, head_path
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.heads.files import read_provenance
@@ -15,34 +17,39 @@ from secondguess.train.head_card import card_text
 SHIPPED = ("early-exit", "medusa", "mtp", "eagle", "dspark")
 PROMPT = "def read_lines(path):"
 LARGEST_TOGETHER = 25_000_000
-"""Bytes of all drafters in the box."""
+"""Bytes of all shipped drafters."""
 
 every_kind = pytest.mark.parametrize("kind", SHIPPED)
 
 
 def folder_of(kind: str) -> Path:
     folder = head_path(kind)
-    assert folder is not None, f"no {kind} in the box"
+    assert folder is not None, f"no {kind} in the package"
     return folder
 
 
 @pytest.fixture(scope="module")
-def plain_text() -> str:
-    llm = secondguess.load("builtin", "none", dtype="float32")
-    return llm.generate(PROMPT, max_tokens=24).text
+def pair() -> LLM:
+    return secondguess.load("builtin", "model:builtin-draft", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def plain_text(pair: LLM) -> str:
+    return with_drafter(pair, "none").generate(PROMPT, max_tokens=24).text
 
 
 @every_kind
 @pytest.mark.parametrize("tree", ["", ",tree=2x1"], ids=["chain", "tree"])
-def test_it_drafts_and_keeps_the_text(kind: str, tree: str, plain_text: str) -> None:
-    llm = secondguess.load("builtin", kind + tree, dtype="float32", controller="fixed:3")
+def test_a_shipped_head_drafts_and_keeps_the_text(kind: str, tree: str, pair: LLM, plain_text: str) -> None:
+    llm = with_drafter(pair, kind + tree, "fixed:3")
+    llm.reset_prefix_cache()
     out = llm.generate(PROMPT, max_tokens=24)
     assert out.text == plain_text
     assert out.stats.num_drafted > 0
 
 
 @every_kind
-def test_it_was_trained_for_the_target_in_the_box(kind: str) -> None:
+def test_a_shipped_head_was_trained_for_the_builtin_target(kind: str) -> None:
     provenance = read_provenance(folder_of(kind))
     assert provenance is not None
     assert provenance.fingerprint == hash_weights(builtin_paths().target)
@@ -51,8 +58,8 @@ def test_it_was_trained_for_the_target_in_the_box(kind: str) -> None:
 
 
 @every_kind
-def test_its_card_says_what_was_measured(kind: str) -> None:
-    """A drafter that rested has no speed-up to tell of, and the card's rows are those that the training writes."""
+def test_the_card_of_a_shipped_head_has_its_measurements(kind: str) -> None:
+    """A drafter in backoff has no speedup, and the card's rows are those that training writes."""
     provenance = read_provenance(folder_of(kind))
     assert provenance is not None
     figures = provenance.figures
@@ -67,7 +74,7 @@ def test_its_card_says_what_was_measured(kind: str) -> None:
     assert "greedy decoding (temperature 0)" in card
 
 
-def test_together_they_are_small() -> None:
+def test_shipped_heads_are_small() -> None:
     folders = [builtin_paths().drafter, *map(folder_of, SHIPPED)]
     weights = [path.stat().st_size for folder in folders for path in folder.glob("*.safetensors")]
     assert sum(weights) < LARGEST_TOGETHER

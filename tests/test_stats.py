@@ -1,4 +1,4 @@
-"""Counters count, ratios follow from them, and every second of a round is charged once."""
+"""Counters, ratios, and times of phases, in which every second of a round counts once."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from secondguess.stats import PHASES, Stats, StatsRecorder
 
 @pytest.fixture
 def clock():
-    """Time that passes only when told to."""
+    """Clock that only advances when it is set."""
 
     class Clock:
         now = 0.0
@@ -42,7 +42,7 @@ def test_counters_by_position():
     assert (recorder.of(other).num_drafted, recorder.of(other).num_accepted) == (4, 0)
 
 
-def test_a_tree_counts_all_its_nodes_but_each_depth_once():
+def test_a_tree_counts_all_nodes_and_each_depth_once():
     """The acceptance by position stays a share of rounds, not of nodes."""
     forms = [[-1, -1, 0, 1, -1], [-1, 0, 1, -1, -1]]
     draft = Draft(torch.full((2, 5), 5), torch.tensor(forms), torch.tensor([5, 3]))
@@ -58,7 +58,7 @@ def test_a_tree_counts_all_its_nodes_but_each_depth_once():
     assert recorder.of(chain).accepted_per_position == [1, 1, 1]
 
 
-def test_what_lies_behind_a_cut_is_not_counted():
+def test_nodes_after_a_truncation_are_not_counted():
     recorder, rows = StatsRecorder(), rows_of(1, max_tokens=2)
     recorder.record(rows, Draft.chains([[5, 6, 7]]), [rows[0].commit([5, 6, 7], 8)])
     stats = recorder.of(rows[0])
@@ -66,13 +66,13 @@ def test_what_lies_behind_a_cut_is_not_counted():
     assert stats.accepted_per_position == [1, 1, 0]
 
 
-def test_ratios_of_nothing():
+def test_ratios_without_rounds():
     stats = Stats()
     assert (stats.acceptance_length, stats.tokens_per_second) == (0, 0)
     assert stats.acceptance_rate is None
 
 
-def test_nothing_drafted_is_no_acceptance_of_zero():
+def test_without_drafts_the_acceptance_rate_is_none():
     plain = Stats(num_rounds=2, num_tokens=2, seconds={"score": 1.0})
     assert str(plain) == "2.0 tokens/s, nothing drafted, 1.00 tokens per target pass"
     assert plain.as_dict()["acceptance_rate"] is None
@@ -81,7 +81,7 @@ def test_nothing_drafted_is_no_acceptance_of_zero():
     assert rejected.as_dict()["acceptance_rate"] == 0.0
 
 
-def test_seconds_of_a_round_go_to_its_phases_and_the_rest_to_other(clock):
+def test_the_seconds_of_a_round_are_those_of_its_phases_and_other(clock):
     recorder, rows = StatsRecorder(clock), rows_of(2)
     with recorder.round(rows):
         clock.advance(1)
@@ -106,7 +106,7 @@ def test_drafting_is_timed_in_rounds_that_draft(clock):
     assert [recorder.of(row).drafting_seconds for row in rows] == [5, 2]
 
 
-def test_the_time_of_the_round_under_way_counts_from_its_start(clock):
+def test_the_time_of_the_current_round_counts_from_its_start(clock):
     recorder, rows = StatsRecorder(clock), rows_of(1)
     for _ in range(2):
         with recorder.round(rows):
@@ -119,7 +119,7 @@ def test_the_time_of_the_round_under_way_counts_from_its_start(clock):
             clock.advance(8)
 
 
-def test_a_round_that_fails_is_charged_all_the_same(clock):
+def test_a_failed_round_is_counted(clock):
     recorder, rows = StatsRecorder(clock), rows_of(1)
 
     def interrupted_round():
@@ -139,7 +139,7 @@ def test_speed_counts_all_seconds():
     assert stats.tokens_per_second == 2
 
 
-def test_public_names():
+def test_public_names_of_stats():
     assert list(Stats().as_dict()) == [
         "num_rounds",
         "num_tokens",

@@ -1,6 +1,6 @@
-"""Sampled trees, enumerated: with and without replacement, static and growing where it pays, the text has the target's law.
+"""Exact output distribution with sampled trees: with and without replacement, static and growing.
 
-As in test_distributions nothing is sampled: the shipping loop runs once with every answer that chance could give.
+As in test_distributions nothing is sampled: the decoding loop runs over all outcomes of all random decisions.
 """
 
 import pytest
@@ -67,7 +67,7 @@ TREES = [
 @pytest.mark.parametrize(("widths", "pair"), TREES)
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
 @DISTINCT
-def test_the_distribution_of_the_text_is_the_targets(verifier, widths, pair, without_replacement):
+def test_output_distribution_equals_the_targets(verifier, widths, pair, without_replacement):
     branches = tree_branches(pair, widths, without_replacement, verifier)
     assert dist_error(branches, after_prompt(PAIRS[pair].target), num_tokens=3) < ROUNDING
 
@@ -88,14 +88,14 @@ def test_traversal_never_accepts_less_than_the_reference_or_a_chain(widths, pair
         ("rare", False, (1.271, 1.241, 1.220)),
     ],
 )
-def test_trees_are_worth_what_the_page_about_verifiers_says(pair, without_replacement, expected):
+def test_mean_accepted_nodes_equal_the_table_in_the_documentation(pair, without_replacement, expected):
     gains = tree_gains(pair, (2, 1), without_replacement)
     assert (gains.traversal, gains.recursive, gains.chain) == pytest.approx(expected, abs=6e-4)
 
 
 @pytest.mark.parametrize("pair", ["ternary", "zeros", "certain-target"])
 @DISTINCT
-def test_auto_judges_trees_by_traversal(pair, without_replacement):
+def test_auto_verifies_trees_by_traversal(pair, without_replacement):
     pair = PAIRS[pair]
     drafter = make_tree_drafter(pair, (2,), without_replacement)
     by_rule = [outcome_dist(play(pair, drafter, rule, ROOMY)) for rule in ("auto", "traversal")]
@@ -108,26 +108,26 @@ def test_auto_judges_trees_by_traversal(pair, without_replacement):
     [*[((1, 2), pair) for pair in HARD_PAIRS], *[((2, 1), pair) for pair in ("binary", "zeros")]],
 )
 @DISTINCT
-def test_a_tree_may_grow_where_it_is_likely_to_pay(widths, pair, without_replacement):
-    """Which nodes get children depends on the tokens drawn; rows of one batch have trees of different forms."""
+def test_growing_trees_keep_the_distribution(widths, pair, without_replacement):
+    """The nodes that get children depend on the tokens drawn; rows of one batch have trees of different shapes."""
     assert tree_error(PAIRS[pair], "traversal", widths, without_replacement, least_chance=0.3) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["recursive", "auto"])
 @DISTINCT
-def test_growing_trees_under_the_other_rules(verifier, without_replacement):
+def test_growing_trees_under_other_verifiers_keep_the_distribution(verifier, without_replacement):
     assert tree_error(PAIRS["ternary"], verifier, (2, 1), without_replacement, least_chance=0.3) < ROUNDING
 
 
 def decider(kind):
-    """A controller that stops some trees after their first level, or drafts none; `cost` has learnt that drafting pays."""
+    """Return a controller that stops some trees after their first level; `cost` gets observations in which drafting pays."""
     return seasoned(2) if kind == "cost" else kind
 
 
 @pytest.mark.parametrize("controller", ["cost", "confidence:2,threshold=0.5", "entropy:2,threshold=0.4"])
 @pytest.mark.parametrize(("pair", "tree"), [("binary", "2x1"), ("zeros", "1x2")])
-def test_trees_of_a_draft_model_under_controllers(pair, tree, controller):
-    """Levels are drawn or not by the laws above them, which differ from branch to branch."""
+def test_trees_of_a_draft_model_under_controllers_keep_the_distribution(pair, tree, controller):
+    """Whether a level is drawn depends on the distributions above it, which differ from branch to branch."""
     pair = PAIRS[pair]
     branches = play(pair, make_grown_drafter(pair, tree), "auto", decider(controller))
     assert max(branch.num_accepted for branch in branches) > 0
@@ -135,7 +135,7 @@ def test_trees_of_a_draft_model_under_controllers(pair, tree, controller):
 
 
 @DISTINCT
-def test_a_tree_drafter_takes_turns_with_a_look_up(without_replacement):
+def test_a_tree_drafter_combined_with_a_lookup_keeps_the_distribution(without_replacement):
     """In one batch: behind the prompt the look-up has a chain, behind the other row's text it has none."""
     pair = PAIRS["binary"]
     parts = [SometimesScripted(script), make_tree_drafter(pair, (1, 2), without_replacement)]
@@ -151,7 +151,7 @@ def test_a_tree_drafter_takes_turns_with_a_look_up(without_replacement):
         assert dist_error(branches, lambda output, text=text: pair.target((*text, *output)), 3) < ROUNDING
 
 
-def test_parts_that_draw_siblings_in_different_ways_do_not_mix():
+def test_parts_that_draw_siblings_differently_are_refused():
     pair = PAIRS["binary"]
     parts = [make_tree_drafter(pair, (2,), without_replacement) for without_replacement in (True, False)]
     rows, budgets = (
@@ -162,14 +162,14 @@ def test_parts_that_draw_siblings_in_different_ways_do_not_mix():
         CombinedDrafter(parts, 2).propose(rows, budgets, KeyedNoise.from_rows(rows))
 
 
-def test_dynamic_trees_of_a_draft_model():
+def test_dynamic_trees_of_a_draft_model_keep_the_distribution():
     pair = PAIRS["binary"]
     drafter = make_grown_drafter(pair, "dynamic", nodes=4, width=2, depth=2)
     assert dist_error(play(pair, drafter, "auto", ROOMY), after_prompt(pair.target), 3) < ROUNDING
 
 
 def test_growing_trees_have_different_forms(monkeypatch):
-    """Else the tests of them would be those of static trees."""
+    """Otherwise their tests would be those of static trees."""
     forms = set()
     original = TraversalVerifier.verify_shape
 
@@ -184,14 +184,14 @@ def test_growing_trees_have_different_forms(monkeypatch):
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive", "auto"])
 @DISTINCT
-def test_a_second_round_starts_from_the_truth(verifier, without_replacement):
+def test_output_distribution_over_two_rounds_equals_the_targets(verifier, without_replacement):
     assert (
         tree_error(PAIRS["binary"], verifier, (2,), without_replacement, num_rounds=2, num_tokens=4)
         < ROUNDING
     )
 
 
-def test_a_second_round_of_growing_trees_does_too():
+def test_output_distribution_over_two_rounds_of_growing_trees_equals_the_targets():
     """The text ends after four tokens, so that the second round drafts two nodes at most."""
     pair, params = PAIRS["binary"], SamplingParams(temperature=1.0, max_tokens=4)
     drafter = make_tree_drafter(pair, (1, 2), True, least_chance=0.3)
@@ -201,9 +201,9 @@ def test_a_second_round_of_growing_trees_does_too():
 
 @pytest.mark.parametrize("pair", ["ternary", "zeros", "equal-at-times", "certain-drafter"])
 @pytest.mark.parametrize(("tree_rule", "chain_rule"), [("traversal", "block"), ("recursive", "rejection")])
-@pytest.mark.parametrize("drafter", ["sampled", "certain"])
-def test_on_chains_tree_rules_are_the_rules_for_chains(drafter, tree_rule, chain_rule, pair):
-    """Not only the text: the joint law of what is accepted and what is said, branch for branch."""
+@pytest.mark.parametrize("drafter", ["sampled", "deterministic"])
+def test_tree_verifiers_equal_chain_verifiers_on_chains(drafter, tree_rule, chain_rule, pair):
+    """The joint distribution of accepted nodes and text is equal, branch for branch."""
     pair = PAIRS[pair]
     outcomes = [
         outcome_dist(play(pair, make_pair_drafter(drafter, pair), rule, "fixed:3"))
@@ -214,29 +214,29 @@ def test_on_chains_tree_rules_are_the_rules_for_chains(drafter, tree_rule, chain
 
 @pytest.mark.parametrize("setting", ["top-p", "frequency"])
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
-def test_sampling_settings_hold_inside_a_tree(verifier, setting):
+def test_sampling_settings_apply_inside_a_tree(verifier, setting):
     pair, params = PAIRS["ternary"], SETTINGS[setting]
     branches = play(pair, make_tree_drafter(pair, (1, 2), True), verifier, ROOMY, params)
     assert dist_error(branches, plain_dist(pair, params), num_tokens=3) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
-def test_an_end_token_inside_a_tree_ends_the_text(verifier):
+def test_an_end_token_inside_a_tree_ends_the_row(verifier):
     pair, ends = PAIRS["ternary"], frozenset({1})
     branches = play(pair, make_tree_drafter(pair, (1, 2), True), verifier, ROOMY, end_tokens=ends)
     assert dist_error(branches, after_prompt(pair.target), 3, ends) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
-def test_a_token_that_is_named_twice_is_accepted_once(verifier):
-    """Certain twins: the second one has no law of its own left, and what hangs from it goes with it."""
+def test_equal_deterministic_siblings_are_accepted_once(verifier):
+    """The second of two equal deterministic siblings has no probability left, nor have its descendants."""
     pair = PAIRS["ternary"]
     branches = play(pair, TreeDrafter([1, 1, 0], [-1, -1, 1]), verifier, ROOMY)
     assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
     assert mean_accepted(branches) == pytest.approx(float(pair.target(PROMPT)[1]), abs=ROUNDING)
 
 
-def test_a_greedy_row_beside_sampled_trees_says_the_most_likely_tokens():
+def test_a_greedy_row_beside_sampled_trees_generates_the_most_probable_tokens():
     pair, greedy = PAIRS["binary"], SamplingParams(temperature=0.0, max_tokens=20)
     components = Components(
         TableModel(2, pair.target),
@@ -265,8 +265,8 @@ def runtime_of(kind):
 
 @pytest.mark.parametrize("kind", ["table", "module", "fused"])
 @DISTINCT
-def test_coupled_text_is_plain_text_whatever_tree_is_drafted(without_replacement, kind):
-    """Bit for bit, where the enumeration has no joint law: the same seeds with trees and with nothing drafted."""
+def test_coupled_text_with_trees_equals_plain_decoding(without_replacement, kind):
+    """Bit for bit, since coupled trees have no joint distribution in closed form: the same seeds with and without drafts."""
     params = SamplingParams(temperature=1.0, max_tokens=10)
 
     def texts(drafter):

@@ -1,4 +1,4 @@
-"""The mistakes that sampled trees invite, put in on purpose as in test_mutants: the proofs must notice every one."""
+"""Mutation tests of sampled trees, as in test_mutants."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from secondguess.verifiers import make_verifier, traversal, trees
 from secondguess.verifiers.traversal import TraversalVerifier
 from test_mutants import Check, Mutant, Patch, check, exact_model_dist, places_share_accept_numbers
 
-# Checks: each says whether the code passes.
+# Checks: each returns whether the code passes.
 
 
 def dist_holds(
@@ -49,7 +49,7 @@ def dist_holds(
     least_chance: float = 0.0,
     pairs: tuple[str, ...] = ("ternary", "zeros"),
 ) -> bool:
-    """The enumerated law of the text is plain decoding's."""
+    """Return whether the enumerated output distribution is that of plain decoding."""
     errors = []
     for pair in (PAIRS[name] for name in pairs):
         drafter = make_tree_drafter(pair, widths, without_replacement, least_chance)
@@ -85,7 +85,7 @@ def runtime_of(kind: str, vocab_size: int) -> CachedRuntime:
 
 
 def paths_are_chains(kind: str) -> bool:
-    """Each path of a tree says what the same tokens say as a text."""
+    """Return whether each path of a tree has the logits of the same tokens as text."""
     runtime = runtime_of(kind, vocab_size=5)
     tokens, parents = [3, 4, 2, 1, 0], [-1, -1, 0, 1, 1]
     texts = [[0, 1, 3], [0, 1, 4], [0, 1, 3, 2], [0, 1, 4, 1], [0, 1, 4, 0]]
@@ -150,7 +150,7 @@ def siblings_claim_to_be(without_replacement: bool) -> Callable[[Patch], None]:
 
 
 def twins_are_dropped(patch: Patch) -> None:
-    """Whether a sampled node is verified then depends on its own token."""
+    """The presence of a sampled node then depends on its own token."""
     original = DistTreeDrafter.propose
 
     def propose(self, *args):
@@ -161,7 +161,7 @@ def twins_are_dropped(patch: Patch) -> None:
 
 
 def sampled_nodes_are_ranked_again(patch: Patch) -> None:
-    """Anticipation: the last node is withdrawn where its path is an unlikely one, as trees of certain guesses may be."""
+    """Anticipation: the last node is dropped if its path is improbable, which is allowed only for deterministic trees."""
     original = DistTreeDrafter.propose
 
     def propose(self, *args):
@@ -184,7 +184,7 @@ def sampled_trees_are_pruned(patch: Patch) -> None:
 
 
 def levels_are_withdrawn(patch: Patch) -> None:
-    """Whether to go on is asked of the nodes drawn, one level late: an unlikely last level is taken back."""
+    """`go_on` is evaluated on the nodes drawn, one level late: an improbable last level is dropped."""
     original = TreeBuilder.grow
 
     def grow(self, active, logits, tree, depth):
@@ -212,7 +212,7 @@ def distributions_without_siblings_are_not_renormalised(patch: Patch) -> None:
 
 
 def cousins_are_removed_too(patch: Patch) -> None:
-    """Nodes of one depth are taken for siblings: those of other parents are cut out of a node's law."""
+    """Nodes of one depth are taken for siblings: those of other parents are removed from a node's distribution."""
     original = trees.Shape.earlier_siblings.func
 
     def earlier(self):
@@ -226,7 +226,7 @@ def cousins_are_removed_too(patch: Patch) -> None:
 
 
 def what_nobody_drew_is_accepted(patch: Patch) -> None:
-    """A law that has run out of tokens is still believed."""
+    """A distribution without tokens left is still used."""
     _change_sheets(patch, lambda sheet: replace(sheet, remaining=sheet.remaining.clip(1e-3)))
 
 
@@ -236,7 +236,7 @@ def _change_sheets(patch: Patch, change: Callable[[trees.TokenProbs], trees.Toke
 
 
 def siblings_are_removed_from_the_target_too(patch: Patch) -> None:
-    """As for certain guesses: what is left of the target is its law without the tokens that were refused."""
+    """As for deterministic drafts: the residual is the target's distribution without the rejected tokens."""
     original = trees.Level.refuse
 
     def refuse(self, rank, weights):
@@ -256,7 +256,7 @@ def weights_outlive_a_rejection(patch: Patch) -> None:
 
 
 def children_are_weighed_before_their_siblings_fail(patch: Patch) -> None:
-    """All children of a node are compared with the target's law as its first one finds it."""
+    """All children of a node are compared with the target's distribution of the first one."""
 
     def ratios(self, rank):
         nodes = rank.node_index
@@ -276,7 +276,7 @@ def corrections_come_from_the_untouched_distribution(patch: Patch) -> None:
 
 
 def the_distribution_behind_another_node(patch: Patch) -> None:
-    """Children are judged by what follows their parent's sibling."""
+    """Children are verified by the distribution after their parent's sibling."""
     original = TraversalVerifier.verify_shape
 
     def verify_shape(self, shape, draft, target_probs, noise):
@@ -368,7 +368,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_the_code_passes_the_check_and_the_mutant_does_not(mutant, monkeypatch):
+def test_the_check_passes_and_fails_with_the_mutant(mutant, monkeypatch):
     assert mutant.check.holds_unchanged, "the code as it ships must pass"
     mutant.mutate(monkeypatch)
     assert not mutant.check(), "the mutant survived"

@@ -1,4 +1,4 @@
-"""Heads that feed on their own thoughts, held to one truth: what training makes of a place is what drafting makes of it."""
+"""Heads that read their own hidden states: training and drafting must give the same logits at a position."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 
 @cache
 def target_model(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
-    """Its laws are neither flat nor certain."""
+    """A target whose distributions are neither flat nor one-hot."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=WIDTH,
@@ -51,7 +51,7 @@ def target_model(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
 
 
 def lesson_of(tokens: Tensor, model: LlamaForCausalLM) -> TrainingBatch:
-    """What the target thought of texts `[row, position]`, all of it to be guessed but the first two tokens."""
+    """Return a training batch of texts `[row, position]`; all tokens but the first two are counted."""
     with torch.no_grad():
         states = model(tokens, output_hidden_states=True).hidden_states
     hidden: HiddenStates = {**dict(enumerate(states)), -1: states[-1]}
@@ -82,7 +82,7 @@ def fresh_head(kind: str, dtype: torch.dtype = torch.float64) -> FeatureHead:
 
 
 def told(drafter: SamplingDrafter, row: Row, tokens: list[int]) -> Tensor:
-    """Logits `[depth, vocab]` of a drafter at each depth, where its chain is told these tokens and not its own."""
+    """Return the logits `[depth, vocab]` of a drafter whose chain consists of the given tokens."""
     said = []
     with torch.inference_mode():
         drafter.prepare([row], [0])
@@ -93,7 +93,7 @@ def told(drafter: SamplingDrafter, row: Row, tokens: list[int]) -> Tensor:
 
 
 def drafted_logits(head: FeatureHead, prompt: list[int], continuation: list[int]) -> Tensor:
-    """What it guesses behind a prompt, `[depth, vocab]`, while it is told how the text goes on."""
+    """Return the logits `[depth, vocab]` after a prompt, with the given continuation as the chain."""
     target = TransformersRuntime(target_model())
     drafter = SamplingDrafter(FeatureStepper(head, target), "head", target.vocab_size)
     row = Row(list(prompt), SamplingParams())
@@ -110,7 +110,7 @@ def unrolled_logits(head: FeatureHead, tokens: list[int], length: int) -> Tensor
 
 
 def drafts_as_it_learned(kind: str) -> bool:
-    """After rounds in which some nodes were accepted and some not, each depth says what it says in training."""
+    """Return whether each depth has the logits of training, after rounds with accepted and rejected nodes."""
     head = fresh_head(kind)
     target = TransformersRuntime(target_model())
     drafter = SamplingDrafter(FeatureStepper(head, target), "head", target.vocab_size)

@@ -1,4 +1,4 @@
-"""Systems that cost what we say, and statistics of rounds that we name."""
+"""Fake systems with given costs, and statistics of given rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that a file's tests share."""
+"""Fixtures of the tests of benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts: which ones there are, what they show, and what happens without matplotlib."""
+"""Charts of a benchmark report, also without matplotlib."""
 
 import dataclasses
 
@@ -87,7 +87,7 @@ def test_acceptance_is_a_line_over_positions_that_were_drafted_often_enough():
     (axis,) = draw_acceptance(often_drafted(report())).axes
     (line,) = axis.lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2, 3], [1.0, 1.0, 1.0])
-    # The three nodes that were really drafted say nothing.
+    # The three nodes that were drafted are too few to show.
     assert draw_acceptance(report()) is None
 
 
@@ -105,7 +105,7 @@ def test_tasks_are_groups_of_speed_ups():
     assert heights == pytest.approx(expected)
 
 
-def test_no_two_systems_have_one_colour():
+def test_systems_have_different_colours():
     told = often_drafted(report())
     drafted = told.results[1]
     many = [
@@ -120,7 +120,7 @@ def test_no_two_systems_have_one_colour():
     assert len(set(lines.values())) == 8
 
 
-def test_no_speculation_no_speed_ups():
+def test_without_speculative_systems_there_are_no_speedups():
     assert draw_tasks(with_results(report(), speculates=False)) is None
 
 
@@ -131,7 +131,7 @@ def test_the_cost_curve_is_drawn_as_measured():
     assert list(curve.get_ydata()) == pytest.approx([1.0, 1.3])
 
 
-def test_strange_names_are_shown_as_they_are(tmp_path):
+def test_names_with_special_characters_are_shown_unchanged(tmp_path):
     told = with_results(
         often_drafted(report()),
         system="a $x^{$ name that is so long that no label has any room for all of it",
@@ -142,7 +142,7 @@ def test_strange_names_are_shown_as_they_are(tmp_path):
     assert max(len(label) for label in labels(axis)) <= 46
 
 
-def test_long_titles_are_broken_and_not_cut_off():
+def test_long_titles_are_wrapped():
     told = report()
     told = dataclasses.replace(
         told,

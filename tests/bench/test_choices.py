@@ -24,7 +24,7 @@ def speed(value: float) -> Speed:
 FAST, FASTER = Choice("suffix", "fixed:3"), Choice("model:x", "fixed:5")
 
 
-def test_nothing_is_recommended_that_is_not_faster_by_more_than_two_percent():
+def test_only_choices_faster_by_more_than_two_percent_are_recommended():
     assert recommend({1: {PLAIN: speed(100), FAST: speed(101.9)}}) == {1: PLAIN}
     assert recommend({1: {PLAIN: speed(100), FAST: speed(102.1)}}) == {1: FAST}
     assert (
@@ -33,14 +33,14 @@ def test_nothing_is_recommended_that_is_not_faster_by_more_than_two_percent():
     )
 
 
-def test_what_the_configuration_holds_is_best_everywhere_among_the_best_alone():
+def test_the_configuration_is_the_best_over_all_sizes_among_the_best_at_one():
     alone = {PLAIN: speed(100), FAST: speed(200), FASTER: speed(203)}
     together = {PLAIN: speed(100), FAST: speed(150), FASTER: speed(110)}
     assert one_for_all({1: alone, 16: together}) == FAST
     assert one_for_all({1: alone | {FAST: speed(190)}, 16: together}) == FASTER
 
 
-def test_what_the_configuration_holds_loses_nowhere():
+def test_the_configuration_is_slower_at_no_batch_size():
     alone = {PLAIN: speed(100), FAST: speed(200), FASTER: speed(230)}
     together = {PLAIN: speed(100), FAST: speed(101), FASTER: speed(80)}
     assert one_for_all({1: alone, 16: together}) == FAST
@@ -49,7 +49,7 @@ def test_what_the_configuration_holds_loses_nowhere():
     assert one_for_all({1: alone, 16: unknown}) == FAST, "what was not measured may lose"
 
 
-def test_where_all_lose_somewhere_the_configuration_serves_as_many_batch_sizes_as_can_be():
+def test_the_configuration_is_slower_at_as_few_batch_sizes_as_possible():
     speeds = {
         1: {PLAIN: speed(100), FAST: speed(250), FASTER: speed(230)},
         4: {PLAIN: speed(100), FAST: speed(90), FASTER: speed(120)},
@@ -66,13 +66,13 @@ def test_the_worst_batch_has_the_smallest_ratio():
     assert ours.over(plain) == pytest.approx(0.8)
 
 
-def test_controllers_that_need_distributions_are_not_tried_with_a_look_up():
+def test_controllers_that_need_probs_are_not_tried_with_a_lookup():
     assert "confidence" in controllers_for(deterministic=False)
     assert "confidence" not in controllers_for(deterministic=True)
     assert "fixed:5" in controllers_for(deterministic=True)
 
 
-def test_a_batch_has_the_median_of_its_runs() -> None:
+def test_the_time_of_a_batch_is_the_median_of_its_runs() -> None:
     runs = [[Run([1] * 10, seconds, Stats(num_rounds=5, num_drafted=10)) for seconds in (9.0, 1.0, 2.0)]]
     measured = Speed.of_runs([*runs, [Run([1] * 30, 3.0, Stats(num_rounds=5))]])
     assert (measured.tokens, measured.seconds) == ((10, 30), (2.0, 3.0))

@@ -1,4 +1,4 @@
-"""Two stored reports: what changed, how it was compared, and what makes the comparison doubtful."""
+"""Comparison of two stored reports, and its warnings."""
 
 import copy
 import json
@@ -51,7 +51,7 @@ def overall(comparison):
     return next(change for change in comparison.changes if change.task is None)
 
 
-def test_the_same_prompts_are_compared_one_by_one(compare):
+def test_equal_prompts_are_compared_in_pairs(compare):
     """Every prompt 5 % faster: far less than prompts differ, and yet certain."""
     comparison = compare(stored(), stored([1.05 * speed for speed in SPEEDS]))
     change = overall(comparison)
@@ -62,7 +62,7 @@ def test_the_same_prompts_are_compared_one_by_one(compare):
     assert overall(compare(stored(), stored([speed / 1.05 for speed in SPEEDS]))).verdict == SLOWER
 
 
-def test_other_prompts_are_compared_apart_and_it_is_said(compare):
+def test_different_prompts_are_compared_independently_with_a_note(compare):
     comparison = compare(stored(), stored([1.05 * speed for speed in SPEEDS], workload_sha256="b" * 64))
     change = overall(comparison)
     assert not comparison.paired
@@ -73,17 +73,17 @@ def test_other_prompts_are_compared_apart_and_it_is_said(compare):
 
 
 @pytest.mark.parametrize("changes", [{"num_tokens": 16}, {"num_prompts_cut": 3}])
-def test_the_same_prompts_continued_otherwise_are_no_pairs(compare, changes):
+def test_equal_prompts_with_other_lengths_are_not_paired(compare, changes):
     assert not compare(stored(), stored(**changes)).paired
 
 
-def test_nothing_changed_is_no_difference(compare):
+def test_equal_reports_show_no_difference(compare):
     noisy = [speed * (1.1 if place % 2 else 0.9) for place, speed in enumerate(SPEEDS)]
     assert overall(compare(stored(), stored(noisy))).verdict == SAME
     assert overall(compare(stored(), stored())).verdict == SAME
 
 
-def test_few_prompts_allow_no_verdict(compare):
+def test_few_prompts_give_no_verdict(compare):
     five = compare(stored(SPEEDS[:5], TASKS[:5]), stored([99.0] * 5, TASKS[:5]))
     assert overall(five).verdict == UNKNOWN
     assert (overall(five).low, overall(five).high) == (None, None)
@@ -102,7 +102,7 @@ def test_tasks_are_compared_too(compare):
     assert "| talk (8) " in comparison.to_markdown()
 
 
-def test_one_task_is_not_told_twice(compare):
+def test_a_single_task_is_reported_once(compare):
     assert len(compare(stored(tasks=["a"] * 8), stored(tasks=["a"] * 8)).changes) == 1
 
 
@@ -144,20 +144,20 @@ def test_an_interrupted_run_is_compared_over_its_prompts(compare):
         ("runtimes", {}, "different runtimes: tiny fused and none"),
     ],
 )
-def test_other_conditions_are_warned_of(compare, word, value, warning):
+def test_different_conditions_cause_warnings(compare, word, value, warning):
     comparison = compare(stored(), stored(**{word: value}))
     assert comparison.warnings == [warning]
     assert f"- Warning: {warning}." in comparison.to_markdown()
 
 
-def test_systems_of_one_report_only_are_named(compare):
+def test_systems_in_only_one_report_are_listed(compare):
     comparison = compare(stored(), stored(system="theirs"))
     assert (comparison.only_before, comparison.only_after, comparison.changes) == (["ours"], ["theirs"], [])
     assert "no system was measured in the same setting by both" in comparison.warnings
     assert "Only in after.json: theirs." in comparison.to_markdown()
 
 
-def test_settings_are_kept_apart(compare):
+def test_settings_are_compared_separately(compare):
     told = stored()
     other = copy.deepcopy(told["results"][0]) | {
         "temperature": 1.0,
@@ -191,14 +191,14 @@ def test_settings_are_kept_apart(compare):
         (json.dumps(stored(speeds=[])).encode(), "per_batch to have at least 1 item"),
     ],
 )
-def test_what_is_no_report_is_refused(tmp_path, content, message):
+def test_a_file_that_is_not_a_report_is_refused(tmp_path, content, message):
     path = tmp_path / "x.json"
     path.write_bytes(content)
     with pytest.raises(BadInputError, match=message):
         compare_files(path, path)
 
 
-def test_an_absent_report_is_refused(tmp_path):
+def test_a_missing_report_is_refused(tmp_path):
     with pytest.raises(BadInputError, match="No such file"):
         compare_files(tmp_path / "x.json", tmp_path / "x.json")
 

@@ -1,4 +1,4 @@
-"""The cost model against numbers worked out by hand, and its timings, with a clock that only forwards move."""
+"""The cost model against values computed by hand, and its timings with a simulated clock."""
 
 import pytest
 from bench_fakes import stats_of
@@ -12,7 +12,7 @@ from secondguess.stats import Stats
 COSTS = Costs(target={1: 10.0, 2: 11.0, 4: 15.0}, draft_step=2.0)
 
 
-def test_a_run_costs_its_target_passes_and_its_draft_steps():
+def test_the_cost_of_a_run_is_that_of_its_target_passes_and_draft_steps():
     stats = stats_of([(0, 0), (1, 1), (3, 2), (3, 0), (3, 3)])
     # T(1), then T(2) + 1 step, then three times T(4) + 3 steps
     assert predicted_seconds(stats, COSTS) == pytest.approx(10 + (11 + 2) + 3 * (15 + 6))
@@ -24,7 +24,7 @@ def test_acceptance_changes_the_tokens_and_not_the_cost():
     assert lucky.num_tokens == 4 * unlucky.num_tokens
 
 
-def test_a_free_verification_gives_the_formula_of_the_paper():
+def test_without_verification_cost_the_speedup_is_that_of_the_paper():
     """With v = 1 and k nodes per round the speed-up is tau / (k c + 1)."""
     stats = stats_of([(4, 2)] * 10)
     flat = Costs({1: 8.0, 5: 8.0}, draft_step=0.4)
@@ -34,7 +34,7 @@ def test_a_free_verification_gives_the_formula_of_the_paper():
 
 
 @pytest.mark.parametrize(("width", "seconds"), [(1, 10.0), (2, 11.0), (3, 13.0), (4, 15.0), (6, 19.0)])
-def test_costs_between_and_beyond_the_measured_widths_lie_on_straight_lines(width, seconds):
+def test_costs_are_interpolated_and_extrapolated_linearly(width, seconds):
     assert COSTS.target_pass(width) == pytest.approx(seconds)
 
 
@@ -44,7 +44,7 @@ def test_curve_and_cost_ratio_are_relative_to_one_token():
     assert Costs({1: 10.0}).cost_ratio == 0.0
 
 
-def test_one_measured_width_serves_for_all():
+def test_one_measured_width_is_used_for_all():
     assert Costs({1: 10.0}).target_pass(5) == 10.0
 
 
@@ -53,7 +53,7 @@ def test_costs_without_the_unit_are_refused():
         Costs({2: 1.0})
 
 
-def test_nothing_happened_costs_nothing():
+def test_an_empty_run_costs_nothing():
     assert predicted_seconds(Stats(), COSTS) == 0.0
 
 
@@ -78,7 +78,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_passes_cost_what_they_cost(clock):
+def test_passes_are_timed(clock):
     target, draft = SlowModel(clock, 10.0, 1.0), SlowModel(clock, 0.5, 0.25)
     probe = ForwardTimer(target, {"small": draft}, context=[0, 1, 2, 3] * 3, widths=(1, 2, 5))
     probe.sample()
@@ -88,14 +88,14 @@ def test_passes_cost_what_they_cost(clock):
     assert probe.costs().draft_step == 0.0
 
 
-def test_a_pass_is_as_wide_as_it_is_called_even_over_a_short_context(clock):
+def test_a_pass_has_its_width_even_over_a_short_context(clock):
     target = SlowModel(clock, 10.0, 1.0)
     probe = ForwardTimer(target, {}, context=[0, 1])
     probe.sample()
     assert probe.costs().target == pytest.approx({width: 10.0 + width for width in range(1, 10)})
 
 
-def test_nothing_is_left_behind(clock):
+def test_timing_leaves_no_rows(clock):
     target, draft = SlowModel(clock, 1.0, 0.0), SlowModel(clock, 1.0, 0.0)
     probe = ForwardTimer(target, {"small": draft}, context=[0, 1, 2], widths=(1, 3))
     probe.sample()
@@ -112,7 +112,7 @@ def test_the_warm_up_does_not_count(clock):
     assert probe.costs().target == {1: 1.0}
 
 
-def test_one_disturbed_pass_does_not_move_the_median(clock):
+def test_one_slow_pass_does_not_change_the_median(clock):
     target = SlowModel(clock, 1.0, 0.0)
     probe = ForwardTimer(target, {}, context=[0, 1, 2], widths=(1,), num_sweeps=2)
     probe.sample()

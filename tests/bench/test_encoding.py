@@ -1,4 +1,4 @@
-"""Prompts that do not fit are cut, told and counted; what would leave nothing is refused."""
+"""Truncation of prompts that do not fit into the context."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def workload(*texts):
     return Workload("mine", texts, ("task",) * len(texts))
 
 
-def test_a_long_prompt_keeps_its_end_and_the_others_are_whole():
+def test_a_long_prompt_is_truncated_on_the_left():
     encoded = encode_workload(target(40), workload("short", "x" * 30 + "the end"), num_tokens=8)
     assert encoded.prompts[0] == list(map(ord, "short"))
     assert encoded.prompts[1] == list(map(ord, ("x" * 30 + "the end")[-32:]))
@@ -32,12 +32,12 @@ def test_a_long_prompt_keeps_its_end_and_the_others_are_whole():
     ]
 
 
-def test_nothing_is_said_where_nothing_was_cut():
+def test_without_truncation_there_is_no_note():
     encoded = encode_workload(target(40), workload("x" * 32), num_tokens=8)
     assert (encoded.num_truncated, encoded.notes) == (0, [])
 
 
-def test_the_token_that_opens_every_text_stays():
+def test_the_bos_token_is_kept():
     encoded = encode_workload(target(40, first=1), workload("x" * 50 + "end"), num_tokens=8)
     assert len(encoded.prompts[0]) == 32
     assert encoded.prompts[0][0] == 1
@@ -45,7 +45,7 @@ def test_the_token_that_opens_every_text_stays():
     assert truncate_left([1, 2, 3], 2, first=7) == [2, 3]
 
 
-def test_too_little_of_a_prompt_is_refused_but_short_prompts_may_have_little_room():
+def test_a_prompt_truncated_to_too_few_tokens_is_refused():
     with pytest.raises(BadInputError, match="take other prompts or fewer tokens"):
         encode_workload(target(40), workload("x" * 30), num_tokens=30)
     assert encode_workload(target(40), workload("short"), num_tokens=30).num_truncated == 0

@@ -1,4 +1,4 @@
-"""Order of turns, seeds, interruption and refusals, with systems that cost what we say."""
+"""Order of turns, seeds, interruption and refusals, with fake systems."""
 
 import pytest
 from bench_fakes import FakeBatcher, FakeSystem
@@ -29,7 +29,7 @@ def ignore(done, total, what):
     pass
 
 
-def test_turns_alternate_so_that_drift_hits_all_alike():
+def test_systems_run_in_alternating_order():
     order = [
         [(system, temperature) for temperature, system in turns("AB", (0, 1), index)] for index in range(3)
     ]
@@ -38,7 +38,7 @@ def test_turns_alternate_so_that_drift_hits_all_alike():
     assert order[2] == order[0]
 
 
-def test_every_system_has_every_prompt_with_the_same_seed():
+def test_every_system_gets_every_prompt_with_the_same_seed():
     log = []
     systems = [FakeSystem("A", log), FakeSystem("B", log)]
     measured = measurement(log, *systems, seed=7, temperatures=(0.0,))
@@ -70,7 +70,7 @@ def test_a_steady_drift_gives_equal_systems_equal_medians():
     assert seconds["A"] == pytest.approx(seconds["B"])
 
 
-def test_ctrl_c_keeps_the_finished_prompts_and_no_half_ones():
+def test_ctrl_c_keeps_only_finished_prompts():
     log = []
     # One warm-up run and two prompts of one run each for both systems, then the third prompt is cut.
     systems = [FakeSystem("A", log, interrupt_at=7), FakeSystem("B", log, interrupt_at=7)]
@@ -136,12 +136,12 @@ def test_a_system_that_stops_early_is_not_compared():
         ({"name": ""}, "name"),
     ],
 )
-def test_absurd_settings_are_refused_by_name(settings, message):
+def test_invalid_settings_are_refused_by_name(settings, message):
     with pytest.raises(BadInputError, match=message):
         BenchConfig(**settings)
 
 
-def test_the_drafters_follow_the_model_unless_named():
+def test_the_default_drafters_depend_on_the_model():
     assert BenchConfig().drafters_to_run == (
         "suffix+model:builtin-draft",
         "suffix",
@@ -164,7 +164,7 @@ def test_batches_are_of_one_task_and_of_exactly_their_size():
     assert sorted(batch.prompts for batch in make_batches(tasks, 3)) == [(0, 2, 4), (1, 3, 1), (5, 6, 0)]
 
 
-def test_everybody_who_can_decodes_every_batch_and_the_others_single_prompts():
+def test_systems_without_batches_run_single_prompts_only():
     log = []
     systems = [FakeBatcher("A", log), FakeSystem("B", log)]
     measured = measurement(log, *systems, num_prompts=4, temperatures=(0.0,), batch_sizes=(1, 2))
@@ -199,7 +199,7 @@ def test_batch_sizes_are_mixed_over_the_run_and_each_alternates():
     ]  # fmt: skip
 
 
-def test_prompts_that_fill_up_a_batch_are_told():
+def test_prompts_that_fill_up_a_batch_are_reported():
     log = []
     measured = measurement(log, FakeBatcher("A", log), num_prompts=3, temperatures=(0.0,), batch_sizes=(2,))
     measured.run(ignore)
@@ -209,7 +209,7 @@ def test_prompts_that_fill_up_a_batch_are_told():
     assert len(measured.finished_prompts) == 3
 
 
-def test_ctrl_c_leaves_out_a_batch_size_that_has_nothing_finished():
+def test_ctrl_c_leaves_out_a_batch_size_without_finished_batches():
     log = []
     # Two warm-ups (one of them two prompts) and the first prompt, then the batch is cut.
     system = FakeBatcher("A", log, interrupt_at=5)
@@ -232,7 +232,7 @@ def test_a_row_of_a_batch_that_is_too_short_is_not_compared():
         measured.run(ignore)
 
 
-def test_a_system_that_counts_for_itself_may_stop_early_and_the_report_says_so():
+def test_a_system_with_its_own_token_count_may_stop_early_with_a_note():
     class Server(FakeSystem):
         exact_length = False
 
@@ -245,7 +245,7 @@ def test_a_system_that_counts_for_itself_may_stop_early_and_the_report_says_so()
     assert "S wrote 3 to 3 tokens instead of 4 in 1 of 2 runs" in measured.notes()[0]
 
 
-def test_what_the_warm_up_taught_is_forgotten():
+def test_the_controller_is_reset_after_the_warm_up():
     class TrainableHead(FakeSystem):
         def reset(self):
             self.log.append("forget")

@@ -1,4 +1,4 @@
-"""Decoding in turns changes neither what a system says nor what it is charged for."""
+"""Decoding in turns, one round of each system: text and times are those of the system alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drafter_names(draft_checkpoint):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_everybody_says_in_turns_what_they_say_alone(models, tiny_draft_checkpoint, temperature):
+def test_systems_in_turns_generate_the_same_text_as_alone(models, tiny_draft_checkpoint, temperature):
     names = drafter_names(tiny_draft_checkpoint)
     together = {
         name: SecondguessSystem(
@@ -36,7 +36,7 @@ def test_everybody_says_in_turns_what_they_say_alone(models, tiny_draft_checkpoi
         assert runs[name].stats.num_rounds == expected.stats.num_rounds
 
 
-def test_rounds_alternate_and_others_rounds_cost_nothing(models, monkeypatch):
+def test_rounds_alternate_and_rounds_of_other_systems_are_not_charged(models, monkeypatch):
     """A system whose rounds are slow is charged for them, its neighbour is not."""
     systems = {name: SecondguessSystem(ModelsWithOwnCaches(models), "none") for name in ("quick", "slow")}
     order, clock = [], [0.0]
@@ -65,13 +65,13 @@ def test_a_draft_model_is_read_once_and_shared(models, tiny_draft_checkpoint):
     assert first.data_ptr() == second.data_ptr()
 
 
-def test_weights_that_cannot_be_lent_are_refused(tiny_checkpoint):
+def test_weights_that_cannot_be_shared_are_refused(tiny_checkpoint):
     whole = Checkpoint.resolve(str(tiny_checkpoint), dtype="float32", runtime="transformers").load()
     with pytest.raises(UnsupportedModelError, match="runs as a whole"):
         with_own_cache(whole)
 
 
-def test_a_cache_that_was_given_back_is_made_anew(models):
+def test_a_released_cache_is_allocated_again(models):
     system = SecondguessSystem(ModelsWithOwnCaches(models), "none")
     first = system.generate_batch(PROMPTS, 5, 0.0, seed=0)
     cache = system._target.runtime.cache

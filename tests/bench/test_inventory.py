@@ -1,4 +1,4 @@
-"""What drafters take, and which ones there are."""
+"""Memory and training time of drafters, and the drafters available for a target."""
 
 import pytest
 
@@ -10,17 +10,17 @@ from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.files import Provenance
 
 
-def test_look_ups_take_nothing():
+def test_lookup_drafters_have_no_weights():
     assert drafter_footprint("suffix").num_bytes == 0
     assert drafter_footprint("suffix").training_minutes is None
 
 
-def test_a_draft_model_takes_its_weights():
+def test_the_memory_of_a_draft_model_is_its_weights():
     weights = builtin_paths().drafter / "model.safetensors"
     assert drafter_footprint("suffix+model:builtin-draft").num_bytes == weights.stat().st_size
 
 
-def test_a_head_tells_how_long_it_was_trained(tmp_path):
+def test_the_training_time_of_a_head_is_reported(tmp_path):
     EarlyExitHead(1, 8, 4).save(tmp_path)
     Provenance("early-exit", "tiny", "0", training={"minutes": 2.5}).write(tmp_path)
     found = drafter_footprint(f"early-exit:{tmp_path},tree=2x1")
@@ -28,7 +28,7 @@ def test_a_head_tells_how_long_it_was_trained(tmp_path):
     assert found.training_minutes == 2.5
 
 
-def test_all_means_every_drafter_in_chains_and_in_trees():
+def test_all_selects_every_drafter_with_chains_and_trees():
     names = all_drafters("builtin")
     assert {"suffix", "ngram", "model:builtin-draft"} < set(names)
     assert any(name.startswith("model:builtin-draft,tree=") for name in names)

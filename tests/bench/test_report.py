@@ -1,4 +1,4 @@
-"""What a report says about runs whose every number we know."""
+"""Reports of runs with known numbers."""
 
 import dataclasses
 import json
@@ -114,7 +114,7 @@ def test_predicted_speed_leaves_prefill_out_of_both_sides():
     assert summary.measured_over_predicted == pytest.approx(0.16 / 0.2)
 
 
-def test_systems_without_statistics_say_nothing_about_rounds():
+def test_systems_without_statistics_have_no_round_figures():
     assert summarise_rounds(runs([1.0]), COSTS) is None
     assert [result.rounds is None for result in results()] == [False, False, True, True]
 
@@ -131,8 +131,8 @@ def test_flips_are_counted_against_plain_decoding_of_the_same_family():
     assert all(result.equality is None for result in results(temperature=1.0))
 
 
-def test_a_runtime_that_writes_another_text_shows_in_its_plain_decoding():
-    """Within each family everybody may agree on a text that is wrong."""
+def test_a_runtime_with_another_text_is_detected_in_its_plain_decoding():
+    """All systems of a family may agree on a wrong text."""
     crossed = results()[2].equality
     assert crossed.reference == "ours plain"
     assert crossed.first_differences == [3, 3, 3]
@@ -146,7 +146,7 @@ def test_rows_of_a_batch_are_compared_one_by_one():
     assert (equality.num_prompts_differing, equality.num_tokens_differing, equality.num_tokens) == (1, 1, 4)
 
 
-def test_a_system_that_tells_no_tokens_is_compared_with_nobody():
+def test_a_system_without_token_ids_is_not_compared():
     log = []
     rivals = [FakeSystem("plain", log), FakeSystem("server", log, family="host")]
     silent = [Run([], 0.5, lengths=(4,))] * 3
@@ -172,7 +172,7 @@ def test_tasks_have_their_own_medians_and_ratios_to_plain():
     assert (fast["code"].acceptance_length, theirs["code"].acceptance_length) == (4.0, None)
 
 
-def test_a_task_of_few_prompts_shows_no_interval():
+def test_a_task_with_few_prompts_has_no_interval():
     page = page_of(report())
     assert "| system | code (1) | talk (2) |" in page
     assert "| ours fast | 40.0, 4.00x, tau 4.00 | 50.0, 2.00x, tau 4.00 |" in page
@@ -188,7 +188,7 @@ def results_over(num_prompts, batch_size=1):
 
 
 @pytest.mark.parametrize(("batch_size", "units"), [(1, "prompts"), (4, "batches")])
-def test_an_interval_takes_enough_prompts(batch_size, units):
+def test_an_interval_needs_enough_prompts(batch_size, units):
     """Of five, not even the whole range of the values is a 95 % interval of their median."""
     few, enough = (dataclasses.replace(report(), results=results_over(count, batch_size)) for count in (5, 6))
     words = f"Too few {units} for an interval: 5; it takes at least 6 (--num-prompts)."
@@ -203,15 +203,15 @@ def test_an_interval_takes_enough_prompts(batch_size, units):
     assert low < 22.5 < high
 
 
-def test_one_task_needs_no_table():
+def test_a_single_task_has_no_table():
     told = make_results(
         systems()[:1], {"ours plain": {Setting(0.0): runs([1.0] * 3)}}, {}, {1: ["same"] * 3}, seed=0
     )
     assert "By task" not in page_of(dataclasses.replace(report(), results=told))
 
 
-def test_settings_are_compared_within_themselves():
-    """At batch size 2 nobody of the other family runs; at temperature 1 everybody is slower."""
+def test_ratios_are_computed_within_one_setting():
+    """At batch size 2 no system of the other family runs; at temperature 1 all are slower."""
     log = []
     rivals = [FakeSystem("ours", log), FakeSystem("theirs", log, family="theirs")]
     by_setting = {
@@ -224,20 +224,20 @@ def test_settings_are_compared_within_themselves():
     ]  # fmt: skip
 
 
-def test_passes_of_batches_are_not_predicted_from_those_of_single_prompts():
+def test_speeds_of_batches_are_not_predicted():
     summary = summarise_rounds([Run([1] * 4, 1.0, stats_of([(3, 3)]))], COSTS, batch_size=2)
     assert (summary.predicted_tokens_per_second, summary.measured_over_predicted) == (None, None)
     assert summary.acceptance_length == 4.0
 
 
-def test_names_do_not_break_the_tables():
+def test_special_characters_in_names_do_not_break_tables():
     told = report()
     named = [dataclasses.replace(result, system="a | b\nc") for result in told.results]
     page = page_of(dataclasses.replace(told, results=named))
     assert "| a \\| b c |" in page
 
 
-def test_a_result_is_that_of_the_smallest_batch_unless_told():
+def test_the_default_result_is_that_of_the_smallest_batch():
     told = report()
     larger = [dataclasses.replace(result, batch_size=8) for result in told.results]
     both = dataclasses.replace(told, results=[*larger, *told.results])
@@ -248,7 +248,7 @@ def test_a_result_is_that_of_the_smallest_batch_unless_told():
             both.result(*absent)
 
 
-def test_the_champion_of_a_family_is_its_fastest_speculator():
+def test_a_family_is_represented_by_its_fastest_speculative_system():
     log = []
     rivals = [
         FakeSystem("plain", log),
@@ -261,7 +261,7 @@ def test_the_champion_of_a_family_is_its_fastest_speculator():
     assert fastest_speculators(rivals, speeds) == {"secondguess": "fast"}
 
 
-def test_json_holds_everything_under_stable_names(tmp_path):
+def test_the_json_has_stable_names(tmp_path):
     data, page, *_ = save_report(report(), tmp_path / "results")
     assert (data.name, page.name) == ("2026-01-02-tiny.json", "2026-01-02-tiny.md")
     told = json.loads(data.read_text())
@@ -278,7 +278,7 @@ def test_json_holds_everything_under_stable_names(tmp_path):
     assert told["results"][1]["against"]["ours plain"]["of_medians"] == pytest.approx(2.0)
 
 
-def test_an_interrupted_run_is_saved_as_such(tmp_path):
+def test_an_interrupted_run_is_marked_as_partial(tmp_path):
     data, page, *_ = save_report(report(complete=False), tmp_path)
     assert data.name.endswith("-partial.json")
     assert json.loads(data.read_text())["complete"] is False
@@ -286,7 +286,7 @@ def test_an_interrupted_run_is_saved_as_such(tmp_path):
     assert "Interrupted" not in page_of(report())
 
 
-def test_the_page_shows_ratios_flips_costs_and_where_it_comes_from():
+def test_the_page_shows_ratios_flips_costs_and_provenance():
     page = page_of(report())
     assert "| ours fast | 40.0 | 2.00x, worst 0.50x |" in page
     assert "| ours fast | ours plain | 3 of 3 | 6 of 12 |" in page

@@ -1,4 +1,4 @@
-"""The whole benchmark on tiny random checkpoints, beside Transformers."""
+"""The whole benchmark on tiny random checkpoints, against Transformers."""
 
 import json
 import re
@@ -84,7 +84,7 @@ def test_a_constant_draft_length_is_kept_and_costs_are_measured(report, tiny_dra
     assert list(report.costs.target_ms) == list(range(1, 10))
 
 
-def test_what_is_saved_names_no_folder(report, tmp_path):
+def test_saved_results_contain_no_absolute_paths(report, tmp_path):
     for path in save_report(report, tmp_path):
         content = path.read_bytes()
         assert b"/tmp" not in content
@@ -95,14 +95,14 @@ def test_what_is_saved_names_no_folder(report, tmp_path):
     assert len(told["provenance"]["model_sha256"]) == 2
 
 
-def test_the_number_of_threads_is_given_back(report):
+def test_the_number_of_threads_is_restored(report):
     before = torch.get_num_threads()
     with pytest.raises(CheckpointError):
         run_bench(BenchConfig(model="no/such/model", prompts=("builtin",), num_threads=before + 1))
     assert torch.get_num_threads() == before
 
 
-def test_what_nobody_chose_is_what_other_commands_take_and_is_on_record(tiny_checkpoint):
+def test_defaults_are_those_of_other_commands_and_are_recorded(tiny_checkpoint):
     config = BenchConfig(
         model=str(tiny_checkpoint), prompts=("builtin",), num_prompts=1, num_tokens=2, drafters=()
     )
@@ -121,14 +121,14 @@ def test_prompts_that_do_not_fit_are_refused(tiny_checkpoint):
         run_bench(config)
 
 
-def test_plain_systems_of_both_families_write_the_same(models, stock):
+def test_plain_systems_of_both_families_generate_the_same_text(models, stock):
     ours = SecondguessSystem(models, "none").generate(PROMPT, 12, 0.0, seed=0)
     theirs = TransformersSystem(stock).generate(PROMPT, 12, 0.0, seed=0)
     assert ours.tokens == theirs.tokens
     assert len(ours.tokens) == 12
 
 
-def test_end_tokens_end_nobodys_text(models, stock, tiny_checkpoint, tmp_path):
+def test_end_tokens_do_not_end_a_text(models, stock, tiny_checkpoint, tmp_path):
     """The end token is set to one that greedy decoding writes early."""
     usual = TransformersSystem(stock).generate(PROMPT, 8, 0.0, seed=0).tokens
     ending = tmp_path / "ending"
@@ -174,7 +174,7 @@ def test_the_assistant_drafts_as_many_tokens_as_the_system_is_named_for(stock, a
     assert counts == {3: [3] * 5, 8: [8] * 5, None: [1] * 5}
 
 
-def test_peers_are_assisted_by_every_draft_model(models, tiny_checkpoint, tiny_draft_checkpoint):
+def test_every_draft_model_is_an_assistant_of_the_peers(models, tiny_checkpoint, tiny_draft_checkpoint):
     both = (f"model:{tiny_draft_checkpoint}", f"model:{tiny_checkpoint}")
     config = BenchConfig(drafters=both, against=("transformers",), draft_lengths=(3,), dtype="float32")
     systems = make_systems(config, models)
@@ -194,7 +194,7 @@ def test_peers_are_assisted_by_every_draft_model(models, tiny_checkpoint, tiny_d
     assert sizes[str(tiny_draft_checkpoint)] < sizes[str(tiny_checkpoint)]
 
 
-def test_prompts_that_stand_in_for_humaneval_are_told_first_and_in_the_report(tiny_checkpoint, monkeypatch):
+def test_the_replacement_of_missing_humaneval_prompts_is_reported(tiny_checkpoint, monkeypatch):
     monkeypatch.delenv(DATA_VARIABLE, raising=False)
     told = []
     config = BenchConfig(
@@ -212,7 +212,7 @@ def test_seeds_make_sampled_runs_repeatable(models, stock):
         assert first != other
 
 
-def test_the_global_generator_is_left_alone(stock):
+def test_the_global_generator_is_not_used(stock):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -220,7 +220,7 @@ def test_the_global_generator_is_left_alone(stock):
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_a_sampled_speculative_run_is_verified_as_a_request_without_a_seed(models, tiny_draft_checkpoint):
+def test_sampled_runs_use_the_verifier_of_requests_without_a_seed(models, tiny_draft_checkpoint):
     """Coupled verification would make the text that of plain decoding with the same seed."""
     drafted = SecondguessSystem(models, f"model:{tiny_draft_checkpoint}", "fixed:4")
     texts = [
@@ -233,7 +233,7 @@ def test_a_sampled_speculative_run_is_verified_as_a_request_without_a_seed(model
     assert any(ours != plain for ours, plain in texts)
 
 
-def test_rows_of_a_batch_write_what_they_write_alone(models, tiny_draft_checkpoint):
+def test_rows_of_a_batch_generate_the_same_text_as_alone(models, tiny_draft_checkpoint):
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:3]]
     for drafter in ("none", "ngram", f"model:{tiny_draft_checkpoint}"):
         system = SecondguessSystem(models, drafter)
@@ -252,7 +252,7 @@ def test_rows_that_draft_together_share_the_time_of_drafting(models, tiny_draft_
     assert 0 < stats.drafting_seconds <= stats.seconds["draft"]
 
 
-def test_rows_of_one_prompt_are_sampled_apart(models):
+def test_rows_with_one_prompt_are_sampled_independently(models):
     first, second = SecondguessSystem(models, "none").generate_batch([PROMPT, PROMPT], 12, 1.0, seed=0).texts
     assert first != second
 
@@ -263,7 +263,7 @@ def test_the_speed_of_a_batch_is_of_all_its_tokens():
     assert run.texts == [[1, 2, 3], [4, 5, 6]]
 
 
-def test_a_controller_lives_over_the_prompts_of_its_condition(models):
+def test_a_controller_is_kept_over_the_prompts_of_its_condition(models):
     system = SecondguessSystem(models, "ngram", "fixed:2")
     warm = system.controller(0.0, 1)
     system.reset()
@@ -274,7 +274,7 @@ def test_a_controller_lives_over_the_prompts_of_its_condition(models):
     assert len({id(system.controller(*key)) for key in ((0.0, 1), (1.0, 1), (0.0, 2))}) == 3
 
 
-def test_a_run_asks_the_controller_of_its_condition(models):
+def test_a_run_uses_the_controller_of_its_condition(models):
     system = SecondguessSystem(models, "ngram", "fixed:2")
     seen = []
     for key in ((0.0, 1), (0.0, 2), (1.0, 1)):
@@ -286,7 +286,7 @@ def test_a_run_asks_the_controller_of_its_condition(models):
     assert list(dict.fromkeys(seen)) == [(0.0, 1), (0.0, 2), (1.0, 1)]
 
 
-def test_named_controllers_run_with_every_drafter_that_would_ask_them(models, tiny_draft_checkpoint):
+def test_named_controllers_run_with_every_drafter_that_uses_them(models, tiny_draft_checkpoint):
     drafter = f"model:{tiny_draft_checkpoint}"
     config = BenchConfig(
         drafters=(drafter, "ngram"),
@@ -312,7 +312,7 @@ def test_named_controllers_run_with_every_drafter_that_would_ask_them(models, ti
         ({"draft_lengths": (65,)}, "between 0 and 64"),
     ],
 )
-def test_a_controller_that_nobody_would_ask_is_refused(models, settings, message):
+def test_a_controller_that_no_drafter_uses_is_refused(models, settings, message):
     with pytest.raises(BadInputError, match=message):
         make_systems(BenchConfig(**{"drafters": ("ngram",), "dtype": "float32", **settings}), models)
 
@@ -331,7 +331,7 @@ def batched(tiny_checkpoint, tmp_path_factory):
     )  # fmt: skip
 
 
-def test_every_batch_size_is_a_table_and_peers_run_at_one(batched):
+def test_every_batch_size_has_a_table_and_peers_run_at_size_1(batched):
     assert [(result.system, result.batch_size) for result in batched.results] == [
         ("secondguess plain", 1), ("secondguess ngram", 1), ("transformers plain", 1),
         ("transformers prompt lookup", 1), ("secondguess plain", 2), ("secondguess ngram", 2),
@@ -346,7 +346,7 @@ def test_every_batch_size_is_a_table_and_peers_run_at_one(batched):
     assert pair.rounds.acceptance_length >= 1
 
 
-def test_results_are_told_by_task(batched):
+def test_results_are_reported_by_task(batched):
     assert batched.workbench.tasks == {1: ["sums", "sums", "songs", "sums"], 2: ["sums", "songs", "sums"]}
     plain, ngram = (batched.result(f"secondguess {name}", 0.0).by_task for name in ("plain", "ngram"))
     assert {task: each.num_batches for task, each in ngram.items()} == {"sums": 3, "songs": 1}
@@ -356,6 +356,6 @@ def test_results_are_told_by_task(batched):
     assert re.search(r"\| system +\| sums \(3\) +\| songs \(1\) +\|", as_markdown(batched))
 
 
-def test_a_prompt_that_was_cut_is_told(batched):
+def test_a_truncated_prompt_is_reported(batched):
     assert batched.workbench.num_prompts_cut == 1
     assert "1 of 4 prompts were cut from the left to the 250 tokens" in as_markdown(batched)

@@ -1,4 +1,4 @@
-"""A server as one more system, against a tiny one of our own."""
+"""A server as a benchmarked system, with a small fake server."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ from secondguess.errors import BadInputError
 
 
 class Fake:
-    """What a server answers, and what it was asked."""
+    """Responses of a fake server, and the requests that it received."""
 
     def __init__(self, models=("only",), status=200, answer=None, takes_ignore_eos=True, most_tokens=10**9):
         self.models, self.status, self.answer = models, status, answer
@@ -72,7 +72,7 @@ def connect(url):
     return Server(ServerAddress.parse(url), lambda ids: " ".join(map(str, ids)))
 
 
-def test_it_is_asked_for_exactly_the_tokens_and_its_own_count_is_taken():
+def test_a_request_asks_for_the_number_of_tokens_and_uses_the_servers_count():
     fake = Fake()
     with serve(fake) as url:
         run = connect(url).generate([5, 6], 7, 0.5, seed=3)
@@ -84,7 +84,7 @@ def test_it_is_asked_for_exactly_the_tokens_and_its_own_count_is_taken():
     assert run.tokens_per_second == 7 / run.seconds
 
 
-def test_a_server_that_refuses_ignore_eos_is_asked_without_and_never_again_with():
+def test_a_server_that_refuses_ignore_eos_gets_no_further_requests_with_it():
     fake = Fake(takes_ignore_eos=False)
     with serve(fake) as url:
         server = connect(url)
@@ -93,7 +93,7 @@ def test_a_server_that_refuses_ignore_eos_is_asked_without_and_never_again_with(
     assert ["ignore_eos" in request for request in fake.requests] == [True, False, False]
 
 
-def test_a_request_refused_for_another_reason_does_not_end_ignore_eos():
+def test_a_refusal_for_another_reason_keeps_ignore_eos():
     fake = Fake(status=400, answer={"error": "prompt too long"})
     with serve(fake) as url:
         server = connect(url)
@@ -104,7 +104,7 @@ def test_a_request_refused_for_another_reason_does_not_end_ignore_eos():
     assert ["ignore_eos" in request for request in fake.requests] == [True, False, True]
 
 
-def test_the_key_is_that_of_the_environment(monkeypatch):
+def test_the_key_is_read_from_the_environment(monkeypatch):
     fake = Fake()
     with serve(fake) as url:
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -114,7 +114,7 @@ def test_the_key_is_that_of_the_environment(monkeypatch):
     assert [headers.get("Authorization") for headers in fake.headers] == [None, None, *["Bearer secret"] * 2]
 
 
-def test_a_named_model_is_taken_and_an_unnamed_one_has_to_be_the_only_one():
+def test_without_a_model_name_the_server_must_have_one_model():
     fake = Fake(models=("a", "b"))
     with serve(fake) as url:
         named = connect(f"{url}/v1,model=b")
@@ -146,13 +146,13 @@ def test_a_named_model_is_taken_and_an_unnamed_one_has_to_be_the_only_one():
         ),
     ],
 )
-def test_an_answer_that_is_none_is_told_in_one_line(fake, message):
+def test_an_invalid_response_is_reported_in_one_line(fake, message):
     with serve(fake) as url, pytest.raises(BadInputError, match=message) as caught:
         connect(url).generate([5], 4, 0.0, 0)
     assert "\n" not in str(caught.value)
 
 
-def test_nobody_there_is_told_in_one_line():
+def test_a_refused_connection_is_reported_in_one_line():
     with serve(Fake()) as url:
         pass
     with pytest.raises(
@@ -161,7 +161,7 @@ def test_nobody_there_is_told_in_one_line():
         connect(url)
 
 
-def test_what_speaks_no_http_is_told_too():
+def test_a_server_without_http_is_reported():
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -186,24 +186,24 @@ def test_what_speaks_no_http_is_told_too():
         "http://host,key=5", "http://host,model=a,model=b", "http://[::1",
     ],
 )  # fmt: skip
-def test_an_address_that_cannot_be_one_is_refused(text):
+def test_an_invalid_address_is_refused(text):
     with pytest.raises(BadInputError, match="expected a server as"):
         BenchConfig(against=(text,))
 
 
-def test_a_password_does_not_belong_into_an_address():
+def test_a_password_in_an_address_is_refused():
     with pytest.raises(BadInputError, match="OPENAI_API_KEY") as caught:
         ServerAddress.parse("http://me:hush@host")
     assert "hush" not in str(caught.value)
 
 
-def test_addresses_are_read_with_and_without_their_path():
+def test_addresses_are_accepted_with_and_without_a_path():
     for text in ("https://host:8", "https://host:8/", "https://host:8/v1", "https://host:8/v1/completions"):
         assert ServerAddress.parse(text) == ServerAddress("https", "host:8")
     assert ServerAddress.parse("http://host/a/v1,model=org/m").path == "/a"
 
 
-def test_a_server_runs_beside_ours_and_its_lengths_are_told(tiny_checkpoint, tmp_path):
+def test_a_server_runs_beside_our_systems_and_its_lengths_are_reported(tiny_checkpoint, tmp_path):
     fake = Fake(most_tokens=4)
     with serve(fake) as url:
         report = run_bench(

@@ -1,4 +1,4 @@
-"""Medians, ratios and intervals against numbers worked out by hand."""
+"""Medians, ratios and intervals against values computed by hand."""
 
 from statistics import median
 
@@ -8,7 +8,7 @@ from bench_fakes import stats_of
 from secondguess.bench.summary import compare, median_interval, sum_stats
 
 
-def test_a_ratio_is_of_medians_and_its_worst_is_paired():
+def test_a_ratio_is_that_of_medians_and_the_worst_one_is_paired():
     ratio = compare([2.0, 4.0, 6.0], [1.0, 4.0, 2.0])
     assert ratio.of_medians == 4.0 / 2.0
     assert ratio.worst == 4.0 / 4.0
@@ -21,7 +21,7 @@ def test_prompts_are_resampled_in_pairs():
     assert (ratio.low, ratio.high) == (2.0, 2.0)
 
 
-def test_the_interval_holds_the_ratio_and_widens_with_spread():
+def test_the_interval_contains_the_ratio_and_widens_with_the_spread():
     baseline = [10.0] * 20
     calm = compare([20.0 + 0.01 * index for index in range(20)], baseline)
     wild = compare([10.0 + index for index in range(20)], baseline)
@@ -43,7 +43,7 @@ def test_the_same_seed_gives_the_same_interval():
     assert compare(speeds, baseline, seed=5) == compare(speeds, baseline, seed=5)
 
 
-def test_speeds_apart_are_resampled_each_by_itself():
+def test_unpaired_speeds_are_resampled_independently():
     """Twice as fast on every prompt is certain in pairs, not apart; nor are equal speeds drawn alike."""
     baseline = [1.0, 100.0, 7.0, 30.0, 0.5, 3.0]
     for factor in (1, 2):
@@ -74,7 +74,7 @@ def test_too_few_prompts_have_no_interval(count):
     assert median_interval(enough) is not None
 
 
-def test_adding_up_statistics_keeps_every_counter():
+def test_the_sum_of_statistics_has_every_counter():
     one, other = stats_of([(3, 2), (1, 0)], prefill=0.5), stats_of([(5, 5)], prefill=0.25)
     total = sum_stats([one, other])
     assert total == stats_like(stats_of([(3, 2), (1, 0), (5, 5)]), prefill=0.75, score=2.0)

@@ -1,4 +1,4 @@
-"""`secondguess tune`: successive halving, the final runs, the report in words, the command, and bad input."""
+"""`secondguess tune`: successive halving, final runs, report, command and bad input."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_slower_half_is_dropped_and_the_rest_runs_on_twice_as_many_batches(k
     assert set(findings.dropped[1]) == set(speeds) - {PLAIN, *found}
 
 
-def test_halving_ends_with_the_batches_or_the_time():
+def test_halving_ends_when_batches_or_time_run_out():
     speeds = {PLAIN: 100.0} | {Choice("model:x", f"fixed:{k}"): 100.0 + k for k in range(1, 9)}
     race = Race(speeds, 2)
     found, findings = halve(race, 1)
@@ -148,7 +148,7 @@ def test_the_cost_model_is_beside_the_measured_speed():
     assert plain.cost_model(Costs({1: 1.0}), 1) == CostModel(1.0, 0.0, 1.0, 1.0)
 
 
-def test_the_report_is_whole_json_without_paths_of_this_machine(findings, tmp_path):
+def test_the_json_report_is_complete_without_absolute_paths(findings, tmp_path):
     report = make_report(findings)
     text = report.to_json()
     read = json.loads(text)
@@ -161,7 +161,7 @@ def test_the_report_is_whole_json_without_paths_of_this_machine(findings, tmp_pa
     assert (plain["over_plain"], plain["acceptance_length"]) == (1.0, 1.0)
 
 
-def test_8_bits_run_where_there_is_time_and_are_not_in_the_configuration(findings):
+def test_int8_runs_if_there_is_time_and_is_not_written_to_the_configuration(findings):
     if not findings.int8:
         assert any("8 bits were not run" in note for note in findings.notes)
     quantized = {Choice(quantize="int8"): speed_of(80), Choice("suffix", "cost", "int8"): speed_of(160)}
@@ -188,7 +188,7 @@ def decided(findings, speeds):
     return make_report(replace(findings, speeds=measured, dropped={}, int8={}))
 
 
-def test_the_table_and_the_recommendation_say_what_to_expect(findings):
+def test_the_table_and_the_recommendation_state_speeds(findings):
     choice = Choice("suffix", "fixed:5")
     report = decided(findings, {1: {PLAIN: 100, choice: 230}, 2: {PLAIN: 100, choice: 110}})
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.table().splitlines()]
@@ -214,7 +214,7 @@ def test_plain_decoding_is_recommended_where_nothing_pays(findings):
     assert (loaded.load.drafter, loaded.load.controller, loaded.tuned.draft_length) == ("none", None, 0)
 
 
-def test_where_all_lose_the_words_and_the_configuration_say_for_which_batch_size_it_is(findings):
+def test_the_configuration_names_its_batch_size_if_others_are_slower(findings):
     choice = Choice("suffix", "fixed:5")
     report = decided(findings, {1: {PLAIN: 100, choice: 230}, 2: {PLAIN: 100, choice: 80}})
     assert report.recommendation()[2] == (
@@ -226,7 +226,7 @@ def test_where_all_lose_the_words_and_the_configuration_say_for_which_batch_size
     assert loaded.tuned.speedup == {1: 2.3}, "the sizes at which it loses are left out"
 
 
-def test_what_one_choice_for_all_batch_sizes_loses_is_said(findings):
+def test_the_loss_of_one_choice_for_all_batch_sizes_is_reported(findings):
     short, long = Choice("suffix", "fixed:2"), Choice("suffix", "fixed:5")
     speeds = {1: {PLAIN: 100, short: 150, long: 230}, 2: {PLAIN: 100, short: 110, long: 80}}
     report = decided(findings, speeds)
@@ -244,12 +244,12 @@ def test_what_one_choice_for_all_batch_sizes_loses_is_said(findings):
     assert by_size["2"]["chosen_relative_speed"] == 1.0
 
 
-def test_the_comment_stays_a_comment_whatever_a_drafter_is_called(findings, monkeypatch):
+def test_line_breaks_in_a_drafters_name_stay_inside_the_comment(findings, monkeypatch):
     monkeypatch.setattr("secondguess.bench.tune_report.TuneReport.recommendation", lambda _: ["model:a\n[b"])
     assert tomllib.loads(make_report(findings).to_toml())["schema"] == 1
 
 
-def test_the_best_constant_length_may_have_been_dropped_before_the_final_runs(findings):
+def test_a_dropped_best_constant_length_is_still_reported(findings):
     adaptive = Choice("suffix", "cost")
     report = decided(findings, {1: {PLAIN: 100, adaptive: 200}})
     assert report.best_constant_length(1) == 5, "the mean draft length"
@@ -262,7 +262,7 @@ def test_the_best_constant_length_may_have_been_dropped_before_the_final_runs(fi
     assert report.configuration().tuned.draft_length == 3
 
 
-def test_the_chart_is_an_image_whose_title_is_not_cut_off(findings):
+def test_the_chart_contains_its_whole_title(findings):
     pytest.importorskip("matplotlib")
     workload = replace(findings.workload, name=" + ".join(["a_long_name.jsonl"] * 3))
     report = make_report(replace(findings, workload=workload))
@@ -298,9 +298,7 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
     assert followed.records[0]["drafter"] == named.records[0]["drafter"]
 
 
-def test_a_tuning_that_cannot_be_saved_any_more_has_been_shown(
-    secondguess_command, tmp_path, monkeypatch, findings
-):
+def test_a_result_that_cannot_be_saved_is_still_printed(secondguess_command, tmp_path, monkeypatch, findings):
     place = tmp_path / "tuned.toml"
 
     def tuned_while_the_folder_became_unwritable(*_):
@@ -314,7 +312,7 @@ def test_a_tuning_that_cannot_be_saved_any_more_has_been_shown(
     assert done.err.startswith("secondguess: error: ")
 
 
-def test_an_interruption_says_where_and_writes_nothing(
+def test_an_interruption_reports_the_step_and_writes_nothing(
     secondguess_command, tmp_path, monkeypatch, tiny_checkpoint
 ):
     def interrupted(self):
@@ -369,7 +367,9 @@ def test_an_interruption_says_where_and_writes_nothing(
         (["--prompts", "missing.jsonl"], "missing.jsonl"),
     ],
 )
-def test_bad_input_is_one_line(secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, options, message):
+def test_bad_input_prints_one_line(
+    secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, options, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").write_text("")
     (tmp_path / "a-folder").mkdir()

@@ -1,4 +1,4 @@
-"""The scripts of `benchmarks/` can be imported by their names."""
+"""Makes the scripts of `benchmarks/` importable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Replays of controllers over recorded drafts, against arithmetic done by hand."""
+"""Replays of controllers over recorded drafts, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(controller: str, trace: Trace, costs: RoundCosts = COSTS) -> Replayed:
 
 @pytest.mark.parametrize("length", [1, 2, 4])
 @pytest.mark.parametrize("accepted", [0, 1])
-def test_a_constant_length_takes_what_the_closed_form_says(length: int, accepted: int) -> None:
+def test_the_time_of_a_constant_length_equals_the_closed_form(length: int, accepted: int) -> None:
     """Rounds of accepted + 1 tokens; the text's length is a multiple, and the last round has room for all of it but one."""
     num_tokens = 20 * (accepted + 1) + 1
     done = run(f"fixed:{length}", text(num_tokens, guess(accepted)))
@@ -67,14 +67,14 @@ def test_a_constant_length_takes_what_the_closed_form_says(length: int, accepted
     assert done.seconds == pytest.approx(seconds)
 
 
-def test_a_long_text_tends_to_tokens_over_cost_per_round() -> None:
+def test_the_speed_of_a_long_text_tends_to_tokens_over_cost_per_round() -> None:
     done = run("fixed:4", text(5000, guess(2)))
     assert done.num_tokens / done.seconds == pytest.approx(3 / (START + 4 * STEP + rest(4)), rel=0.01)
     assert done.num_drafted / done.num_rounds == pytest.approx(4, rel=0.01)
     assert done.num_accepted / done.num_drafted == pytest.approx(0.5, rel=0.01)
 
 
-def test_a_question_that_ends_a_draft_costs_as_much_as_one_that_does_not() -> None:
+def test_a_call_of_go_on_that_ends_a_draft_costs_as_much_as_others() -> None:
     unsure = NodeProbs(0.1, 1.0, 0.1)
     done = run("confidence", text(11, RecordedDraft(Candidate(), (unsure,) * 8, (0,) * 8)))
     # The controller is not asked where there is room for one node only.
@@ -108,7 +108,7 @@ def test_a_replayed_row_is_coupled_as_it_was(coupled: bool) -> None:
 
 
 @pytest.mark.parametrize("coupled", [False, True])
-def test_a_replay_of_a_recorded_text_takes_the_rounds_of_decoding_it(coupled: bool) -> None:
+def test_a_replay_has_the_rounds_of_the_recorded_decoding(coupled: bool) -> None:
     """The text is decided before the drafts, here of a lookup beside a draft model."""
     target = TableModel(8, random_probs(8, seed=1))
 
@@ -173,6 +173,6 @@ def test_rounds_are_timed_by_length_in_turns_and_the_first_ones_are_left_out() -
     assert [part.start for part in whole.parts] == [costs.start]
 
 
-def test_a_line_is_not_moved_by_one_point_that_is_off() -> None:
+def test_one_outlier_does_not_change_the_fitted_line() -> None:
     assert fit_line({1: 3.0, 2: 5.0, 3: 7.0, 4: 9.0, 6: 99.0}) == pytest.approx((1.0, 2.0))
     assert fit_line({3: 6.0}) == (0.0, 2.0)

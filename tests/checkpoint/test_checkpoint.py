@@ -1,4 +1,4 @@
-"""From a path to a runtime, or to one clear error."""
+"""Loading a checkpoint into a runtime, and its errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def score(loaded, tokens=TOKENS):
     return loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
 
 
-def test_what_was_picked_is_stated(checkpoint):
+def test_the_chosen_dtype_device_and_runtime_are_described(checkpoint):
     loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
     assert (loaded.name, loaded.path, loaded.dtype) == (str(checkpoint), str(checkpoint), "float32")
     assert (loaded.device, loaded.checkpoint.quantize, loaded.end_tokens) == ("cpu", None, frozenset({0}))
@@ -60,7 +60,7 @@ def test_what_was_picked_is_stated(checkpoint):
 
 
 @pytest.mark.parametrize(("has_it", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_is_bfloat16_where_the_processor_has_it(checkpoint, monkeypatch, has_it, expected):
+def test_auto_is_bfloat16_on_processors_with_bfloat16_products(checkpoint, monkeypatch, has_it, expected):
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: has_it)
     assert Checkpoint.resolve(checkpoint, device="cpu", runtime="fused").dtype is expected
 
@@ -74,7 +74,7 @@ def test_auto_is_bfloat16_where_the_kernels_run_the_model(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_the_dtype_that_was_asked_for_computes(checkpoint, dtype):
+def test_the_requested_dtype_is_used(checkpoint, dtype):
     loaded = Checkpoint.resolve(checkpoint, dtype=dtype, device="cpu").load()
     assert loaded.dtype == dtype
     assert loaded.module().dtype == getattr(torch, dtype)
@@ -82,7 +82,7 @@ def test_the_dtype_that_was_asked_for_computes(checkpoint, dtype):
     assert loaded.runtime.cache.keys[0].dtype == getattr(torch, dtype)
 
 
-def test_int8_weights_stay_near(checkpoint):
+def test_int8_logits_are_near_the_exact_ones(checkpoint):
     pytest.importorskip("torchao")
     exact = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
     rounded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", quantize="int8").load()
@@ -91,7 +91,7 @@ def test_int8_weights_stay_near(checkpoint):
     assert 0 < difference < 0.05 * score(exact).abs().max()
 
 
-def test_int8_without_torchao_says_what_to_install(checkpoint, monkeypatch):
+def test_int8_without_torchao_names_the_package_to_install(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(BadInputError, match=r"secondguess\[quant\]"):
         Checkpoint.resolve(checkpoint, quantize="int8", runtime="transformers").load()
@@ -101,7 +101,7 @@ def test_int8_without_torchao_says_what_to_install(checkpoint, monkeypatch):
     ("option", "value"),
     [("dtype", "float8"), ("device", "abacus"), ("device", "cuda:99"), ("quantize", "int1")],
 )
-def test_unknown_options(checkpoint, option, value):
+def test_unknown_options_are_refused(checkpoint, option, value):
     with pytest.raises(BadInputError, match=f"{option}.*{value}"):
         Checkpoint.resolve(checkpoint, **{option: value}).load()
 
@@ -141,7 +141,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused_by_name(kind, tmp_path):
+def test_unsupported_models_are_refused_by_name(kind, tmp_path):
     make_config, words = REFUSED[kind]
     config = make_config()
     if kind == "encoder-decoder":
@@ -152,46 +152,46 @@ def test_refused_by_name(kind, tmp_path):
         Checkpoint.resolve(tmp_path).load()
 
 
-def test_weights_that_are_not_a_language_model(copied):
+def test_weights_without_a_language_model_are_refused(copied):
     base = plain_model(copied).model
     base.save_pretrained(copied)
     with pytest.raises(CheckpointError, match="LlamaModel"):
         Checkpoint.resolve(copied).load()
 
 
-def test_a_name_that_is_nowhere():
+def test_an_unknown_name_is_refused():
     with pytest.raises(CheckpointError, match="absent/model"):
         Checkpoint.resolve("absent/model").load()
 
 
-def test_a_directory_without_a_configuration(tmp_path):
+def test_a_directory_without_a_configuration_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
         Checkpoint.resolve(tmp_path).load()
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"", b'{"model_type": "nonsense"}'])
-def test_a_broken_configuration(copied, content):
+def test_a_broken_configuration_is_refused(copied, content):
     (copied / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=str(copied)):
         Checkpoint.resolve(copied).load()
 
 
 @pytest.mark.parametrize("kept", [0, 6, 500, -100])
-def test_weights_that_were_cut_off(copied, kept):
+def test_truncated_weights_are_refused(copied, kept):
     file = copied / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         Checkpoint.resolve(copied).load()
 
 
-def test_weights_that_are_missing(copied):
+def test_missing_weights_are_refused(copied):
     (copied / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=str(copied)):
         Checkpoint.resolve(copied).load()
 
 
 @pytest.mark.parametrize("content", [None, b"{"])
-def test_a_tokenizer_that_is_missing_or_broken(copied, content):
+def test_a_missing_or_broken_tokenizer_is_refused(copied, content):
     (copied / "tokenizer.json").unlink()
     if content is not None:
         (copied / "tokenizer.json").write_bytes(content)
@@ -199,14 +199,14 @@ def test_a_tokenizer_that_is_missing_or_broken(copied, content):
         Checkpoint.resolve(copied).load()
 
 
-def test_too_little_memory_is_told_before_loading(checkpoint, monkeypatch):
+def test_too_little_memory_is_reported_before_loading(checkpoint, monkeypatch):
     monkeypatch.setattr(Checkpoint, "read_module", lambda _: pytest.fail("weights were read"))
     monkeypatch.setattr(memory, "available_memory", lambda _: 1000)
     with pytest.raises(OutOfMemoryError, match=r"weights.*cache"):
         Checkpoint.resolve(checkpoint).load()
 
 
-def test_the_estimate_is_what_a_model_and_its_cache_take(checkpoint):
+def test_the_estimate_equals_the_memory_of_model_and_cache(checkpoint):
     need = Checkpoint.resolve(checkpoint, dtype="float32").memory(256)
     loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", runtime="transformers").load()
     assert need.weights == sum(weight.nbytes for weight in loaded.runtime.model.parameters())
@@ -216,11 +216,11 @@ def test_the_estimate_is_what_a_model_and_its_cache_take(checkpoint):
     assert need.cache == sum(block.nbytes for block in (*cache.keys, *cache.values))
 
 
-def test_memory_is_asked_of_the_system():
+def test_available_memory_is_read_from_the_system():
     assert memory.available_memory(torch.device("cpu")) > 2**20
 
 
-def test_a_vocabulary_that_was_padded_differently_fits(checkpoint, tmp_path):
+def test_differently_padded_vocabularies_are_compatible(checkpoint, tmp_path):
     padded = transformers.LlamaConfig(**(LLAMA_LIKE | {"vocab_size": 320}))
     write_checkpoint(padded, tmp_path)
     target, drafter = (Checkpoint.resolve(path) for path in (checkpoint, tmp_path))
@@ -239,7 +239,7 @@ def test_another_tokenizer_is_refused(checkpoint, copied):
         target.require_same_tokenizer(drafter)
 
 
-def test_a_borrowed_model_is_given_back(checkpoint):
+def test_a_borrowed_model_is_restored(checkpoint):
     model = plain_model(checkpoint)
     with wrap_model(model) as loaded:
         assert (loaded.dtype, loaded.device, loaded.path) == ("float32", "cpu", str(checkpoint))
@@ -248,8 +248,8 @@ def test_a_borrowed_model_is_given_back(checkpoint):
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_borrowed_model_knows_the_folder_behind_its_name(checkpoint, monkeypatch):
-    """Of a model that was loaded by its name in the cache; one whose files nobody finds has none."""
+def test_the_folder_of_a_borrowed_model_is_found_by_its_name(checkpoint, monkeypatch):
+    """The folder of a model loaded by its name is that in the cache; without cached files the name is kept."""
     cached = {"org/tiny": str(checkpoint / "config.json")}
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: cached.get(name))
     model = plain_model(checkpoint)
@@ -264,7 +264,7 @@ def test_a_borrowed_model_knows_the_folder_behind_its_name(checkpoint, monkeypat
     [({"rope_type": "default", "rope_theta": 1e4}, 96),
      ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 48}, 48)],
 )  # fmt: skip
-def test_a_context_ends_where_frequencies_start_to_depend_on_the_neighbours(rope, expected):
+def test_the_context_ends_where_rope_frequencies_depend_on_other_rows(rope, expected):
     assert context_length_of(transformers.LlamaConfig(**LLAMA_LIKE, rope_parameters=rope)) == expected
 
 
@@ -274,7 +274,7 @@ def test_loading_prints_nothing(checkpoint):
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_kernels_are_there_where_they_can_be():
+def test_kernels_are_built_on_supported_systems():
     """A build that fails is only a warning of the installer, and without kernels their tests are skipped."""
     if platform.machine() != "x86_64" or sys.platform != "linux" or not shutil.which("c++"):
         pytest.skip("no kernels are built on this system")

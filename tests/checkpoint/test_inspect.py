@@ -1,4 +1,4 @@
-"""`inspect` answers before anything is loaded: do target and drafter fit, together and into memory?"""
+"""`inspect`: compatibility of target and drafter, and memory, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLOAT32 = ["--dtype", "float32", "--device", "cpu"]
 
 @pytest.fixture
 def inspected(secondguess_command, monkeypatch):
-    """What `inspect --json` says; reading any weights fails."""
+    """Return the output of `inspect --json`; reading any weights fails."""
 
     def refuse(*_, **__):
         raise AssertionError("weights were read")
@@ -51,7 +51,7 @@ def short_drafter(tmp_path_factory):
     )  # fmt: skip
 
 
-def test_the_drafter_that_load_would_take_is_described(inspected, tiny_checkpoint):
+def test_the_default_drafter_of_load_is_described(inspected, tiny_checkpoint):
     record = inspected(tiny_checkpoint)
     assert record["drafter"] == {"name": "suffix", "model": None, "remarks": []}
     assert record["memory"]["drafter"] is None
@@ -87,7 +87,7 @@ def test_caches_are_counted_as_they_are_allocated(inspected, tiny_checkpoint, mo
     assert sum(block.nbytes for block in blocks) == planned["target"]["cache_bytes"]
 
 
-def test_what_fits_is_what_load_accepts(tiny_checkpoint, tiny_draft_checkpoint, monkeypatch):
+def test_fits_agrees_with_the_check_of_load(tiny_checkpoint, tiny_draft_checkpoint, monkeypatch):
     pair = [Checkpoint.resolve(path, dtype="float32") for path in (tiny_checkpoint, tiny_draft_checkpoint)]
     total = plan_memory(*pair, rows=2, context=100).total_bytes
     for missing in (0, 1):
@@ -107,7 +107,9 @@ def test_what_fits_is_what_load_accepts(tiny_checkpoint, tiny_draft_checkpoint, 
     ("available", "words"),
     [(10**12, "fits into the"), (1000, "does not fit"), (None, "is unknown")],
 )
-def test_people_are_told_whether_it_fits(secondguess_command, tiny_checkpoint, monkeypatch, available, words):
+def test_the_text_output_states_whether_it_fits(
+    secondguess_command, tiny_checkpoint, monkeypatch, available, words
+):
     monkeypatch.setattr("secondguess.checkpoint.description.available_memory", lambda _: available)
     done = secondguess_command("inspect", tiny_checkpoint, "--rows", 2, "--context", 100, *FLOAT32)
     assert done.code == 0
@@ -115,7 +117,7 @@ def test_people_are_told_whether_it_fits(secondguess_command, tiny_checkpoint, m
     assert words in done.out
 
 
-def test_int_8_is_told_before_it_is_chosen_and_counted_after(inspected, secondguess_command, tiny_checkpoint):
+def test_int8_memory_is_reported_and_counted_if_chosen(inspected, secondguess_command, tiny_checkpoint):
     own = f"model:{tiny_checkpoint}"
     before = inspected(tiny_checkpoint, "--drafter", own)
     after = inspected(tiny_checkpoint, "--drafter", own, "--quantize", "int8", "--drafter-quantize", "int8")
@@ -133,7 +135,7 @@ def test_int_8_is_told_before_it_is_chosen_and_counted_after(inspected, secondgu
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_it_is_told_where_int_8_needs_a_library(
+def test_the_library_for_int8_is_reported(
     inspected, secondguess_command, tiny_checkpoint, monkeypatch, there
 ):
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao") if there else None)
@@ -142,7 +144,7 @@ def test_it_is_told_where_int_8_needs_a_library(
     assert ("pip install secondguess[quant]" in said) is not there
 
 
-def test_what_may_differ_is_remarked(
+def test_compatible_differences_are_remarks(
     inspected, secondguess_command, tiny_checkpoint, short_drafter, tmp_path
 ):
     (remark,) = inspected(tiny_checkpoint, "--drafter", f"model:{short_drafter}")["drafter"]["remarks"]
@@ -156,8 +158,10 @@ def test_what_may_differ_is_remarked(
     assert "not smaller" in larger
 
 
-def test_a_row_that_outgrew_the_draft_model_is_not_counted_there(inspected, tiny_draft_checkpoint, tmp_path):
-    # Caches begin with 256 positions, so that only longer contexts tell.
+def test_rows_beyond_the_context_of_the_draft_model_are_not_counted_for_it(
+    inspected, tiny_draft_checkpoint, tmp_path
+):
+    # Caches start with 256 positions, so that only longer contexts differ.
     target = write_llama(tmp_path / "long", seed=0, max_position_embeddings=1024)
     drafter = ["--drafter", f"model:{tiny_draft_checkpoint}"]
     whole, quarter = (inspected(target, *drafter, "--context", size)["memory"] for size in (1024, 256))
@@ -166,7 +170,7 @@ def test_a_row_that_outgrew_the_draft_model_is_not_counted_there(inspected, tiny
 
 
 @pytest.mark.parametrize("what", ["tokenizer", "layers"])
-def test_a_drafter_that_does_not_fit_is_refused_before_weights_are_read(
+def test_an_incompatible_drafter_is_refused_before_weights_are_read(
     secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, what
 ):
     monkeypatch.setattr(Checkpoint, "read_module", lambda _: pytest.fail("weights were read"))
@@ -223,7 +227,7 @@ def test_a_drafter_that_cannot_draft_is_refused(secondguess_command, tiny_checkp
         (["--drafter", "medusa:somewhere,tree=optimal"], ["optimal", "3x2x1"]),
     ],
 )
-def test_bad_options_of_inspect(secondguess_command, tiny_checkpoint, arguments, words):
+def test_bad_options_of_inspect_are_refused(secondguess_command, tiny_checkpoint, arguments, words):
     done = secondguess_command("inspect", tiny_checkpoint, *arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:
@@ -241,7 +245,7 @@ def test_bad_options_of_inspect(secondguess_command, tiny_checkpoint, arguments,
         ({"runtime": "transformers", "drafter": "early-exit:1"}, ["layers run one by one"]),
     ],
 )
-def test_a_configuration_that_load_would_refuse(
+def test_a_configuration_that_load_refuses_is_refused(
     secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, settings, words
 ):
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
@@ -262,7 +266,7 @@ def test_the_runtime_of_a_configuration_is_the_one_that_is_described(
     assert inspected("--config", path)["runtime"] == runtime
 
 
-def test_what_was_trained_for_the_target_is_counted(inspected, secondguess_command, monkeypatch):
+def test_heads_are_counted(inspected, secondguess_command, monkeypatch):
     """By `inspect`, and by `load` before anything is read."""
     size = (head_path("medusa") / "model.safetensors").stat().st_size
     plain = inspected("builtin", "--drafter", "ngram")["memory"]
@@ -276,7 +280,7 @@ def test_what_was_trained_for_the_target_is_counted(inspected, secondguess_comma
         load("builtin", "medusa", dtype="float32", device="cpu")
 
 
-def test_a_model_without_a_limit_is_reckoned_with_a_sane_one(tiny_checkpoint, monkeypatch):
+def test_a_model_without_a_context_limit_uses_the_default_context(tiny_checkpoint, monkeypatch):
     endless = Checkpoint.resolve(tiny_checkpoint)
     monkeypatch.setattr(Checkpoint, "context_length", None)
     assert plan_memory(endless).context == 4096

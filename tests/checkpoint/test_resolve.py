@@ -1,4 +1,4 @@
-"""A model's name or path -> its directory, or one clear error."""
+"""Resolution of a model's name or path to its directory."""
 
 import huggingface_hub
 import pytest

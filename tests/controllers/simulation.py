@@ -18,7 +18,7 @@ Chance = Callable[[int, int], float]
 
 
 class FixedConfidences(DraftProbs):
-    """Laws that say nothing but a confidence."""
+    """Return distributions with a given confidence."""
 
     def __init__(self, confidences: Sequence[float]) -> None:
         self.acceptance_probs = None

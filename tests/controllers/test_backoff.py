@@ -1,4 +1,4 @@
-"""Where nothing pays, rounds pass without the controller `cost` being asked; it is asked in time, and learns of all of them."""
+"""Backoff of the controller `cost`: candidates that do not pay are skipped, and their rounds are learned from later."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def play(
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_what_rounds_of_rest_teach_is_learnt_late_and_none_is_lost(
+def test_backoff_rounds_are_learned_from_later_and_none_is_lost(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller = CostController()
@@ -75,7 +75,7 @@ def test_what_rounds_of_rest_teach_is_learnt_late_and_none_is_lost(
     controller.end(rows[0])
     assert sum(earned) == pytest.approx(seconds)
     assert len(earned) < 120
-    # Where the rounds stood is known as if each had been told at once.
+    # The positions of the rounds are known as if each had been recorded at once.
     assert len(rows[0].tokens) - contexts[-1] <= FEW
     assert contexts == sorted(contexts)
 
@@ -84,7 +84,7 @@ def rest_length(backoffs: Backoffs, row: Row, kind: str) -> int:
     return next(number for number in range(1000) if not backoffs.cover([row], [on_offer(kind)]))
 
 
-def test_what_does_not_pay_again_is_let_alone_for_longer() -> None:
+def test_backoff_grows_if_a_candidate_does_not_pay_again() -> None:
     backoffs, rows = Backoffs(), make_rows(1)
     short = [on_offer("short")]
     assert not backoffs.cover(rows, short)
@@ -97,7 +97,7 @@ def test_what_does_not_pay_again_is_let_alone_for_longer() -> None:
     assert rest_length(backoffs, rows[0], "short") == SHORTEST + 1
 
 
-def test_something_else_on_offer_ends_a_rest_and_what_rests_is_not_let_alone_for_longer() -> None:
+def test_a_new_candidate_is_evaluated_at_once_and_does_not_prolong_backoff() -> None:
     backoffs, rows = Backoffs(), make_rows(1)
     backoffs.cover(rows, [on_offer("short")])
     backoffs.begin(rows, [on_offer("short")])
@@ -110,14 +110,14 @@ def test_something_else_on_offer_ends_a_rest_and_what_rests_is_not_let_alone_for
     assert not backoffs.cover(rows, [on_offer("short", "long")])
 
 
-def test_another_part_with_a_guess_of_the_same_kind_is_something_else() -> None:
+def test_backoff_is_kept_per_part() -> None:
     backoffs, rows = Backoffs(), make_rows(1)
     backoffs.cover(rows, [(Candidate(part=1), Candidate(part=0, longest=0))])
     backoffs.begin(rows, [(Candidate(part=1), Candidate(part=0, longest=0))])
     assert not backoffs.cover(rows, [(Candidate(part=0), Candidate(part=1))])
 
 
-def test_what_does_not_pay_for_one_row_may_pay_for_another() -> None:
+def test_backoff_of_one_row_does_not_affect_another() -> None:
     """One match may not be worth that all rows wait; several may be, and a row has a temperature of its own."""
     backoffs, rows = Backoffs(), make_rows(3)
     backoffs.cover(rows, [on_offer("match"), NOTHING, NOTHING])
@@ -126,12 +126,12 @@ def test_what_does_not_pay_for_one_row_may_pay_for_another() -> None:
     assert not backoffs.cover(rows, [on_offer("match"), on_offer("match"), NOTHING])
 
 
-def test_what_has_nothing_to_offer_is_not_asked() -> None:
+def test_a_row_without_candidates_is_not_evaluated() -> None:
     assert Backoffs().cover(make_rows(1), [NOTHING])
     assert not Backoffs().cover(make_rows(2), [NOTHING, on_offer("short")])
 
 
-def test_what_does_not_pay_for_many_rows_may_pay_for_one() -> None:
+def test_backoff_ends_when_the_batch_size_changes() -> None:
     backoffs, rows = Backoffs(), make_rows(2)
     backoffs.cover(rows, [on_offer("short")] * 2)
     backoffs.begin(rows, [on_offer("short")] * 2)
@@ -139,8 +139,8 @@ def test_what_does_not_pay_for_many_rows_may_pay_for_one() -> None:
     assert not backoffs.cover(rows[:1], [on_offer("short")])
 
 
-def test_a_row_that_decides_for_itself_says_nothing_of_the_others() -> None:
-    """Its guesses are never weighed, so none of them was found wanting."""
+def test_a_row_with_its_own_draft_length_does_not_affect_others() -> None:
+    """Its candidates are never evaluated, so none of them is in backoff."""
     controller = CostController()
     (own,), (other,) = make_rows(1, draft_length=0), make_rows(1)
     rows = [own, other]
@@ -149,7 +149,7 @@ def test_a_row_that_decides_for_itself_says_nothing_of_the_others() -> None:
     assert play(controller, rows, [on_offer("match"), on_offer("match")]) == [0, 1]
 
 
-def test_a_row_that_ends_leaves_nothing_behind() -> None:
+def test_ended_rows_are_removed() -> None:
     """The next one may be of another temperature, at which drafts pay: it is asked about at once, and soon again."""
     controller = CostController()
     (row,) = make_rows(1)
@@ -170,7 +170,7 @@ def test_a_row_that_ends_leaves_nothing_behind() -> None:
     assert ended() is None
 
 
-def test_a_probe_is_not_taken_for_success() -> None:
+def test_a_probe_does_not_end_backoff() -> None:
     controller = CostController()
     (row,) = make_rows(1)
     for _ in range(3000):
@@ -189,7 +189,7 @@ def test_a_probe_is_not_taken_for_success() -> None:
             assert all(behind), "what fails once more is let alone for as long as before"
 
 
-def test_a_series_of_probes_is_seen_through_though_what_was_on_offer_when_it_began_is_gone() -> None:
+def test_a_series_of_probes_is_completed_after_its_first_candidate_is_gone() -> None:
     controller = CostController()
     (row,) = make_rows(1)
     model, match = Candidate(part=1), Candidate(part=0, kind="match", deterministic=True)
@@ -203,7 +203,7 @@ def test_a_series_of_probes_is_seen_through_though_what_was_on_offer_when_it_beg
     assert num_probes > 10
 
 
-def test_rounds_that_passed_are_learnt_from_before_they_are_many() -> None:
+def test_skipped_rounds_are_learned_from_in_small_groups() -> None:
     """A look-up may have nothing to offer for a whole book."""
     controller = CostController()
     rows = make_rows(1)
@@ -228,7 +228,7 @@ def plain_rounds(monkeypatch: pytest.MonkeyPatch) -> tuple[CostController, list[
     return controller, seen
 
 
-def test_rounds_of_other_rows_are_learnt_from_apart(
+def test_rounds_of_different_rows_are_learned_from_separately(
     plain_rounds: tuple[CostController, list[tuple[int, float]]],
 ) -> None:
     controller, seen = plain_rounds
@@ -241,7 +241,7 @@ def test_rounds_of_other_rows_are_learnt_from_apart(
     assert [num_rows for num_rows, _ in seen] == [1, 2, 1]
 
 
-def test_rounds_are_placed_where_they_were_though_others_draft_between_them(
+def test_skipped_rounds_keep_their_order_among_drafted_ones(
     plain_rounds: tuple[CostController, list[tuple[int, float]]],
 ) -> None:
     controller, seen = plain_rounds

@@ -1,4 +1,4 @@
-"""How far each controller lets a drafter go, and which names are refused."""
+"""Draft lengths of each controller, and refused names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows_of(num_rows: int) -> list[Row]:
 
 
 def tensor_with(*confidences: float) -> Tensor:
-    """Laws over ten tokens whose largest probability is the one given."""
+    """Return distributions over ten tokens with the given largest probability."""
     draft_probs = [[confidence, *[(1 - confidence) / 9] * 9] for confidence in confidences]
     return torch.tensor(draft_probs, dtype=torch.float64)
 
@@ -65,7 +65,7 @@ def test_fixed_zero_is_plain_decoding() -> None:
     assert drafter.num_forwards == 0
 
 
-def test_fixed_is_not_shown_any_distribution() -> None:
+def test_fixed_receives_no_distributions() -> None:
     class Blind(FixedController):
         def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
             raise AssertionError("asked for nothing")
@@ -93,7 +93,7 @@ def test_confidence_stops_after_the_node_that_makes_survival_unlikely(
     assert run(controller, alike(0.5), alike(confidence))[0] == expected
 
 
-def test_confidence_takes_the_product_along_each_rows_own_path() -> None:
+def test_confidence_uses_the_product_along_each_rows_path() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     rows = rows_of(3)
     assert controller.go_on(rows, probs_with(0.9, 0.7, 0.4), 0) == [True, True, False]
@@ -102,7 +102,7 @@ def test_confidence_takes_the_product_along_each_rows_own_path() -> None:
     assert controller.go_on(rows, probs_with(0.65, 1.0, 0.1), 2)[:1] == [True]
 
 
-def test_confidence_trusts_a_drafter_that_was_trained_to_foretell() -> None:
+def test_confidence_uses_predicted_acceptance_probabilities() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     draft_probs = DraftProbs(tensor_with(0.9, 0.3).log(), [0.4, 0.8])
     assert controller.go_on(rows_of(2), draft_probs, 0) == [False, True]
@@ -112,7 +112,7 @@ def test_confidence_trusts_a_drafter_that_was_trained_to_foretell() -> None:
     ]  # the other entries stay those of the distribution
 
 
-def test_confidence_begins_anew_with_every_round() -> None:
+def test_confidence_restarts_in_every_round() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     for _ in range(3):
         assert controller.go_on(rows_of(1), probs_with(0.6), 0) == [True]
@@ -134,7 +134,7 @@ def test_confidence_begins_anew_with_every_round() -> None:
         ("confidence,threshold=0", "confidence:8,threshold=0"),
     ],
 )
-def test_a_controller_tells_the_options_it_uses(text: str, name: str) -> None:
+def test_the_name_of_a_controller_contains_its_options(text: str, name: str) -> None:
     made = make_controller(text)
     assert made.name == name
     assert make_controller(made.name).name == name
@@ -162,6 +162,6 @@ def test_the_length_in_a_name_is_the_budget() -> None:
         ("confidence:8,0.4", "key=value"),
     ],
 )
-def test_what_is_refused(text: str, message: str) -> None:
+def test_invalid_names_are_refused(text: str, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         make_controller(text)

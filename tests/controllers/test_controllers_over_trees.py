@@ -1,4 +1,4 @@
-"""Controllers count in levels, whatever a level of a tree holds; `cost` finds out what its nodes cost together."""
+"""Controllers over trees: lengths count levels, and `cost` learns the cost of whole levels."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def play(controller: str, per_node: float, same_dists: bool = True) -> tuple[Sta
     return recorder.of(row), decider
 
 
-def test_cost_drafts_whole_trees_where_they_pay_and_learns_what_they_cost() -> None:
+def test_cost_drafts_whole_trees_if_they_pay_and_learns_their_cost() -> None:
     stats, controller = play("cost", per_node=0.02)
     assert min(stats.drafted_per_position) > 80
     assert len(stats.drafted_per_position) == LEVELS
-    # A tree of three levels has ten nodes: that is what the curve has to say at 3, and nothing was seen beyond.
+    # A tree of three levels has ten nodes: the curve has their cost at 3, and no observation beyond.
     assert controller.times.rest(1, LEVELS) == pytest.approx(1 + 10 * 0.02, rel=1e-3)
     assert stats.tokens_per_second > 0.9 * play(f"fixed:{LEVELS}", per_node=0.02)[0].tokens_per_second
 
 
 @pytest.mark.parametrize(("per_node", "same_dists"), [(0.8, True), (0.3, False)], ids=["dear", "poor"])
-def test_cost_gives_trees_up_where_they_do_not_pay(per_node: float, same_dists: bool) -> None:
+def test_cost_stops_drafting_trees_that_do_not_pay(per_node: float, same_dists: bool) -> None:
     stats, _ = play("cost", per_node, same_dists)
     assert stats.tokens_per_second > 0.97
     assert play(f"fixed:{LEVELS}", per_node, same_dists)[0].tokens_per_second < 0.9
@@ -94,14 +94,14 @@ def play_draft(controller: EntropyController | CostController, parents: list[int
     controller.learn(rows, draft, verdict, RoundTime(0.0, seconds, 1 + seconds))
 
 
-def test_the_breadth_of_a_level_teaches_entropy_nothing() -> None:
+def test_the_width_of_a_level_does_not_affect_entropy() -> None:
     narrow, broad = EntropyController(), EntropyController()
     play_draft(narrow, [-1], accepted=1)
     play_draft(broad, [-1, -1, -1], accepted=1)
     assert narrow.constant == broad.constant
 
 
-def test_a_tree_accepted_to_its_last_level_has_had_nothing_refused() -> None:
+def test_a_tree_accepted_to_its_last_level_counts_no_rejection() -> None:
     controller = CostController()
     for _ in range(4):
         play_draft(controller, [], accepted=0)

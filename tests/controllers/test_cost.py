@@ -1,4 +1,4 @@
-"""The controller `cost`: it drafts where that pays, stops where it does not, and what it loses is bounded.
+"""The controller `cost`: it drafts if that pays, stops if not, and its loss is bounded.
 
 Rounds are played on simulation: a drafter whose nodes are accepted with a given chance, and a clock that runs by given costs.
 """
@@ -46,15 +46,15 @@ def best_fixed(chance: float, step: float, node: float) -> float:
 @pytest.mark.parametrize(
     ("chance", "step"), [(0.95, 0.05), (0.9, 0.15), (0.8, 0.05), (0.7, 0.15), (0.5, 0.1), (0.5, 0.02)]
 )
-def test_it_finds_the_best_constant_length(chance: float, step: float, deterministic: bool) -> None:
+def test_cost_finds_the_best_constant_length(chance: float, step: float, deterministic: bool) -> None:
     simulation = Simulation(lambda number, depth: chance, step, deterministic=deterministic).play(
         CostController(), 3000
     )
     assert simulation.speed > 0.96 * best_fixed(chance, step, 0.05)
 
 
-def test_it_tells_good_guesses_from_bad_ones_by_their_confidence() -> None:
-    """Half of the rounds have sure guesses that hold, half unsure ones that fail: one length cannot serve both."""
+def test_cost_distinguishes_drafts_by_confidence() -> None:
+    """Half of the rounds have confident drafts that are accepted, half unconfident ones that are not."""
     controller = CostController()
     simulation = Simulation(lambda number, depth: 0.97 if number % 2 else 0.1, step=0.1)
     rng = random.Random(1)
@@ -68,7 +68,7 @@ def test_it_tells_good_guesses_from_bad_ones_by_their_confidence() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_noise_is_given_up(deterministic: bool) -> None:
+def test_drafting_of_noise_stops(deterministic: bool) -> None:
     simulation = Simulation(lambda number, depth: 0.0, deterministic=deterministic).play(
         CostController(), 4000
     )
@@ -77,7 +77,7 @@ def test_noise_is_given_up(deterministic: bool) -> None:
     assert simulation.speed > 0.985
 
 
-def test_perfect_guesses_that_cost_as_much_as_the_target_are_given_up() -> None:
+def test_perfect_drafts_as_expensive_as_the_target_are_stopped() -> None:
     simulation = Simulation(lambda number, depth: 1.0, step=1.0, confidence=0.99).play(CostController(), 2000)
     assert simulation.speed > 0.98
 
@@ -97,7 +97,7 @@ class CountingTimes(RoundTimes):
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_prices_are_not_worked_out_anew_in_every_round(num_rows: int) -> None:
+def test_costs_are_not_recomputed_in_every_round(num_rows: int) -> None:
     """A decision takes time too: beside a pass of a millisecond it is to be cheap."""
     controller = CostController()
     controller.times = CountingTimes()
@@ -108,21 +108,21 @@ def test_prices_are_not_worked_out_anew_in_every_round(num_rows: int) -> None:
     assert controller.times.num_asked - known < 5 * 160
 
 
-def test_it_comes_back_when_guesses_become_good() -> None:
+def test_drafting_resumes_when_acceptance_rises() -> None:
     simulation = Simulation(lambda number, depth: 0.0 if number < 500 else 0.9).play(CostController(), 3000)
     late = [length for (length,) in simulation.drafted[2000:]]
     assert sum(late) / len(late) > 4, "second nodes that were not accepted before are tried again"
 
 
-def test_it_gives_way_when_guesses_become_bad() -> None:
+def test_drafting_stops_when_acceptance_falls() -> None:
     simulation = Simulation(lambda number, depth: 0.9 if number < 500 else 0.0).play(CostController(), 1500)
     assert sum(length > 0 for (length,) in simulation.drafted[600:]) < 60
 
 
 @pytest.mark.parametrize("saved", [-100.0, MAX_PROBE_BALANCE])
 @pytest.mark.parametrize("seed", range(3))
-def test_drafts_are_not_held_for_long_to_what_was_to_be_had_in_other_texts(saved: float, seed: int) -> None:
-    """Good guesses that are not as good as such guesses were elsewhere: plain decoding would give less still, as would probes.
+def test_the_required_rate_decays_towards_plain_decoding(saved: float, seed: int) -> None:
+    """Good drafts, but less good than such drafts were in other texts: plain decoding and probes would gain less.
 
     Args:
         saved: for probes. With nothing saved nothing is drafted unless it is good enough.
@@ -142,8 +142,8 @@ def test_drafts_are_not_held_for_long_to_what_was_to_be_had_in_other_texts(saved
     assert scene().play(controller, 100, seed=seed).speed > 0.7 * best
 
 
-def test_a_dearer_machine_is_noticed() -> None:
-    """The same guesses stop paying when draft steps take longer."""
+def test_more_expensive_draft_steps_are_detected() -> None:
+    """The same drafts stop paying when draft steps take longer."""
     controller = CostController()
     cheap = Simulation(lambda number, depth: 0.6, step=0.05).play(controller, 500)
     dear = Simulation(lambda number, depth: 0.6, step=1.5).play(controller, 500)
@@ -176,7 +176,7 @@ def test_the_loss_over_any_stretch_is_within_the_bound(
 
 
 def book(guard: LossGuard, won: float, *rows: Row) -> bool:
-    """One round that wins so much where drafting is allowed; says whether it was."""
+    """Run a round that gains the given time if drafting is allowed; return whether it was."""
     if guard.is_stopped:
         guard.wait(rows)
         return False
@@ -184,8 +184,8 @@ def book(guard: LossGuard, won: float, *rows: Row) -> bool:
     return True
 
 
-def test_the_guard_stops_what_estimates_do_not_see() -> None:
-    """A drafter whose price is not in its draft steps: only the wall clock tells."""
+def test_the_guard_stops_losses_that_estimates_miss() -> None:
+    """A drafter whose cost is not in its draft steps: only the wall-clock time contains it."""
     guard = LossGuard()
     lost = sum(book(guard, -1.0) for _ in range(10_000))
     assert lost <= loss_bound(10_000, 1.0)
@@ -195,7 +195,7 @@ def test_the_guard_stops_what_estimates_do_not_see() -> None:
     "won", [[-1.0] * 8, [-MAX_LOSS], [9.0, *[-6.0] * 7], [-5.0, 6.0, *[-5.0] * 4], [1.0] * 8]
 )
 @pytest.mark.parametrize("before", [0.0, -12.0, MAX_BALANCE])
-def test_rounds_that_are_booked_together_stop_drafting_when_they_would_one_by_one(
+def test_rounds_booked_together_stop_drafting_as_if_booked_one_by_one(
     won: list[float], before: float
 ) -> None:
     guard = LossGuard()
@@ -208,7 +208,7 @@ def test_rounds_that_are_booked_together_stop_drafting_when_they_would_one_by_on
     assert foretold is stopped
 
 
-def test_debts_that_are_paid_back_in_part_do_not_renew_the_patience() -> None:
+def test_partly_recovered_losses_do_not_raise_the_limit() -> None:
     """An adversary that wins a little after each stop, and then loses on."""
     guard, total, worst, lows = LossGuard(), 0.0, 0.0, [0.0]
     for number in range(50_000):
@@ -223,7 +223,7 @@ def test_debts_that_are_paid_back_in_part_do_not_renew_the_patience() -> None:
         assert worst <= loss_bound(stretch, 1.0)
 
 
-def test_the_guard_forgets_once_the_debt_is_made_good() -> None:
+def test_the_guard_is_reset_once_the_loss_is_recovered() -> None:
     guard = LossGuard()
     while not guard.is_stopped:
         book(guard, -1.0)
@@ -244,7 +244,7 @@ def a_row() -> Row:
     return Row([0] * 20, SamplingParams(max_tokens=10**6))
 
 
-def test_what_reading_takes_falls_due_over_the_rounds_that_it_serves() -> None:
+def test_prefill_is_amortised_over_the_rounds_it_serves() -> None:
     """A text that takes longer to read than the guard's patience, and drafts that earn it back twice."""
     guard, row = LossGuard(), a_row()
     guard.spread(row, MAX_LOSS + 4, 100)
@@ -257,7 +257,7 @@ def test_what_reading_takes_falls_due_over_the_rounds_that_it_serves() -> None:
     assert at_once.is_stopped
 
 
-def test_reading_that_is_not_paid_off_falls_due_when_its_row_ends() -> None:
+def test_unamortised_prefill_is_booked_when_the_row_ends() -> None:
     guard, row, other = LossGuard(), a_row(), a_row()
     guard.spread(row, MAX_LOSS + 1, 100)
     guard.spread(other, 1.0, 100)
@@ -268,8 +268,8 @@ def test_reading_that_is_not_paid_off_falls_due_when_its_row_ends() -> None:
     guard.end(row)
 
 
-def test_reading_is_written_off_when_drafting_stops() -> None:
-    """What was read before a stop must not bring the next one: it is lost already, and the text is still read."""
+def test_prefill_booked_before_a_stop_does_not_cause_another_stop() -> None:
+    """It is lost already, and the row is still decoded."""
     guard, row = LossGuard(), a_row()
     guard.spread(row, 30.0, 40)
     assert book(guard, -MAX_LOSS, row)
@@ -279,7 +279,7 @@ def test_reading_is_written_off_when_drafting_stops() -> None:
         assert book(guard, -0.1, row)
 
 
-def test_reading_falls_due_in_plain_rounds_too() -> None:
+def test_prefill_is_amortised_in_plain_rounds_too() -> None:
     guard, row = LossGuard(), a_row()
     guard.spread(row, MAX_LOSS + 4, 100)
     waits = next(count for count in range(200) if guard.is_stopped or guard.wait([row]))
@@ -289,7 +289,7 @@ def test_reading_falls_due_in_plain_rounds_too() -> None:
 @pytest.mark.parametrize("adversary", ["ends", "wins", "waits", "stays"])
 @pytest.mark.parametrize("reading", [2.0, 12.0, 50.0])
 @pytest.mark.parametrize("num_rounds", [1, 30, 10**6])
-def test_spread_reading_keeps_within_the_bound(adversary: str, reading: float, num_rounds: int) -> None:
+def test_amortised_prefill_stays_within_the_bound(adversary: str, reading: float, num_rounds: int) -> None:
     """Rows of two texts are read for as often as the guard allows; what is lost counts when it is spent."""
     rng = random.Random(5)
     guard, total, lows, rows = LossGuard(), 0.0, [0.0], [a_row(), a_row()]
@@ -320,7 +320,7 @@ def test_spread_reading_keeps_within_the_bound(adversary: str, reading: float, n
         assert worst <= loss_bound(stretch, 1.0 + 2 * reading)
 
 
-def test_a_long_prompt_that_pays_off_does_not_stop_drafting() -> None:
+def test_the_prefill_of_a_long_prompt_that_pays_does_not_stop_drafting() -> None:
     """Reading takes 20 plain rounds, more than the guard's patience; drafts win it back several times in every text."""
     controller, rng = CostController(), random.Random(4)
     drafted = plain = 0
@@ -345,7 +345,7 @@ def test_a_long_prompt_that_pays_off_does_not_stop_drafting() -> None:
     assert drafted > 10 * plain
 
 
-def test_probes_cost_no_more_than_their_income() -> None:
+def test_probes_cost_no_more_than_their_budget() -> None:
     controller = CostController()
     simulation = Simulation(lambda number, depth: 0.0, step=0.3).play(controller, 200)
     before = simulation.seconds
@@ -354,7 +354,7 @@ def test_probes_cost_no_more_than_their_income() -> None:
     assert 0 < lost <= PROBE_INCOME * 5000 + MAX_PROBE_BALANCE
 
 
-def test_probing_slows_down_while_it_fails() -> None:
+def test_failed_probes_reduce_the_probing_rate() -> None:
     simulation = Simulation(lambda number, depth: 0.0, step=0.3).play(CostController(), 8000)
     probe_budget = [number for number, (length,) in enumerate(simulation.drafted) if length]
     early = sum(200 <= number < 1200 for number in probe_budget)
@@ -362,7 +362,7 @@ def test_probing_slows_down_while_it_fails() -> None:
     assert early > 2 * late
 
 
-def test_income_is_halved_by_failures_and_restored_by_success() -> None:
+def test_the_probe_budget_is_halved_by_failures_and_restored_by_success() -> None:
     probe_budget = ProbeBudget()
     for _ in range(200):  # those that are free come first
         probe_budget.may_begin(1.0, gain=1.0, plain=1.0)
@@ -399,11 +399,11 @@ def test_a_hazard_is_not_biased_by_drafts_that_stopped_early() -> None:
     for depth in range(4):
         late = [each[depth] for each in shares[1500:]]
         assert sum(late) / len(late) == pytest.approx(0.8, abs=0.04)
-    # The average accepted length would have said that a second node is hardly ever accepted.
+    # By the average accepted length a second node would hardly ever be accepted.
     assert sum(accepted >= 2 for accepted in share_of_lengths) / 6000 < 0.2
 
 
-def test_rows_with_good_guesses_are_drafted_for_and_others_wait() -> None:
+def test_rows_with_good_drafts_are_drafted_for_and_others_are_not() -> None:
     controller = CostController()
     rng = random.Random(5)
     rows = [Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0)) for _ in range(4)]
@@ -430,7 +430,7 @@ def test_rows_with_good_guesses_are_drafted_for_and_others_wait() -> None:
 def first_plans(
     texts: Sequence[Sequence[int]], accepted: bool = True, num_rounds: int = 1
 ) -> list[list[int]]:
-    """What a controller plans for a batch of rows of which it knows nothing, round by round, once plain ones are timed."""
+    """Return the plans for a batch of unknown rows, round by round, after plain rounds have been timed."""
     controller = CostController()
     rows = [Row(list(text), SamplingParams(max_tokens=10**6, temperature=1.0)) for text in texts]
     planned: list[list[int]] = []
@@ -447,15 +447,15 @@ def first_plans(
     return planned
 
 
-def test_a_drafter_is_tried_on_one_row_first_whatever_its_place() -> None:
+def test_a_new_drafter_is_tried_on_one_row_first_in_any_order() -> None:
     texts = [[number] * 20 for number in range(6)]
     (forwards,), (backwards,) = first_plans(texts), first_plans(texts[::-1])
     assert sum(forwards) == 1
     assert backwards == forwards[::-1], "a row's place in the batch does not decide"
 
 
-def test_rows_alike_are_tried_together() -> None:
-    """Fates of one row, as an enumeration puts them into one batch, must not be told apart before they part."""
+def test_equal_rows_are_tried_together() -> None:
+    """Branches of one row, which an enumeration puts into one batch, must be treated alike while they are equal."""
     (planned,) = first_plans([[7] * 20, [9] * 20, [7] * 20, [9] * 20, [7] * 20])
     assert planned in ([1, 0, 1, 0, 1], [0, 1, 0, 1, 0])
     for texts in ([[7] * 20] * 5, [[1]] + [[0]] * 4):
@@ -463,7 +463,7 @@ def test_rows_alike_are_tried_together() -> None:
             assert len({lengths[place] for place in range(1, 5)}) == 1
 
 
-def test_the_better_of_two_drafters_is_chosen_for_each_kind_of_place() -> None:
+def test_the_better_of_two_drafters_is_chosen_for_each_kind_of_candidate() -> None:
     controller = CostController()
     rng = random.Random(7)
     row = Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0))
@@ -493,7 +493,7 @@ def test_the_better_of_two_drafters_is_chosen_for_each_kind_of_place() -> None:
     assert sum(part == 1 for part in chosen["short"]) > 0.9 * len(chosen["short"])
 
 
-def test_nothing_is_held_for_rows_that_ended() -> None:
+def test_ended_rows_are_released() -> None:
     controller = CostController()
     row = Row([0] * 20, SamplingParams(max_tokens=10**6))
     for _ in range(8):
@@ -505,7 +505,7 @@ def test_nothing_is_held_for_rows_that_ended() -> None:
     assert not controller.expectations.row_histories
 
 
-def test_no_more_nodes_than_the_options_allow() -> None:
+def test_the_length_option_limits_the_nodes() -> None:
     simulation = Simulation(lambda number, depth: 1.0, step=0.001, node=0.001, deterministic=True)
     simulation.play(CostController(CostOptions(5)), 300)
     assert max(length for (length,) in simulation.drafted) == 5
@@ -547,7 +547,7 @@ def test_costs_of_rounds_are_learned_by_batch_size_and_length() -> None:
     assert (times.prefill_seconds("part", 0), times.prefill_seconds("other", 20)) == (0, 0)
 
 
-def test_one_disturbed_round_does_not_set_the_cost_of_a_length_for_good() -> None:
+def test_one_slow_round_does_not_fix_the_cost_of_a_length() -> None:
     curve = CostCurve()
     curve.add(4, 9.0, curve.at(4))
     assert curve.at(4) < 3, "far from what is expected: it counts for less"
@@ -560,7 +560,7 @@ def test_one_disturbed_round_does_not_set_the_cost_of_a_length_for_good() -> Non
 
 
 @pytest.mark.parametrize("factor", [0.4, 2.5])
-def test_draft_steps_that_take_another_time_start_a_check(factor: float) -> None:
+def test_changed_draft_step_times_start_a_check(factor: float) -> None:
     """Their cost was measured in other rounds, such as disturbed ones."""
     times = RoundTimes()
     for _ in range(4):
@@ -600,7 +600,7 @@ def test_costs_are_kept_when_the_machine_changes_its_speed() -> None:
 
 
 def test_slow_drafted_rounds_are_compared_with_plain_ones() -> None:
-    """They tell whether the machine has become slower or drafts have become more expensive."""
+    """They show whether the machine has become slower or drafts have become more expensive."""
     times = RoundTimes()
     for _ in range(20):
         times.add_plain(1, 10, [1.0])
@@ -619,7 +619,7 @@ def test_slow_drafted_rounds_are_compared_with_plain_ones() -> None:
     assert times.rest(1, 2) > known + 0.3, "the machine was not the cause: the new cost is learned quickly"
 
 
-def test_a_pass_that_is_cheaper_than_a_plain_round_brings_about_plain_ones() -> None:
+def test_a_pass_cheaper_than_a_plain_round_causes_plain_rounds() -> None:
     times = RoundTimes()
     for _ in range(5):
         times.add_plain(1, 10, [3.0])
@@ -628,7 +628,7 @@ def test_a_pass_that_is_cheaper_than_a_plain_round_brings_about_plain_ones() -> 
     assert times.rest(1, 2) > 3.0, "nothing is learned from it"
 
 
-def test_a_busy_machine_is_told_from_a_slow_one() -> None:
+def test_a_busy_machine_is_distinguished_from_a_slow_one() -> None:
     disturbance = LoadDetector()
     assert not any(disturbance.add(ratio) for ratio in [1.0, 1.0, 7.0] * 6)
     assert disturbance.is_busy
@@ -639,7 +639,7 @@ def test_a_busy_machine_is_told_from_a_slow_one() -> None:
     assert not any(disturbance.add(1.0) for _ in range(20)), "it is told once"
 
 
-def test_a_machine_that_becomes_quiet_during_drafted_rounds_is_noticed_by_the_next_plain_one() -> None:
+def test_a_quiet_machine_is_detected_by_the_next_plain_round() -> None:
     times = RoundTimes()
     for seconds in [1.0] * 20 + [1.0, 1.0, 7.0] * 6:
         times.add_plain(1, 10, [seconds])
@@ -649,7 +649,7 @@ def test_a_machine_that_becomes_quiet_during_drafted_rounds_is_noticed_by_the_ne
     assert not times.add_plain(1, 10, [1.0])
 
 
-def test_the_cost_of_prefill_does_not_depend_on_which_batch_sizes_came_later() -> None:
+def test_the_prefill_cost_does_not_depend_on_later_batch_sizes() -> None:
     times = RoundTimes()
     for _ in range(3):
         times.add_plain(8, 10, [4.0])
@@ -670,7 +670,7 @@ def test_noise_does_not_bias_the_cost_of_drafts() -> None:
     assert times.drafting("part", 1, 4) / times.plain(1) == pytest.approx(0.4, abs=0.02)
 
 
-def test_a_stop_is_taken_back_when_the_machine_was_the_cause() -> None:
+def test_a_stop_caused_by_the_machine_is_reverted() -> None:
     slow, drafter = LossGuard(), LossGuard()
     for guard in (slow, drafter):
         while not guard.is_stopped:
@@ -682,7 +682,7 @@ def test_a_stop_is_taken_back_when_the_machine_was_the_cause() -> None:
     assert drafter.is_stopped
 
 
-def test_free_trials_come_soon_after_a_change_and_then_more_rarely() -> None:
+def test_free_probes_follow_a_change_with_growing_intervals() -> None:
     probe_budget, begun = ProbeBudget(), []
     probe_budget.grant()
     for number in range(300):
@@ -695,7 +695,7 @@ def test_free_trials_come_soon_after_a_change_and_then_more_rarely() -> None:
     assert begun == [0, 16, 48]
 
 
-def test_a_free_trial_ends_when_it_has_lost_enough() -> None:
+def test_a_free_series_of_probes_ends_at_its_loss_limit() -> None:
     probe_budget = ProbeBudget()
     probe_budget.grant()
     assert probe_budget.may_begin(5.0, gain=5.0, plain=1.0)
@@ -719,7 +719,7 @@ def test_a_probe_that_costs_a_multiple_of_its_gain_is_not_free() -> None:
     assert not probe_budget.is_due
 
 
-def test_grants_in_quick_succession_are_of_one_series() -> None:
+def test_grants_in_quick_succession_give_one_series() -> None:
     """On a noisy machine, whose speed seems to change all the time."""
     probe_budget, num_series = ProbeBudget(), []
     for _ in range(8):
@@ -733,13 +733,13 @@ def test_grants_in_quick_succession_are_of_one_series() -> None:
     assert num_series == [3, 1, 3, 1, 3, 1, 3, 1]
 
 
-def test_a_series_is_saved_up_for_whatever_it_is_believed_to_cost() -> None:
+def test_the_budget_of_a_series_is_saved_for_any_expected_cost() -> None:
     probe_budget = ProbeBudget()
     probe_budget.earn(1e6, plain=1.0)
     assert probe_budget.may_begin(1e9, gain=1e9, plain=1.0)
 
 
-def test_a_hiccup_hardly_moves_an_average() -> None:
+def test_one_outlier_hardly_changes_an_average() -> None:
     times = RoundTimes()
     for _ in range(20):
         times.add_plain(1, 10, [1.0])
@@ -747,14 +747,14 @@ def test_a_hiccup_hardly_moves_an_average() -> None:
     assert times.plain(1) < 1.03
 
 
-def test_the_first_rounds_may_be_cold() -> None:
+def test_slow_first_rounds_are_tolerated() -> None:
     times = RoundTimes()
     for seconds in (7.0, 1.5, 1.0, 1.0):
         times.add_plain(1, 10, [seconds])
     assert times.plain(1) == 1.0
 
 
-def test_the_yardstick_is_renewed() -> None:
+def test_the_plain_round_reference_is_renewed() -> None:
     times = RoundTimes()
     for _ in range(3):
         times.add_plain(1, 1000, [1.0])
@@ -779,14 +779,14 @@ def plain_at(times: RoundTimes, length: float) -> float:
     return times.plain(1)
 
 
-def test_a_plain_round_is_a_line_in_the_length_of_its_rows() -> None:
+def test_the_time_of_a_plain_round_is_linear_in_the_row_length() -> None:
     times = RoundTimes()
     add_plain(times, [100, 101, 102, 500, 501, 900, 901])
     for length in (60, 100, 300, 700, 1000):
         assert plain_at(times, length) == pytest.approx(1 + length / 2000, rel=0.02)
 
 
-def test_the_line_holds_when_lengths_come_and_go_and_rounds_are_noisy() -> None:
+def test_the_linear_fit_holds_for_changing_lengths_and_noise() -> None:
     times = RoundTimes()
     for text in range(12):
         start = 600 if text % 2 else 50
@@ -800,7 +800,7 @@ def test_the_line_holds_when_lengths_come_and_go_and_rounds_are_noisy() -> None:
     )
 
 
-def test_noise_at_one_length_makes_no_slope() -> None:
+def test_noise_at_one_length_gives_no_slope() -> None:
     times = RoundTimes()
     add_plain(times, [400 + number % 20 for number in range(300)], noise=0.1)
     assert plain_at(times, 560) == pytest.approx(plain_at(times, 400), rel=0.12)
@@ -827,7 +827,7 @@ def test_lengths_that_were_seen_are_not_timed_again() -> None:
     assert plain_at(times, 700) == pytest.approx(1.35, rel=0.02)
 
 
-def test_one_hiccup_at_a_new_length_does_not_stand() -> None:
+def test_one_outlier_at_a_new_length_is_corrected() -> None:
     times = RoundTimes()
     add_plain(times, [100] * 6)
     times.add_plain(1, 600, [9.0])
@@ -837,7 +837,7 @@ def test_one_hiccup_at_a_new_length_does_not_stand() -> None:
     assert plain_at(times, 600) < 1.2 * 1.3
 
 
-def test_a_guess_that_does_not_come_gives_way_to_one_that_does() -> None:
+def test_a_candidate_without_a_draft_is_replaced_by_one_with_a_draft() -> None:
     """A look-up that announces something and then has nothing must not outbid a model for ever."""
     controller, rng = CostController(), random.Random(2)
     row = Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0))
@@ -845,7 +845,7 @@ def test_a_guess_that_does_not_come_gives_way_to_one_that_does() -> None:
     for _ in range(600):
         plan = controller.plan([row], [(Candidate(deterministic=True), Candidate(part=1))])[0]
         parts.append(plan.part if plan.length else None)
-        length = plan.length and plan.part  # the model guesses one node, the look-up none
+        length = plan.length and plan.part  # the model drafts one node, the lookup none
         accepted = int(length and rng.random() < 0.8)
         verdict = Verdict.from_chain(torch.tensor([accepted]), torch.tensor([0]))
         time = RoundTime(0.0, 0.1 * length, 1 + 0.15 * length)
@@ -853,7 +853,7 @@ def test_a_guess_that_does_not_come_gives_way_to_one_that_does() -> None:
     assert parts[200:].count(1) > 300
 
 
-def test_experience_goes_from_the_general_to_the_special() -> None:
+def test_statistics_are_shrunk_from_general_to_specific() -> None:
     experience = AcceptanceStats(memory=50)
     path, whole, own = experience.path("all", "own"), experience.path("all"), experience.path("own")
     assert experience.mean(path, 0.3) == 0.3
@@ -868,7 +868,7 @@ def test_experience_goes_from_the_general_to_the_special() -> None:
     assert experience.mean(path, 0.3) > 0.8, "what is long past is forgotten"
 
 
-def test_drafts_that_it_did_not_plan_do_not_disturb_it() -> None:
+def test_unplanned_drafts_do_not_affect_the_statistics() -> None:
     """Requests may set their own draft lengths, from the very first round on."""
     controller = CostController()
     row = Row([0] * 20, SamplingParams(max_tokens=10**6, draft_length=3))
@@ -880,8 +880,8 @@ def test_drafts_that_it_did_not_plan_do_not_disturb_it() -> None:
     assert Simulation(lambda number, depth: 0.9).play(controller, 500).speed > 1.5
 
 
-def test_it_learns_by_what_a_drafter_foretells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The level that a node is filed under is that of its foretold chance, not of its law."""
+def test_cost_learns_from_predicted_acceptance_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node is recorded under its predicted acceptance probability, not under its distribution."""
     controller, row = CostController(), Row([0] * 20, SamplingParams(max_tokens=100))
     heard: list[float] = []
     original = controller.expectations.of_node

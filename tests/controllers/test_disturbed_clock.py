@@ -56,7 +56,7 @@ def speed_after(simulation: Simulation, controller: CostController, num_skipped:
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("disturbance", DISTURBANCES)
 @pytest.mark.parametrize("num_quiet", [0, NUM_QUIET])
-def test_speed_is_back_200_tokens_after_a_burst_of_other_load(
+def test_speed_recovers_within_200_tokens_after_a_burst_of_load(
     pair: str, disturbance: str, num_quiet: int
 ) -> None:
     speeds = []
@@ -78,7 +78,7 @@ def quiet_speed(pair: str) -> float:
 
 
 @pytest.mark.parametrize("disturbance", ["slower", "preempted", "slower and preempted"])
-def test_drafting_goes_on_while_the_machine_is_disturbed(disturbance: str) -> None:
+def test_drafting_continues_on_a_disturbed_machine(disturbance: str) -> None:
     """Drafts pay on a busy machine too: rounds are compared with plain rounds of the same moments."""
     for seed in range(4):
         simulation, _ = run("strong drafter", NUM_QUIET, DISTURBANCES[disturbance], 1500, seed)

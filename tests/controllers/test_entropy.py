@@ -1,4 +1,4 @@
-"""The controller `entropy`: stops where the drafter is undecided, with a constant that fits what was accepted."""
+"""The controller `entropy`: it stops at high entropy, with a constant fitted to the acceptance."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def verdict(*accepted: int) -> Verdict:
     return Verdict.from_chain(torch.tensor(accepted), torch.zeros(len(accepted), dtype=torch.long))
 
 
-def test_it_goes_on_while_the_product_of_the_bounds_is_large_enough() -> None:
+def test_entropy_continues_while_the_product_of_bounds_is_large_enough() -> None:
     controller = EntropyController(EntropyOptions(8, threshold=0.3))
     batch = rows(3)
     controller.plan(batch, [(Candidate(),)] * 3)
@@ -48,7 +48,7 @@ def test_it_goes_on_while_the_product_of_the_bounds_is_large_enough() -> None:
     assert controller.go_on(batch, draft_probs(1, 2, 4), 1) == [True, True, False]
 
 
-def test_a_round_begins_anew() -> None:
+def test_entropy_restarts_in_every_round() -> None:
     controller = EntropyController(EntropyOptions(8, threshold=0.3))
     for _ in range(3):
         controller.plan(rows(1), [(Candidate(),)])
@@ -57,8 +57,8 @@ def test_a_round_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("constant", [0.05, 0.2, 0.5])
-def test_the_constant_comes_to_fit_what_is_accepted(constant: float) -> None:
-    """Nodes are accepted exactly as often as the bound with this constant says."""
+def test_the_constant_is_fitted_to_the_observed_acceptance(constant: float) -> None:
+    """Nodes are accepted with exactly the probability of the bound with this constant."""
     controller = EntropyController()
     rng = random.Random(1)
     for _ in range(3000):
@@ -70,7 +70,7 @@ def test_the_constant_comes_to_fit_what_is_accepted(constant: float) -> None:
     assert controller.constant == pytest.approx(constant, rel=0.35)
 
 
-def test_nodes_behind_a_rejected_one_say_nothing() -> None:
+def test_nodes_after_a_rejected_one_are_ignored() -> None:
     one, other = EntropyController(), EntropyController()
     for controller, length in ((one, 1), (other, 3)):
         controller.plan(rows(1), [(Candidate(),)])
@@ -80,7 +80,7 @@ def test_nodes_behind_a_rejected_one_say_nothing() -> None:
     assert one.constant == other.constant != FIRST_CONSTANT
 
 
-def test_rows_of_a_look_up_do_not_enter_the_constant() -> None:
+def test_lookup_rows_do_not_affect_the_constant() -> None:
     """Their lines mean nothing while another row of the batch is asked about."""
     controller = EntropyController()
     controller.plan(rows(2), [(Candidate(deterministic=True),), (Candidate(part=1),)])
@@ -89,7 +89,7 @@ def test_rows_of_a_look_up_do_not_enter_the_constant() -> None:
     assert controller.constant == pytest.approx(FIRST_CONSTANT)
 
 
-def test_what_it_is_called_and_what_is_refused() -> None:
+def test_names_and_invalid_options_of_entropy() -> None:
     assert make_controller("entropy").name == "entropy:8,threshold=0.5"
     assert make_controller("entropy:3,threshold=0.25").name == "entropy:3,threshold=0.25"
     for text in (

@@ -1,4 +1,4 @@
-"""The controller that stops where a small network expects a rejection, and the file the network comes from."""
+"""The controller `learned`, and the file of its predictor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write(tmp_path: Path) -> Callable[[str | dict[str, Any]], Path]:
 
 
 def probs_with(*confidences: float) -> DraftProbs:
-    """Laws over ten tokens whose largest probability is the one given."""
+    """Return distributions over ten tokens with the given largest probability."""
     draft_probs = [[confidence, *[(1 - confidence) / 9] * 9] for confidence in confidences]
     return DraftProbs(torch.tensor(draft_probs, dtype=torch.float64).log())
 
@@ -85,7 +85,7 @@ def nodes_until_stop(controller: LearnedController, confidences: Sequence[float]
         ([0.9] * 8, 0.0, 1),
     ],
 )
-def test_it_stops_after_the_node_that_makes_a_rejection_likely(
+def test_learned_stops_after_the_node_that_makes_a_rejection_likely(
     write: Callable[[Any], Path], confidences: list[float], threshold: float, expected: int
 ) -> None:
     path = write(trusting())
@@ -94,13 +94,13 @@ def test_it_stops_after_the_node_that_makes_a_rejection_likely(
     assert [nodes_until_stop(controller, confidences) for _ in range(2)] == [expected, expected]
 
 
-def test_at_the_threshold_is_sure_enough(write: Callable[[Any], Path]) -> None:
+def test_learned_continues_at_exactly_the_threshold(write: Callable[[Any], Path]) -> None:
     deterministic = trusting((1.0,), (50.0,))
     controller = LearnedController(LearnedOptions(threshold=0.0), str(write(deterministic)))
     assert controller.go_on(rows_of(1), probs_with(0.9), 0) == [True]
 
 
-def test_rows_have_their_own_products(write: Callable[[Any], Path]) -> None:
+def test_each_row_has_its_own_product(write: Callable[[Any], Path]) -> None:
     controller = LearnedController(LearnedOptions(threshold=0.4), str(write(trusting())))
     rows = rows_of(3)
     assert controller.go_on(rows, probs_with(0.9, 0.7, 0.4), 0) == [True, True, False]
@@ -126,7 +126,7 @@ def test_the_length_is_the_budget(write: Callable[[Any], Path]) -> None:
     assert controller.plan(rows_of(2), [(Candidate(),)] * 2) == [Plan(0, 6)] * 2
 
 
-def test_answers_do_not_change_when_tokens_are_renamed() -> None:
+def test_decisions_do_not_depend_on_token_ids() -> None:
     controller = LearnedController(LearnedOptions(length=6, threshold=0.5))
     draft_probs = torch.softmax(torch.randn(12, 3, 10, generator=torch.Generator().manual_seed(0)) * 2, -1)
     rows = rows_of(3, temperature=1.0)
@@ -158,7 +158,7 @@ def test_features_describe_the_path() -> None:
     assert path.of_level(rows, probs_with(confidences[0]), 0) == levels[0]
 
 
-def test_coupling_is_no_feature_at_temperature_0() -> None:
+def test_coupling_is_not_a_feature_at_temperature_0() -> None:
     def features(temperature: float, coupled: bool) -> list[list[float]]:
         return PathFeatures().of_level(rows_of(1, temperature, coupled), probs_with(0.5), 0)
 
@@ -197,7 +197,7 @@ def test_the_builtin_predictor_is_complete_and_names_its_source() -> None:
     assert provenance["workload"] == "stdlib"
 
 
-def test_the_builtin_predictor_predicts_what_it_always_did() -> None:
+def test_the_builtin_predictor_has_its_recorded_predictions() -> None:
     from secondguess.builtin import acceptance_path
 
     predictor = Predictor.read(acceptance_path())
@@ -220,7 +220,7 @@ def test_the_builtin_predictor_belongs_to_the_builtin_pair() -> None:
     assert provenance["drafter_sha256"] == hash_weights(paths.drafter)
 
 
-def test_a_file_comes_back_as_it_was_written(write: Callable[[Any], Path]) -> None:
+def test_a_saved_predictor_is_loaded_unchanged(write: Callable[[Any], Path]) -> None:
     record = trusting((1.5, 0.5), (0.25, -1.0))
     path = write(Predictor(record).to_json())
     assert Predictor.read(path).record == record
@@ -289,6 +289,6 @@ def test_a_record_without_an_entry_is_refused(write: Callable[[Any], Path]) -> N
         ("learned,depth=3", "one of the options length, threshold"),
     ],
 )
-def test_names_that_are_refused(text: str, words: str) -> None:
+def test_invalid_names_of_learned_are_refused(text: str, words: str) -> None:
     with pytest.raises(BadInputError, match=words):
         make_controller(text)

@@ -55,7 +55,7 @@ def test_rounds_are_learned_from_together() -> None:
     assert num_learned(controller) != before
 
 
-def test_losses_are_learned_from_at_once() -> None:
+def test_losses_are_learned_from_immediately() -> None:
     controller, row = settled()
     before = num_learned(controller)
     lost = 0.0
@@ -66,7 +66,7 @@ def test_losses_are_learned_from_at_once() -> None:
 
 
 @pytest.mark.parametrize("change", ["row", "kind", "end"])
-def test_another_row_or_candidate_gets_a_decision_of_its_own(change: str) -> None:
+def test_another_row_or_candidate_gets_its_own_decision(change: str) -> None:
     controller, row = settled()
     run_round(controller, row, accepted=2)
     before = num_learned(controller)

@@ -1,4 +1,4 @@
-"""What the tests of drafters share: a small target, a way to run the loop, and one drafter of every kind."""
+"""Helpers of the tests of drafters: a small target, the decoding loop, and one drafter of every kind."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PROMPTS = [[1, 2, 3, 1, 2], [0], [5, 5, 5, 5, 5, 5, 5], [4, 3, 4, 3, 4, 3, 2]]
 
 
 def noisy_dist(dist: NextTokenDist, seed: int, sharpness: float = 1.0) -> NextTokenDist:
-    """A drafter that resembles `dist`: its logits with noise."""
+    """Return a draft distribution near `dist`: its logits with noise."""
     noise = random_probs(VOCAB_SIZE, seed, sharpness)
     return lambda context: (dist(context).log() + noise(context).log()).softmax(-1)
 
 
 def worst_dist(dist: NextTokenDist) -> NextTokenDist:
-    """A drafter that is sure of what the target finds least likely."""
+    """Return a draft distribution that is one-hot at the target's least probable token."""
 
     def worst(context: tuple[int, ...]) -> torch.Tensor:
         return torch.nn.functional.one_hot(dist(context).argmin(), VOCAB_SIZE).double()
@@ -43,7 +43,7 @@ def worst_dist(dist: NextTokenDist) -> NextTokenDist:
 
 
 def model_drafter(dist: NextTokenDist, **settings: int) -> ModelDrafter:
-    """A `ModelDrafter` over a table."""
+    """Return a `ModelDrafter` over a function from context to probabilities."""
     return ModelDrafter(TableModel(VOCAB_SIZE, dist, **settings), "model:table", VOCAB_SIZE)
 
 
@@ -73,17 +73,39 @@ CONTROLLERS = [
     "learned,length=6",
 ]
 ADAPTIVE = ("cost", "entropy")
-"""Controllers that learn from the other rows of a batch, and so may draft otherwise in company."""
+"""Controllers that learn from the other rows of a batch, so that draft lengths depend on these rows."""
 
 
-def never_asked(dists: torch.Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
-    """For `Budgets.go_on`, where nobody may ask."""
-    raise AssertionError("go_on was asked by a certain drafter, or although the controller reads no laws")
+def is_controlled(drafter: str, controller: str) -> bool:
+    """Return whether the controller can decide anything about the drafter's drafts.
+
+    As in `choose_controller`: a drafter that never drafts needs none, and without draft distributions there is nothing
+    to read for controllers that stop by them.
+    """
+    made = DRAFTERS[drafter]()
+    if made.default_controller == "fixed:0":
+        return controller == "fixed:0"
+    return not (made.deterministic and make_controller(controller).needs_probs)
+
+
+CONTROLLED = [
+    (drafter, controller)
+    for drafter in DRAFTERS
+    for controller in CONTROLLERS
+    if is_controlled(drafter, controller)
+]
+
+
+def never_called(dists: torch.Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
+    """Return nothing: a `Budgets.go_on` that fails when it is called."""
+    raise AssertionError(
+        "go_on was called for a deterministic drafter or a controller that reads no distributions"
+    )
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: the tokens generated per row, the statistics, and the target that did it."""
+    """Output tokens and statistics per row, and the target."""
 
     outputs: list[list[int]]
     stats: list[Stats]
@@ -115,7 +137,7 @@ def run(
 
 
 def greedy_text(prompt: list[int], num_tokens: int, dist: NextTokenDist = TARGET_DIST) -> list[int]:
-    """Plain greedy decoding, written without any of the package's loop."""
+    """Return the text of plain greedy decoding, without the package's decoding loop."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(int(dist(tuple(tokens)).argmax()))

@@ -28,7 +28,7 @@ from secondguess.runtime.base import Runtime
 
 
 def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
-    """A target whose laws are neither flat nor certain."""
+    """Return a target whose distributions are neither flat nor one-hot."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -72,7 +72,7 @@ def layer_skip_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 
 def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    """It can say all words but a few; those that it lacks are the target's to say."""
+    """Return a drafter whose vocabulary lacks a quarter of the target's tokens."""
     counts = torch.arange(target.vocab_size) % 11
     vocabulary = DraftVocabulary.most_frequent(counts, max(target.vocab_size * 3 // 4, 2))
     head = EagleHead.fresh(TargetModel.of(target), seed=2, vocabulary=vocabulary)

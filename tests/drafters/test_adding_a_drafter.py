@@ -1,4 +1,4 @@
-"""The drafter that the documentation shows works as shown."""
+"""The drafter of docs/adding-a-drafter.md."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def shown_drafter() -> type[Drafter]:
     return found
 
 
-def test_it_is_short() -> None:
+def test_the_documented_drafter_is_short() -> None:
     assert len(shown_code().splitlines()) < 40
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("controller", ["fixed:0", "fixed:4"])
-def test_it_reproduces_plain_greedy_decoding(batch: int, controller: str) -> None:
+def test_the_documented_drafter_equals_plain_greedy_decoding(batch: int, controller: str) -> None:
     drafter = shown_drafter()()
     result = run(drafter, PROMPTS[:batch], controller=controller)
     assert result.outputs == [greedy_text(prompt, 14) for prompt in PROMPTS[:batch]]
     assert vars(drafter) == vars(shown_drafter()())
 
 
-def test_it_drafts_and_is_accepted() -> None:
+def test_drafts_of_the_documented_drafter_are_accepted() -> None:
     """On a text in which every token has one successor it must be right as soon as it has seen each once."""
     import torch
 

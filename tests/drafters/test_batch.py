@@ -107,7 +107,7 @@ def test_a_long_prompt_delays_the_other_rows_by_one_budget_per_round(drafter, mo
 
 @every_drafter
 @pytest.mark.parametrize("is_live", [False, True], ids=["released", "live"])
-def test_only_what_a_prompt_does_not_share_is_prefilled(drafter, is_live, monkeypatch):
+def test_only_the_unshared_part_of_a_prompt_is_prefilled(drafter, is_live, monkeypatch):
     components = components_of(drafter)
     first, second = row_of(text(60)), row_of([*text(54), *text(6, seed=1)])
     batch = Batch(components)
@@ -187,7 +187,7 @@ def test_limits_below_1_are_refused():
     ),
     st.integers(1, 30),
 )
-def test_texts_are_the_targets_whoever_joins_and_leaves(drafter, arrivals, budget):
+def test_texts_equal_plain_decoding_while_rows_join_and_leave(drafter, arrivals, budget):
     """Prompts share prefixes of one text; between any two rounds a row joins, or one is cancelled."""
     components = components_of(drafter, "cost")
     batch = Batch(components, budget)

@@ -1,4 +1,4 @@
-"""Names of drafters: what is understood, and what is refused with what would have been."""
+"""Names of drafters: accepted options, and refusals that list the valid ones."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def make(text: str) -> Drafter:
         ("suffix,factor=2.5,offset=1,threshold=0,min=1", "suffix,min=1,factor=2.5,offset=1,threshold=0"),
     ],
 )
-def test_a_drafter_tells_the_options_it_uses(text: str, name: str) -> None:
+def test_the_name_of_a_drafter_contains_its_options(text: str, name: str) -> None:
     made = make(text)
     assert made.name == name
     assert make(made.name).name == name
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_every_drafter_names_a_controller_that_exists(kind: str) -> None:
+def test_the_default_controller_of_every_drafter_exists(kind: str) -> None:
     assert make_controller(drafter_class(kind).default_controller).name
 
 
@@ -64,7 +64,7 @@ def test_every_drafter_names_a_controller_that_exists(kind: str) -> None:
         ("suffix+model:some/dir,tree=2x2", True),
     ],
 )
-def test_a_drafter_says_whether_it_may_branch(text: str, branches: bool) -> None:
+def test_can_draft_trees_is_true_for_drafters_of_trees(text: str, branches: bool) -> None:
     assert make(text).can_draft_trees == branches
 
 
@@ -95,12 +95,12 @@ def test_the_drafter_none_gets_no_budget() -> None:
         ("model:", "path"),
     ],
 )
-def test_what_is_refused(text: str, message: str) -> None:
+def test_invalid_names_are_refused(text: str, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         make(text)
 
 
-def test_a_path_may_hold_colons() -> None:
+def test_a_path_may_contain_colons() -> None:
     assert parse_drafter_name("model:C:/dir/x,a=1") == [Name("model", "C:/dir/x", {"a": "1"})]
 
 
@@ -118,7 +118,7 @@ def test_drafters_are_joined_by_a_plus_sign(text: str, parts: list[tuple[str, st
     assert [(name.kind, name.argument) for name in parse_drafter_name(text)] == parts
 
 
-def test_draft_models_are_found_wherever_they_stand() -> None:
+def test_draft_models_are_found_at_any_position() -> None:
     assert draft_model_paths("suffix+model:tiny") == ["tiny"]
     assert draft_model_paths("model:tiny") == ["tiny"]
     assert draft_model_paths("suffix") == []
@@ -133,7 +133,7 @@ def test_draft_models_are_found_wherever_they_stand() -> None:
         ("suffix,oops=1+ngram", "the option 'oops'"),
     ],
 )
-def test_parts_that_do_not_mix_are_refused(text: str, message: str) -> None:
+def test_parts_that_cannot_be_combined_are_refused(text: str, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         make(text)
 
@@ -155,7 +155,7 @@ def test_the_help_names_every_drafter() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "verify", "inspect", "export", "bench", "tune"])
-def test_commands_take_their_words_about_drafters_from_one_place(command: str) -> None:
+def test_commands_share_the_help_text_of_drafters(command: str) -> None:
     group = typer.main.get_command(app)
     (option,) = [each for each in group.commands[command].params if each.name == "drafter"]
     assert options.DRAFTER_NAMES in option.help

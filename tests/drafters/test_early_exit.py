@@ -1,4 +1,4 @@
-"""What early exit promises beyond what every head does: nothing of the shared layers is computed or stored twice."""
+"""Early exit: nothing of the shared layers is computed or stored twice."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def drafter_of(
 def play(
     target: Runtime, shape: TreeShape | None = None, temperature: float = 0.0, controller: str = "fixed:3"
 ) -> int:
-    """Decode, and say how many nodes were drafted."""
+    """Decode, and return the number of drafted nodes."""
     drafter = drafter_of(target, 2, shape=shape)
     components = Components(target, drafter, make_verifier("auto"), make_controller(controller))
     params = SamplingParams(max_tokens=12, temperature=temperature)
@@ -74,7 +74,7 @@ def play(
 def test_shared_layers_run_once_per_token(
     shape: TreeShape | None, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many queries pass the first layer as the last: those that the target judges."""
+    """As many queries pass the first layer as the last: those that the target scores."""
     counts: dict[int, int] = {}
     forward = Layer.forward
 
@@ -88,7 +88,7 @@ def test_shared_layers_run_once_per_token(
     assert len(set(counts.values())) == 1
 
 
-def test_there_is_no_second_cache() -> None:
+def test_early_exit_has_no_second_cache() -> None:
     target = fused_target()
     drafter = drafter_of(target, 2)
     assert [value for value in vars(drafter.stepper).values() if isinstance(value, Runtime)] == [target]
@@ -104,7 +104,7 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-def test_it_takes_no_more_memory_than_target_and_adapter() -> None:
+def test_early_exit_needs_no_more_memory_than_target_and_adapter() -> None:
     """Measured in the middle of a text: over plain decoding of the same text it holds the adapter and one round's states."""
     params = SamplingParams(max_tokens=40)
     sizes = {}
@@ -132,8 +132,8 @@ def test_it_takes_no_more_memory_than_target_and_adapter() -> None:
     assert sizes["early-exit"] - sizes["plain"] < 0.05 * cache
 
 
-def test_a_draft_that_changed_is_read_anew() -> None:
-    """Another token where one was read ahead: what was read says nothing of it."""
+def test_a_changed_draft_is_computed_again() -> None:
+    """Another token in place of one that was run ahead: its hidden states must not be used."""
     expected, found = fused_target(), fused_target()
     params = SamplingParams()
     draft, other = Draft.chains([[4, 5, 6]]), Draft.chains([[4, 8, 6]])
@@ -147,7 +147,7 @@ def test_a_draft_that_changed_is_read_anew() -> None:
     torch.testing.assert_close(logits[0], logits[1])
 
 
-def test_an_interrupted_round_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_round_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are decoded again look as they did, but the cache has been written anew: what was read before is gone."""
     params = SamplingParams(max_tokens=12)
     texts = []
@@ -171,7 +171,7 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_only_some_of_the_layers_can_be_run_ahead() -> None:
+def test_invalid_numbers_of_first_layers_are_refused() -> None:
     target = fused_target()
     for num_layers in (0, 4):
         with pytest.raises(BadInputError, match="behind layer 1 to 3"):
@@ -200,12 +200,12 @@ def test_modules_are_refused_before_the_first_draft(tiny_checkpoint: Path) -> No
         )
 
 
-def test_runtimes_say_whether_their_layers_run_apart() -> None:
+def test_runtimes_report_whether_they_support_partial_forward() -> None:
     assert fused_target().supports_partial_forward
     assert not TransformersRuntime(tiny_target()).supports_partial_forward
 
 
-def test_an_adapter_comes_back_from_disk(tmp_path: Path) -> None:
+def test_a_saved_adapter_is_loaded_unchanged(tmp_path: Path) -> None:
     head = EarlyExitHead.fresh(TARGET, 5, exit_layer=2, mlp_size=16).double()
     torch.nn.init.normal_(head.down_proj.weight)
     head.save(tmp_path)
@@ -251,7 +251,7 @@ class _Loaded:
         self.runtime = runtime
 
 
-def test_a_lesson_in_which_nothing_counts_teaches_nothing() -> None:
+def test_a_batch_without_counted_positions_has_no_gradient() -> None:
     """Short answers, of which chance leaves out every place."""
     target = fused_target()
     tokens = torch.zeros(2, 5, dtype=torch.long)
@@ -265,7 +265,7 @@ def test_a_lesson_in_which_nothing_counts_teaches_nothing() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_any_controller_hears_it_in_bfloat16(temperature: float) -> None:
+def test_every_controller_reads_bfloat16_distributions(temperature: float) -> None:
     decoder = fuse(tiny_target(num_layers=4).bfloat16(), packed=False)
     assert decoder is not None
     for controller in ("cost", "confidence", "entropy"):
@@ -273,7 +273,7 @@ def test_any_controller_hears_it_in_bfloat16(temperature: float) -> None:
         assert play(target, StaticTree.from_widths([2, 1]), temperature, controller) >= 0
 
 
-def test_an_adapter_learns() -> None:
+def test_training_an_adapter_lowers_the_loss() -> None:
     target = fused_target()
     embedding_and_head = target.embedding_and_head()
     tokens = torch.randint(0, 31, (4, 24), generator=torch.Generator().manual_seed(0))

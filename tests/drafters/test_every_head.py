@@ -1,9 +1,9 @@
-"""What holds for every head: the text is the target's own, whatever the head was told, forgot or guessed."""
+"""Properties of every head: greedy and seeded text equals plain decoding, and its state can be rebuilt from the text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -20,8 +20,10 @@ from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import DynamicTree, StaticTree, TreeShape
 from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
+from secondguess.runtime import cache as cache_module
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.fused import FusedDecoder, FusedRuntime, fuse
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
@@ -32,6 +34,8 @@ from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 31
 PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 23]]
+NUM_ALONE = 2
+"""Number of prompts that are also decoded alone: a repetitive one, and one of a single token."""
 SHAPES: dict[str, TreeShape | None] = {
     "chain": None,
     "tree": StaticTree.from_widths([3, 2, 1]),
@@ -46,21 +50,21 @@ every_head = pytest.mark.parametrize("head", HEADS)
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
-class Whimsical(Controller):
-    """Drafts in some rounds and not in others, each time another length: whoever listens must not lose the thread."""
+class VaryingLengths(Controller):
+    """Controller with another draft length in every round, and every third round without drafts."""
 
-    name = "whimsical"
+    name = "varying"
 
     def __init__(self) -> None:
         self._round = 0
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         self._round += 1
-        everybody_rests = self._round % 3 == 0
+        is_plain = self._round % 3 == 0
         return [
             Plan(
                 choices[0].part,
-                0 if everybody_rests else min(choices[0].longest, (self._round * 7 + index) % 5),
+                0 if is_plain else min(choices[0].longest, (self._round * 7 + index) % 5),
             )
             for index, choices in enumerate(candidates)
         ]
@@ -73,20 +77,22 @@ def module_runtime() -> Runtime:
     return TransformersRuntime(TARGET)
 
 
+@cache
+def fused_decoder() -> FusedDecoder:
+    return fuse(tiny_target(VOCAB_SIZE), packed=False)
+
+
 def fused_runtime() -> Runtime:
-    return fused(tiny_target(VOCAB_SIZE))
+    return FusedRuntime(fused_decoder())
 
 
-def fused(model: LlamaForCausalLM) -> Runtime:
-    decoder = fuse(model, packed=False)
-    assert decoder is not None
-    return FusedRuntime(decoder)
+@cache
+def native_decoder() -> NativeDecoder:
+    return NativeDecoder(fuse(tiny_target(VOCAB_SIZE).bfloat16(), packed=False))
 
 
 def native_runtime() -> Runtime:
-    decoder = fuse(tiny_target(VOCAB_SIZE).bfloat16(), packed=False)
-    assert decoder is not None
-    return NativeRuntime(NativeDecoder(decoder))
+    return NativeRuntime(native_decoder())
 
 
 def run(
@@ -117,100 +123,130 @@ def run(
     return [row.output for row in rows]
 
 
-def drafts_with(head: str, shape: str) -> object:
+def make_head(head: str, shape: str) -> object:
     return partial(HEADS[head], shape=SHAPES[shape])
 
 
 def target_for(head: str) -> Callable[[], Runtime]:
-    """The runtime that a head works with, where it does not work with all."""
+    """Return a function that makes a runtime which supports the head."""
     return fused_runtime if head in NEEDS_FUSED else module_runtime
 
 
-def plainly(params: SamplingParams, **settings: object) -> list[list[int]]:
-    return run(lambda target: NoDrafter(), params, controller="fixed:0", **settings)  # type: ignore[arg-type]
+def plain_text(
+    params: SamplingParams,
+    prompts: Sequence[list[int]] = PROMPTS,
+    make_target: Callable[[], Runtime] = module_runtime,
+) -> list[list[int]]:
+    """Return the outputs of plain decoding, decoded once per combination of arguments."""
+    key = (repr(params), repr(prompts), make_target)
+    if key not in _plain_texts:
+        _plain_texts[key] = run(
+            lambda target: NoDrafter(),
+            params,
+            controller="fixed:0",
+            prompts=prompts,
+            make_target=make_target,
+        )
+    return _plain_texts[key]
+
+
+_plain_texts: dict[object, list[list[int]]] = {}
 
 
 @every_head
 @every_shape
 @pytest.mark.parametrize("make_target", [module_runtime, fused_runtime], ids=["module", "fused"])
 @pytest.mark.parametrize("together", [True, False], ids=["one-batch", "alone"])
-@pytest.mark.parametrize("verifier", ["auto", "traversal"])
-def test_greedy_text_is_the_targets(
-    head: str, shape: str, verifier: str, together: bool, make_target: object
+def test_greedy_text_equals_plain_decoding(
+    head: str, shape: str, together: bool, make_target: Callable[[], Runtime]
 ) -> None:
     if head in NEEDS_FUSED and make_target is module_runtime:
         pytest.skip("it runs some of the target's layers, which modules cannot")
     params = SamplingParams(max_tokens=16)
-    batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
+    batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS[:NUM_ALONE]]
     found = [
         text
         for batch in batches
-        for text in run(drafts_with(head, shape), params, verifier, prompts=batch, make_target=make_target)
+        for text in run(make_head(head, shape), params, prompts=batch, make_target=make_target)
     ]
-    assert found == plainly(params)
+    assert found == plain_text(params)[: len(found)]
+
+
+@every_head
+@every_shape
+def test_greedy_text_under_traversal_equals_plain_decoding(head: str, shape: str) -> None:
+    """At temperature 0 `auto` is `greedy`; `traversal` needs one-hot target distributions."""
+    params = SamplingParams(max_tokens=16)
+    found = run(make_head(head, shape), params, "traversal", make_target=target_for(head))
+    assert found == plain_text(params)
 
 
 @needs_kernels
 @every_head
 @every_shape
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_over_the_kernels_the_text_is_theirs(head: str, shape: str, temperature: float) -> None:
+def test_text_over_the_kernels_equals_plain_decoding_over_them(
+    head: str, shape: str, temperature: float
+) -> None:
     params = SamplingParams(max_tokens=16, temperature=temperature, seed=4)
-    found = run(drafts_with(head, shape), params, controller=Whimsical(), make_target=native_runtime)
-    assert found == plainly(params, make_target=native_runtime)
+    found = run(make_head(head, shape), params, controller=VaryingLengths(), make_target=native_runtime)
+    assert found == plain_text(params, make_target=native_runtime)
 
 
 @every_head
 @every_shape
-@pytest.mark.parametrize("controller", ["fixed:3", "cost", "confidence:4,threshold=0.2", "whimsical"])
-def test_seeded_text_is_that_of_no_drafter(head: str, shape: str, controller: str) -> None:
+@pytest.mark.parametrize("controller", ["cost", "confidence:4,threshold=0.2", "varying"])
+def test_seeded_text_equals_plain_decoding(head: str, shape: str, controller: str) -> None:
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=7)
-    decider = Whimsical() if controller == "whimsical" else controller
-    assert run(drafts_with(head, shape), params, controller=decider, make_target=target_for(head)) == plainly(
-        params
-    )
+    decider = VaryingLengths() if controller == "varying" else controller
+    assert run(
+        make_head(head, shape), params, controller=decider, make_target=target_for(head)
+    ) == plain_text(params)
 
 
 @every_head
 @every_shape
-def test_seeded_text_under_penalties_and_filters(head: str, shape: str) -> None:
+def test_seeded_text_under_penalties_and_top_k_equals_plain_decoding(head: str, shape: str) -> None:
     params = SamplingParams(
         max_tokens=16, temperature=0.8, top_k=9, repetition_penalty=1.3, logit_bias={4: 2.0}, seed=3
     )
-    assert run(drafts_with(head, shape), params, make_target=target_for(head)) == plainly(params)
+    assert run(make_head(head, shape), params, make_target=target_for(head)) == plain_text(params)
 
 
 @every_head
-def test_it_takes_turns_with_a_look_up(head: str) -> None:
+def test_combination_with_a_lookup_equals_plain_decoding(head: str) -> None:
     params = SamplingParams(max_tokens=16)
 
     def either(target: Runtime) -> Drafter:
         parts = [SuffixDrafter(SuffixOptions(min=1)), HEADS[head](target, None)]
         return CombinedDrafter(parts, VOCAB_SIZE)
 
-    assert run(either, params, make_target=target_for(head)) == plainly(params)
+    assert run(either, params, make_target=target_for(head)) == plain_text(params)
 
 
 @every_head
 @every_shape
-def test_it_stops_where_the_context_ends(head: str, shape: str) -> None:
-    """The target holds 128 tokens; the last ones are drafted for too."""
+def test_text_up_to_the_end_of_the_context_equals_plain_decoding(head: str, shape: str) -> None:
+    """The context has 128 tokens; the last ones are drafted, too."""
     params = SamplingParams(max_tokens=14)
-    settings = {"prompts": [[token % VOCAB_SIZE for token in range(120)]], "make_target": target_for(head)}
-    assert run(drafts_with(head, shape), params, **settings) == plainly(params, **settings)
+    prompts, make_target = [[token % VOCAB_SIZE for token in range(120)]], target_for(head)
+    found = run(make_head(head, shape), params, prompts=prompts, make_target=make_target)
+    assert found == plain_text(params, prompts, make_target)
 
 
 @every_head
 @every_shape
 @pytest.mark.parametrize("num_rows", [1, 2])
-@pytest.mark.parametrize("num_rounds", [6, 7], ids=["behind a plain round", "behind a draft"])
-def test_what_it_remembers_is_the_truth(head: str, shape: str, num_rows: int, num_rounds: int) -> None:
-    """After any rounds it guesses as a drafter would that is told the whole texts at once."""
+@pytest.mark.parametrize("num_rounds", [6, 7], ids=["after a plain round", "after a draft"])
+def test_state_after_rounds_equals_that_of_a_new_drafter(
+    head: str, shape: str, num_rows: int, num_rounds: int
+) -> None:
+    """The next draft equals that of a new drafter which begins with the whole text."""
     params = SamplingParams(max_tokens=60, temperature=1.0)
     target = target_for(head)()
     drafter = HEADS[head](target, SHAPES[shape])
     rows = [Row(list(prompt), params, seed=5) for prompt in (PROMPTS[0], PROMPTS[3])[:num_rows]]
-    components = Components(target, drafter, make_verifier("auto"), Whimsical())
+    components = Components(target, drafter, make_verifier("auto"), VaryingLengths())
     rounds = decode(components, rows)
     for _ in range(num_rounds):
         next(rounds)
@@ -220,11 +256,11 @@ def test_what_it_remembers_is_the_truth(head: str, shape: str, num_rows: int, nu
     fresh_target.request_hidden_states(fresh.hidden_layers)
     fresh.begin(fresh_rows, fresh_target.begin(fresh_rows))
     drafts = []
-    for who, whose in ((drafter, rows), (fresh, fresh_rows)):
+    for each, own_rows in ((drafter, rows), (fresh, fresh_rows)):
         with torch.inference_mode():
-            who.prepare(whose, [0] * num_rows)
+            each.prepare(own_rows, [0] * num_rows)
             budgets = Budgets([3] * num_rows, lambda dists, depth: [True] * num_rows, uses_probs=False)
-            drafts.append(who.propose(whose, budgets, KeyedNoise.from_rows(whose)))
+            drafts.append(each.propose(own_rows, budgets, KeyedNoise.from_rows(own_rows)))
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
     assert drafts[0].probs is not None
     assert drafts[1].probs is not None
@@ -232,17 +268,9 @@ def test_what_it_remembers_is_the_truth(head: str, shape: str, num_rows: int, nu
     rounds.close()
 
 
-@every_head
-@pytest.mark.parametrize(
-    ("widths", "num_rounds", "verifier"),
-    [((), 2, "auto"), ((2,), 2, "auto"), ((2, 1), 1, "recursive")],
-    ids=["chain", "siblings", "tree"],
-)
-def test_the_distribution_of_the_text_is_the_targets(
-    head: str, widths: tuple[int, ...], num_rounds: int, verifier: str
-) -> None:
-    """One or two rounds on a real cache, enumerated."""
-    shape = StaticTree.from_widths(widths) if widths else None
+@cache
+def two_token_target() -> tuple[LlamaForCausalLM, dict[tuple[int, ...], torch.Tensor]]:
+    """Return a target with two tokens, and its distribution after every output of up to three tokens."""
     model = tiny_target(vocab_size=2)
     dists = {}
     outputs: list[tuple[int, ...]] = [()]
@@ -252,7 +280,30 @@ def test_the_distribution_of_the_text_is_the_targets(
         dists[output] = logits.softmax(-1)
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
-    target = fused(model) if head in NEEDS_FUSED else TransformersRuntime(model)
+    return model, dists
+
+
+@every_head
+@pytest.mark.parametrize(
+    ("widths", "num_rounds", "verifier"),
+    [((), 2, "auto"), ((2,), 2, "auto"), ((2, 1), 1, "recursive")],
+    ids=["chain", "siblings", "tree"],
+)
+def test_output_distribution_equals_the_targets(
+    head: str,
+    widths: tuple[int, ...],
+    num_rounds: int,
+    verifier: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One or two rounds on a real cache, enumerated."""
+    monkeypatch.setattr(cache_module, "MIN_CAPACITY", 16)  # less memory to allocate for a thousand branches
+    shape = StaticTree.from_widths(widths) if widths else None
+    model, dists = two_token_target()
+    fused = FusedRuntime(fuse(tiny_target(vocab_size=2), packed=False))
+    target: CachedRuntime = fused if head in NEEDS_FUSED else TransformersRuntime(model)
+    # One prefill pass for all branches instead of one per branch: equal bits are not needed here.
+    target._prefills_together = True
     components = Components(
         target, HEADS[head](target, shape), make_verifier(verifier), make_controller("fixed:2")
     )

@@ -1,4 +1,4 @@
-"""What a head keeps of the target's states until it asks."""
+"""The buffer of hidden states that a head has not read yet."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def states_of(num_rows: int, num_queries: int) -> Tensor:
     )
 
 
-def test_each_row_gets_its_own_states_of_pending_and_of_the_path() -> None:
+def test_each_row_keeps_the_states_of_pending_and_the_path() -> None:
     heard, rows = heard_by(2)
     plain, drafted = states_of(2, 1), states_of(2, 4)
     heard.observe(rows, verdict_of([[], []]), {4: plain})
@@ -47,7 +47,7 @@ def test_each_row_gets_its_own_states_of_pending_and_of_the_path() -> None:
     assert not heard.has(rows[0])
 
 
-def test_a_row_does_not_hold_the_states_of_its_neighbours() -> None:
+def test_a_row_does_not_keep_the_states_of_other_rows() -> None:
     """They may end long before it, and it may never be drafted for."""
     heard, rows = heard_by(8)
     heard.observe(rows, verdict_of([[]] * 8), {4: states_of(8, 1)})

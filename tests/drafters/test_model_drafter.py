@@ -1,4 +1,4 @@
-"""The draft model: its cache, its laws, its vocabulary, its context."""
+"""The draft model: cache, distributions, vocabulary and context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drafter_cases import (
     VOCAB_SIZE,
     greedy_text,
     model_drafter,
-    never_asked,
+    never_called,
     noisy_dist,
     run,
     worst_dist,
@@ -41,19 +41,19 @@ def propose(drafter: ModelDrafter, rows: list[Row], budgets: Budgets) -> Draft:
 
 
 @pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, False), (1.0, True)])
-def test_the_target_as_its_own_drafter_is_always_accepted(temperature: float, coupled: bool) -> None:
+def test_drafts_of_the_target_itself_are_always_accepted(temperature: float, coupled: bool) -> None:
     params = SamplingParams(max_tokens=15, temperature=temperature)
     result = run(model_drafter(TARGET_DIST), params=params, controller="fixed:4", coupled=coupled)
     assert all(stats.acceptance_rate == 1.0 for stats in result.stats)
     assert all(stats.acceptance_length == 5.0 for stats in result.stats)
 
 
-def test_a_drafter_that_is_always_wrong_is_never_accepted() -> None:
+def test_drafts_that_are_always_wrong_are_never_accepted() -> None:
     result = run(model_drafter(worst_dist(TARGET_DIST)))
     assert all(stats.num_drafted > 0 and stats.num_accepted == 0 for stats in result.stats)
 
 
-def test_no_token_is_scored_twice_when_all_is_accepted() -> None:
+def test_no_token_is_forwarded_twice_if_all_are_accepted() -> None:
     drafter = model_drafter(TARGET_DIST)
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=15), controller="fixed:4")
     # The prompt's first two tokens were cached by the prefill; of the 3 + 15 tokens the draft model reads
@@ -61,7 +61,7 @@ def test_no_token_is_scored_twice_when_all_is_accepted() -> None:
     assert drafter.runtime.num_scored_tokens == 3 + 15 - 2 - 2
 
 
-def test_what_was_rejected_is_all_that_is_scored_anew() -> None:
+def test_only_the_replaced_token_is_forwarded_after_a_rejection() -> None:
     drafter = model_drafter(worst_dist(TARGET_DIST))
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=6), controller="fixed:2")
     # Four rounds of two drafts, then one of one (the last place belongs to the target) and one of none.
@@ -80,7 +80,7 @@ def test_forwards_per_round_are_at_most_the_draft_length(controller: str, batch:
     assert drafter.runtime.num_forwards <= 4 * result.target.num_forwards
 
 
-def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
+def test_only_rows_that_still_draft_are_in_a_forward_pass() -> None:
     class Counting(TableModel):
         widths: list[int]
 
@@ -93,7 +93,7 @@ def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
     drafter = ModelDrafter(runtime, "model:table", VOCAB_SIZE)
     rows = [Row(list(prompt), SAMPLED, seed=1) for prompt in PROMPTS]
     drafter.begin(rows)
-    draft = propose(drafter, rows, Budgets([3, 0, 1, 2], never_asked, uses_probs=False))
+    draft = propose(drafter, rows, Budgets([3, 0, 1, 2], never_called, uses_probs=False))
     assert runtime.widths == [3, 2, 1]
     assert draft.lengths.tolist() == [3, 0, 1, 2]
     assert (draft.tokens[~draft.mask] == 0).all()
@@ -101,7 +101,7 @@ def test_only_rows_that_still_draft_take_part_in_a_forward() -> None:
     assert draft.probs.isfinite().all()
 
 
-def test_distributions_are_asked_about_only_where_a_further_node_is_possible() -> None:
+def test_go_on_is_called_only_if_another_node_is_possible() -> None:
     asked: list[int] = []
 
     def go_on(dists: Tensor, depth: int, *_: object) -> list[bool]:
@@ -116,7 +116,7 @@ def test_distributions_are_asked_about_only_where_a_further_node_is_possible() -
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_go_on_is_shown_the_models_own_distribution(temperature: float) -> None:
+def test_go_on_receives_the_distribution_before_sampling_settings(temperature: float) -> None:
     shown: list[Tensor] = []
 
     def go_on(logits: Tensor, depth: int, *_: object) -> list[bool]:
@@ -131,7 +131,7 @@ def test_go_on_is_shown_the_models_own_distribution(temperature: float) -> None:
     torch.testing.assert_close(torch.cat(shown), torch.stack([TARGET_DIST(context) for context in contexts]))
 
 
-def test_a_row_stops_drafting_after_the_node_that_says_so() -> None:
+def test_a_row_stops_drafting_after_the_node_at_which_go_on_is_false() -> None:
     drafter = model_drafter(TARGET_DIST)
     rows = [Row(list(prompt), SAMPLED, seed=1) for prompt in PROMPTS]
     drafter.begin(rows)
@@ -157,11 +157,11 @@ def test_reported_distributions_are_those_the_nodes_were_drawn_from() -> None:
             assert expected[draft.tokens[index, depth]] > 0
 
 
-def test_greedy_drafts_are_certain_and_follow_penalties() -> None:
+def test_greedy_drafts_carry_no_probs_and_follow_penalties() -> None:
     dist = random_probs(VOCAB_SIZE, seed=3, sharpness=0.1)
     params = SamplingParams(max_tokens=30, repetition_penalty=3.0)
     result = run(model_drafter(dist), [[1, 2, 3]], params, dist=dist)
-    # The target's own law, penalised in the same way, never disagrees.
+    # The target's own distribution with the same penalties always agrees.
     assert result.stats[0].acceptance_rate == 1.0
     drafter = model_drafter(dist)
     rows = [Row([1, 2, 3], params)]
@@ -185,7 +185,7 @@ def test_block_verification_may_correct_a_token_by_itself() -> None:
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 2, 3])
-def test_it_rejoins_the_truth_after_any_verdict(num_accepted: int) -> None:
+def test_the_cache_matches_the_text_after_any_verdict(num_accepted: int) -> None:
     drafter = model_drafter(TARGET_DIST)
     row = Row([1, 2], SAMPLED, seed=4)
     drafter.begin([row])
@@ -201,12 +201,12 @@ def test_it_rejoins_the_truth_after_any_verdict(num_accepted: int) -> None:
     torch.testing.assert_close(draft.probs[0, 0], TARGET_DIST(tuple(row.tokens)))
 
 
-def test_rounds_without_drafts_are_caught_up_in_one_forward() -> None:
+def test_rounds_without_drafts_are_caught_up_in_one_forward_pass() -> None:
     drafter = model_drafter(TARGET_DIST)
     row = Row([1, 2], SAMPLED)
     drafter.begin([row])
     for token in (3, 4, 5):
-        assert propose(drafter, [row], Budgets([0], never_asked)).num_nodes == 0
+        assert propose(drafter, [row], Budgets([0], never_called)).num_nodes == 0
         row.tokens.append(token)
         drafter.observe([row], Verdict.from_chain(torch.tensor([0]), torch.tensor([token])), {})
     draft = propose(drafter, [row], Budgets([1], always))
@@ -216,7 +216,7 @@ def test_rounds_without_drafts_are_caught_up_in_one_forward() -> None:
 
 
 def resized(dist: NextTokenDist, vocab_size: int, vocab_seen: int) -> NextTokenDist:
-    """A law over another width: it reads only tokens below `vocab_seen` and gives new tokens some mass."""
+    """Return a distribution of another width: it reads only tokens below `vocab_seen` and gives new tokens some mass."""
 
     def of(context: tuple[int, ...]) -> Tensor:
         assert all(token < vocab_seen for token in context)
@@ -276,7 +276,7 @@ def test_drafting_stops_where_the_draft_models_context_is_full(context_length: i
         assert (stats.num_drafted > 0) == (num_positions > 0)
 
 
-def test_its_name_needs_a_path_and_takes_no_options() -> None:
+def test_the_name_model_needs_a_path() -> None:
     resources = DrafterResources(VOCAB_SIZE, lambda path: TableModel(VOCAB_SIZE, TARGET_DIST))
     assert (
         ModelDrafter.build(parse_name("model:some/dir", "drafter", ["model"]), resources).name

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search that looks everywhere."""
+"""Prompt lookup against a full search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def slow_continuation(text: list[int], options: NgramOptions, limit: int) -> lis
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_it_finds_what_a_full_scan_finds(seed: int) -> None:
+def test_the_match_equals_that_of_a_full_scan(seed: int) -> None:
     source = random.Random(seed)
     smallest = source.randint(1, 3)
     options = NgramOptions(max=source.randint(smallest, 6), min=smallest)
@@ -59,7 +59,7 @@ def test_each_token_is_indexed_once() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_text_that_goes_round_in_circles_is_drafted_whole(temperature: float) -> None:
+def test_periodic_text_is_drafted_up_to_the_draft_length(temperature: float) -> None:
     def circle(context: tuple[int, ...]) -> torch.Tensor:
         return torch.nn.functional.one_hot(torch.tensor((context[-1] + 1) % VOCAB_SIZE), VOCAB_SIZE).double()
 
@@ -71,6 +71,6 @@ def test_a_text_that_goes_round_in_circles_is_drafted_whole(temperature: float) 
 
 
 @pytest.mark.parametrize("options", [{"max": 0}, {"min": 0}, {"max": 2, "min": 3}, {"max": 33}])
-def test_senseless_options_are_refused(options: dict[str, int]) -> None:
+def test_invalid_options_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(BadInputError, match="expected m"):
         NgramOptions(**options)

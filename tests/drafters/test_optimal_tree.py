@@ -1,4 +1,4 @@
-"""Optimal trees: planned as by hand, learnt from rounds that are over, priced by passes that were timed."""
+"""Optimal trees: plans against an exhaustive search, acceptance rates from finished rounds, costs from timed passes."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ FLAT = costs_of(1.0)
     ("num_nodes", "num_levels"),
     [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2), (4, 2), (5, 2), (3, 3), (4, 3), (5, 3)],
 )
-def test_the_best_tree_is_that_of_all_trees(num_nodes: int, num_levels: int) -> None:
+def test_the_planned_tree_is_the_best_of_all_trees(num_nodes: int, num_levels: int) -> None:
     assert most_planned(num_nodes, num_levels) == pytest.approx(most_by_hand(num_nodes, num_levels))
     planned = frozenset(PlanTables(SHARES, num_nodes, num_levels).paths(num_nodes, num_levels))
     assert planned in all_trees(num_nodes, num_levels)
     assert worth(planned) == pytest.approx(most_by_hand(num_nodes, num_levels))
 
 
-def test_trees_are_wide_where_every_child_may_be_the_one_and_nodes_are_free() -> None:
+def test_trees_are_wide_if_nodes_are_free_and_children_are_equally_likely() -> None:
     tree = plan_tree([0.3, 0.28, 0.26], FLAT, most_nodes=12)
     assert {(0,), (1,), (2,)} <= tree.paths
     assert len(tree.paths) == 12
 
 
-def test_trees_are_chains_where_nodes_are_dear() -> None:
+def test_trees_are_chains_if_nodes_are_expensive() -> None:
     tree = plan_tree([0.8, 0.08, 0.02], costs_of(2.8, draft=0.02), most_nodes=12)
     assert tree.depth > 2
     assert tree.paths == {(0,) * depth for depth in range(1, tree.depth + 1)}
 
 
-def test_a_single_node_is_planned_where_nothing_pays() -> None:
+def test_a_single_node_is_planned_if_nothing_pays() -> None:
     assert plan_tree(SHARES, costs_of(25.0, draft=0.5), 12).paths == {(0,)}
 
 
-def test_passes_lie_on_lines_and_are_checked() -> None:
+def test_pass_times_are_interpolated_and_validated() -> None:
     times = PassTimes(((1, 1.0), (3, 2.0), (7, 4.0)))
     assert [times.at(count) for count in (1, 2, 3, 5, 7, 9)] == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
     for measured in (((1, 1.0),), ((2, 1.0), (3, 1.0)), ((1, 0.0), (2, 1.0)), ((1, 1.0), (1, 2.0))):
@@ -72,7 +72,7 @@ def test_passes_lie_on_lines_and_are_checked() -> None:
             PassTimes(measured)
 
 
-def test_a_level_costs_a_pass_over_all_that_was_drawn_above_it() -> None:
+def test_the_cost_of_a_level_is_a_pass_over_all_nodes_above_it() -> None:
     """A chain's levels are cheaper than a tree's."""
     costs = Costs(PassTimes(((1, 10.0), (2, 10.0))), PassTimes(((1, 1.0), (11, 11.0))))
     assert costs.of_tree([(0,)]) == 11
@@ -80,7 +80,7 @@ def test_a_level_costs_a_pass_over_all_that_was_drawn_above_it() -> None:
     assert costs.of_tree([(0,), (1,), (0, 0), (1, 0), (1, 0, 0)]) == 10 + 1 + 3 + 5
 
 
-def test_chances_by_rank_are_those_of_the_rounds() -> None:
+def test_acceptance_rates_by_rank_are_those_of_the_rounds() -> None:
     """A root with three children, of which the second has two: 30 % first, 50 % second, and below it always the second."""
     acceptance, rng, parents = RankAcceptance(), random.Random(1), [-1, -1, -1, 1, 1]
     for _ in range(3000):
@@ -119,7 +119,7 @@ class TimedModel(TableModel):
         return super().score(rows, draft)
 
 
-def test_costs_are_measured_behind_a_scratch_row_that_is_gone_afterwards() -> None:
+def test_costs_are_measured_on_a_scratch_row_that_is_released() -> None:
     clock = Clock()
     target, draft_model = TimedModel(clock, 0.5), TimedModel(clock, 0.1)
     costs = measure_costs(target, draft_model, most_nodes=12, clock=clock)
@@ -128,7 +128,7 @@ def test_costs_are_measured_behind_a_scratch_row_that_is_gone_afterwards() -> No
     assert target.num_live_rows == draft_model.num_live_rows == 0
 
 
-def test_what_cannot_be_measured_is_said() -> None:
+def test_an_unmeasurable_pass_is_reported() -> None:
     with pytest.raises(BadInputError, match=r"^expected passes .* got: a context of 8 positions"):
         measure_costs(TimedModel(Clock(), 0.1, context_length=8), TableModel(4, random_probs(4, 1)), 12)
     target = TableModel(4, random_probs(4, 1))
@@ -138,7 +138,7 @@ def test_what_cannot_be_measured_is_said() -> None:
         make_drafter("model:x,tree=optimal", target_vocab_size=4, load_draft_model=lambda _: target)
 
 
-def test_planned_trees_are_lossless_and_their_rounds_are_learnt_from() -> None:
+def test_planned_trees_are_lossless_and_their_rounds_are_learned_from() -> None:
     pair = PAIRS["ternary"]
     shape = OptimalTree(3, FLAT)
     drafter = ModelDrafter(TableModel(3, pair.drafter), "model:table,tree=optimal", 3, shape)

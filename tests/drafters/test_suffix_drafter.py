@@ -1,4 +1,4 @@
-"""The suffix automaton against searches that look everywhere, and the rules of the draft."""
+"""The suffix automaton against a full search, and the rules of its drafts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 import torch
-from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_asked, run
+from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_called, run
 
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.suffix import MAX_COUNTED_CONTEXTS, SuffixAutomaton, SuffixDrafter, SuffixOptions
@@ -43,7 +43,7 @@ def automaton_of(text: list[int]) -> SuffixAutomaton:
 
 
 def followers(text: list[int], context: list[int]) -> list[int]:
-    """What followed each occurrence of a context, in order."""
+    """Return the token after each occurrence of a context, in order."""
     width = len(context)
     return [text[end] for end in range(width, len(text)) if text[end - width : end] == context]
 
@@ -87,7 +87,7 @@ def test_the_match_is_the_longest_suffix_that_occurred_before(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_it_follows_the_most_frequent_continuation(seed: int) -> None:
+def test_the_draft_follows_the_most_frequent_continuation(seed: int) -> None:
     """Exactly: in texts whose contexts are never deeper than what is counted."""
     source = random.Random(seed)
     num_letters = source.choice([2, 3, 6])
@@ -101,19 +101,19 @@ def test_it_follows_the_most_frequent_continuation(seed: int) -> None:
         assert found == slow_continuation(text, min_length, 8)
 
 
-def test_ties_go_to_the_latest() -> None:
+def test_ties_are_resolved_by_the_latest_occurrence() -> None:
     assert next(automaton_of([1, 2, 3, 1, 2, 4, 1, 2]).continuation(2)) == (4, 0.5)
     assert next(automaton_of([1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2]).continuation(2)) == (3, 2 / 3)
 
 
-def test_deep_repetition_is_still_continued() -> None:
+def test_deep_repetition_is_drafted() -> None:
     """A text of one token has as many contexts as tokens: far more than are counted."""
     automaton = automaton_of([7] * (4 * MAX_COUNTED_CONTEXTS))
     assert automaton.num_matched == 4 * MAX_COUNTED_CONTEXTS - 1
     assert list(islice(automaton.continuation(2), 20)) == [(7, 1.0)] * 20
 
 
-def test_counts_stay_proper_shares_where_not_all_are_counted() -> None:
+def test_truncated_counts_give_valid_shares() -> None:
     automaton = automaton_of([*[7] * 100, 1] * 3)
     for context in automaton.contexts:
         assert context.total == sum(context.counts.values())
@@ -134,7 +134,7 @@ def test_work_and_memory_grow_linearly(text: str) -> None:
 def propose(drafter: SuffixDrafter, prompt: list[int], budget: int) -> list[int]:
     row = Row(list(prompt), SamplingParams())
     drafter.begin([row])
-    draft: Draft = drafter.propose([row], Budgets([budget], never_asked), KeyedNoise.from_rows([row]))
+    draft: Draft = drafter.propose([row], Budgets([budget], never_called), KeyedNoise.from_rows([row]))
     assert draft.probs is None
     return draft.tokens[0].tolist()
 
@@ -153,13 +153,13 @@ REPEATED = [*range(10), *range(10), 0, 1, 2, 3]
         (SuffixOptions(min=5), 64, []),
     ],
 )
-def test_length_follows_the_match_and_the_budget(
+def test_the_draft_length_depends_on_match_and_budget(
     options: SuffixOptions, budget: int, expected: list[int]
 ) -> None:
     assert propose(SuffixDrafter(options), REPEATED[:10] + REPEATED[20:], budget) == expected
 
 
-def test_it_stops_where_the_path_becomes_unlikely() -> None:
+def test_the_draft_stops_at_an_improbable_path() -> None:
     # Behind (1, 2) came 3 in half of all cases, and behind (1, 2, 3) came 4 in half of those.
     text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 6, 0, 1, 2, 7, 9, 1, 2]
     for threshold, expected in ((0.6, []), (0.3, [3]), (0.2, [3, 5])):
@@ -186,6 +186,6 @@ def test_text_without_repetition_is_not_drafted() -> None:
 @pytest.mark.parametrize(
     "options", [{"min": 0}, {"factor": -1.0}, {"factor": float("nan")}, {"offset": 65}, {"threshold": 1.5}]
 )
-def test_senseless_options_are_refused(options: dict[str, float]) -> None:
+def test_invalid_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(BadInputError, match="of the drafter suffix between"):
         SuffixOptions(**options)  # type: ignore[arg-type]

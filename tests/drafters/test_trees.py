@@ -1,4 +1,4 @@
-"""Trees while they grow: the numbers of their nodes, what controllers are told, and what their laws can hold."""
+"""Growing trees: node numbers, calls of controllers, and distributions with few tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows_of(*temperatures: float, coupled: bool = False) -> list[Row]:
 
 
 @pytest.mark.parametrize("coupled", [False, True])
-def test_many_nodes_are_drawn_as_one_by_one(coupled: bool) -> None:
+def test_nodes_drawn_together_equal_nodes_drawn_one_by_one(coupled: bool) -> None:
     noise = KeyedNoise.from_rows(rows_of(1.0, 1.0, coupled=coupled))
     dists = torch.rand(7, VOCAB_SIZE, dtype=torch.float64)
     rows, nodes = [0, 1, 0, 1, 1, 0, 0], [3, 3, 4, 9, 5, 12, 5]
@@ -36,7 +36,7 @@ def test_many_nodes_are_drawn_as_one_by_one(coupled: bool) -> None:
     assert len(set(alone)) > 1
 
 
-def test_a_tree_holds_what_its_nodes_draw_in_turn() -> None:
+def test_a_tree_contains_the_nodes_drawn_in_turn() -> None:
     """Siblings one after another, without the elder ones, each with the number of its own index."""
     rows = rows_of(1.0, 1.0)
     noise = KeyedNoise.from_rows(rows)
@@ -65,8 +65,8 @@ def test_no_more_children_than_a_distribution_has_tokens() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_controllers_are_told_distributions_before_sampling_settings(temperature: float) -> None:
-    """After them a law is one-hot at temperature 0, and a controller would think the drafter certain of everything."""
+def test_controllers_receive_distributions_before_sampling_settings(temperature: float) -> None:
+    """After them a distribution is one-hot at temperature 0, with a confidence of 1."""
     told: list[float] = []
 
     def go_on(logits: torch.Tensor, depth: int, *_: object) -> list[bool]:

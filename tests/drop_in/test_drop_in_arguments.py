@@ -119,14 +119,14 @@ def test_a_setting_gives_the_greedy_text_of_transformers(model, name):
 
 
 @pytest.mark.parametrize("name", NO_EFFECT)
-def test_a_setting_that_transformers_does_not_read_here_changes_nothing(model, name):
+def test_a_setting_that_transformers_ignores_has_no_effect(model, name):
     settings = {name: NO_EFFECT[name], **LENGTH}
     assert torch.equal(ours(model, PROMPT, **settings), theirs(model, PROMPT, **LENGTH))
     assert torch.equal(theirs(model, PROMPT, **settings), theirs(model, PROMPT, **LENGTH))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_that_is_not_carried_out_is_refused_by_name(model, name):
+def test_an_unsupported_setting_is_refused_by_name(model, name):
     settings = {name: REFUSED[name], "do_sample": name in arguments.SAMPLING_ONLY, **LENGTH}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -137,7 +137,7 @@ def test_a_setting_that_is_not_carried_out_is_refused_by_name(model, name):
 
 
 @pytest.mark.parametrize("name", sorted(arguments.SAMPLING_ONLY))
-def test_a_setting_of_sampling_may_stand_in_the_config_of_a_greedy_call(model, name):
+def test_sampling_settings_in_the_config_of_a_greedy_call_are_accepted(model, name):
     settings = {name: REFUSED[name], **LENGTH}
     assert torch.equal(ours(model, PROMPT, **settings), theirs(model, PROMPT, **settings))
 
@@ -153,11 +153,11 @@ def test_a_setting_of_sampling_may_stand_in_the_config_of_a_greedy_call(model, n
     ],
     ids=str,
 )
-def test_a_setting_that_is_switched_off_is_accepted(model, settings):
+def test_a_disabled_setting_is_accepted(model, settings):
     assert torch.equal(ours(model, PROMPT, **settings, **LENGTH), theirs(model, PROMPT, **LENGTH))
 
 
-def test_a_field_that_a_later_transformers_adds_is_refused(monkeypatch):
+def test_a_field_of_a_later_transformers_is_refused(monkeypatch):
     class Later(GenerationConfig):
         def __init__(self, **kwargs):
             super().__init__(**kwargs)
@@ -196,7 +196,7 @@ def test_every_parameter_of_generate_is_in_the_matrix():
 
 
 @pytest.mark.parametrize("name", PARAMETERS_REFUSED)
-def test_a_parameter_that_is_not_carried_out_is_refused_by_name(model, name):
+def test_an_unsupported_parameter_is_refused_by_name(model, name):
     value = model if name == "assistant_model" else PARAMETERS_REFUSED[name]
     with pytest.raises(secondguess.BadInputError, match=f"expected {name} "):
         ours(model, PROMPT, **{name: value}, **LENGTH)

@@ -1,4 +1,4 @@
-"""Streamers, stop strings and results, beside Transformers' own loop."""
+"""Streamers, stop strings and results, compared with Transformers."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -41,7 +41,7 @@ class Steps(BaseStreamer):
 
 @pytest.mark.parametrize("prompt", [PROMPT, BATCH], ids=["one row", "two rows"])
 @pytest.mark.parametrize("settings", [{}, {"eos_token_id": END}], ids=["", "with an end token"])
-def test_a_streamer_gets_what_it_gets_from_transformers(model, prompt, settings):
+def test_a_streamer_receives_the_same_as_from_transformers(model, prompt, settings):
     steps = []
     for generate in (theirs, ours):
         streamer = Steps()
@@ -53,7 +53,7 @@ def test_a_streamer_gets_what_it_gets_from_transformers(model, prompt, settings)
     assert steps[1] == steps[0]
 
 
-def test_a_streamer_may_be_given_to_custom_generate_itself(model):
+def test_a_streamer_can_be_an_argument_of_custom_generate(model):
     streamer = Steps()
     config = GenerationConfig(do_sample=False)
     sequences = secondguess.custom_generate(
@@ -63,14 +63,14 @@ def test_a_streamer_may_be_given_to_custom_generate_itself(model):
     assert torch.cat(streamer.steps[:-1]).tolist() == sequences[0, 10:].tolist()
 
 
-def test_a_streamer_reaches_a_custom_generate_with_its_options_filled_in(model):
+def test_a_streamer_reaches_a_partial_custom_generate(model):
     streamer = Steps()
     decode = partial(secondguess.custom_generate, drafter="none")
     model.generate(PROMPT, custom_generate=decode, streamer=streamer, **LENGTH)
     assert len(streamer.steps) == 14
 
 
-def test_a_streamer_comes_while_text_is_decided(model):
+def test_a_streamer_is_called_during_decoding(model):
     """Each token is put before the target is asked for the next ones."""
 
     class Counting(Steps):
@@ -89,7 +89,7 @@ def test_a_streamer_comes_while_text_is_decided(model):
     assert new == sorted(set(new)), "no two tokens of plain decoding come from one pass"
 
 
-def test_a_failing_streamer_leaves_the_model_as_it_was(model):
+def test_a_failing_streamer_leaves_the_model_unchanged(model):
     class Failing(Steps):
         def put(self, value):
             if self.steps:
@@ -118,7 +118,7 @@ def text_prompt(tokenizer):
     return tokenizer("def quicksort(items):\n", return_tensors="pt")["input_ids"]
 
 
-def test_streamers_of_text_say_what_they_say_with_transformers(text_model, tokenizer, text_prompt, capsys):
+def test_text_streamers_print_the_same_as_with_transformers(text_model, tokenizer, text_prompt, capsys):
     printed = []
     for generate in (theirs, ours):
         generate(text_model, text_prompt, streamer=TextStreamer(tokenizer, skip_prompt=True), **LENGTH)
@@ -158,7 +158,7 @@ def test_stop_strings_end_the_text_where_transformers_ends_it(text_model, tokeni
     assert torch.equal(given, plain)
 
 
-def test_rows_end_apart_at_their_stop_strings(text_model, tokenizer, text_prompt):
+def test_rows_end_independently_at_their_stop_strings(text_model, tokenizer, text_prompt):
     batch = torch.cat([text_prompt, text_prompt.roll(2, -1)])
     batch = torch.cat([batch.new_zeros(2, 2), batch], 1)
     mask = (torch.arange(batch.shape[1]) >= 2).long().expand_as(batch)
@@ -190,14 +190,14 @@ def test_rows_end_apart_at_their_stop_strings(text_model, tokenizer, text_prompt
         ({"stop_strings": 5}, "at least one character"),
     ],
 )
-def test_stop_strings_that_cannot_be_met_exactly_are_refused(
+def test_stop_strings_that_cannot_be_matched_exactly_are_refused(
     text_model, tokenizer, text_prompt, settings, named
 ):
     with pytest.raises(secondguess.BadInputError, match=named):
         ours(text_model, text_prompt, **{"stop_strings": "x", "tokenizer": tokenizer} | settings | LENGTH)
 
 
-def test_a_dictionary_is_returned_when_asked_for(model):
+def test_a_dictionary_is_returned_on_request(model):
     result = ours(model, PROMPT, return_dict_in_generate=True, **LENGTH)
     plain = theirs(model, PROMPT, return_dict_in_generate=True, **LENGTH)
     assert type(result) is type(plain)
@@ -208,7 +208,7 @@ def test_the_result_has_the_dtype_that_transformers_gives_it(model):
     assert ours(model, PROMPT.int(), **LENGTH).dtype == theirs(model, PROMPT.int(), **LENGTH).dtype
 
 
-def test_calls_from_two_threads_queue(tiny_checkpoint, tiny_draft_checkpoint):
+def test_calls_from_two_threads_are_serialised(tiny_checkpoint, tiny_draft_checkpoint):
     """They share the draft model and the controller of earlier calls."""
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32).eval()
     prompts = [PROMPT + offset for offset in range(4)]

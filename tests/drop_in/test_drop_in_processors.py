@@ -1,4 +1,4 @@
-"""Logits processors and stopping criteria that the user hands in."""
+"""Logits processors and stopping criteria given by the user."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_a_criterion_of_the_user_replaces_that_of_the_config(model, criterion):
     assert torch.equal(ours(model, PROMPT, stopping_criteria=[criterion], **LENGTH), plain)
 
 
-def test_a_processor_of_the_user_has_the_values_that_it_holds(model):
+def test_the_values_of_a_user_processor_are_read_from_it(model):
     settings = {"do_sample": True, "seed": 5, **LENGTH}
     own = [TemperatureLogitsWarper(2.5), TopKLogitsWarper(4), TopPLogitsWarper(0.8), MinPLogitsWarper(0.2)]
     by_name = {"temperature": 2.5, "top_k": 4, "top_p": 0.8, "min_p": 0.2}
@@ -96,7 +96,7 @@ def renamed(kind, name):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_processor_or_criterion_that_is_not_carried_out_exactly_is_refused(model, settings, named):
+def test_an_unsupported_processor_or_criterion_is_refused(model, settings, named):
     with pytest.raises(secondguess.BadInputError, match=named):
         ours(model, PROMPT, **settings, **LENGTH)
 

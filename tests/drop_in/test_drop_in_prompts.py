@@ -1,4 +1,4 @@
-"""End tokens, padding and attention masks, beside Transformers' own loop."""
+"""End tokens, padding and attention masks, compared with Transformers."""
 
 import numpy
 import pytest
@@ -37,14 +37,14 @@ def model_without_padding():
     ],
     ids=repr,
 )
-def test_end_tokens_in_every_form_that_transformers_takes(model, ends):
+def test_end_tokens_are_accepted_in_every_form_of_transformers(model, ends):
     settings = {"eos_token_id": ends, "min_new_tokens": 2, **LENGTH}
     plain = theirs(model, PROMPT, **settings)
     assert plain.shape[1] == (14 if END in numpy.atleast_1d(ends) else 22)
     assert torch.equal(ours(model, PROMPT, **settings), plain)
 
 
-def test_end_tokens_that_are_no_whole_numbers_are_refused(model):
+def test_end_tokens_that_are_not_integers_are_refused(model):
     with pytest.raises(secondguess.BadInputError, match="expected eos_token_id to be whole numbers"):
         ours(model, PROMPT, eos_token_id=torch.tensor([1.5]), **LENGTH)
 
@@ -58,7 +58,7 @@ def test_padding_is_the_first_end_token_unless_it_is_given(model_without_padding
         assert torch.equal(ours(model_without_padding, BATCH, **settings), plain)
 
 
-def test_rows_that_end_apart_without_padding_are_refused():
+def test_rows_of_different_lengths_without_a_padding_token_are_refused():
     nameless = tiny_model(pad_token_id=None, eos_token_id=None)
     stop = {"stopping_criteria": [EosTokenCriteria(END)]}
     with pytest.raises(secondguess.BadInputError, match="pad_token_id"):

@@ -1,4 +1,4 @@
-"""Sampled text: the distribution of Transformers, and what a seed repeats."""
+"""Sampled text: the distribution of Transformers, and seeds."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def first_tokens(generate, model, num_samples=400, **settings):
 
 
 def distribution_of_first_token(model, **settings):
-    """What Transformers draws the first token from."""
+    """Return the distribution of Transformers' first token."""
     report = {"return_dict_in_generate": True, "output_scores": True}
     return first_tokens(theirs, model, num_samples=1, **settings, **report).scores[0][0].double().softmax(-1)
 
@@ -82,7 +82,7 @@ def sample(model, *, manual_seed=None, prompt=PROMPT, **settings):
     return ours(model, prompt, do_sample=True, temperature=1.5, top_k=0, **settings, **LENGTH)
 
 
-def test_torch_manual_seed_decides_sampled_text(model):
+def test_torch_manual_seed_determines_sampled_text(model):
     first = sample(model, manual_seed=1)
     second = sample(model)
     assert torch.equal(sample(model, manual_seed=1), first)
@@ -91,7 +91,7 @@ def test_torch_manual_seed_decides_sampled_text(model):
     assert not torch.equal(sample(model, manual_seed=2), first)
 
 
-def test_text_of_a_manual_seed_does_not_depend_on_how_far_is_drafted(tiny_checkpoint, tiny_draft_checkpoint):
+def test_text_of_a_manual_seed_does_not_depend_on_the_draft_length(tiny_checkpoint, tiny_draft_checkpoint):
     text_model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32).eval()
     texts = [
         sample(
@@ -102,7 +102,7 @@ def test_text_of_a_manual_seed_does_not_depend_on_how_far_is_drafted(tiny_checkp
     assert torch.equal(*texts)
 
 
-def test_greedy_text_takes_nothing_from_the_generator(model):
+def test_greedy_text_does_not_use_the_generator(model):
     torch.manual_seed(1)
     state = torch.get_rng_state()
     ours(model, PROMPT, **LENGTH)
@@ -114,7 +114,7 @@ def test_rows_of_a_batch_are_drawn_independently(model):
     assert len({tuple(text) for text in texts.tolist()}) == 6
 
 
-def test_samples_stand_as_in_transformers_and_a_prompt_gives_what_it_gives_alone(model):
+def test_samples_are_ordered_as_in_transformers_and_equal_those_of_the_prompt_alone(model):
     prompts = torch.cat([PROMPT, PROMPT + 3])
     texts = sample(model, prompt=prompts, num_return_sequences=2, seed=5)
     for index in range(2):

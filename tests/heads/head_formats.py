@@ -1,4 +1,4 @@
-"""What the tests of trained drafters share: a tiny target, a lesson from it, folders as others publish them."""
+"""Helpers of the tests of heads: a tiny target, a training batch, and folders in published formats."""
 
 from __future__ import annotations
 

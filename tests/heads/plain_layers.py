@@ -1,4 +1,4 @@
-"""Published heads worked out once more from their papers, for one short text at a time, out of bare tensors."""
+"""Reference implementations of published heads from their papers, for one short text, with plain tensors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def plain_layer(weights: Tensors, prefix: str, states: Tensor, read: Tensor) -> 
 
 
 def layer_tensors(prefix: str, width: int, read_width: int, bias: bool = False) -> Tensors:
-    """Random weights of a layer, under the names that everybody uses."""
+    """Return random weights of a layer, under their usual names."""
     inner, of_keys = NUM_HEADS * HEAD_SIZE, NUM_KV_HEADS * HEAD_SIZE
     sizes = {
         "self_attn.q_proj.weight": (inner, read_width),

@@ -1,4 +1,4 @@
-"""DSpark: formats as published, what a block says, what it learns, and which folders are refused."""
+"""DSpark: published formats, logits of a block, training, and refused folders."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def blind_confidence(folder: Path) -> tuple[Path, Parts]:
 
 
 def behind_the_anchor(folder: Path) -> tuple[Path, Parts]:
-    """Its first mask guesses the first node, and there is no confidence."""
+    """The first mask predicts the first node, and there is no confidence head."""
     shapes = {name: shape for name, shape in heads().items() if "confidence" not in name}
     tensors = random_tensors(backbone() | shapes)
     config = DSPARK | {
@@ -190,7 +190,7 @@ FORMATS = {
 }
 every_format = pytest.mark.parametrize("format", FORMATS)
 FIRST = {"behind_the_anchor": 1, "dflash": 1}
-"""Where in the block the first guess is made, if not at the anchor."""
+"""Position in the block that predicts the first node, if it is not the anchor."""
 
 
 def norm(states: Tensor, weight: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def turned(heads: Tensor, positions: Tensor) -> Tensor:
 
 
 def block_thoughts(parts: Parts, text: list[int]) -> Tensor:
-    """What the block behind `text` thinks, `[position, width]`: one position, head and key at a time."""
+    """Return the hidden states `[position, width]` of the block after `text`, one position, head and key at a time."""
     states = states_of(TARGET, [text])
     place = len(text) - 1
     features = norm(
@@ -244,7 +244,7 @@ def block_thoughts(parts: Parts, text: list[int]) -> Tensor:
 
 
 def formula(parts: Parts, thought: Tensor, before: int) -> Tensor:
-    """Logits over the target's vocabulary of a guess behind the token `before`."""
+    """Return the logits over the target's vocabulary after the token `before`."""
     output = parts.get("lm_head.weight", TARGET.model.get_output_embeddings().weight.detach())
     said = output @ thought
     if "markov_head.markov_w1.weight" in parts:
@@ -261,7 +261,7 @@ def fresh_head(**sizes: object) -> DsparkHead:
 
 
 @every_format
-def test_every_published_format_drafts_by_the_papers_formula(format: str, tmp_path: Path) -> None:
+def test_every_published_format_drafts_as_in_the_paper(format: str, tmp_path: Path) -> None:
     folder, parts = FORMATS[format](tmp_path / "head")
     draft = drafted(named(f"dspark:{folder}"), TARGET, length=9)
     first = FIRST.get(format, 0)
@@ -273,7 +273,7 @@ def test_every_published_format_drafts_by_the_papers_formula(format: str, tmp_pa
 
 
 @every_format
-def test_what_is_saved_drafts_the_same(format: str, tmp_path: Path) -> None:
+def test_a_saved_head_drafts_the_same(format: str, tmp_path: Path) -> None:
     folder, _ = FORMATS[format](tmp_path / "head")
     read = named(f"dspark:{folder}")
     before = drafted(read, TARGET)
@@ -282,7 +282,7 @@ def test_what_is_saved_drafts_the_same(format: str, tmp_path: Path) -> None:
     assert same_draft(before, drafted(named(f"dspark:{tmp_path / 'saved'}"), TARGET))
 
 
-def test_what_is_saved_has_the_names_of_speculators(tmp_path: Path) -> None:
+def test_saved_tensors_have_the_names_of_speculators(tmp_path: Path) -> None:
     head = fresh_head(num_layers=2)
     head.save(tmp_path, target="tiny")
     assert set(head.state_dict()) == set(backbone() | heads())
@@ -318,7 +318,7 @@ def test_nodes_of_a_tree_follow_their_own_parents(format: str, tmp_path: Path) -
         torch.testing.assert_close(draft.probs[0, node], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_the_context_grows_by_what_was_accepted(tmp_path: Path) -> None:
+def test_the_context_grows_by_the_accepted_tokens(tmp_path: Path) -> None:
     """Round after round, with a tree, a rejection and a round without a draft: the context is that of the text."""
     folder, parts = dspark(tmp_path / "head")
     drafter = named(f"dspark:{folder}")
@@ -341,7 +341,7 @@ def test_the_context_grows_by_what_was_accepted(tmp_path: Path) -> None:
     torch.testing.assert_close(again.probs[0, 0], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_rows_of_any_lengths_come_and_go(tmp_path: Path) -> None:
+def test_rows_of_different_lengths_join_and_leave(tmp_path: Path) -> None:
     """Each row of a batch, whichever others there are or were, is drafted for as alone."""
     folder, parts = dspark(tmp_path / "head")
     drafter = named(f"dspark:{folder}")
@@ -357,7 +357,7 @@ def test_rows_of_any_lengths_come_and_go(tmp_path: Path) -> None:
     assert draft_for(drafter, rows[2], 3).num_nodes == 0  # behind a single token
 
 
-def test_prospects_tell_how_much_is_unread(tmp_path: Path) -> None:
+def test_candidates_report_the_unread_tokens(tmp_path: Path) -> None:
     folder, _ = dspark(tmp_path / "head")
     drafter = named(f"dspark:{folder},tree=2x2")
     assert drafter.name == f"dspark:{folder},tree=2x2"
@@ -373,7 +373,7 @@ def test_prospects_tell_how_much_is_unread(tmp_path: Path) -> None:
 
 
 @every_format
-def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
+def test_training_logits_equal_draft_logits(format: str, tmp_path: Path) -> None:
     """Each depth's logits at a place are those that drafting there has, behind the same tokens."""
     folder, parts = FORMATS[format](tmp_path / "head")
     head = head_of(named(f"dspark:{folder}"))
@@ -397,7 +397,7 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
                 torch.testing.assert_close(meant, dists[anchor + depth], atol=1e-4, rtol=1e-4)
 
 
-def test_marks_count_what_the_target_wrote_by_depth() -> None:
+def test_acceptance_by_depth_counts_tokens_of_the_target() -> None:
     head = fresh_head().eval()
     training_batch = lesson_of(TARGET, [TEXT, TEXT[::-1]], num_prompt=len(TEXT) - 2)
     recorder = Recorder()
@@ -420,7 +420,7 @@ def test_learning_lowers_the_loss() -> None:
     assert after < 0.9 * before
 
 
-def test_confidence_learns_the_chance_to_be_accepted(tmp_path: Path) -> None:
+def test_the_confidence_head_learns_the_acceptance_probability(tmp_path: Path) -> None:
     """Alone, on top of a frozen drafter: from a loss like a coin's to near the entropy of the truth."""
     folder, _ = dspark(tmp_path / "head")
     head = head_of(named(f"dspark:{folder}"))
@@ -441,7 +441,7 @@ def test_confidence_learns_the_chance_to_be_accepted(tmp_path: Path) -> None:
     assert losses[-1] < constant  # better than knowing the average
 
 
-def test_learning_draws_its_places_anew_and_evaluation_does_not() -> None:
+def test_training_draws_new_anchors_and_evaluation_does_not() -> None:
     head = fresh_head(seed=3)
     counts = torch.ones(1, 3 * NUM_ANCHORS, dtype=torch.bool)
     one, other = (head._anchors(counts)[0] for _ in range(2))
@@ -455,7 +455,7 @@ def test_learning_draws_its_places_anew_and_evaluation_does_not() -> None:
     assert one.max() < counts.shape[1] - 1
 
 
-def test_a_fresh_drafter_begins_with_the_gains_of_the_targets_norm() -> None:
+def test_a_new_head_starts_with_the_gains_of_the_targets_norm() -> None:
     target_norm = TARGET.model.model.norm
     found = target_norm.weight.detach().clone()
     try:
@@ -468,7 +468,7 @@ def test_a_fresh_drafter_begins_with_the_gains_of_the_targets_norm() -> None:
             target_norm.weight.copy_(found)
 
 
-def test_seeds_say_how_a_fresh_drafter_begins() -> None:
+def test_the_seed_determines_a_new_head() -> None:
     one, same, other = (fresh_head(seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
@@ -524,7 +524,7 @@ def of_a_smaller_vocabulary(config: dict[str, object], tensors: Parts) -> None:
         (without_field("mask_token_id"), "the field 'mask_token_id'"),
     ],
 )
-def test_a_folder_that_does_not_fit_is_refused_with_the_reason(spoil, message: str, tmp_path: Path) -> None:
+def test_an_incompatible_folder_is_refused_with_the_reason(spoil, message: str, tmp_path: Path) -> None:
     tensors = random_tensors(backbone() | heads())
     config = dict(DSPARK)
     spoil(config, tensors)
@@ -540,7 +540,7 @@ def test_a_layer_that_the_target_lacks_is_refused(tmp_path: Path) -> None:
         named(f"dspark:{tmp_path}")
 
 
-def test_maps_of_words_that_disagree_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_vocabulary_maps_are_refused(tmp_path: Path) -> None:
     tensors = random_tensors(backbone() | heads(NUM_WORDS) | {"lm_head.weight": (NUM_WORDS, WIDTH)})
     known = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
     known[:NUM_WORDS] = True
@@ -550,14 +550,14 @@ def test_maps_of_words_that_disagree_are_refused(tmp_path: Path) -> None:
         named(f"dspark:{tmp_path}")
 
 
-def test_unknown_kinds_are_told_as_unsupported(tmp_path: Path) -> None:
+def test_unknown_kinds_are_reported_as_unsupported(tmp_path: Path) -> None:
     write_folder(tmp_path, DSPARK | {"markov_head_type": "rnn"}, random_tensors(backbone() | heads()))
     with pytest.raises(UnsupportedModelError):
         named(f"dspark:{tmp_path}")
 
 
 def lengths_under(drafter: SamplingDrafter, controller: str) -> list[int]:
-    """How many nodes are drafted for some rows in their first round."""
+    """Return the number of nodes drafted for rows in their first round."""
     rows = [Row(text, SamplingParams(max_tokens=20, temperature=1.0), seed=2) for text in many_texts(3, 9)]
     components = Components(TARGET, drafter, make_verifier("auto"), make_controller(controller))
     rounds = decode(components, rows)
@@ -567,7 +567,7 @@ def lengths_under(drafter: SamplingDrafter, controller: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("bias", "length"), [(-9.0, 1), (9.0, BLOCK)])
-def test_its_confidence_tells_the_controller_how_far_to_go(bias: float, length: int, tmp_path: Path) -> None:
+def test_the_confidence_head_limits_the_draft_length(bias: float, length: int, tmp_path: Path) -> None:
     folder, parts = dspark(tmp_path / "head")
     parts["confidence_head.proj.weight"].zero_()
     parts["confidence_head.proj.bias"].fill_(bias)
@@ -577,7 +577,7 @@ def test_its_confidence_tells_the_controller_how_far_to_go(bias: float, length: 
 
 
 @pytest.mark.parametrize("make", [dspark, blind_confidence])
-def test_what_is_foretold_is_the_papers_and_of_the_tokens_before(make, tmp_path: Path) -> None:
+def test_predicted_confidences_are_those_of_the_paper(make, tmp_path: Path) -> None:
     """`sigmoid(w . [h; W1 x] + b)` with the token x before the node, never the node's own."""
     folder, parts = make(tmp_path / "head")
     drafter = named(f"dspark:{folder}")
@@ -601,7 +601,7 @@ def test_what_is_foretold_is_the_papers_and_of_the_tokens_before(make, tmp_path:
         assert acceptance_probs == [pytest.approx(float(expected), abs=1e-5)]
 
 
-def test_without_a_confidence_head_the_distribution_is_all_there_is(tmp_path: Path) -> None:
+def test_without_a_confidence_head_the_controller_reads_the_distribution(tmp_path: Path) -> None:
     folder, _ = dflash(tmp_path / "head")
     drafter = named(f"dspark:{folder}")
     asked: list[tuple[int, object]] = []
@@ -616,7 +616,7 @@ def test_without_a_confidence_head_the_distribution_is_all_there_is(tmp_path: Pa
     assert asked == [(0, None)]
 
 
-def test_stopping_by_confidence_keeps_the_distribution_of_the_text() -> None:
+def test_stopping_by_confidence_keeps_the_output_distribution() -> None:
     """Two rounds on a real cache, enumerated, where some drafts stop early and others do not."""
     model = tiny_pair(vocab_size=2)[0].double()
     dists = {}

@@ -1,4 +1,4 @@
-"""EAGLE heads: the published formats, worked out once more; what is refused; what is written."""
+"""EAGLE heads: published formats against a reference, refusals, and written files."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def load(folder: Path) -> EagleHead | Eagle1Head:
 
 
 @every_format
-def test_a_published_head_says_what_its_paper_says(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_published_head_has_the_logits_of_its_paper(make: Callable[[Path], Path], tmp_path: Path) -> None:
     folder = make(tmp_path)
     found = drafted_logits(load(folder), TEXT[:6], TEXT[6:9])
     for depth in range(3):
@@ -192,7 +192,7 @@ def test_a_published_head_says_what_its_paper_says(make: Callable[[Path], Path],
 
 
 @every_format
-def test_what_is_written_is_read_back(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_written_head_is_read_back(make: Callable[[Path], Path], tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     head = load(make(tmp_path / "from"))
     head.save(tmp_path / "to", "tiny")
@@ -201,7 +201,7 @@ def test_what_is_written_is_read_back(make: Callable[[Path], Path], tmp_path: Pa
     assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
 
 
-def test_embeddings_that_are_the_targets_are_borrowed(tmp_path: Path) -> None:
+def test_missing_embeddings_are_those_of_the_target(tmp_path: Path) -> None:
     """Heads are written with them, as the library that reads them wants it."""
     (tmp_path / "other").mkdir()
     other = load(raw3_with_embeddings(tmp_path / "other"))
@@ -213,7 +213,7 @@ def test_embeddings_that_are_the_targets_are_borrowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tree", ["", ",tree=2x1", ",tree=dynamic"])
-def test_its_name_makes_a_drafter(tree: str, tmp_path: Path) -> None:
+def test_the_name_makes_a_drafter(tree: str, tmp_path: Path) -> None:
     drafter = named(f"eagle:{raw3(tmp_path)}{tree}", Named(TransformersRuntime(target_model())))
     assert isinstance(drafter, EagleDrafter)
     assert drafter.name.startswith(f"eagle:{tmp_path}{tree}")
@@ -268,7 +268,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("make", "message"), FAULTS.values(), ids=FAULTS)
-def test_what_cannot_be_used_is_refused_in_one_line(
+def test_unusable_folders_are_refused_in_one_line(
     make: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
     make(tmp_path)
@@ -279,14 +279,14 @@ def test_what_cannot_be_used_is_refused_in_one_line(
         assert isinstance(caught.value, UnsupportedModelError)
 
 
-def test_the_draft_vocabulary_is_of_the_most_frequent_words() -> None:
+def test_the_draft_vocabulary_has_the_most_frequent_tokens() -> None:
     counts = torch.tensor([5, 0, 9, 5, 1, 7])
     assert DraftVocabulary.most_frequent(counts, 3).select(torch.arange(6)).tolist() == [0, 2, 5]
     with pytest.raises(BadInputError, match="1 to 6 tokens, got 7"):
         DraftVocabulary.most_frequent(counts, 7)
 
 
-def test_a_fresh_head_knows_the_targets_words() -> None:
+def test_a_new_head_has_the_embeddings_of_the_target() -> None:
     vocabulary = DraftVocabulary.most_frequent(torch.arange(VOCAB_SIZE).flip(0), 4)
     head = EagleHead.fresh(TARGET, vocabulary=vocabulary)
     assert head.vocabulary.select(torch.arange(VOCAB_SIZE)).tolist() == [0, 1, 2, 3]
@@ -299,7 +299,7 @@ def test_a_fresh_head_knows_the_targets_words() -> None:
 
 
 @pytest.mark.parametrize("words", [[], [1, 1, 2], [1, 2, 31], [-1, 2, 3]])
-def test_words_must_be_a_vocabulary(words: list[int]) -> None:
+def test_invalid_draft_vocabularies_are_refused(words: list[int]) -> None:
     with pytest.raises(BadInputError, match="different tokens"):
         DraftVocabulary(VOCAB_SIZE, torch.tensor(words, dtype=torch.long))
 
@@ -312,7 +312,7 @@ def test_sizes_are_checked(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_layers", range(1, 40))
-def test_fused_states_are_those_that_the_target_has(num_layers: int) -> None:
+def test_default_hidden_layers_exist_in_the_target(num_layers: int) -> None:
     layers = default_layers(num_layers)
     assert sorted(layers) == list(layers)
     assert layers[0] >= 0
@@ -322,7 +322,7 @@ def test_fused_states_are_those_that_the_target_has(num_layers: int) -> None:
         assert layers == (2, num_layers // 2, num_layers - 3)
 
 
-def test_more_layers_than_one_go_on_from_the_first(tmp_path: Path) -> None:
+def test_several_layers_are_applied_in_sequence(tmp_path: Path) -> None:
     head = fresh_head("eagle3")
     assert isinstance(head, EagleHead)
     deep = EagleHead(replace(head.config, num_layers=2), TARGET, head.vocabulary).double()

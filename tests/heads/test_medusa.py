@@ -1,4 +1,4 @@
-"""Medusa: formats as published, what the heads say, what they learn, and which folders are refused."""
+"""Medusa: published formats, logits, training, and refused folders."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def truncated(folder: Path) -> tuple[Path, Parts]:
 
 
 def truncated_from_whole(folder: Path) -> tuple[Path, Parts]:
-    """The whole matrices beside the map that says which rows are meant."""
+    """Whole matrices with a token map that selects rows."""
     shapes = blocks_of() | {f"lm_heads.{head}.weight": (VOCAB_SIZE, WIDTH) for head in range(NUM_HEADS)}
     tensors = random_tensors(shapes)
     write_folder(folder, VLLM | {"truncated_vocab_size": NUM_WORDS}, tensors | {"token_map": WORDS})
@@ -179,7 +179,7 @@ def formula(parts: Parts, state: Tensor, head: int) -> Tensor:
 
 
 @every_format
-def test_every_published_format_drafts_by_the_papers_formula(format: str, tmp_path: Path) -> None:
+def test_every_published_format_drafts_as_in_the_paper(format: str, tmp_path: Path) -> None:
     folder, parts = FORMATS[format](tmp_path / "head")
     draft = drafted(named(f"medusa:{folder}"), TARGET, length=9)
     assert draft.lengths.tolist() == [NUM_HEADS]
@@ -189,7 +189,7 @@ def test_every_published_format_drafts_by_the_papers_formula(format: str, tmp_pa
 
 
 @every_format
-def test_what_is_saved_drafts_the_same(format: str, tmp_path: Path) -> None:
+def test_a_saved_head_drafts_the_same(format: str, tmp_path: Path) -> None:
     folder, _ = FORMATS[format](tmp_path / "head")
     read = named(f"medusa:{folder}")
     before = drafted(read, TARGET)
@@ -198,7 +198,7 @@ def test_what_is_saved_drafts_the_same(format: str, tmp_path: Path) -> None:
     assert same_draft(before, drafted(named(f"medusa:{tmp_path / 'saved'}"), TARGET))
 
 
-def test_what_is_saved_has_the_names_of_vllm(tmp_path: Path) -> None:
+def test_saved_tensors_have_the_names_of_vllm(tmp_path: Path) -> None:
     head = MedusaHead.fresh(MODEL, num_heads=2, num_layers=1, seed=0)
     head.save(tmp_path, target="tiny")
     assert set(head.state_dict()) == {"blocks.0.layers.0.weight", "blocks.1.layers.0.weight"}
@@ -223,7 +223,7 @@ def test_trees_have_one_distribution_per_level(tmp_path: Path) -> None:
         torch.testing.assert_close(draft.probs[0, node], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_it_follows_the_path_that_was_accepted(tmp_path: Path) -> None:
+def test_the_next_draft_starts_at_the_accepted_path(tmp_path: Path) -> None:
     """Behind a verdict the state is that of the path's last node, whichever branch it is on."""
     folder, parts = vllm(tmp_path / "head")
     drafter = named(f"medusa:{folder},tree=2x2")
@@ -240,7 +240,7 @@ def test_it_follows_the_path_that_was_accepted(tmp_path: Path) -> None:
     torch.testing.assert_close(again.probs[0, 0], formula(parts, state, 0).softmax(-1), atol=1e-5, rtol=1e-4)
 
 
-def test_there_is_no_draft_behind_a_single_token(tmp_path: Path) -> None:
+def test_there_is_no_draft_after_a_single_token(tmp_path: Path) -> None:
     folder, _ = vllm(tmp_path / "head")
     drafter = named(f"medusa:{folder}")
     row = ready(drafter, TARGET, TEXT[:1])
@@ -248,7 +248,7 @@ def test_there_is_no_draft_behind_a_single_token(tmp_path: Path) -> None:
     assert draft_for(drafter, row, 4).num_nodes == 0
 
 
-def test_prospects_tell_how_many_heads_there_are(tmp_path: Path) -> None:
+def test_candidates_report_the_number_of_heads(tmp_path: Path) -> None:
     folder, _ = vllm(tmp_path / "head")
     for name, longest in ((f"medusa:{folder}", NUM_HEADS), (f"medusa:{folder},tree=2x2", 2)):
         drafter = named(name)
@@ -257,7 +257,7 @@ def test_prospects_tell_how_many_heads_there_are(tmp_path: Path) -> None:
         TARGET.release()
 
 
-def test_rows_leave_nothing_behind(tmp_path: Path) -> None:
+def test_ended_rows_leave_no_state(tmp_path: Path) -> None:
     folder, _ = vllm(tmp_path / "head")
     drafter = named(f"medusa:{folder}")
     row = ready(drafter, TARGET, TEXT)
@@ -267,7 +267,7 @@ def test_rows_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 @every_format
-def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
+def test_training_logits_equal_draft_logits(format: str, tmp_path: Path) -> None:
     """Each depth's logits at the place of a row are those that drafting there has; the target's are of the token guessed."""
     folder, _ = FORMATS[format](tmp_path / "head")
     drafter = named(f"medusa:{folder}")
@@ -286,7 +286,7 @@ def test_what_is_learnt_is_what_is_drafted(format: str, tmp_path: Path) -> None:
         torch.testing.assert_close(meant, dists[len(TEXT) - 1 + depth], atol=1e-4, rtol=1e-4)
 
 
-def test_only_what_the_target_wrote_is_learnt() -> None:
+def test_only_tokens_of_the_target_are_learned() -> None:
     head = MedusaHead.fresh(MODEL, num_heads=2, seed=1)
     training_batch = lesson_of(TARGET, [TEXT], num_prompt=len(TEXT) - 1)  # the last token alone
     recorder = Recorder()
@@ -305,7 +305,7 @@ def test_learning_lowers_the_loss(num_layers: int) -> None:
     assert after < 0.9 * before
 
 
-def test_layers_of_a_fresh_head_do_not_learn_the_same() -> None:
+def test_layers_of_a_new_head_get_different_gradients() -> None:
     head = MedusaHead.fresh(MODEL, num_heads=1, num_layers=2, seed=1)
     head.learn(lesson_of(TARGET, [TEXT]), TARGET.embedding_and_head(), Recorder()).losses[0].backward()
     first, second = (layer.weight for layer in head.blocks[0].layers)
@@ -313,7 +313,7 @@ def test_layers_of_a_fresh_head_do_not_learn_the_same() -> None:
     assert not torch.equal(first.grad, second.grad)
 
 
-def test_seeds_say_how_a_fresh_head_begins() -> None:
+def test_the_seed_determines_a_new_head() -> None:
     one, same, other = (MedusaHead.fresh(MODEL, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one)
@@ -344,7 +344,7 @@ def truncated_without_matrix(config: dict[str, object], tensors: Parts) -> None:
         (truncated_without_matrix, "truncated vocabulary without an lm_head.weight"),
     ],
 )
-def test_a_folder_that_does_not_fit_is_refused_with_the_reason(spoil, message: str, tmp_path: Path) -> None:
+def test_an_incompatible_folder_is_refused_with_the_reason(spoil, message: str, tmp_path: Path) -> None:
     tensors = random_tensors(
         blocks_of() | {f"lm_heads.{head}.weight": (VOCAB_SIZE, WIDTH) for head in range(NUM_HEADS)}
     )
@@ -356,7 +356,7 @@ def test_a_folder_that_does_not_fit_is_refused_with_the_reason(spoil, message: s
 
 
 @pytest.mark.parametrize("words", [[3, 3, 5], [3, 5, VOCAB_SIZE], [-1, 3, 5]])
-def test_a_token_map_that_is_none_is_refused(words: list[int], tmp_path: Path) -> None:
+def test_an_invalid_token_map_is_refused(words: list[int], tmp_path: Path) -> None:
     shapes = blocks_of() | {f"lm_heads.{head}.weight": (3, WIDTH) for head in range(NUM_HEADS)}
     tensors = random_tensors(shapes) | {"token_map": torch.tensor(words)}
     write_folder(tmp_path, VLLM | {"truncated_vocab_size": 3}, tensors)
@@ -377,11 +377,11 @@ def test_an_original_folder_for_another_target_is_refused(tmp_path: Path) -> Non
         named(f"medusa:{folder}")
 
 
-def test_a_shape_checks_itself() -> None:
+def test_invalid_configurations_are_refused() -> None:
     with pytest.raises(BadInputError, match="per head, one for all or none, got 2 for 3 heads"):
         MedusaConfig(num_heads=3, num_layers=1, num_outputs=2)
 
 
-def test_options_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+def test_unknown_options_of_medusa_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="one of the options tree"):
         named(f"medusa:{tmp_path},speed=3")

@@ -1,4 +1,4 @@
-"""Multi-token-prediction modules: three families' names, inside a checkpoint and alone; what is refused."""
+"""Multi-token-prediction modules: names of three families, in a checkpoint and alone, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, 
 
 TARGET = target_of()
 Names = dict[str, str]
-"""What a family calls the parts: `prefix`, `layer`, `enorm`, `hnorm`, `project`, `norm`."""
+"""Tensor names of a family: `prefix`, `layer`, `enorm`, `hnorm`, `project`, `norm`."""
 
 DEEPSEEK = {
     "prefix": f"model.layers.{NUM_LAYERS}.",
@@ -139,7 +139,7 @@ def load(folder: Path) -> MtpHead:
 
 
 @every_format
-def test_a_published_module_says_what_its_paper_says(
+def test_a_published_module_has_the_logits_of_its_paper(
     make: Callable[[Path], Path], names: Names, tmp_path: Path
 ) -> None:
     folder = make(tmp_path)
@@ -154,7 +154,7 @@ def test_a_published_module_says_what_its_paper_says(
 
 
 @every_format
-def test_what_is_written_is_read_back(make: Callable[[Path], Path], names: Names, tmp_path: Path) -> None:
+def test_a_written_head_is_read_back(make: Callable[[Path], Path], names: Names, tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     head = load(make(tmp_path / "from"))
     head.save(tmp_path / "to")
@@ -170,7 +170,7 @@ def drafter_of(name: str, path: Path) -> MtpDrafter:
 
 
 @every_format
-def test_without_a_path_it_is_the_targets_own(
+def test_without_a_path_the_module_is_the_targets(
     make: Callable[[Path], Path], names: Names, tmp_path: Path
 ) -> None:
     assert contains_mtp(make(tmp_path))
@@ -180,7 +180,7 @@ def test_without_a_path_it_is_the_targets_own(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in head_of(drafter).state_dict().items())
 
 
-def test_with_a_path_it_is_what_lies_there(tmp_path: Path) -> None:
+def test_with_a_path_the_module_is_read_from_there(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     head = MtpHead.fresh(TARGET, seed=0)
     head.save(tmp_path / "module")
@@ -188,7 +188,7 @@ def test_with_a_path_it_is_what_lies_there(tmp_path: Path) -> None:
     assert torch.equal(head_of(drafter).state_dict()["eh_proj.weight"], head.eh_proj.weight.double())
 
 
-def test_a_target_without_a_module_is_told_so(tmp_path: Path) -> None:
+def test_a_target_without_a_module_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(layer_config(WIDTH, VOCAB_SIZE)))
     assert not contains_mtp(tmp_path)
     assert not contains_mtp(tmp_path / "nowhere")
@@ -196,7 +196,7 @@ def test_a_target_without_a_module_is_told_so(tmp_path: Path) -> None:
         drafter_of("mtp", tmp_path)
 
 
-def test_of_several_modules_the_first_drafts_and_it_is_said(tmp_path: Path) -> None:
+def test_the_first_of_several_modules_drafts_with_a_note(tmp_path: Path) -> None:
     deepseek(tmp_path)
     second = {f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight": torch.ones(WIDTH, 2 * WIDTH)}
     save_file(second, tmp_path / "model-00003-of-00003.safetensors")
@@ -205,7 +205,7 @@ def test_of_several_modules_the_first_drafts_and_it_is_said(tmp_path: Path) -> N
 
 
 def with_tensors(folder: Path, change: Callable[[Tensors, str], object]) -> Path:
-    """The module's tensors in one file, changed; the change is told where their names begin."""
+    """Write the module's tensors to one file, changed by a function of the tensors and their prefix."""
     tensors: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
@@ -255,7 +255,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("make", "message"), FAULTS.values(), ids=FAULTS)
-def test_what_cannot_be_used_is_refused_in_one_line(
+def test_unusable_folders_are_refused_in_one_line(
     make: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
     make(tmp_path)
@@ -266,7 +266,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(
     assert isinstance(caught.value, UnsupportedModelError) == unsupported
 
 
-def test_a_fresh_module_is_chosen_by_its_seed() -> None:
+def test_the_seed_determines_a_new_module() -> None:
     one, same, other = (MtpHead.fresh(TARGET, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one.eh_proj.weight, same.eh_proj.weight)
     assert not torch.equal(one.eh_proj.weight, other.eh_proj.weight)

@@ -1,4 +1,4 @@
-"""What we write, read by the library whose format it is; and by its schema, where that library is not installed."""
+"""Written heads, read by the speculators library, or by its schema if it is not installed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def unrolled(head: EagleHead) -> list[Tensor]:
 
 @every_setting
 @pytest.mark.filterwarnings("ignore")
-def test_speculators_reads_what_we_write(
+def test_speculators_reads_written_heads(
     settings: dict[str, object], saved_target: Path, tmp_path: Path
 ) -> None:
     speculators = pytest.importorskip(

@@ -1,4 +1,4 @@
-"""Every head that feeds on its own thoughts: training does what drafting does, and it teaches."""
+"""Heads that read their own hidden states: training equals drafting and lowers the loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cross_entropy(target_logits: Tensor, logits: Tensor) -> Tensor:
 
 @every_head
 @pytest.mark.parametrize("length", [2, 3, 9])
-def test_each_step_of_training_is_a_step_of_drafting(kind: str, length: int) -> None:
+def test_each_training_step_equals_a_draft_step(kind: str, length: int) -> None:
     """Rotations are made in float32, and the two count their places from another start."""
     head = fresh_head(kind)
     found = drafted_logits(head, TEXT[:length], TEXT[length : length + head.num_steps])
@@ -37,12 +37,12 @@ def test_each_step_of_training_is_a_step_of_drafting(kind: str, length: int) -> 
 
 
 @every_head
-def test_it_drafts_as_it_learned_after_any_rounds(kind: str) -> None:
+def test_drafts_after_any_rounds_equal_training(kind: str) -> None:
     assert drafts_as_it_learned(kind)
 
 
 @every_head
-def test_what_comes_later_does_not_matter(kind: str) -> None:
+def test_later_tokens_do_not_affect_the_logits(kind: str) -> None:
     head = fresh_head(kind)
     changed = [*TEXT[:-3], *(30 - token for token in TEXT[-3:])]
     ours, theirs = (head.unroll(lesson_of(torch.tensor([text]), target_model())) for text in (TEXT, changed))
@@ -54,7 +54,7 @@ def test_what_comes_later_does_not_matter(kind: str) -> None:
 
 
 @every_head
-def test_marks_are_by_depth_and_of_the_places_that_count(kind: str) -> None:
+def test_acceptance_is_counted_by_depth_at_the_counted_positions(kind: str) -> None:
     head = fresh_head(kind)
     model = target_model()
     training_batch = lesson_of(torch.tensor([TEXT]), model)
@@ -74,7 +74,7 @@ def test_marks_are_by_depth_and_of_the_places_that_count(kind: str) -> None:
 
 
 @every_head
-def test_it_learns(kind: str) -> None:
+def test_training_lowers_the_loss(kind: str) -> None:
     model = target_model(torch.float32)
     target = target_of(torch.float32)
     head = fresh_head(kind, torch.float32).train()
@@ -94,13 +94,13 @@ def test_it_learns(kind: str) -> None:
 
 
 @every_head
-def test_texts_too_short_to_guess_deep_teach_what_they_can(kind: str) -> None:
+def test_short_texts_train_only_the_first_depths(kind: str) -> None:
     training_batch = lesson_of(torch.tensor([TEXT[:4]]), target_model())
     marks = fresh_head(kind).learn(training_batch, target_of(), cross_entropy)
     assert [float(loss.detach()) > 0 for loss in marks.losses] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("width", [256, 96, 24, 6])
-def test_a_layer_fits_any_width(width: int) -> None:
+def test_a_layer_supports_any_width(width: int) -> None:
     shape = default_layer_config(width)
     assert shape.num_heads * shape.head_size == width

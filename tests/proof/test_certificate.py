@@ -1,4 +1,4 @@
-"""The certificate in small: sound numbers, a pass for what ships, a fail for what is bent."""
+"""The certificate with small samples: it passes for the default configuration and fails for wrong distributions."""
 
 import json
 import math
@@ -31,7 +31,7 @@ SMALL = CertifyOptions(num_samples=4000, limit=0.08, batch_size=1000)
     ],
     ids=str,
 )
-def test_what_ships_passes(parts):
+def test_the_default_configuration_passes(parts):
     certificate = certify(tiny_system(**parts), SMALL)
     assert certificate.passed, str(certificate)
     assert certificate.num_cells == 81
@@ -46,8 +46,8 @@ def test_other_temperatures_pass(temperature):
         assert certificate.distance == 0
 
 
-def test_a_bent_distribution_fails(monkeypatch):
-    """Corrections drawn from the target's law instead of the excess: the classic mistake."""
+def test_a_wrong_distribution_fails(monkeypatch):
+    """Corrections drawn from the target's distribution instead of the residual: the classic mistake."""
     monkeypatch.setattr(
         base, "next_token_probs", lambda draft, dists, lengths, residual_at: base.at(dists, lengths)
     )
@@ -75,7 +75,7 @@ def test_the_bound_is_the_distance_plus_mcdiarmids_slack():
 
 
 def test_the_default_is_large_enough_to_pass():
-    """What chance alone is expected to give, E sum |P - Q'| / 2 by the normal law, fits under the limit."""
+    """The expected distance of a correct sampler, E sum |P - Q'| / 2 by the normal approximation, is below the limit."""
     options, subject = CertifyOptions(), tiny_system()
 
     def next_dist(text):
@@ -86,7 +86,7 @@ def test_the_default_is_large_enough_to_pass():
     assert math.sqrt(2 / math.pi) * sum(deviations) / 2 + options.slack < 0.97 * options.limit
 
 
-def test_a_certificate_speaks_to_people_and_to_machines():
+def test_a_certificate_is_printed_as_text_and_as_json():
     certificate = certify(tiny_system(), SMALL)
     assert json.loads(json.dumps(certificate.as_dict()))["passed"] is True
     for words in ("total variation <=", "p =", "random Llama", "float32", "model:tiny", "auto", "fixed:2"):
@@ -100,14 +100,14 @@ def test_the_same_seed_gives_the_same_certificate():
 
 
 @pytest.mark.parametrize("verifier", ["coupled", "auto"])
-def test_batches_do_not_matter(verifier):
+def test_the_batch_size_has_no_effect(verifier):
     small = CertifyOptions(num_samples=1000, limit=0.5, batch_size=70)
     whole = CertifyOptions(num_samples=1000, limit=0.5, batch_size=1000)
     subject = tiny_system(verifier=verifier)
     assert certify(subject, small).distance == certify(subject, whole).distance
 
 
-def test_progress_tells_of_exact_probabilities_and_then_of_texts():
+def test_progress_reports_exact_probabilities_and_then_texts():
     told = []
     certify(tiny_system(), SMALL, lambda *now: told.append(now))
     phases = {what: [(done, total) for done, total, each in told if each == what] for *_, what in told}
@@ -116,13 +116,13 @@ def test_progress_tells_of_exact_probabilities_and_then_of_texts():
     assert {total for _, total in phases["exact probabilities"]} == {81}
     drawn = [done for done, _ in phases["drawing texts"]]
     assert drawn == sorted(drawn)
-    # Told within the batches of 1,000, too.
+    # Reported within the batches of 1,000, too.
     assert (drawn[0], drawn[-1]) == (0, 4000)
     assert any(done % 1000 for done in drawn)
     assert {total for _, total in phases["drawing texts"]} == {4000}
 
 
-def test_the_models_own_forward_runs_once_for_a_beginning():
+def test_the_reference_model_runs_once_per_prefix():
     dist, asked = random_probs(50, seed=1), []
 
     def next_dist(text):
@@ -133,7 +133,7 @@ def test_the_models_own_forward_runs_once_for_a_beginning():
     assert len(asked) == len(set(asked))
 
 
-def test_cells_split_the_likeliest_beginnings():
+def test_cells_split_the_most_probable_prefixes():
     dist = random_probs(50, seed=1)
     cells = Cells.of(dist, num_tokens=3, num_cells=30)
     assert sum(cells.masses.values()) == pytest.approx(1)
@@ -154,13 +154,13 @@ def test_every_text_of_a_small_vocabulary_has_its_cell():
         assert mass == pytest.approx(float(dist(())[text[0]] * dist(text[:1])[text[1]]))
 
 
-def test_g_test_knows_chi_square():
+def test_g_test_equals_chi_square():
     # G = 2 (60 ln(60/50) + 40 ln(40/50)) = 4.027 with one degree of freedom
     assert g_test([60, 40], [50, 50]) == pytest.approx(0.04477, abs=1e-4)
     assert g_test([50, 50], [50, 50]) == pytest.approx(1.0)
 
 
-def test_g_test_pools_rare_cells_and_refuses_the_impossible():
+def test_g_test_pools_rare_cells_and_rejects_impossible_ones():
     assert g_test([50, 50, 1], [50, 48.5, 1.5]) == pytest.approx(g_test([50, 51], [50, 50]), abs=1e-9)
     # The last cell is too rare to stand alone, and no rarer one is left to be pooled with it.
     assert g_test([6, 2, 4], [4, 4, 4]) == 1.0, "one pool: nothing to compare"
@@ -175,7 +175,7 @@ def test_g_test_pools_rare_cells_and_refuses_the_impossible():
 @pytest.mark.parametrize(
     "wrong", [{"num_samples": 10}, {"limit": 0}, {"delta": 1}, {"num_tokens": 0}, {"batch_size": 0}]
 )
-def test_senseless_options_are_refused(wrong):
+def test_invalid_options_are_refused(wrong):
     with pytest.raises(BadInputError, match=next(iter(wrong))):
         CertifyOptions(**wrong)
 

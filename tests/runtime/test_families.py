@@ -1,4 +1,4 @@
-"""Every family: our one forward over ragged rows and trees says what the plain model says, token by token."""
+"""Every family: logits over ragged rows and trees equal those of the module, token by token."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def chain_of(*tokens):
     return Draft.chains([list(tokens)])
 
 
-def test_a_chain_scores_as_the_plain_model(family, runtime):
+def test_the_logits_of_a_chain_equal_the_models(family, runtime):
     row = begun(runtime, PROMPT)
     logits = runtime.score([row], chain_of(*NODES)).logits[0]
     assert_near(logits, family.expected(PROMPT + NODES, len(NODES) + 1))
 
 
-def test_every_path_of_a_tree_scores_as_its_chain(family, runtime):
+def test_the_logits_of_every_tree_path_equal_its_chain(family, runtime):
     row = begun(runtime, PROMPT)
     logits = runtime.score([row], trees((NODES, PARENTS))).logits[0]
     assert_near(logits[0], family.expected(PROMPT, 1)[0])
@@ -77,7 +77,7 @@ def test_every_path_of_a_tree_scores_as_its_chain(family, runtime):
 
 
 @pytest.mark.parametrize("path", [[], [0, 2, 5], [3, 6], [0]], ids=str)
-def test_keeping_a_path_leaves_the_cache_of_a_fresh_prefill(family, runtime, path):
+def test_keeping_a_path_equals_a_new_prefill(family, runtime, path):
     row = begun(runtime, PROMPT)
     runtime.score([row], trees((NODES, PARENTS)))
     runtime.keep([row], [path])
@@ -88,7 +88,7 @@ def test_keeping_a_path_leaves_the_cache_of_a_fresh_prefill(family, runtime, pat
 
 
 @pytest.mark.parametrize("length", [WINDOW + 3, 2])
-def test_rewinding_and_scoring_other_tokens(family, runtime, length):
+def test_rewound_rows_score_other_tokens(family, runtime, length):
     row = begun(runtime, PROMPT)
     runtime.score([row], chain_of(*NODES))
     runtime.rewind([row], [length])
@@ -97,7 +97,7 @@ def test_rewinding_and_scoring_other_tokens(family, runtime, length):
     assert_near(logits, family.expected([*row.tokens, 9], 2))
 
 
-def test_ragged_rows_are_strangers(family, runtime):
+def test_ragged_rows_do_not_affect_each_other(family, runtime):
     prompts = [PROMPT, PROMPT[5:7], [11], PROMPT[: WINDOW + 4]]
     drafts = [(NODES, PARENTS), (NODES[:3], [-1, -1, 0]), ([], []), (NODES[2:5], [-1, 0, 1])]
     rows = [row_of(prompt) for prompt in prompts]
@@ -111,7 +111,7 @@ def test_ragged_rows_are_strangers(family, runtime):
             assert_near(logits[index, node + 1], family.expected(prompt + path, 1)[0])
 
 
-def test_ragged_chains_and_single_tokens(family, runtime):
+def test_the_logits_of_ragged_chains_equal_the_models(family, runtime):
     prompts = [PROMPT, PROMPT[4:7], PROMPT[: WINDOW + 4]]
     rows = [row_of(prompt) for prompt in prompts]
     runtime.begin(rows)
@@ -127,7 +127,7 @@ def test_ragged_chains_and_single_tokens(family, runtime):
         assert_near(logits[index], family.expected(row.tokens, 1))
 
 
-def test_prefill_in_chunks(family, runtime):
+def test_prefill_in_chunks_equals_one_pass(family, runtime):
     row = row_of(PROMPT)
     runtime.prefill_chunk = 5
     try:
@@ -139,7 +139,7 @@ def test_prefill_in_chunks(family, runtime):
     )
 
 
-def test_catching_up_on_different_numbers_of_tokens(family, runtime):
+def test_rows_catch_up_on_different_numbers_of_tokens(family, runtime):
     """A draft model's cache may lag by a few tokens, another number in each row; drafts may hang below."""
     rows = [row_of(PROMPT[:6]), row_of(PROMPT[:9])]
     runtime.begin(rows)
@@ -154,7 +154,7 @@ def test_catching_up_on_different_numbers_of_tokens(family, runtime):
             assert_near(logits[index, node + 1], family.expected(rows[index].tokens + path, 1)[0])
 
 
-def test_the_last_places_of_the_context(family, runtime):
+def test_the_logits_at_the_end_of_the_context_equal_the_models(family, runtime):
     """Padding of a short row's neighbour must not look up positions beyond the context."""
     full = random_tokens(runtime.context_length, seed=4)
     rows = [row_of(full), row_of(PROMPT)]
@@ -164,7 +164,7 @@ def test_the_last_places_of_the_context(family, runtime):
     assert_near(logits[1], family.expected(PROMPT + NODES, len(NODES) + 1))
 
 
-def test_hidden_states_are_those_of_the_model(family, tmp_path):
+def test_hidden_states_equal_the_models(family, tmp_path):
     runtime = runtime_of(family.path, runtime=family.kind)
     runtime.request_hidden_states((0, 1, -1))
     rows = [row_of(PROMPT), row_of(PROMPT[:4])]

@@ -1,4 +1,4 @@
-"""The fused runtime says what the module says, holds its weights once, and is given up where it would not."""
+"""The fused runtime: equality with the module, memory, and the cases in which it is not used."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def scores(path, runtime, dtype, num_nodes=4):
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
-def test_bfloat16_is_that_of_the_packed_module_to_the_last_bit(checkpoint):
+def test_bfloat16_logits_are_bit_identical_to_the_packed_module(checkpoint):
     assert torch.equal(
         scores(checkpoint, "fused", "bfloat16"), scores(checkpoint, "transformers", "bfloat16")
     )
@@ -66,8 +66,8 @@ def test_bfloat16_is_that_of_the_packed_module_to_the_last_bit(checkpoint):
 @pytest.mark.parametrize("runtime", KINDS)
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tokens_bits_do_not_depend_on_how_many_are_scored_with_it(name, num_kv_heads, runtime, tmp_path):
-    """What makes speculation invisible in bfloat16 too, for widths that are multiples of 64.
+def test_a_tokens_bits_do_not_depend_on_the_number_of_scored_tokens(name, num_kv_heads, runtime, tmp_path):
+    """The condition for identical text in bfloat16, for widths that are multiples of 64.
 
     Without whole key blocks it fails at every multiple of 16, without company for a lone query where no heads
     share keys.
@@ -105,7 +105,7 @@ def test_a_tokens_bits_do_not_depend_on_how_many_are_scored_with_it(name, num_kv
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_other_precisions_differ_by_rounding(checkpoint, dtype):
+def test_other_dtypes_differ_by_rounding(checkpoint, dtype):
     tolerance = {"float32": 1e-5, "float64": 1e-5, "float16": 0.02}[dtype]
     torch.testing.assert_close(
         scores(checkpoint, "fused", dtype), scores(checkpoint, "transformers", dtype), rtol=0, atol=tolerance
@@ -122,7 +122,7 @@ def test_weights_are_held_once(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_description_that_is_wrong_is_not_used(checkpoint, monkeypatch, dtype):
+def test_a_wrong_family_description_is_not_used(checkpoint, monkeypatch, dtype):
     monkeypatch.setattr(fused, "rotate", lambda states, cos, sin: states)
     loaded = Checkpoint.resolve(checkpoint, dtype=dtype, device="cpu").load()
     assert loaded.kind == "transformers"
@@ -130,7 +130,7 @@ def test_a_description_that_is_wrong_is_not_used(checkpoint, monkeypatch, dtype)
         Checkpoint.resolve(checkpoint, runtime="fused", dtype="float32", device="cpu").load()
 
 
-def test_positions_that_are_scaled_otherwise_are_noticed(tmp_path, monkeypatch):
+def test_a_wrong_rope_scaling_is_detected(tmp_path, monkeypatch):
     """A wrong frequency shows only far from the start."""
     config = FAMILIES["llama"]()
     config.max_position_embeddings = 4096
@@ -153,7 +153,7 @@ def test_positions_that_are_scaled_otherwise_are_noticed(tmp_path, monkeypatch):
         ("mistral", {"sliding_window": 24}),
     ],
 )
-def test_windows_are_those_of_the_module_whatever_the_configuration_says(name, foreign, tmp_path):
+def test_sliding_windows_are_read_from_the_module(name, foreign, tmp_path):
     """Wider than what the probe sees, so only the description can be right."""
     config = FAMILIES[name]()
     for field, value in foreign.items():
@@ -167,7 +167,7 @@ def test_windows_are_those_of_the_module_whatever_the_configuration_says(name, f
     )
 
 
-def test_layers_that_are_more_than_their_weights_are_left_to_the_module(checkpoint):
+def test_modified_layers_use_the_module(checkpoint):
     """An adapter shows its base weights under the same name."""
 
     class Adapted(torch.nn.Linear):
@@ -180,7 +180,7 @@ def test_layers_that_are_more_than_their_weights_are_left_to_the_module(checkpoi
     assert model.model.layers[0].mlp.down_proj.weight.numel()  # nothing was taken apart
 
 
-def test_what_is_quantised_or_wrapped_is_left_to_the_module():
+def test_quantised_or_wrapped_layers_use_the_module():
     config = FAMILIES["llama"]()
     assert can_fuse(config, torch.device("cpu"))
     config.quantization_config = {"quant_method": "torchao"}
@@ -199,7 +199,7 @@ def test_what_is_quantised_or_wrapped_is_left_to_the_module():
         ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ],
 )
-def test_what_the_descriptions_have_no_words_for_is_left_to_the_module(name, changes):
+def test_undescribed_features_use_the_module(name, changes):
     """A soft cap, for one, hardly shows in the small logits of a probe."""
     config = FAMILIES[name]()
     assert can_fuse(config, torch.device("cpu"))
@@ -208,7 +208,7 @@ def test_what_the_descriptions_have_no_words_for_is_left_to_the_module(name, cha
     assert not can_fuse(config, torch.device("cpu"))
 
 
-def test_what_is_not_described_runs_as_its_module(tmp_path):
+def test_undescribed_families_use_the_module(tmp_path):
     path = write_checkpoint(FAMILIES["gpt2"](), tmp_path)
     assert Checkpoint.resolve(path, dtype="float32", device="cpu").load().kind == "transformers"
     with pytest.raises(UnsupportedModelError, match="gpt2"):
@@ -225,7 +225,7 @@ def test_what_is_not_described_runs_as_its_module(tmp_path):
     ],
     ids=lambda rope: rope["rope_type"],
 )  # fmt: skip
-def test_scaled_positions(rope, tmp_path):
+def test_rope_scalings_equal_the_module(rope, tmp_path):
     config = FAMILIES["llama"]()
     config.rope_parameters = rope
     path = write_checkpoint(config, tmp_path)
@@ -234,19 +234,19 @@ def test_scaled_positions(rope, tmp_path):
     )
 
 
-def test_positions_that_depend_on_the_length_are_left_to_the_module(tmp_path):
+def test_length_dependent_rope_uses_the_module(tmp_path):
     config = FAMILIES["llama"]()
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     path = write_checkpoint(config, tmp_path)
     assert Checkpoint.resolve(path, dtype="float32", device="cpu").load().kind == "transformers"
 
 
-def test_a_runtime_that_does_not_exist(checkpoint):
+def test_an_unknown_runtime_is_refused(checkpoint):
     with pytest.raises(BadInputError, match="auto, native, fused, transformers, got 'quick'"):
         Checkpoint.resolve(checkpoint, runtime="quick").load()
 
 
-def test_int8_runs_as_the_module(checkpoint):
+def test_int8_uses_the_module(checkpoint):
     pytest.importorskip("torchao")
     assert (
         Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", quantize="int8").load().kind
@@ -254,7 +254,7 @@ def test_int8_runs_as_the_module(checkpoint):
     )
 
 
-def test_the_module_to_compare_with_is_read_again(checkpoint):
+def test_the_reference_module_is_read_again(checkpoint):
     loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
     assert isinstance(loaded.runtime, FusedRuntime)
     assert torch.equal(
@@ -265,7 +265,7 @@ def test_the_module_to_compare_with_is_read_again(checkpoint):
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
-def test_a_lone_query_rounds_as_it_would_among_others():
+def test_a_single_query_is_rounded_as_among_others():
     """Plain attention is off in some of these: a product with one row takes other instructions."""
     generator = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""The kernels say what the module says, in the same bits whatever comes with a token, and are given up where they would not."""
+"""The kernels: accuracy, bits that depend only on a token's prefix, and the cases in which they are not used."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def error(logits, exact):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_it_is_as_near_to_the_exact_law_as_the_module_in_bfloat16(checkpoint, unit):
+def test_the_error_is_that_of_the_module_in_bfloat16(checkpoint, unit):
     rounded = read_module(str(checkpoint), torch.bfloat16).eval()
     exact = read_module(str(checkpoint), torch.bfloat16).float().eval()
     with torch.inference_mode():
@@ -80,13 +80,13 @@ def test_it_is_as_near_to_the_exact_law_as_the_module_in_bfloat16(checkpoint, un
 @pytest.mark.skipif(
     "amx" not in [unit.name for unit in library.units()], reason="this processor has no matrix tiles"
 )
-def test_eight_bits_are_the_same_numbers_in_tiles_and_vectors(checkpoint):
+def test_int8_is_bit_identical_with_tiles_and_vectors(checkpoint):
     """Sums of whole numbers are exact in either."""
     tiles, vectors = (native_runtime(checkpoint, eight_bits=True, unit=each) for each in library.units()[:2])
     assert torch.equal(tiles.read(TOKENS).logits, vectors.read(TOKENS).logits)
 
 
-def test_eight_bits_are_off_by_a_rounding(checkpoint):
+def test_int8_differs_by_rounding(checkpoint):
     exact, rounded = (
         native_runtime(checkpoint, eight_bits=each).read(TOKENS).logits for each in (False, True)
     )
@@ -96,7 +96,7 @@ def test_eight_bits_are_off_by_a_rounding(checkpoint):
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("eight_bits", [False, True])
-def test_a_tokens_bits_depend_on_its_own_text_alone(checkpoint, eight_bits, unit):
+def test_a_tokens_bits_depend_only_on_its_prefix(checkpoint, eight_bits, unit):
     """Not on the chunks of a prefill, the neighbours in a batch, the shape of a draft, nor the number of threads."""
     runtime = native_runtime(checkpoint, eight_bits, unit)
     whole = runtime.read(TOKENS[:1]).logits[0]
@@ -139,8 +139,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_shapes(change, tmp_path):
-    """As near to the exact law as the module, in the same bits in a draft as in one forward."""
+def test_other_shapes_have_the_same_bits_in_a_draft(change, tmp_path):
+    """The error is that of the module, and a draft has the same bits as one forward pass."""
     config = FAMILIES["llama"]()
     for field, value in CHANGES[change].items():
         setattr(config, field, value)
@@ -180,8 +180,8 @@ def test_hidden_states_are_those_of_the_module(checkpoint):
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("width", [64, 200])  # a whole number of vectors, and not
-def test_states_are_the_same_numbers_in_16_bits_and_in_32(width, unit, tmp_path, monkeypatch):
-    """Which of the two torch is handed depends on the processor."""
+def test_hidden_states_are_equal_in_16_and_32_bits(width, unit, tmp_path, monkeypatch):
+    """The dtype that torch receives depends on the processor."""
     config = FAMILIES["llama"]()
     config.hidden_size = width
     path = write_checkpoint(config, tmp_path)
@@ -195,7 +195,7 @@ def test_states_are_the_same_numbers_in_16_bits_and_in_32(width, unit, tmp_path,
         assert torch.equal(states.float(), found[False][layer])
 
 
-def test_a_released_runtime_begins_anew(checkpoint):
+def test_a_released_runtime_can_be_used_again(checkpoint):
     runtime = native_runtime(checkpoint)
     tokens = TOKENS[0].tolist()
     logits = []
@@ -210,12 +210,12 @@ def test_a_released_runtime_begins_anew(checkpoint):
     assert torch.equal(*logits)
 
 
-def test_eight_bits_have_no_module(checkpoint):
+def test_int8_has_no_module(checkpoint):
     with pytest.raises(UnsupportedModelError, match="weights in 8 bits"):
         Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", quantize="int8").load().module()
 
 
-def test_loading_takes_more_for_a_while_than_eight_bits_do(checkpoint):
+def test_the_peak_memory_of_loading_int8_is_estimated(checkpoint):
     need = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", quantize="int8").memory(0)
     assert need.loading > need.weights
     assert need.excess == need.loading - need.total
@@ -225,7 +225,7 @@ def test_loading_takes_more_for_a_while_than_eight_bits_do(checkpoint):
 @pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 70])
 @pytest.mark.parametrize("shape", [(96, 64), (33, 200), (300, 48)])
-def test_products(shape, num_rows, eight_bits, unit):
+def test_products_equal_torch(shape, num_rows, eight_bits, unit):
     """One product through a decoder without layers: the head alone, against float64."""
     vocab_size, width = shape
     config = FAMILIES["llama"]()
@@ -248,13 +248,13 @@ def test_products(shape, num_rows, eight_bits, unit):
     assert (found - expected).abs().max() < (0.02 if eight_bits else 0.006) * expected.abs().max()
 
 
-def test_side_by_side_fills_up_with_zeros():
+def test_interleaved_rows_are_padded_with_zeros():
     gate, up = torch.full((20, 2), 1.0), torch.full((20, 2), 2.0)
     found = interleave_rows(gate, up)[:, 0]
     assert found.tolist() == [1.0] * 16 + [2.0] * 16 + [1.0] * 4 + [0.0] * 12 + [2.0] * 4 + [0.0] * 12
 
 
-def test_a_block_holds_every_weight_once():
+def test_a_block_contains_every_weight_once():
     weight = torch.arange(40 * 70).reshape(40, 70).bfloat16()
     blocks = pack_blocks(weight, None, Arena(), eight_bits=False)
     assert (blocks.weight.num_outputs, blocks.weight.num_inputs) == (40, 128)
@@ -263,14 +263,14 @@ def test_a_block_holds_every_weight_once():
     assert sorted(held[held != 0].tolist()) == sorted(weight[weight != 0].tolist())
 
 
-def test_an_arena_takes_what_is_larger_than_its_pieces(monkeypatch):
+def test_an_arena_accepts_tensors_larger_than_its_pieces(monkeypatch):
     monkeypatch.setattr("secondguess.runtime.native.weights.ARENA", 256)
     arena = Arena()
     held = [arena.allocate(4 * count).view(torch.float32).fill_(count) for count in (3, 1000, 5, 60)]
     assert [set(each.tolist()) for each in held] == [{3.0}, {1000.0}, {5.0}, {60.0}]
 
 
-def test_what_loads_in_bfloat16_is_native_and_says_so(checkpoint):
+def test_bfloat16_models_are_native_and_described_as_such(checkpoint):
     loaded = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load()
     assert (loaded.kind, loaded.runtime_description) == ("native", "native")
     drafting = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", drafts=True).load()
@@ -280,7 +280,7 @@ def test_what_loads_in_bfloat16_is_native_and_says_so(checkpoint):
     assert Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load().kind == "fused"
 
 
-def test_a_draft_model_takes_half_the_memory(checkpoint):
+def test_a_draft_model_needs_half_the_memory(checkpoint):
     plain, drafting = (
         Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", drafts=drafts).memory()
         for drafts in (False, True)
@@ -305,7 +305,7 @@ def test_weights_are_held_once(checkpoint):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_layers_may_run_one_part_after_the_other(checkpoint, unit):
+def test_layers_can_be_run_in_two_parts(checkpoint, unit):
     """A draft is read ahead as it grows, and scored from there: in the bits of one forward, for rows of any length."""
     whole, parts = (native_runtime(checkpoint, unit=unit, hidden_layers=(0, 2, -1)) for _ in range(2))
     for drafts in GROWING:
@@ -350,7 +350,7 @@ GROWING = [
 padding is made of."""
 
 
-def test_what_was_read_ahead_is_not_read_again(checkpoint):
+def test_first_layers_are_not_run_again(checkpoint):
     runtime = native_runtime(checkpoint)
     calls = []
     run = runtime._kernels.secondguess_run
@@ -373,7 +373,7 @@ def test_what_was_read_ahead_is_not_read_again(checkpoint):
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])
-def test_it_lends_its_ends(checkpoint, eight_bits):
+def test_embeddings_and_head_are_shared(checkpoint, eight_bits):
     runtime = native_runtime(checkpoint, eight_bits, hidden_layers=(0, -1))
     read, embedding_and_head = runtime.read(TOKENS), runtime.embedding_and_head()
     assert torch.equal(embedding_and_head.embed(TOKENS), read.hidden[0])
@@ -381,7 +381,7 @@ def test_it_lends_its_ends(checkpoint, eight_bits):
     assert embedding_and_head.unembed(read.hidden[-1][:, :0]).shape == (2, 0, runtime.vocab_size)
 
 
-def test_its_head_teaches_where_it_is_the_embeddings(tmp_path):
+def test_gradients_reach_through_a_tied_head(tmp_path):
     config = FAMILIES["llama"]()
     config.tie_word_embeddings = True
     embedding_and_head = native_runtime(write_checkpoint(config, tmp_path)).embedding_and_head()
@@ -406,14 +406,14 @@ def test_layers_can_be_left_out(checkpoint):
             runtime.skip_layers(wrong)
 
 
-def test_without_kernels_torch_computes(checkpoint, monkeypatch):
+def test_without_kernels_torch_is_used(checkpoint, monkeypatch):
     monkeypatch.setattr(library, "units", lambda: ())
     assert Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load().kind == "fused"
     with pytest.raises(UnsupportedModelError, match="native runtime covers"):
         Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", runtime="native").load()
 
 
-def test_kernels_that_say_something_else_are_not_used(checkpoint, monkeypatch):
+def test_kernels_with_other_results_are_not_used(checkpoint, monkeypatch):
     made = NativeDecoder.__init__
 
     def slightly_off(self, *arguments):
@@ -436,7 +436,7 @@ def test_kernels_without_their_sources_are_called(monkeypatch):
     assert [unit.name for unit in library.units.__wrapped__()] == [unit.name for unit in library.units()]
 
 
-def test_kernels_of_other_structures_are_refused(monkeypatch):
+def test_kernels_built_from_other_sources_are_not_called(monkeypatch):
     class Larger(ctypes.Structure):
         _fields_ = [("weight", library.Weight), ("more", ctypes.c_int64)]
 
@@ -498,7 +498,7 @@ def test_threads_of_a_forward_are_those_of_the_quota(checkpoint, monkeypatch):
     assert runtime._forward.num_threads == 3
 
 
-def test_where_the_kernels_are_given_up_auto_is_as_without_them(checkpoint, monkeypatch):
+def test_auto_without_matching_kernels_is_as_without_kernels(checkpoint, monkeypatch):
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
     assert Checkpoint.resolve(checkpoint, device="cpu").load().dtype == "bfloat16"
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda *_: None)
@@ -507,14 +507,14 @@ def test_where_the_kernels_are_given_up_auto_is_as_without_them(checkpoint, monk
 
 
 def test_prompts_are_checked_against_the_cache_in_use(checkpoint, monkeypatch):
-    """Where float32 took the place of the bfloat16 that was picked, a token takes twice the bytes."""
+    """With float32 instead of the requested bfloat16 a token needs twice the bytes."""
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
     picked = load(checkpoint, "none", device="cpu").cache_bytes
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda *_: None)
     assert load(checkpoint, "none", device="cpu").cache_bytes == 2 * picked
 
 
-def test_memory_is_that_of_the_runtime_asked_for(checkpoint, monkeypatch):
+def test_the_memory_estimate_is_that_of_the_requested_runtime(checkpoint, monkeypatch):
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
     needs = {
         kind: Checkpoint.resolve(checkpoint, device="cpu", runtime=kind).memory()
@@ -524,7 +524,7 @@ def test_memory_is_that_of_the_runtime_asked_for(checkpoint, monkeypatch):
     assert needs["fused"].weights > needs["auto"].weights
 
 
-def test_no_room_between_the_layers_is_named(checkpoint, monkeypatch):
+def test_running_out_of_memory_between_layers_is_reported(checkpoint, monkeypatch):
     runtime = native_runtime(checkpoint)
 
     class Full:
@@ -539,14 +539,14 @@ def test_no_room_between_the_layers_is_named(checkpoint, monkeypatch):
         runtime.read(TOKENS)
 
 
-def test_a_token_of_another_model_is_named(checkpoint):
+def test_a_token_outside_the_vocabulary_is_refused(checkpoint):
     runtime = native_runtime(checkpoint)
     for token in (-1, 300):
         with pytest.raises(BadInputError, match=f"token ids from 0 to 299, got .*{token}"):
             runtime.read(torch.tensor([[5, token]]))
 
 
-def test_what_the_kernels_cannot_run_is_said():
+def test_the_reason_for_not_using_the_kernels_is_given():
     config = FAMILIES["llama"]()
     place = torch.device("cpu")
     assert why_not_native(config, torch.bfloat16, place) is None
@@ -559,7 +559,7 @@ def test_what_the_kernels_cannot_run_is_said():
 
 @pytest.mark.parametrize("width", [5, 16, 17, 6144, 32_003])
 @pytest.mark.parametrize("special", ["none", "tie", "masked", "nan", "infinity", "all masked"])
-def test_the_most_likely_token_and_its_probability(width: int, special: str) -> None:
+def test_the_most_probable_token_and_its_probability_equal_torch(width: int, special: str) -> None:
     logits = torch.randn(3, width + 4, generator=torch.Generator().manual_seed(width))[:, 2:-2]
     middle = width // 2
     if special == "tie":

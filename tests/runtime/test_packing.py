@@ -1,4 +1,4 @@
-"""Packed linear layers say the same as the originals, bit for bit, and are given up where they would not."""
+"""Packed linear layers: bit-identical to the originals, or not used."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def logits(model, width=7):
 
 @needs_packing
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_packed_model_says_the_same_to_the_last_bit(tied):
+def test_a_packed_model_is_bit_identical(tied):
     model = tiny_model(tied)
     expected = logits(model)
     assert pack_linears(model)
@@ -45,7 +45,7 @@ def test_a_packed_model_says_the_same_to_the_last_bit(tied):
 
 
 @needs_packing
-def test_one_row_does_not_depend_on_how_many_come_with_it():
+def test_a_row_does_not_depend_on_the_number_of_rows():
     linear = nn.Linear(48, 40).to(torch.bfloat16)
     packed = PackedLinear(linear)
     values = torch.randn(8, 48, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -57,7 +57,7 @@ def test_one_row_does_not_depend_on_how_many_come_with_it():
 @needs_packing
 @pytest.mark.parametrize("num_outputs", [256, 1536])
 @pytest.mark.parametrize("shape", [(33, 1), (8, 9), (5, 40), (1, 33), (1, 96)])
-def test_a_row_among_many_is_the_row_alone(shape, num_outputs):
+def test_a_row_of_many_equals_the_row_alone(shape, num_outputs):
     """Without splitting, products over more than 32 rows and 512 or more inputs sum in another order."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(num_outputs, 768, generator=generator).to(torch.bfloat16)
@@ -83,7 +83,7 @@ def test_subclasses_are_left_alone():
 
 @needs_packing
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_that_would_change_is_given_back_as_it_was(tied, monkeypatch):
+def test_a_model_that_would_change_is_restored(tied, monkeypatch):
     model = tiny_model(tied)
     expected = logits(model)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}

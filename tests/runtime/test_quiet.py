@@ -1,4 +1,4 @@
-"""Other libraries are silenced, and stricter settings of the caller stay."""
+"""Log output of other libraries is suppressed, and stricter settings of the caller are kept."""
 
 import logging
 import warnings

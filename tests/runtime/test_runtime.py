@@ -1,4 +1,4 @@
-"""Rows that come and go, subsets in any order, growth, giving a model back: once, on Llama."""
+"""Rows that join and leave, subsets in any order, growth of the cache, and release of the model, on Llama."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def runtime(checkpoint, kind):
 
 
 def check_round(runtime, plain, rows, path=()):
-    """Score a branching draft on some rows; every row must say what it would say alone; keep a path."""
+    """Score a tree on some rows, compare every row with the row alone, and keep a path."""
     parents = [-1, 0, -1, 2]
     logits = runtime.score(rows, trees(*[(NODES, parents)] * len(rows))).logits
     for index, row in enumerate(rows):
@@ -76,7 +76,7 @@ def test_rows_join_and_leave(runtime, plain):
     assert runtime.num_live_rows == 0
 
 
-def test_any_subset_in_any_order(runtime, plain):
+def test_any_subset_of_rows_in_any_order_scores_the_same(runtime, plain):
     rows = [row_of(random_tokens(2 + 3 * count, seed=10 + count)) for count in range(4)]
     runtime.begin(rows)
     check_round(runtime, plain, [rows[2], rows[0]], path=[2, 3])
@@ -86,7 +86,7 @@ def test_any_subset_in_any_order(runtime, plain):
     check_round(runtime, plain, rows)
 
 
-def test_ending_a_row_does_not_lose_the_nodes_of_the_one_that_moves(runtime, plain):
+def test_ending_a_row_keeps_the_nodes_of_a_moved_row(runtime, plain):
     rows = [row_of([5, 6]), row_of(random_tokens(6, seed=1))]
     runtime.begin(rows)
     runtime.score(rows, trees((NODES, [-1, 0, -1, 2]), (NODES, [-1, 0, -1, 2])))
@@ -96,7 +96,7 @@ def test_ending_a_row_does_not_lose_the_nodes_of_the_one_that_moves(runtime, pla
     check_round(runtime, plain, [rows[1]])
 
 
-def test_the_cache_grows_without_losing_anything(runtime, plain, monkeypatch):
+def test_the_cache_grows_without_losing_entries(runtime, plain, monkeypatch):
     monkeypatch.setattr(cache, "MIN_CAPACITY", 4)
     rows = [row_of(random_tokens(3, seed=20)), row_of(random_tokens(5, seed=21))]
     runtime.begin(rows[:1])
@@ -132,7 +132,7 @@ def test_rows_of_similar_length_are_prefilled_together(runtime, monkeypatch):
     assert shapes == [(1, 16), (2, 8), (2, 4)]
 
 
-def test_scoring_computes_no_more_logits_than_are_asked_for(runtime, monkeypatch):
+def test_scoring_computes_only_the_requested_logits(runtime, monkeypatch):
     row = row_of(random_tokens(40, seed=3))
     runtime.begin([row])
     row.tokens += random_tokens(6, seed=4)
@@ -149,7 +149,7 @@ def test_scoring_computes_no_more_logits_than_are_asked_for(runtime, monkeypatch
     assert seen == [5]
 
 
-def test_half_precision_logits_are_raised_to_float32(checkpoint):
+def test_half_precision_logits_are_converted_to_float32(checkpoint):
     runtime = TransformersRuntime(plain_model(checkpoint).bfloat16())
     row = row_of([5, 6, 7])
     runtime.begin([row])
@@ -165,7 +165,7 @@ def test_float64_stays_float64(checkpoint):
     assert_near(logits[0].float(), plain_logits(plain_model(checkpoint), [5, 6, 7])[-1:])
 
 
-def test_a_closed_runtime_gives_the_model_back(checkpoint):
+def test_a_closed_runtime_restores_the_model(checkpoint):
     model = plain_model(checkpoint).train()
     with TransformersRuntime(model):
         assert model.config._attn_implementation == attention.IMPLEMENTATION
@@ -175,7 +175,7 @@ def test_a_closed_runtime_gives_the_model_back(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_the_owner_may_call_a_borrowed_model(name, tmp_path):
+def test_a_borrowed_model_can_be_called_by_its_owner(name, tmp_path):
     """Our attention without a step of ours: causal, with a cache, and with padding."""
     path = write_checkpoint(FAMILIES[name](), tmp_path)
     plain, model = plain_model(path), plain_model(path)
@@ -194,7 +194,7 @@ def test_the_owner_may_call_a_borrowed_model(name, tmp_path):
         assert_near(padded, expected[0, 2:])
 
 
-def test_misuse_is_named(runtime, checkpoint):
+def test_misuse_is_reported(runtime, checkpoint):
     row = row_of([5, 6])
     runtime.begin([row])
     with pytest.raises(BadInputError, match="begun already"):
@@ -208,7 +208,7 @@ def test_misuse_is_named(runtime, checkpoint):
         TransformersRuntime(plain_model(checkpoint), prefill_chunk=0)
 
 
-def test_an_attention_input_that_we_would_ignore_is_refused():
+def test_an_unsupported_attention_input_is_refused():
     value = torch.zeros(1, 1, 1, 2)
     with pytest.raises(UnsupportedModelError, match="topk_indices"):
         attention.grouped_query_attention(

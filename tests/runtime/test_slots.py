@@ -57,7 +57,7 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
         max_size=30,
     )
 )
-def test_every_row_finds_its_own_entries_whatever_joins_and_leaves(steps):
+def test_every_row_keeps_its_own_entries_while_rows_join_and_leave(steps):
     held = TokenCache()
     rows: list[Row] = []
     for action, number, tokens in steps:
@@ -102,7 +102,7 @@ def test_a_limit_bounds_what_is_reused():
     held.check([row])
 
 
-def test_the_text_released_first_gives_way():
+def test_the_row_released_first_is_evicted_first():
     held = TokenCache()
     rows = [held.admit([number] * 9) for number in (1, 2, 3, 4)]
     for row in (rows[2], rows[0], rows[3], rows[1]):
@@ -113,7 +113,7 @@ def test_the_text_released_first_gives_way():
     held.check(new)
 
 
-def test_a_short_prefix_of_a_long_text_leaves_the_text_where_it_is():
+def test_a_short_shared_prefix_is_copied_and_the_long_row_stays():
     held = TokenCache()
     long, other = held.admit(list(range(20))), held.admit([50, 51])
     held.slots.release(other)
@@ -124,7 +124,7 @@ def test_a_short_prefix_of_a_long_text_leaves_the_text_where_it_is():
     assert held.num_written == 0
 
 
-def test_the_texts_of_a_large_batch_are_not_all_remembered(monkeypatch):
+def test_the_number_of_remembered_rows_is_limited(monkeypatch):
     monkeypatch.setattr("secondguess.runtime.slots.MAX_REMEMBERED", 2)
     held = TokenCache()
     rows = [held.admit([number] * 4) for number in range(5)]
@@ -135,7 +135,7 @@ def test_the_texts_of_a_large_batch_are_not_all_remembered(monkeypatch):
     assert held.num_written == 3 * 3
 
 
-def test_rows_that_are_admitted_together_share_only_what_one_of_them_has_found():
+def test_rows_admitted_together_share_only_already_cached_prefixes():
     held = TokenCache()
     new = [Row([1, 2, 3, 4], SamplingParams()) for _ in range(3)]
     assert [(each.slot, each.length) for each in held.slots.admit(new)] == [(0, 0), (1, 0), (2, 0)]
@@ -165,7 +165,7 @@ def test_an_interrupted_release_leaves_no_row_with_foreign_entries(monkeypatch):
     held.check([second, third])
 
 
-def test_forgotten_texts_are_not_reused():
+def test_rows_are_not_reused_after_forget():
     held = TokenCache()
     held.slots.release(held.admit([1, 2, 3]))
     held.slots.forget()
@@ -174,7 +174,7 @@ def test_forgotten_texts_are_not_reused():
 
 
 @given(TEXTS, TEXTS, st.integers(0, 12))
-def test_common_prefix(first, second, limit):
+def test_common_prefix_of_token_lists(first, second, limit):
     expected = 0
     while expected < min(len(first), len(second), limit) and first[expected] == second[expected]:
         expected += 1

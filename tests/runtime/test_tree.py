@@ -1,4 +1,4 @@
-"""Closures, depths and masks against what walking the parents says."""
+"""Closures, depths and masks against a walk along the parents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_closure_is_the_set_of_root_paths(parents):
 
 
 @given(forests(), st.integers(1, 4))
-def test_hanging_below_prolongs_every_path_by_what_is_uncached(parents, num_uncached):
+def test_uncached_tokens_extend_every_path(parents, num_uncached):
     (hung,) = tree.attach_drafts([parents], [len(parents)], [num_uncached])
     for node in range(len(parents)):
         path = [*range(num_uncached), *(num_uncached + step for step in root_path(parents, node))]
@@ -35,7 +35,7 @@ def test_hanging_below_prolongs_every_path_by_what_is_uncached(parents, num_unca
 
 
 @given(forests())
-def test_a_chain_is_a_forest_whose_nodes_follow_one_another(parents):
+def test_is_chain_is_true_only_for_successive_nodes(parents):
     longest = root_path(parents, len(parents) - 1)
     nodes = torch.tensor([parents])
     draft = Draft(torch.zeros_like(nodes), nodes, torch.tensor([len(parents)]))
@@ -62,7 +62,7 @@ def test_a_chain_mask_is_the_tree_mask_of_a_chain(length, starts):
     assert torch.equal(tree.chain_mask(torch.tensor(starts), length, num_keys), tree_mask)
 
 
-def test_stairs_are_the_masks_of_chains():
+def test_cached_chain_masks_equal_chain_masks():
     stairs = tree.ChainMasks(torch.device("cpu"))
     for start, num_queries, num_keys in [
         (0, 1, 32),

@@ -40,7 +40,7 @@ def depths(depth, num_rows=NUM_ROWS):
 
 
 def draws_of(noise, purpose, depth, num_outcomes=10):
-    """Which of ten equal outcomes each row gets for a purpose at a depth."""
+    """Return which of ten equal outcomes each row gets for a purpose at a depth."""
     dists = evenly(num_outcomes, len(noise.positions))
     if purpose == "draft":
         return noise.draft(dists, depth)
@@ -50,7 +50,7 @@ def draws_of(noise, purpose, depth, num_outcomes=10):
         noise = KeyedNoise(noise.keys, noise.positions, torch.ones_like(noise.coupled), noise.greedy)
     if purpose.endswith("race"):
         return noise.race(dists[:, None], depths(depth, len(dists))[:, None])[:, 0]
-    # Accepting at every tenth tells which tenth the number lies in.
+    # Acceptance at every tenth shows which tenth contains the number.
     steps = numpy.arange(1, num_outcomes) / num_outcomes
     accepted = [noise.accept(numpy.full((len(dists), depth + 1), step))[:, depth] for step in steps]
     return torch.from_numpy(num_outcomes - 1 - numpy.stack(accepted).sum(0))
@@ -81,7 +81,7 @@ def test_purposes_are_independent(one, other):
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)
-def test_places_rounds_streams_and_seeds_are_independent(purpose):
+def test_positions_rounds_streams_and_seeds_are_independent(purpose):
     here = draws_of(noise_of(), purpose, 1)
     others = {
         "next place": draws_of(noise_of(), purpose, 2),
@@ -121,28 +121,28 @@ def test_a_rows_race_does_not_depend_on_whether_its_neighbours_are_coupled():
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_rounds_follow_rounds_without_bending_the_distribution(verifier, seed):
-    """The joint law of five tokens over several rounds; reused numbers gave p below 1e-18 here."""
+def test_several_rounds_keep_the_distribution(verifier, seed):
+    """The joint distribution of five tokens over several rounds; reused numbers gave p below 1e-18 here."""
     assert chained_text_p_value(verifier, seed=seed) > MIN_P_VALUE
 
 
-def test_rounds_of_coupled_rows_too():
+def test_several_rounds_of_coupled_rows_keep_the_distribution():
     assert chained_text_p_value("coupled", coupled=True) > MIN_P_VALUE
 
 
 @pytest.mark.parametrize("verifier", ["traversal", "recursive"])
 @pytest.mark.parametrize("without_replacement", [True, False])
-def test_rounds_of_trees_do_not_bend_the_distribution_either(verifier, without_replacement):
+def test_several_rounds_of_trees_keep_the_distribution(verifier, without_replacement):
     assert chained_text_p_value(verifier, parents=TREE, without_replacement=without_replacement) > MIN_P_VALUE
 
 
-def test_on_chains_traversal_says_what_block_verification_says():
+def test_traversal_equals_block_verification_on_chains():
     """Number for number: both ask the same questions of the noise."""
     assert torch.equal(chained_texts("traversal", 2000), chained_texts("block", 2000))
     assert torch.equal(chained_texts("recursive", 2000), chained_texts("rejection", 2000))
 
 
-def test_coupled_text_depends_on_the_seed_alone():
+def test_coupled_text_depends_only_on_the_seed():
     crude = chained_texts("coupled", 500, seed=3, coupled=True)
     assert torch.equal(crude, chained_texts("coupled", 500, seed=3, coupled=True, drafter=ONE_SIDED))
     assert not torch.equal(crude, chained_texts("coupled", 500, seed=4, coupled=True))
@@ -155,7 +155,7 @@ def test_coupled_text_depends_on_the_seed_alone():
         )
 
 
-def test_nodes_of_one_depth_have_numbers_of_their_own_unless_they_are_coupled():
+def test_nodes_of_one_depth_have_independent_numbers_unless_coupled():
     dists = evenly(10)
     noise = noise_of()
     first, second = noise.draft(dists, 1, node=1), noise.draft(dists, 1, node=2)
@@ -189,7 +189,7 @@ def test_coupled_draft_and_race_share_their_exponentials():
     assert g_test(counts, expected.tolist()) > MIN_P_VALUE
 
 
-def test_queries_of_one_depth_share_a_race_and_others_do_not():
+def test_only_queries_of_one_depth_share_a_race():
     noise = noise_of()
     drawn = noise.race(evenly(10)[:, None].expand(-1, 3, -1), torch.tensor([1, 1, 2]).expand(NUM_ROWS, 3))
     assert torch.equal(drawn[:, 0], drawn[:, 1])
@@ -206,7 +206,7 @@ def test_a_row_has_the_same_noise_in_any_batch(purpose):
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**64 - 1])
-def test_numbers_are_the_same_hashed_one_by_one_or_all_at_once(seed, monkeypatch):
+def test_numbers_hashed_together_equal_those_hashed_one_by_one(seed, monkeypatch):
     params = SamplingParams(temperature=1.0)
     rows = [Row([0] * (3 + 90 * stream), params, seed=seed, stream=stream) for stream in range(4)]
     places = [range(20)] * 4
@@ -240,7 +240,7 @@ def test_inversion_is_exact_on_a_grid():
 
 
 @pytest.mark.parametrize("uniform", [2.0**-53, 0.5, 1 - 2.0**-53, math.nextafter(1, 0)])
-def test_inversion_never_draws_what_has_no_probability(uniform):
+def test_inversion_never_draws_tokens_of_probability_zero(uniform):
     dists = torch.tensor(
         [[0.0, 0.1, 0.0, 0.9, 0.0], [0.0, 0.0, 1e-30, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3, 0, 0]]
     )
@@ -249,27 +249,27 @@ def test_inversion_never_draws_what_has_no_probability(uniform):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_races_never_draw_what_has_no_probability(dtype):
+def test_races_never_draw_tokens_of_probability_zero(dtype):
     dists = torch.zeros(NUM_ROWS, 1, 5, dtype=dtype)
     dists[..., 1], dists[..., 3] = 1e-30, 1.0
     drawn = noise_of().race(dists, depths(0)[:, None])
     assert torch.isin(drawn, torch.tensor([1, 3])).all()
 
 
-def test_chances_of_zero_and_one_are_certain():
+def test_acceptance_probabilities_of_zero_and_one_are_exact():
     noise = noise_of()
     assert not noise.accept(numpy.zeros((NUM_ROWS, 2))).any()
     assert noise.accept(numpy.ones((NUM_ROWS, 2))).all()
 
 
-def test_rows_at_temperature_zero_take_the_most_likely_token():
+def test_rows_at_temperature_zero_take_the_most_probable_token():
     rows = [Row([0], SamplingParams(temperature=0.0), seed=seed) for seed in range(3)]
     noise = KeyedNoise.from_rows(rows)
     dists = torch.tensor([0.0, 1.0, 0.0]).expand(3, -1)
     assert noise.draft(dists, 0).tolist() == noise.draw(dists, depths(0, 3)).tolist() == [1, 1, 1]
 
 
-def test_no_global_generator_is_touched():
+def test_no_global_generator_is_used():
     before = torch.get_rng_state()
     for purpose in PURPOSES:
         draws_of(noise_of(num_rows=4), purpose, 1)

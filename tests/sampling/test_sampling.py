@@ -1,4 +1,4 @@
-"""Settings refuse nonsense, and every law is the one that plain decoding would have after the same prefix."""
+"""Validation of settings, and distributions inside a draft, which equal those of plain decoding after the same prefix."""
 
 import copy
 import dataclasses
@@ -121,7 +121,7 @@ def random_logits(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64
 
 
 def one_dist(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law after a prompt of one token."""
+    """Return the distribution after a prompt of one token."""
     return compute_target_probs(logits[None, None], [Row([0], params)], Draft.empty(1))[0, 0]
 
 
@@ -156,7 +156,7 @@ def test_a_drafted_prefix_and_a_committed_one_give_the_same_distribution(name):
         assert torch.equal(dists[:, query], chain)
 
 
-def test_rows_with_different_settings_do_not_see_each_other():
+def test_rows_with_different_settings_are_independent():
     chooser = random.Random(3)
     rows = [random_row(params, chooser) for params in SETTINGS.values()]
     draft = random_tree(len(rows), 4, chooser)
@@ -197,7 +197,7 @@ def test_distributions_agree_with_transformers(seed):
         SamplingParams(temperature=1.0, top_p=0.3, min_p=0.05),
     ],
 )
-def test_looking_at_a_few_candidates_finds_what_sorting_finds(vocab_size, params):
+def test_truncation_by_candidates_equals_sorting(vocab_size, params):
     """Coarse logits, as of a bfloat16 model: ties everywhere, and wide nuclei."""
     logits = random_logits(vocab_size, seed=vocab_size).bfloat16().double()
     expected = reference_dist(logits, Row([0], params), [])
@@ -214,7 +214,7 @@ def test_greedy_takes_the_lowest_id_among_equals(vocab_size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_most_likely_is_the_first_among_equals_in_every_precision(dtype):
+def test_ties_take_the_lowest_id_in_every_dtype(dtype):
     values = torch.tensor(
         [[[0.5, 2.0, 2.0], [3.0, -1.0, 3.0]], [[-math.inf, -math.inf, 0.0], [1.0, 1.0, 1.0]]]
     )
@@ -224,7 +224,7 @@ def test_the_most_likely_is_the_first_among_equals_in_every_precision(dtype):
     assert most_likely(values.to(dtype)[0, 0]).item() == 1
 
 
-def test_a_number_that_is_none_makes_a_greedy_distribution_undefined():
+def test_nan_logits_make_a_greedy_distribution_undefined():
     logits = torch.tensor([[[1.0, math.nan, 2.0]], [[1.0, math.inf, 2.0]], [[0.0, 1.0, -math.inf]]])
     dists = greedy_dists(logits)
     assert dists.isnan().all(-1).tolist() == [[True], [True], [False]]
@@ -250,13 +250,13 @@ def test_top_p_keeps_the_token_that_crosses_it_and_at_least_one():
     assert one_dist(logits, SamplingParams(temperature=1, top_p=1e-9)).tolist() == [1, 0, 0]
 
 
-def test_a_flat_distribution_is_followed_beyond_the_first_candidates():
+def test_a_flat_distribution_is_truncated_beyond_the_first_candidates():
     dist = one_dist(torch.zeros(5000, dtype=torch.float64), SamplingParams(temperature=1, top_p=0.50005))
     assert int((dist > 0).sum()) == 2501
     assert bool((dist[:2501] > 0).all())
 
 
-def test_top_p_is_relative_to_all_that_top_k_keeps_even_ties_beyond_the_first_candidates():
+def test_top_p_is_relative_to_all_tokens_kept_by_top_k():
     logits = torch.zeros(5000, dtype=torch.float64)
     logits[7] = 2.0
     params = SamplingParams(temperature=1, top_k=5, top_p=0.1)
@@ -264,13 +264,13 @@ def test_top_p_is_relative_to_all_that_top_k_keeps_even_ties_beyond_the_first_ca
     torch.testing.assert_close(one_dist(logits, params), expected, rtol=0, atol=1e-12)
 
 
-def test_top_p_that_is_off_drops_nothing_however_improbable():
+def test_top_p_1_keeps_improbable_tokens():
     logits = torch.tensor([0.0, -50.0, -90.0], dtype=torch.float64)
     dist = one_dist(logits, SamplingParams(temperature=1, top_k=2))
     assert dist.tolist() == pytest.approx([1, math.exp(-50), 0], rel=1e-9, abs=0)
 
 
-def test_counts_tell_prompt_from_output():
+def test_counts_distinguish_prompt_and_output():
     """Repetition counts the prompt; frequency and presence count only the output, as in OpenAI's API."""
     row = Row([1, 1, 2], SamplingParams(temperature=1, frequency_penalty=1, presence_penalty=0.5), seed=0)
     row.tokens += [2, 3, 3]
@@ -279,7 +279,7 @@ def test_counts_tell_prompt_from_output():
     assert (changes - changes[0]).tolist() == pytest.approx([0, 0, -1.5, -2.5, 0])
 
 
-def test_nothing_may_end_before_min_tokens_at_any_depth():
+def test_end_tokens_are_banned_before_min_tokens_at_any_depth():
     row = Row([4], SamplingParams(temperature=1, min_tokens=3, stop_token_ids=[2]), end_tokens=frozenset({1}))
     row.tokens.append(5)
     dists = compute_target_probs(torch.zeros(1, 4, 6), [row], Draft.chains([[3, 3, 3]]))[0]
@@ -296,7 +296,7 @@ def test_a_drafter_may_have_another_vocabulary():
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_distributions_are_distributions_in_every_dtype_and_leave_the_logits_alone(name, dtype):
+def test_distributions_are_normalised_in_every_dtype_and_do_not_change_the_logits(name, dtype):
     logits = random_logits(1, 4, VOCAB).to(dtype)
     logits[0, 2, 3:9] = -math.inf
     before = logits.clone()
@@ -317,7 +317,7 @@ class TestUndefinedLaws:
             one_dist(torch.zeros(4), params)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_a_broken_model_is_told_from_a_banned_distribution(self, settings, value):
+    def test_nan_logits_are_distinguished_from_banned_tokens(self, settings, value):
         logits = torch.arange(5000) / 1000
         logits[4000] = value
         with pytest.raises(SecondGuessError, match="expected finite logits") as refusal:
@@ -340,11 +340,11 @@ class TestLogprobs:
         commit = row.commit([[7, 8, 9][node] for node in path], next_token)
         return commit, commit_logprobs(commit, self.logits, path)
 
-    def test_nothing_is_added_unasked(self):
+    def test_logprobs_are_not_computed_unless_requested(self):
         commit, reported = self.commit(None, [0])
         assert reported is commit
 
-    def test_each_token_is_judged_behind_its_ancestor_by_the_models_own_distribution(self):
+    def test_logprobs_are_those_of_the_model_after_the_parent(self):
         _, reported = self.commit(3, [0, 2])
         dist = self.logits.log_softmax(-1)
         assert [each.token for each in reported.logprobs] == [7, 9, 6]
@@ -355,11 +355,11 @@ class TestLogprobs:
             assert list(each.alternatives) == top.indices.tolist()
             assert list(each.alternatives.values()) == pytest.approx(top.values.tolist())
 
-    def test_zero_alternatives_is_the_token_alone(self):
+    def test_zero_alternatives_gives_only_the_token(self):
         _, reported = self.commit(0, [])
         assert [each.alternatives for each in reported.logprobs] == [{}]
 
-    def test_a_cut_commit_reports_only_what_it_kept(self):
+    def test_a_truncated_commit_reports_only_kept_tokens(self):
         _, reported = self.commit(1, [0, 1, 2], max_tokens=2)
         assert [each.token for each in reported.logprobs] == [7, 8]
 
@@ -413,18 +413,18 @@ class TestSettings:
             ("logprobs", 21),
         ],
     )
-    def test_nonsense_is_refused_by_name(self, setting, value):
+    def test_invalid_values_are_refused_by_name(self, setting, value):
         with pytest.raises(BadInputError, match=rf"expected {setting}.* to be .*, got "):
             SamplingParams(**{setting: value})
 
-    def test_values_are_brought_into_one_form(self):
+    def test_values_are_normalised(self):
         params = SamplingParams(stop="\n", stop_token_ids=[3, 4], temperature=1, logit_bias={7: 2})
         assert params.stop == ("\n",)
         assert params.stop_token_ids == (3, 4)
         assert isinstance(params.temperature, float)
         assert dict(params.logit_bias) == {7: 2.0}
 
-    def test_settings_do_not_change_behind_your_back(self):
+    def test_settings_are_immutable(self):
         bias = {7: 2.0}
         params = SamplingParams(logit_bias=bias)
         bias[7] = 3.0
@@ -446,7 +446,7 @@ class TestSettings:
             assert hash(other) == hash(params)
         assert dataclasses.replace(params, logit_bias={7: 1}) != params
 
-    def test_tokens_that_the_model_lacks_are_refused(self):
+    def test_tokens_outside_the_vocabulary_are_refused(self):
         SamplingParams(logit_bias={9: 1}, stop_token_ids=[9]).check_vocab(10)
         with pytest.raises(BadInputError, match="expected logit_bias to be token ids below 10, got 10"):
             SamplingParams(logit_bias={10: 1}).check_vocab(10)

@@ -1,4 +1,4 @@
-"""Text while it arrives: whole characters, the same as decoding at once, cut before a stop string."""
+"""Incremental text: whole characters, equal to decoding at once, cut before a stop string."""
 
 import random
 
@@ -118,7 +118,7 @@ class TestIncrementalDecoder:
     @pytest.mark.parametrize("name", TOKENIZERS)
     @pytest.mark.parametrize("prompt", TEXTS[:4])
     @pytest.mark.parametrize("text", TEXTS)
-    def test_pieces_make_up_the_text_as_if_decoded_at_once(self, name, prompt, text):
+    def test_joined_pieces_equal_the_text_decoded_at_once(self, name, prompt, text):
         tokenizer = TOKENIZERS[name]
         before, ids = encode(name, prompt), encode(name, text)
         decoder = IncrementalDecoder(tokenizer, before)
@@ -129,12 +129,12 @@ class TestIncrementalDecoder:
         assert decoder.flush() == ""
 
     @pytest.mark.parametrize("text", TEXTS)
-    def test_characters_spread_over_tokens_come_whole(self, text):
+    def test_characters_of_several_tokens_are_emitted_whole(self, text):
         decoder = IncrementalDecoder(BYTES, encode("byte-level", "p"))
         pieces = [decoder.push(token) for token in single_bytes(text)]
         assert [piece for piece in pieces if piece] == list(text)
 
-    def test_a_space_is_written_within_a_text_but_not_in_front_of_it(self):
+    def test_a_leading_space_is_dropped_only_at_the_start(self):
         hello = PIECES.convert_tokens_to_ids("▁Hello")
         assert IncrementalDecoder(PIECES, spell("a,b")).push(hello) == " Hello"
         assert IncrementalDecoder(PIECES, [PIECES.eos_token_id]).push(hello) == "Hello"
@@ -163,7 +163,7 @@ class TestIncrementalDecoder:
         assert [decoder.push(token) for token in single_bytes("a🙂")[:4]] == ["a", "", "", ""]
         assert decoder.flush() == "\ufffd"
 
-    def test_bytes_that_are_no_text_do_not_block_what_follows(self):
+    def test_invalid_bytes_do_not_block_the_following_text(self):
         lone = single_bytes("€")[1]
         ids = [lone] * 300 + single_bytes("🙂x")
         decoder = IncrementalDecoder(BYTES, encode("byte-level", "p"))
@@ -194,7 +194,7 @@ class TestIncrementalDecoder:
 class TestPieces:
     @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("text", TEXTS[:4])
-    def test_pieces_and_their_segments_make_up_the_text(self, text, seed):
+    def test_joined_segments_equal_the_text(self, text, seed):
         stream, row = watched_row(stop=["\n\n\n\n", "done!"])
         for run in in_runs([*single_bytes(text), BYTES.eos_token_id], seed):
             commit = row.commit(run[:-1], run[-1])
@@ -212,20 +212,20 @@ class TestPieces:
         assert stream.take(row.commit(tokens[:3], tokens[3])).segments == [("ab", True)]
         assert stream.take(row.commit(tokens[4:5], tokens[5])).segments == [("€", True), ("c", False)]
 
-    def test_held_text_keeps_its_writer(self):
+    def test_held_text_keeps_its_origin(self):
         stream, row = watched_row(stop=["xyz"])
         tokens = single_bytes("axyb")
         assert stream.take(row.commit(tokens[:1], tokens[1])).segments == [("a", True)]
         later = stream.take(row.commit(tokens[2:3], tokens[3]))
         assert later.segments == [("x", False), ("y", True), ("b", False)]
 
-    def test_the_end_gives_out_all_that_was_held(self):
+    def test_the_end_emits_all_held_text(self):
         stream, row = watched_row(stop=["xyz"], max_tokens=4)
         tokens = single_bytes("axy🙂")
         assert pieces_of(stream, row, [tokens[:3], tokens[3:4]]) == ["a", "xy\ufffd"]
         assert row.finish_reason == "length"
 
-    def test_an_interruption_gives_out_all_whole_characters(self):
+    def test_an_interruption_emits_all_complete_characters(self):
         stream, row = watched_row(stop=["xyz"])
         tokens = single_bytes("axy🙂")
         assert pieces_of(stream, row, [tokens[:4]]) == ["a"]
@@ -243,7 +243,7 @@ class TestPieces:
 class TestStopStrings:
     @pytest.mark.parametrize("stop", [["stop"], ["never", "stop", "op"], ["p st", "stop"], ["st"]])
     @pytest.mark.parametrize("seed", range(6))
-    def test_the_text_ends_before_the_first_one_however_tokens_fall(self, stop, seed):
+    def test_the_text_ends_before_the_first_stop_string_for_any_tokenisation(self, stop, seed):
         text = "so st sto it stopp stop"
         expected = min((text.split(each)[0] for each in stop), key=len)
         for ids in (single_bytes(text), encode("byte-level", text)):
@@ -257,58 +257,58 @@ class TestStopStrings:
         stream, row = watched_row(["tur"])
         assert pieces_of(stream, row, [[token]]) == ["re"]
 
-    def test_of_several_completed_by_one_token_the_first_in_the_text_counts(self):
+    def test_the_first_of_several_completed_stop_strings_counts(self):
         (token,) = BYTES.encode("return")
         stream, row = watched_row(["urn", "etu", "turn"])
         assert pieces_of(stream, row, [[token]]) == ["r"]
 
-    def test_what_may_begin_a_stop_string_is_held_and_no_more(self):
+    def test_only_a_possible_beginning_of_a_stop_string_is_held(self):
         stream, row = watched_row(["abac"])
         assert pieces_of(stream, row, [[token] for token in single_bytes("xababax")]) == [
             "x", "", "", "", "ab", "", "abax",
         ]  # fmt: skip
 
-    def test_the_token_list_keeps_what_the_text_loses(self):
+    def test_the_tokens_of_a_stop_string_stay_in_the_token_ids(self):
         stream, row = watched_row(["cd"])
         tokens = single_bytes("abcdef")
         assert pieces_of(stream, row, [tokens]) == ["ab"]
         assert row.output == tokens[:4]
 
-    def test_unicode_stop_strings_meet_split_characters(self):
+    def test_unicode_stop_strings_match_split_characters(self):
         stream, row = watched_row(["🙂"])
         assert "".join(pieces_of(stream, row, in_runs(single_bytes("a€🙂b"), 0))) == "a€"
         assert row.finish_reason == "stop"
 
-    def test_a_stop_string_is_looked_for_in_the_output_alone(self):
+    def test_a_stop_string_is_searched_only_in_the_output(self):
         stream, row = watched_row(["pq"], prompt="p")
         pieces = pieces_of(stream, row, [[token] for token in single_bytes("qpq")])
         assert pieces == ["q", "", ""]
         assert row.finish_reason == "stop"
 
-    def test_before_min_tokens_it_stays_in_the_text_and_the_next_one_ends_it(self):
+    def test_a_stop_string_before_min_tokens_stays_in_the_text(self):
         stream, row = watched_row(["ab"], min_tokens=4)
         pieces = pieces_of(stream, row, [[token] for token in single_bytes("xabyabz")])
         assert "".join(pieces) == "xaby"
         assert row.finish_reason == "stop"
 
-    def test_one_begun_before_min_tokens_and_completed_after_counts(self):
+    def test_a_stop_string_completed_after_min_tokens_counts(self):
         stream, row = watched_row(["abc"], min_tokens=3)
         assert "".join(pieces_of(stream, row, [[token] for token in single_bytes("abcd")])) == ""
         assert row.num_output == 3
 
-    def test_characters_of_a_passed_over_one_do_not_begin_the_next(self):
+    def test_characters_of_a_skipped_stop_string_do_not_begin_the_next(self):
         stream, row = watched_row(["aa"], min_tokens=3)
         pieces = pieces_of(stream, row, [[token] for token in single_bytes("aaaab")])
         assert pieces == ["", "aa", "", ""]
         assert row.num_output == 4
 
-    def test_a_second_one_within_a_passed_over_token_is_passed_over_too(self):
+    def test_a_second_stop_string_within_a_skipped_token_is_skipped(self):
         (token,) = BYTES.encode("return")
         stream, row = watched_row(["r"], min_tokens=2)
         assert pieces_of(stream, row, [[token, *single_bytes("x")]]) == ["returnx"]
         assert not row.finished
 
-    def test_one_that_the_row_did_not_honour_is_not_cut_at_the_end_of_the_context(self):
+    def test_a_skipped_stop_string_is_not_cut_at_the_end_of_the_context(self):
         stream, row = watched_row(["ab"], min_tokens=9)
         row.context_length = len(row.tokens) + 3
         assert "".join(pieces_of(stream, row, [[token] for token in single_bytes("xab")])) == "xab"
@@ -324,12 +324,12 @@ class TestTextOfToken:
         ("piece", "text"),
         [("▁the", " the"), ("▁", " "), ("a", "a"), ("<|end|>", "<|end|>"), ("<0xE2>", "\ufffd")],
     )
-    def test_a_leading_space_of_sentence_piece_is_kept(self, piece, text):
+    def test_the_leading_space_of_a_sentencepiece_token_is_kept(self, piece, text):
         assert text_of_token(PIECES, PIECES.convert_tokens_to_ids(piece)) == text
 
     @pytest.mark.parametrize("text", ["<|end|>", " ", "\n", "a", "\t"])
     def test_a_byte_level_token_is_its_text(self, text):
         assert text_of_token(BYTES, BYTES.encode(text)[0]) == text
 
-    def test_a_padded_place_of_the_vocabulary_has_none(self):
+    def test_a_padding_id_of_the_vocabulary_has_no_text(self):
         assert text_of_token(PIECES, len(PIECES) + 5) == ""

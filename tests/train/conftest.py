@@ -1,4 +1,4 @@
-"""One thread for training tests."""
+"""Fixture: one thread for training tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The acceptance predictor: it learns, its two implementations agree, and calibration lowers its error."""
+"""The acceptance predictor: training, agreement of its two implementations, and calibration."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def net() -> AcceptanceNet:
         return AcceptanceNet(normal(50, 4, len(FEATURES), seed=1) * 3 + 1)
 
 
-def test_the_network_in_numpy_is_the_network_in_torch(net: AcceptanceNet) -> None:
+def test_the_networks_in_numpy_and_torch_are_equal(net: AcceptanceNet) -> None:
     features = normal(200, len(FEATURES), seed=3) * 3 + 1
-    # What rounding to six digits leaves is small beside logits of order one.
+    # The error of rounding to six digits is small compared with logits of order one.
     logits = predictor_of(net).logits(features.numpy())
     assert logits == pytest.approx(net(features).detach().numpy(), abs=1e-4)
     single = [predictor_of(net).logits([line])[0] for line in features.tolist()[:5]]
@@ -60,7 +60,7 @@ def alike(*chances: list[float]) -> Drafts:
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
-def test_the_weighted_loss_is_least_where_it_should_be(chance: float) -> None:
+def test_the_minimum_of_the_weighted_loss_is_known(chance: float) -> None:
     """Its derivative vanishes at logit a = logit y - log w."""
     least = torch.tensor([[math.log(chance / (1 - chance)) - math.log(6)]], requires_grad=True)
     weighted_loss(least, alike([chance]), 6.0).backward()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ def test_calibration_of_few_drafts_stays_finite() -> None:
     assert all(abs(shift) < 4 for shift in shifts.tolist())
 
 
-def test_the_calibration_error_by_hand() -> None:
+def test_the_calibration_error_equals_one_computed_by_hand() -> None:
     predicted = torch.tensor([[0.9], [0.9], [0.1], [0.1]])
     outcomes = torch.tensor([[1.0], [0.0], [0.0], [0.0]])
     # Half of the predictions are 0.9 where 0.5 is right, the others 0.1 where 0 is.
@@ -149,7 +149,7 @@ def test_training_learns_how_acceptance_depends_on_confidence() -> None:
     )
 
 
-def test_a_seed_gives_one_predictor() -> None:
+def test_the_seed_determines_the_predictor() -> None:
     def layers(seed: int) -> object:
         return fit(toy(200, 0), toy(50, 1), 6.0, seed, {}).record["layers"]
 

@@ -70,7 +70,7 @@ def test_a_sampled_node_has_the_chance_of_the_rejection_rule() -> None:
     assert 0 < min(chances) < 1
 
 
-def test_at_temperature_0_a_node_is_the_most_likely_token_or_is_not() -> None:
+def test_at_temperature_0_labels_are_0_or_1() -> None:
     best = int(TARGET((1, 2)).argmax())
     tokens = [best, (int(TARGET((1, 2, best)).argmax()) + 1) % VOCAB_SIZE, 0]
     chances, target_probs = chances_of(row_of(0.0), tokens)
@@ -79,7 +79,7 @@ def test_at_temperature_0_a_node_is_the_most_likely_token_or_is_not() -> None:
     assert chances[2] == float(int(target_probs[2].argmax()) == 0)
 
 
-def test_a_coupled_node_wins_the_race_or_does_not() -> None:
+def test_labels_of_coupled_nodes_are_0_or_1() -> None:
     row = row_of(1.0, coupled=True, seed=5)
     noise = KeyedNoise.from_rows([row])
     winners: list[int] = []
@@ -92,7 +92,7 @@ def test_a_coupled_node_wins_the_race_or_does_not() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, True)])
-def test_where_the_text_is_decided_labels_count_the_accepted_nodes(temperature: float, coupled: bool) -> None:
+def test_labels_of_determined_text_count_the_accepted_nodes(temperature: float, coupled: bool) -> None:
     row, again = (row_of(temperature, coupled, seed=3) for _ in range(2))
     (drafts,) = record(TableModel(VOCAB_SIZE, TARGET), drafter(), [row], 20, 3)
     assert all(len(features) == len(chances) == 3 for features, chances in drafts)
@@ -120,7 +120,7 @@ class CountingRecorder(DraftRecorder):
         return super().verify(draft, target_probs, noise)
 
 
-def test_sampled_chances_expect_what_is_accepted_on_average() -> None:
+def test_labels_of_sampled_text_are_the_mean_acceptance() -> None:
     rows = [row_of(1.0, seed=seed) for seed in range(40)]
     recorder = CountingRecorder(len(rows))
     components = Components(TableModel(VOCAB_SIZE, TARGET), drafter(), recorder, recorder)
@@ -190,7 +190,7 @@ def words(options: dict[str, Any]) -> list[Any]:
     return [word for pair in options.items() for word in pair]
 
 
-def test_the_command_writes_a_predictor_that_the_controller_takes(
+def test_the_command_writes_a_predictor_for_the_controller(
     secondguess_command: Any, command: dict[str, Any], tmp_path: Path
 ) -> None:
     done = secondguess_command("train", "acceptance", *words(command), "--seed", 3)
@@ -213,7 +213,7 @@ def test_the_command_writes_a_predictor_that_the_controller_takes(
     assert answer.code == 0
 
 
-def test_the_command_passes_its_options_on(
+def test_the_command_uses_its_options(
     secondguess_command: Any, command: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[AcceptanceRecipe] = []
@@ -254,7 +254,7 @@ def test_the_command_passes_its_options_on(
         ({"--reject-weight": 0}, "the weight of rejections between 0.1"),
     ],
 )
-def test_what_the_command_refuses(
+def test_invalid_options_of_the_command_are_refused(
     secondguess_command: Any, command: dict[str, Any], changes: dict[str, Any], expected: str
 ) -> None:
     done = secondguess_command("train", "acceptance", *words(command | changes))

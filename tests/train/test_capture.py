@@ -1,4 +1,4 @@
-"""The target's states: the module's own, whichever way they are read; and never more disk than was allowed."""
+"""Capture of the target's hidden states, live and on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def target(tiny_checkpoint: Path):
 
 
 @pytest.mark.parametrize("runtime", ["fused", "transformers"])
-def test_states_are_those_that_the_module_shows(tiny_checkpoint: Path, runtime: str) -> None:
+def test_hidden_states_equal_those_of_the_module(tiny_checkpoint: Path, runtime: str) -> None:
     loaded = Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime=runtime).load()
     training_batch = LiveCapture(loaded.runtime, (0, 1)).training_batch(BATCH)
     module = Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime="transformers").load()
@@ -41,7 +41,7 @@ def test_states_are_those_that_the_module_shows(tiny_checkpoint: Path, runtime: 
             assert not training_batch.hidden[layer][row, len(expected) :].any()
 
 
-def test_the_last_states_say_the_targets_distribution(target) -> None:
+def test_the_last_hidden_states_give_the_targets_distribution(target) -> None:
     training_batch = LiveCapture(target.runtime, ()).training_batch(BATCH)
     logits = frozen_float32_embedding_and_head(target.runtime).unembed(training_batch.hidden[-1])
     expected = target.runtime.read(BATCH.tokens[:1]).logits
@@ -58,7 +58,7 @@ def test_gradients_reach_the_head_and_not_the_target(tiny_checkpoint: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_states_on_disk_are_the_live_ones_rounded(target, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_stored_states_are_rounded_live_states(target, tmp_path: Path, dtype: torch.dtype) -> None:
     lines: list[str] = []
     stored = StoredCapture(tmp_path, TEXTS, (1,), target.runtime, dtype)
     stored.fill(1.0, lines.append)
@@ -71,7 +71,7 @@ def test_states_on_disk_are_the_live_ones_rounded(target, tmp_path: Path, dtype:
     assert "of the 1 allowed" in lines[0]
 
 
-def test_a_capture_that_was_cut_off_goes_on(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_capture_is_resumed(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     states = LiveCapture.states
 
@@ -94,7 +94,7 @@ def test_a_capture_that_was_cut_off_goes_on(target, tmp_path: Path, monkeypatch:
     assert torch.equal(again.training_batch(BATCH).hidden[-1], live.hidden[-1].half().float())
 
 
-def test_states_of_other_layers_or_in_other_numbers_are_read_anew(target, tmp_path: Path) -> None:
+def test_states_of_other_layers_or_dtypes_are_captured_again(target, tmp_path: Path) -> None:
     for layers, dtype in (((), torch.float16), ((1,), torch.float16), ((1,), torch.bfloat16)):
         stored = StoredCapture(tmp_path, TEXTS, layers, target.runtime, dtype)
         stored.fill(1.0, str)
@@ -113,7 +113,7 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(target
     assert not (tmp_path / "states").exists()
 
 
-def test_states_that_float16_cannot_hold_are_refused(target, tmp_path: Path, monkeypatch) -> None:
+def test_states_beyond_the_range_of_float16_are_refused(target, tmp_path: Path, monkeypatch) -> None:
     huge = [{-1: torch.full((len(text.tokens), 32), 1e6)} for text in TEXTS]
     monkeypatch.setattr(LiveCapture, "states", lambda self, texts: huge[: len(texts)])
     with pytest.raises(BadInputError, match="bfloat16"):

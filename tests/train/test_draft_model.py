@@ -1,4 +1,4 @@
-"""A draft model for any target: it starts near the target's embeddings and counts only what the target wrote."""
+"""Training of a draft model: initial embeddings, and counted positions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_inner_products_survive_another_width() -> None:
         torch.testing.assert_close(products / products[0, 0], wanted / wanted[0, 0], rtol=1e-3, atol=1e-3)
 
 
-def test_it_learns_the_targets_distribution_where_the_text_counts(target) -> None:
+def test_training_learns_the_targets_distribution_at_counted_positions(target) -> None:
     torch.manual_seed(0)
     embedding_and_head = frozen_float32_embedding_and_head(target)
     model = DraftModel.fresh(CONFIG, 300, embedding_and_head, num_layers=1, width=64)
@@ -56,7 +56,7 @@ def test_it_learns_the_targets_distribution_where_the_text_counts(target) -> Non
     assert not marks.accepted[0].requires_grad
 
 
-def test_what_comes_behind_a_place_does_not_tell_it_anything(target) -> None:
+def test_later_tokens_do_not_affect_a_position(target) -> None:
     embedding_and_head = frozen_float32_embedding_and_head(target)
     model = DraftModel.fresh(CONFIG, 300, embedding_and_head, num_layers=2, width=64)
     first, second = (model.model(torch.tensor([[5, 6, last]])).logits for last in (7, 8))

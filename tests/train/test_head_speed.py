@@ -1,4 +1,4 @@
-"""How much faster a trained drafter makes its target: measured beside plain decoding by the same target."""
+"""Measured speedup of a trained drafter over plain decoding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_drafter_that_drafts_has_a_speedup_over_the_same_target(
     assert found["speedup"] == pytest.approx(ratio, rel=0.05)
 
 
-def test_a_drafter_that_rested_has_none(tiny_checkpoint: Path) -> None:
+def test_a_drafter_in_backoff_has_no_speedup(tiny_checkpoint: Path) -> None:
     found = measure_speed(str(tiny_checkpoint), "none", [TEXT], "float32", "cpu")
     assert (found["acceptance_length"], found["cost_ratio"], found["speedup"]) == (1.0, None, None)
     card = card_text(Provenance("mtp", "tiny", "0" * 64, figures=found), "secondguess ...")
@@ -43,7 +43,7 @@ def test_a_drafter_that_rested_has_none(tiny_checkpoint: Path) -> None:
     assert "cost ratio" not in card
 
 
-def test_a_card_names_the_temperature_of_its_texts_where_the_target_wrote_them() -> None:
+def test_a_card_names_the_temperature_of_generated_texts() -> None:
     answers = {"temperatures": [0.0, 0.7]}
     card = card_text(Provenance("mtp", "tiny", "0" * 64, {"as_is": False, "answers": answers}), "use")
     assert "on held-out text that the target wrote at temperatures 0, 0.7." in card
@@ -51,5 +51,5 @@ def test_a_card_names_the_temperature_of_its_texts_where_the_target_wrote_them()
     assert "on held-out text." in card
 
 
-def test_figures_of_what_cannot_draft_tell_of_no_speed() -> None:
+def test_figures_of_a_drafter_that_cannot_draft_have_no_speed() -> None:
     assert displayed_figures({"held_out_acceptance": [0.5]}) == {"held_out_acceptance": [0.5]}

@@ -1,4 +1,4 @@
-"""Whatever learns: it continues exactly where it was killed, stops when nothing gets better, and keeps its best weights."""
+"""The training loop of heads: it resumes after being killed, stops without improvement, and keeps the best weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TEXTS = TextSplit.split(
 
 
 class TwoAhead(TrainableHead):
-    """Guesses the next token and the one behind it, each with one matrix; drops some of what it reads."""
+    """Head that predicts the next two tokens, each with one matrix, with dropout."""
 
     hidden_layers = (1,)
 
@@ -138,7 +138,7 @@ def interrupt_after(steps: int) -> Callable[[], None]:
     return pause
 
 
-def test_it_learns_and_says_how_it_goes(make, tmp_path: Path) -> None:
+def test_training_lowers_the_loss_and_reports_progress(make, tmp_path: Path) -> None:
     told: list[Progress] = []
     standing = make(tmp_path, replace(SETTINGS, budget=Budget(steps=60)), progress=told.append).run()
     assert [progress.step for progress in told] == list(range(1, 61))
@@ -154,7 +154,7 @@ def test_it_learns_and_says_how_it_goes(make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 4, 7])
-def test_an_interrupted_run_ends_as_the_unbroken_one(make, tmp_path: Path, steps: int) -> None:
+def test_an_interrupted_run_equals_an_uninterrupted_one(make, tmp_path: Path, steps: int) -> None:
     whole = make(tmp_path / "whole")
     whole.run()
     with pytest.raises(KeyboardInterrupt):
@@ -171,7 +171,7 @@ def test_an_interrupted_run_ends_as_the_unbroken_one(make, tmp_path: Path, steps
         assert torch.equal(weight, again.trainable.state_dict()[name])
 
 
-def test_looking_at_held_out_text_keeps_no_gradients(make, tmp_path: Path, monkeypatch) -> None:
+def test_evaluation_keeps_no_gradients(make, tmp_path: Path, monkeypatch) -> None:
     """They would take the memory of many training steps."""
     learn, kept = TwoAhead.learn, []
 
@@ -184,14 +184,14 @@ def test_looking_at_held_out_text_keeps_no_gradients(make, tmp_path: Path, monke
     assert set(kept) == {(True, True), (False, False)}
 
 
-def test_a_finished_run_has_nothing_left_to_do(make, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_continued(make, tmp_path: Path) -> None:
     make(tmp_path).run()
     before = (tmp_path / "log.jsonl").read_bytes()
     make(tmp_path, progress=pytest.fail).run()
     assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
-def test_what_gets_no_better_ends_early_and_the_best_weights_are_kept(make, tmp_path: Path) -> None:
+def test_training_without_improvement_ends_early_with_the_best_weights(make, tmp_path: Path) -> None:
     scores = iter([1.0, 3.0, 2.0, 2.5, 9.0])
     kept: list[dict[str, torch.Tensor]] = []
     known: dict[tuple[float, ...], float] = {}
@@ -221,7 +221,7 @@ def test_losses_are_weighted_by_depth(make, tmp_path: Path) -> None:
     assert changed == {"maps.0.weight", "maps.0.bias"}
 
 
-def test_the_rate_rises_and_falls(make, tmp_path: Path) -> None:
+def test_the_learning_rate_warms_up_and_decays(make, tmp_path: Path) -> None:
     rates: list[float] = []
     trainer = make(tmp_path, progress=lambda progress: rates.append(trainer.optimizer.param_groups[0]["lr"]))
     trainer.run()
@@ -231,14 +231,14 @@ def test_the_rate_rises_and_falls(make, tmp_path: Path) -> None:
     assert all(first > second for first, second in pairwise(rates))
 
 
-def test_a_loss_that_is_no_number_leaves_the_last_checkpoint(make, tmp_path: Path) -> None:
+def test_a_nan_loss_keeps_the_last_checkpoint(make, tmp_path: Path) -> None:
     trainer = make(tmp_path, weights=lambda num_depths: [float("nan")] * num_depths)
     with pytest.raises(CheckpointError, match="finite loss"):
         trainer.run()
     assert not (tmp_path / "checkpoint.pt").exists()
 
 
-def test_the_checkpoint_of_something_else_is_refused(make, tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_is_refused(make, tmp_path: Path) -> None:
     torch.save({"learner": {}}, tmp_path / "checkpoint.pt")
     with pytest.raises(CheckpointError, match="another --out"):
         make(tmp_path)
@@ -254,36 +254,36 @@ def test_settings_are_checked() -> None:
 RUN = "import sys; from secondguess.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-def test_a_killed_process_goes_on_as_if_nothing_had_happened(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_log_and_weights(
+    tiny_checkpoint: Path, tmp_path: Path, secondguess_command
+) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("def quicksort(items):\n    return items\n" * 60)
 
-    def start(out: Path) -> subprocess.Popen[bytes]:
+    def arguments(out: Path) -> list[str]:
         options = "--as-is --length 32 --steps 100 --checkpoint-steps 10 --evaluate-steps 25 --patience 0"
         changes = "--set num_layers=1 --set width=64 --set batch_size=2"
         paths = ["--out", str(out), "--model", str(tiny_checkpoint), "--data", str(texts)]
-        arguments = ["train", "draft", *paths, *options.split(), *changes.split()]
-        return subprocess.Popen(
-            [sys.executable, "-c", RUN, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        return ["train", "draft", *paths, *options.split(), *changes.split()]
 
-    killed = start(tmp_path / "killed")
+    killed = subprocess.Popen(
+        [sys.executable, "-c", RUN, *arguments(tmp_path / "killed")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     checkpoint = tmp_path / "killed" / "run" / "checkpoint.pt"
     while killed.poll() is None and not checkpoint.is_file():
         time.sleep(0.01)
     time.sleep(0.1)
     killed.kill()
-    words = killed.communicate()[0].decode()
-    assert killed.returncode == -signal.SIGKILL, words
+    output = killed.communicate()[0].decode()
+    assert killed.returncode == -signal.SIGKILL, output
     step = torch.load(checkpoint, weights_only=True)["standing"]["step"]
     assert 0 < step < 100
     for name in ("killed", "whole"):
-        run = start(tmp_path / name)
-        words = run.communicate(timeout=200)[0].decode()
-        assert run.returncode == 0, words
+        done = secondguess_command(*arguments(tmp_path / name))
+        assert done.code == 0, done.err
     logs = [(tmp_path / name / "run" / "log.jsonl").read_bytes() for name in ("killed", "whole")]
     assert logs[0] == logs[1]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "whole")]

@@ -1,4 +1,4 @@
-"""The distillation losses against sums written out by hand."""
+"""The distillation losses against sums computed by hand."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def _logits(probabilities: list[float], shift: float = 0.0) -> torch.Tensor:
     return torch.tensor(probabilities).log()[None, None] + shift
 
 
-def test_overlap_is_the_sum_of_minima_whatever_the_logits_are_shifted_by() -> None:
+def test_overlap_is_the_sum_of_minima_and_invariant_to_shifts() -> None:
     assert overlap(_logits(TARGET, 3.0), _logits(DRAFT, -1.0)).item() == pytest.approx(OVERLAP)
 
 
-def test_divergence_is_the_written_out_sum() -> None:
+def test_divergence_equals_its_definition() -> None:
     assert forward_divergence(_logits(TARGET), _logits(DRAFT)).item() == pytest.approx(DIVERGENCE)
 
 
@@ -52,17 +52,17 @@ def test_the_weight_of_the_hybrid_loss_is_held_constant() -> None:
     torch.testing.assert_close(draft.grad, by_hand.grad)
 
 
-def test_equal_distributions_lose_nothing() -> None:
+def test_equal_distributions_have_no_loss() -> None:
     assert mean_hybrid_lk_loss(_logits(TARGET), _logits(TARGET)).item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_two_vocabularies_are_refused() -> None:
+def test_different_vocabularies_are_refused() -> None:
     with pytest.raises(BadInputError, match="share one vocabulary"):
         overlap(torch.zeros(1, 4), torch.zeros(1, 5))
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_an_objective_judges_every_place_by_itself(name: str) -> None:
+def test_an_objective_is_computed_per_position(name: str) -> None:
     torch.manual_seed(0)
     target, draft = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
     losses = objective(name)(target, draft)
@@ -72,7 +72,7 @@ def test_an_objective_judges_every_place_by_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_every_objective_leads_to_the_targets_guess(name: str) -> None:
+def test_every_objective_leads_to_the_targets_prediction(name: str) -> None:
     torch.manual_seed(0)
     target = 3 * torch.randn(4, 7)
     draft = torch.zeros(4, 7, requires_grad=True)
@@ -87,7 +87,7 @@ def test_every_objective_leads_to_the_targets_guess(name: str) -> None:
         assert overlap(target, draft).mean() > max(0.97, before)
 
 
-def test_the_objectives_by_hand() -> None:
+def test_the_objectives_equal_values_computed_by_hand() -> None:
     target = torch.tensor([0.7, 0.2, 0.1]).log()
     draft = torch.tensor([0.2, 0.5, 0.3]).log()
     alpha = 0.2 + 0.2 + 0.1

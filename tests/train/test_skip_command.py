@@ -20,7 +20,7 @@ def searching(tiny_checkpoint, tmp_path, secondguess_command):
     return search
 
 
-def test_what_the_command_finds_can_be_used(searching, tiny_checkpoint, tmp_path, secondguess_command):
+def test_the_found_layers_can_be_used_as_a_drafter(searching, tiny_checkpoint, tmp_path, secondguess_command):
     done = searching()
     assert done.code == 0, done.err
     out = tmp_path / "skip"
@@ -41,9 +41,7 @@ def test_what_the_command_finds_can_be_used(searching, tiny_checkpoint, tmp_path
         (["--dtype", "float32"], "another dtype"),
     ],
 )
-def test_the_texts_of_another_run_are_not_taken_for_those_of_this_one(
-    searching, tmp_path, arguments, differing
-):
+def test_texts_of_another_run_are_not_reused(searching, tmp_path, arguments, differing):
     assert searching().code == 0
     found = (tmp_path / "skip" / "config.json").read_bytes()
     done = searching(*arguments)
@@ -53,14 +51,14 @@ def test_the_texts_of_another_run_are_not_taken_for_those_of_this_one(
     assert (tmp_path / "skip" / "config.json").read_bytes() == found
 
 
-def test_the_texts_of_another_target_are_not_taken_either(searching, tiny_draft_checkpoint):
+def test_texts_of_another_target_are_not_reused(searching, tiny_draft_checkpoint):
     assert searching().code == 0
     done = searching("--model", tiny_draft_checkpoint)
     assert done.code == 2
     assert "another target sha256" in done.err
 
 
-def test_the_same_search_finds_its_texts_again(searching, tmp_path):
+def test_the_same_search_reuses_its_texts(searching, tmp_path):
     assert searching().code == 0
     (stored,) = (tmp_path / "skip" / "run" / "texts").iterdir()
     written = stored.stat().st_mtime_ns
@@ -69,7 +67,7 @@ def test_the_same_search_finds_its_texts_again(searching, tmp_path):
 
 
 @pytest.mark.parametrize("most", [64, 70])
-def test_an_answer_as_long_as_the_text_is_refused_before_anything_is_written(searching, tmp_path, most):
+def test_an_answer_length_without_room_for_the_prompt_is_refused(searching, tmp_path, most):
     done = searching("--max-tokens", most)
     assert done.code == 2
     assert "expected --max-tokens below --length" in done.err
@@ -80,9 +78,7 @@ def test_an_answer_as_long_as_the_text_is_refused_before_anything_is_written(sea
     ("out", "complaint"),
     [("prompts.jsonl", "got the file"), ("prompts.jsonl/skip", "that can be written to")],
 )
-def test_a_folder_that_cannot_be_written_is_told_before_the_target_writes(
-    searching, tmp_path, out, complaint
-):
+def test_an_unwritable_folder_is_reported_before_generation(searching, tmp_path, out, complaint):
     done = searching("--out", tmp_path / out)
     assert done.code == 2
     assert "expected a folder for --out" in done.err

@@ -1,4 +1,4 @@
-"""The search for layers that can be spared."""
+"""The search for layers to skip."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_layers_that_do_nothing_are_found() -> None:
     assert alone.acceptance == pytest.approx(1.0, abs=1e-5)
 
 
-def test_nothing_is_better_than_what_the_search_finds() -> None:
+def test_the_search_finds_the_best_choice() -> None:
     """Of all subsets of four layers."""
     search = SkipSearch(target(num_layers=4), TEXTS)
     found = search.run(lambda line: None)
@@ -68,7 +68,7 @@ def test_the_best_draft_length_is_that_of_the_formula() -> None:
     assert best_draft_length(0.1, 0.5) == (0, 1.0)
 
 
-def test_what_is_saved_drafts(tmp_path: Path) -> None:
+def test_a_saved_choice_drafts(tmp_path: Path) -> None:
     write_skipped(tmp_path, (1, 3), {})
     runtime = target()
 
@@ -93,7 +93,7 @@ def test_what_is_saved_drafts(tmp_path: Path) -> None:
         )
 
 
-def test_layers_that_do_not_exist_are_refused() -> None:
+def test_unknown_layers_are_refused() -> None:
     for skipped in ([5], [0, 1, 2, 3, 4]):
         with pytest.raises(BadInputError, match="layers 0 to 4"):
             target().skip_layers(skipped)

@@ -1,4 +1,4 @@
-"""`secondguess train KIND`, from the command line to a drafter that drafts."""
+"""`secondguess train KIND`, from the command line to a working drafter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_draft_model_is_trained_described_and_drafts(
+def test_a_trained_draft_model_has_a_card_and_drafts(
     secondguess_command, tiny_checkpoint: Path, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "draft"
@@ -64,7 +64,7 @@ def test_a_draft_model_is_trained_described_and_drafts(
     assert [json.loads(line)["step"] for line in log if "loss" in json.loads(line)] == list(range(1, 15))
 
 
-def test_training_brings_a_draft_model_nearer(
+def test_training_raises_the_acceptance_of_a_draft_model(
     secondguess_command, tiny_checkpoint: Path, prompts: Path, tmp_path: Path
 ) -> None:
     reached = []
@@ -79,7 +79,7 @@ def test_training_brings_a_draft_model_nearer(
     assert reached[1] > reached[0] + 0.05
 
 
-def test_a_whole_model_becomes_better_at_leaving_early_and_stays_close_to_itself(
+def test_whole_model_training_improves_early_exits_and_keeps_the_distribution(
     secondguess_command, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "whole"
@@ -102,7 +102,7 @@ def test_a_whole_model_becomes_better_at_leaving_early_and_stays_close_to_itself
 
 
 @pytest.mark.parametrize("whole", [[], ["--whole"]], ids=["adapter", "whole"])
-def test_a_target_that_could_not_be_left_early_is_refused_before_anything_is_written(
+def test_a_target_without_early_exits_is_refused_before_writing(
     secondguess_command, prompts: Path, tmp_path: Path, whole: list[str]
 ) -> None:
     config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=256, eos_token_id=0)
@@ -134,7 +134,7 @@ def test_a_target_that_could_not_be_left_early_is_refused_before_anything_is_wri
         (["--temperature", "-1"], "temperature"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_one_line(
+def test_unusable_folders_are_refused_in_one_line(
     secondguess_command,
     tiny_checkpoint: Path,
     prompts: Path,
@@ -160,7 +160,7 @@ def test_every_kind_has_a_command_and_a_recipe_with_weights(secondguess_command)
         assert weights[0] == 1.0
 
 
-def test_the_command_knows_every_loss() -> None:
+def test_the_command_accepts_every_loss() -> None:
     assert tuple(OBJECTIVES) == LOSSES
 
 

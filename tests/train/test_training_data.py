@@ -22,21 +22,21 @@ from secondguess.train.training_data import (
 TEXTS = [TrainingText([5, 6, 7], [False, False, True]), TrainingText([8, 9], [False, True])]
 
 
-def test_texts_come_back_as_they_were_stored(tmp_path: Path) -> None:
+def test_stored_texts_are_read_unchanged(tmp_path: Path) -> None:
     write_texts(tmp_path / "deep" / "texts.npz", TEXTS)
     assert read_texts(tmp_path / "deep" / "texts.npz") == TEXTS
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "texts.npz").write_bytes(b"PK\x03\x04 half a file")
     with pytest.raises(CheckpointError, match=r"texts\.npz"):
         read_texts(tmp_path / "texts.npz")
 
 
-def test_long_texts_are_cut_and_what_teaches_nothing_is_left_out() -> None:
+def test_long_texts_are_split_and_texts_without_counted_tokens_left_out() -> None:
     counts = [True, True, False, False, False, True, False]
     pieces = [piece.tokens for piece in windows(list(range(7)), counts, 2)]
-    # 2,3 has nothing to guess; 4,5 has; a piece's first token has nothing before it.
+    # 2,3 has no counted token, 4,5 has; the first token of a piece has no context.
     assert pieces == [[0, 1], [4, 5]]
 
 
@@ -53,14 +53,14 @@ def drawn(num_texts: int, batch_size: int, seed: int, first_step: int = 0) -> It
     return chain.from_iterable(batch.indices for batch in batches)
 
 
-def test_every_text_once_per_epoch_in_another_order_each() -> None:
+def test_every_epoch_has_every_text_once_in_another_order() -> None:
     first = list(islice(drawn(12, 4, seed=3), 24))
     assert sorted(first[:12]) == sorted(first[12:]) == list(range(12))
     assert first[:12] != first[12:]
     assert first != list(islice(drawn(12, 4, seed=4), 24))
 
 
-def test_batches_from_a_later_step_are_those_of_the_whole_run() -> None:
+def test_batches_depend_only_on_the_step() -> None:
     whole, later = drawn(10, 3, seed=1), drawn(10, 3, seed=1, first_step=4)
     assert list(islice(whole, 27))[12:] == list(islice(later, 15))
 
@@ -73,10 +73,10 @@ def test_some_texts_are_held_out(num_texts: int, num_held_out: int) -> None:
     assert not {text.tokens[0] for text in texts.training} & {text.tokens[0] for text in texts.held_out}
 
 
-def test_one_text_is_not_enough() -> None:
+def test_a_single_text_is_refused() -> None:
     with pytest.raises(BadInputError, match="at least 2 texts"):
         TextSplit.split(TEXTS[:1])
 
 
-def test_tokens_to_guess_are_counted() -> None:
+def test_counted_tokens_are_reported() -> None:
     assert TextSplit(TEXTS, TEXTS).token_counts(10).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 0, 1]

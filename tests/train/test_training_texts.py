@@ -1,4 +1,4 @@
-"""What drafters learn from: every form of data, and a clear word about what is none."""
+"""Training texts: every data format, and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def json_lines(path: Path, *records: object) -> Path:
     return path
 
 
-def test_every_form_of_data_is_read(tmp_path: Path) -> None:
+def test_every_data_format_is_read(tmp_path: Path) -> None:
     sharegpt = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}
     lines = json_lines(
         tmp_path / "data.jsonl",
@@ -65,7 +65,7 @@ def test_every_form_of_data_is_read(tmp_path: Path) -> None:
     assert [message["role"] for message in other.messages] == ["user", "assistant"]
 
 
-def test_plain_text_is_paragraphs_to_answer_or_one_text_as_it_stands(tmp_path: Path) -> None:
+def test_plain_text_is_split_into_paragraphs_or_used_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("first\nline\n\nsecond\n")
     assert [document.text for document in read_documents([path], as_is=False)] == ["first\nline", "second"]
@@ -87,7 +87,7 @@ def test_plain_text_is_paragraphs_to_answer_or_one_text_as_it_stands(tmp_path: P
     ],
 )
 @pytest.mark.parametrize("as_is", [True, False])
-def test_bad_files_are_refused_with_the_place(
+def test_bad_files_are_refused_with_the_line(
     tmp_path: Path, content: bytes, complaint: str, as_is: bool
 ) -> None:
     path = tmp_path / ("data.txt" if not content.startswith(b"{") else "data.jsonl")
@@ -96,12 +96,12 @@ def test_bad_files_are_refused_with_the_place(
         read_documents([path], as_is)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"--data FILE"):
         read_documents([tmp_path / "nothing"], as_is=False)
 
 
-def test_the_target_answers_and_its_answers_count(llm, tmp_path: Path) -> None:
+def test_only_the_answers_of_the_target_are_counted(llm, tmp_path: Path) -> None:
     documents = [Document(f"def f{number}(items):", "") for number in range(11)]
     told: list[int] = []
     texts = write_answers(
@@ -117,7 +117,7 @@ def test_the_target_answers_and_its_answers_count(llm, tmp_path: Path) -> None:
     assert texts[0].tokens[-len(greedy.token_ids) :] == greedy.token_ids  # the first temperature is 0
 
 
-def test_stored_answers_are_not_written_again(llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_answers_are_reused(llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [Document(f"def f{number}(items):", "") for number in range(11)]
     whole = answers(llm, documents, tmp_path / "whole")
     calls: list[int] = []
@@ -136,7 +136,7 @@ def test_stored_answers_are_not_written_again(llm, tmp_path: Path, monkeypatch: 
     assert again == whole
 
 
-def test_a_long_prompt_keeps_its_end(llm, tmp_path: Path) -> None:
+def test_a_long_prompt_is_truncated_on_the_left(llm, tmp_path: Path) -> None:
     document = Document("items " * 60, "")
     text = answers(llm, [document], tmp_path)[0]
     prompt = llm.target.encode(document.text)
@@ -148,7 +148,7 @@ def test_texts_longer_than_the_context_are_refused(llm, tmp_path: Path) -> None:
         answers(llm, [Document("x", "")], tmp_path, AnswerSettings(length=256))
 
 
-def test_a_chat_goes_through_the_template(llm) -> None:
+def test_a_chat_is_formatted_by_the_template(llm) -> None:
     llm.target.tokenizer.chat_template = TEMPLATE
     document = Document("", "", messages=tuple(CHAT["messages"]))
     asked = "<user>sort items\n<assistant>return items\n<user>again\n<assistant>"
@@ -163,7 +163,7 @@ def test_a_chat_without_a_template_is_plain_text(llm) -> None:
     assert prompt_ids(llm.target, document) == llm.target.encode("sort items\n\nreturn items\n\nagain")
 
 
-def test_as_it_stands_only_the_answer_behind_a_prompt_counts(llm) -> None:
+def test_with_as_is_only_the_completion_of_a_prompt_is_counted(llm) -> None:
     documents = [Document("def f(items):", "", answer="\n    return items"), Document("print(items)", "")]
     first, second = texts_as_they_stand(llm.target, documents, 64)
     counted = [token for token, counts in zip(first.tokens, first.counts, strict=True) if counts]

@@ -1,4 +1,4 @@
-"""Exits of a whole model: their laws, their weights, and the layers that are skipped while it learns."""
+"""Early exits of a whole model: distributions, weights, and layers skipped in training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def learn(whole: WholeModel, tiny_checkpoint: Path):
     )
 
 
-def test_an_exit_speaks_with_the_models_own_norm_and_head(whole: WholeModel, tiny_checkpoint: Path) -> None:
+def test_an_exit_uses_the_models_norm_and_head(whole: WholeModel, tiny_checkpoint: Path) -> None:
     training_batch, embedding_and_head, marks = learn(whole.eval(), tiny_checkpoint)
     before = embedding_and_head.unembed(training_batch.hidden[-1])
     early = embedding_and_head.unembed(embedding_and_head.normalise(training_batch.hidden[1]))
@@ -52,7 +52,7 @@ def test_later_layers_are_skipped_more_often() -> None:
     assert skip_rates(1, 0.2) == [0.0]
 
 
-def test_layers_are_skipped_in_training_alone(whole: WholeModel, tiny_checkpoint: Path) -> None:
+def test_layers_are_skipped_only_in_training(whole: WholeModel, tiny_checkpoint: Path) -> None:
     losses = {learn(whole.eval(), tiny_checkpoint)[2].losses[-1].item() for _ in range(3)}
     assert max(losses) < 1e-5
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_layers_are_skipped_in_training_alone(whole: WholeModel, tiny_checkpoint
     assert len({round(each, 4) for each in exits}) >= 3
 
 
-def test_the_weights_of_the_exits_are_those_of_the_paper() -> None:
+def test_exit_weights_are_those_of_the_paper() -> None:
     # e(l) = 0 + .. + l before the last, L - 1 + (0 + .. + (L - 2)) for the last; L = 4, normalised by 1 + 3 + 6.
     assert exit_weights(4, 1.0) == pytest.approx([0.0, 0.1, 0.3, 0.6])
     assert exit_weights(4, 0.0) == [0.0, 0.0, 0.0, 1.0]

@@ -1,4 +1,4 @@
-"""What each rule does with drafts one can follow by hand, and what it refuses; laws are proved in test_distributions."""
+"""Verifiers on small drafts, and refusals; output distributions are tested in test_distributions."""
 
 import numpy
 import pytest
@@ -37,13 +37,13 @@ def test_unknown_names_are_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_every_name_makes_what_it_says(name):
+def test_every_name_makes_its_verifier(name):
     verifier = make_verifier(name)
     assert verifier.name == name
     assert verifier.exactness != Exactness.LOSSY
 
 
-def test_promises():
+def test_declared_exactness_of_every_verifier():
     assert make_verifier("coupled").exactness == Exactness.DRAFTER_INVARIANT
     others = set(VERIFIERS) - {"coupled"}
     assert {make_verifier(name).exactness for name in others} == {Exactness.LOSSLESS}
@@ -55,18 +55,18 @@ def test_chain_rules_refuse_trees(name):
         make_verifier(name).verify(TREE, certain_dists([[4, 6, 6, 0, 0, 0]]), noise_of(1))
 
 
-def test_a_rule_says_whether_it_judges_trees():
+def test_supports_trees_is_true_for_tree_verifiers():
     chains_only = {name for name in VERIFIERS if not make_verifier(name).supports_trees}
     assert chains_only == {"rejection", "block"}
 
 
 @pytest.mark.parametrize("name", ["auto", "traversal", "recursive"])
-def test_sampled_and_certain_trees_of_any_form_are_judged_together(name):
+def test_sampled_and_deterministic_trees_of_any_shape_are_verified_together(name):
     """pending -> 4 -> 6 and pending -> 5 -> {6, 7}; a chain of two; two siblings; nothing; the rest is padding."""
     parents = torch.tensor([[-1, -1, 0, 1, 1], [-1, 0, -1, -1, -1], [-1] * 5, [-1] * 5])
     tokens = torch.tensor([[4, 5, 6, 6, 7], [4, 6, 0, 0, 0], [4, 5, 6, 6, 7], [4, 5, 6, 6, 7]])
     lengths = torch.tensor([5, 2, 2, 0])
-    # What each query is followed by; behind padding stands what an accepted padding node would lead to.
+    # The target token after each query; after padding, one that an accepted padding node would give.
     target = certain_dists([[5, 0, 7, 0, 0, 3], [4, 6, 1, 0, 0, 0], [6, 0, 0, 2, 2, 2], [4, 2, 2, 2, 2, 2]])
     dists = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.25, 0.25, 0.25, 0.25]).expand(4, 5, 8)
     for probs in (dists, None):
@@ -76,8 +76,8 @@ def test_sampled_and_certain_trees_of_any_form_are_judged_together(name):
 
 
 @pytest.mark.parametrize("name", ["traversal", "recursive"])
-def test_a_sibling_for_which_nothing_was_left_is_never_accepted(name):
-    """The drafter's law had one token; what a drafter of fixed forms names in place of a second one has no chance."""
+def test_a_sibling_without_remaining_probability_is_never_accepted(name):
+    """The draft distribution has one token; the node that fills the place of a second one has probability 0."""
     drafter = certain_dists([[1, 1]]).expand(200, 2, 8)
     target = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0, 0]).expand(200, 3, 8)
     draft = Draft(
@@ -92,8 +92,8 @@ def test_a_sibling_for_which_nothing_was_left_is_never_accepted(name):
 
 
 @pytest.mark.parametrize("name", ["traversal", "recursive"])
-def test_rows_of_other_forms_do_not_change_a_rows_verdict(name):
-    """Alone, among its like or among strangers: the same numbers for the same row."""
+def test_rows_with_other_shapes_do_not_affect_a_verdict(name):
+    """A row has the same verdict alone, among equal shapes and among others."""
     parents = torch.tensor([[-1, -1, 0, 0], [-1, 0, 1, 2], [-1, -1, 1, -1]]).repeat(20, 1)
     dists = torch.rand(60, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     dists, target = (each / each.sum(-1, keepdim=True) for each in (dists, dists.roll(1, 2) + 0.1 * dists))
@@ -149,7 +149,7 @@ def test_greedy_refuses_a_request_that_samples_and_the_others_take_any():
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_ragged_chains_are_followed_as_far_as_they_are_right(name):
+def test_ragged_chains_are_accepted_up_to_the_first_mismatch(name):
     draft = Draft.chains([[1, 2, 3], [1, 5], [], [4]])
     dists = certain_dists([[1, 2, 3, 6], [1, 2, 0, 0], [7, 0, 0, 0], [4, 3, 0, 0]])
     temperature = 0.0 if name == "greedy" else 1.0
@@ -176,7 +176,7 @@ def test_a_draft_from_the_targets_own_distribution_is_always_accepted(name, dtyp
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "traversal", "recursive"])
-def test_what_the_target_rules_out_is_never_said(name):
+def test_tokens_of_target_probability_zero_are_never_emitted(name):
     """Disjoint supports: every node is refused and the correction comes from the target's side."""
     target = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(100, 3, 4)
     drafter = torch.tensor([0.0, 0.0, 0.3, 0.7]).expand(100, 2, 4)
@@ -188,7 +188,7 @@ def test_what_the_target_rules_out_is_never_said(name):
     assert (verdict.next_tokens < 2).all()
 
 
-def test_walks_take_the_branch_that_was_chosen():
+def test_the_accepted_path_follows_the_target_tokens():
     for chosen, path, after in [
         ([5, 0, 7, 0, 0, 3], [1, 4], 3),
         ([5, 0, 0, 0, 0, 0], [1], 0),
@@ -200,7 +200,7 @@ def test_walks_take_the_branch_that_was_chosen():
         assert verdict.next_tokens.tolist() == [after]
 
 
-def test_chains_and_trees_walk_together():
+def test_chains_and_trees_are_matched_in_one_batch():
     chain = Draft.chains([[4, 6]])
     draft = Draft(
         torch.cat([TREE.tokens, torch.nn.functional.pad(chain.tokens, (0, 3))]),
@@ -212,7 +212,7 @@ def test_chains_and_trees_walk_together():
     assert verdict.next_tokens.tolist() == [2, 1]
 
 
-def test_queries_know_their_depth():
+def test_depths_of_queries():
     assert query_depths(TREE).tolist() == [[0, 1, 1, 2, 2, 2]]
     assert query_depths(Draft.chains([[1, 2], [1]]))[0].tolist() == [0, 1, 2]
     assert query_depths(Draft.empty(3)).tolist() == [[0], [0], [0]]
@@ -231,7 +231,7 @@ def test_prefix_weights_survive_extreme_ratios():
     assert float(weights[0, -1]) == pytest.approx(1.0, abs=1e-9)
 
 
-def test_prefix_weights_of_extreme_ratios_are_chances():
+def test_prefix_weights_of_extreme_ratios_are_probabilities():
     largest = 1 / numpy.finfo(numpy.float64).tiny
     weights = prefix_weights(numpy.array([[largest, 0.0, largest] + [1e-30] * 40 + [largest]]))
     assert ((weights >= 0) & (weights <= 1)).all()

@@ -1,4 +1,4 @@
-"""Where results come from, and what must not be told."""
+"""Provenance of results, without host names and paths."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ def collect(folder: Path):
     )
 
 
-def test_absolute_paths_are_cut_to_their_last_part():
+def test_absolute_paths_are_reduced_to_their_last_part():
     words = [
         "/opt/env/bin/secondguess",
         "bench",
@@ -31,13 +31,13 @@ def test_absolute_paths_are_cut_to_their_last_part():
     assert show_command(words) == "secondguess bench --model=tiny --drafters model:d,x=1 'a b'"
 
 
-def test_relative_paths_and_names_stay():
+def test_relative_paths_and_names_are_kept():
     assert show_command(["secondguess", "--prompts", "../data/x.jsonl", "Qwen/Qwen3-8B"]).endswith(
         "--prompts ../data/x.jsonl Qwen/Qwen3-8B"
     )
 
 
-def test_the_address_of_a_server_stays_and_the_file_of_a_data_set_is_cut():
+def test_server_addresses_are_kept_and_dataset_paths_reduced():
     words = [
         "secondguess",
         "--against",
@@ -50,7 +50,7 @@ def test_the_address_of_a_server_stays_and_the_file_of_a_data_set_is_cut():
     )
 
 
-def test_the_hash_follows_the_weights_and_only_them(tmp_path):
+def test_the_hash_depends_only_on_the_weights(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"one")
     before = hash_weights(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -64,14 +64,14 @@ def test_the_same_files_are_read_once(tmp_path, monkeypatch):
     weights.write_bytes(b"one")
     before = hash_weights(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", None)  # whoever opens a file now fails
+        patched.setattr(Path, "open", None)  # opening a file now fails
         assert hash_weights(tmp_path) == before
     weights.write_bytes(b"two")  # as long as before
     os.utime(weights, ns=(0, 0))
     assert hash_weights(tmp_path) != before
 
 
-def test_versions_and_machine_are_named(tmp_path):
+def test_versions_and_machine_are_recorded(tmp_path):
     about = collect(tmp_path)
     assert about.versions["torch"]
     assert about.versions["transformers"]
@@ -79,7 +79,7 @@ def test_versions_and_machine_are_named(tmp_path):
     assert about.python.startswith("3.")
 
 
-def test_host_and_folders_are_not_named(tmp_path, monkeypatch):
+def test_host_and_folders_are_not_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance.sys, "argv", [str(tmp_path / "secondguess"), "bench", str(tmp_path / "x")])
     told = str(collect(tmp_path))
     assert str(tmp_path) not in told
@@ -90,7 +90,7 @@ def test_outside_a_checkout_there_is_no_commit(tmp_path):
     assert provenance._git_state(tmp_path) == (None, None)
 
 
-def test_a_checkout_is_dirty_when_something_changed_but_not_by_a_result(tmp_path):
+def test_a_new_result_does_not_make_a_checkout_dirty(tmp_path):
     git = lambda *arguments: provenance._git(tmp_path, "-c", "user.name=x", "-c", "user.email=x", *arguments)  # noqa: E731
     git("init", "-q")
     (tmp_path / "core.py").write_text("one")

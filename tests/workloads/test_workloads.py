@@ -1,4 +1,4 @@
-"""Prompts: which ones, and what is refused."""
+"""Workloads: selection of prompts, and refusals."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_a_file_gives_its_prompts(tmp_path):
     assert (workload.name, workload.prompts) == ("prompts.jsonl", texts)
 
 
-def test_a_sample_is_spread_over_the_file_and_always_the_same(tmp_path):
+def test_a_sample_is_evenly_spaced_and_deterministic(tmp_path):
     path = tmp_path / "many.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"prompt {index}"}) for index in range(164)))
     workload = load_workload(str(path), 40)
@@ -38,24 +38,24 @@ def test_different_prompts_have_different_hashes():
     assert load_workload("builtin", 2).sha256 != load_workload("builtin", 3).sha256
 
 
-def test_our_own_prompts_are_a_workload():
+def test_the_builtin_prompts_are_a_workload():
     workload = load_workload("builtin", 100)
     assert workload.name == "builtin"
     assert len(set(workload.prompts)) == len(workload.prompts) >= 10
 
 
-def test_a_sample_of_everything_is_everything():
+def test_a_sample_of_all_prompts_is_the_workload():
     assert evenly_spaced(("a", "b"), 2) == evenly_spaced(("a", "b"), 3) == ("a", "b")
 
 
-def test_humaneval_is_the_default_where_it_is_present(tmp_path, monkeypatch):
+def test_humaneval_is_the_default_if_present(tmp_path, monkeypatch):
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     (tmp_path / "humaneval.jsonl").write_text('{"prompt": "def f():"}\n')
     workload = load_workload()
     assert (workload.name, workload.prompts, workload.note) == ("humaneval.jsonl", ("def f():",), "")
 
 
-def test_without_humaneval_the_default_is_our_own_prompts_with_a_note(tmp_path, monkeypatch):
+def test_without_humaneval_the_default_is_builtin_with_a_note(tmp_path, monkeypatch):
     for folder in (None, str(tmp_path), ""):
         monkeypatch.delenv(DATA_VARIABLE, raising=False)
         if folder is not None:
@@ -69,7 +69,7 @@ def test_without_humaneval_the_default_is_our_own_prompts_with_a_note(tmp_path, 
             load_workload(given)
 
 
-def test_an_absent_file_says_what_to_give():
+def test_a_missing_dataset_names_the_option():
     with pytest.raises(BadInputError, match="--prompts FILE"):
         load_workload("no-such-file.jsonl")
 
@@ -94,7 +94,7 @@ def test_an_absent_file_says_what_to_give():
         (b"[" * 100_000 + b"\n", "line 1"),
     ],
 )
-def test_a_file_without_prompts_is_refused_with_the_place(tmp_path, content, message):
+def test_a_file_without_prompts_is_refused_with_the_line(tmp_path, content, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     with pytest.raises(BadInputError, match=message):
@@ -126,11 +126,11 @@ def write_lines(path, *records):
         ({"prompt": "one\u2028line"}, "one\u2028line"),
     ],
 )  # fmt: skip
-def test_a_line_may_hold_its_prompt_in_several_forms(tmp_path, record, text):
+def test_a_line_may_contain_its_prompt_in_several_forms(tmp_path, record, text):
     assert load_workload(str(write_lines(tmp_path / "x.jsonl", record))).prompts == (text,)
 
 
-def test_the_task_is_what_a_line_says_or_else_the_file(tmp_path):
+def test_the_task_is_that_of_the_line_or_the_file(tmp_path):
     path = write_lines(
         tmp_path / "mine.jsonl",
         {"prompt": "a", "category": "sums"}, {"prompt": "b", "task": "songs"}, {"prompt": "c"},
@@ -151,7 +151,7 @@ def test_paragraphs_of_a_plain_text_are_prompts(tmp_path):
     assert set(workload.tasks) == {"notes"}
 
 
-def test_json_lines_are_known_by_what_they_are_too(tmp_path):
+def test_json_lines_are_detected_by_their_content(tmp_path):
     path = write_lines(tmp_path / "prompts.dat", {"prompt": "a"}, {"prompt": "b"})
     assert load_workload(str(path)).prompts == ("a", "b")
 
@@ -172,12 +172,12 @@ def test_the_eight_categories_of_mt_bench_are_one_task_of_spec_bench(tmp_path):
     assert "writing 0" in workload.prompts
 
 
-def test_a_category_that_spec_bench_has_not_is_refused(tmp_path):
+def test_an_unknown_spec_bench_category_is_refused(tmp_path):
     with pytest.raises(BadInputError, match=r"got 'cooking'; other files.* in question\.jsonl, line 2"):
         load_workload(spec_bench_file(tmp_path, "qa", "cooking"))
 
 
-def test_gsm8k_is_asked_its_questions(tmp_path):
+def test_prompts_of_gsm8k_are_its_questions(tmp_path):
     path = write_lines(tmp_path / "g.jsonl", {"question": "2 + 2?", "answer": "4"})
     workload = load_workload(f"gsm8k:{path}")
     assert (workload.prompts, workload.tasks) == (("2 + 2?",), ("gsm8k",))
@@ -185,7 +185,7 @@ def test_gsm8k_is_asked_its_questions(tmp_path):
         load_workload(f"humaneval:{path}")
 
 
-def test_data_sets_are_found_in_the_folder_of_the_environment(tmp_path, monkeypatch):
+def test_datasets_are_found_in_the_folder_of_the_environment_variable(tmp_path, monkeypatch):
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     for name, data_set in DATA_SETS.items():
         with pytest.raises(BadInputError, match=f"--prompts {name}:PATH"):
@@ -196,7 +196,7 @@ def test_data_sets_are_found_in_the_folder_of_the_environment(tmp_path, monkeypa
         assert load_workload(name).prompts == ("x",)
 
 
-def test_a_sample_is_equally_large_for_every_task_and_mixed(tmp_path):
+def test_samples_have_equal_numbers_per_task_and_are_interleaved(tmp_path):
     first = write_lines(tmp_path / "many.jsonl", *({"prompt": f"m{number}"} for number in range(30)))
     other = write_lines(tmp_path / "few.jsonl", *({"prompt": f"f{number}"} for number in range(3)))
     workload = load_workload((str(first), str(other)), 12)
@@ -207,17 +207,17 @@ def test_a_sample_is_equally_large_for_every_task_and_mixed(tmp_path):
     assert "few" in workload.tasks[-4:]
 
 
-def test_shares_are_equal_as_far_as_the_groups_go():
+def test_shares_are_equal_up_to_the_group_sizes():
     assert equal_shares([80] * 6, 40) == [7, 7, 7, 7, 6, 6]
     assert equal_shares([2, 100], 10) == [2, 8]
     assert equal_shares([2, 3], 10) == [2, 3]
 
 
-def test_mixing_keeps_each_order_and_spreads_the_small_group():
+def test_interleaving_keeps_the_order_and_spreads_small_groups():
     assert interleave([list("abcd"), list("12")]) == ["a", "1", "b", "c", "2", "d"]
 
 
-def test_only_the_tasks_that_were_asked_for(tmp_path):
+def test_only_the_selected_tasks_are_used(tmp_path):
     source = spec_bench_file(tmp_path, "writing", "qa", "rag")
     assert set(load_workload(source, tasks=("qa", "rag")).tasks) == {"qa", "rag"}
     with pytest.raises(
@@ -231,6 +231,6 @@ def test_fewer_prompts_than_tasks_are_refused(tmp_path):
         load_workload(spec_bench_file(tmp_path, "writing", "qa", "rag"), num_prompts=2)
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_a_folder_is_refused(tmp_path):
     with pytest.raises(BadInputError, match="got the folder"):
         load_workload(str(tmp_path))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -65,25 +66,34 @@ class TableModel(Runtime):
 
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         self.num_forwards += 1
-        dists = [self._score_row(row, draft, index) for index, row in enumerate(rows)]
-        return ForwardOutput(torch.stack(dists).log(), {})
+        contexts = [self._cache_row(row, draft, index) for index, row in enumerate(rows)]
+        # Rows of an enumeration share most contexts: each distribution is computed once.
+        places = {context: place for place, context in enumerate(dict.fromkeys(chain(*contexts)))}
+        dists = torch.stack([self.dist(context) for context in places])
+        with_padding = torch.cat([dists.log(), torch.zeros_like(dists[:1])])
+        num_queries = draft.num_nodes + 1
+        index = [
+            [*(places[context] for context in of_row), *[len(places)] * (num_queries - len(of_row))]
+            for of_row in contexts
+        ]
+        return ForwardOutput(with_padding[torch.tensor(index)], {})
 
-    def _score_row(self, row: Row, draft: Draft, index: int) -> Tensor:
+    def _cache_row(self, row: Row, draft: Draft, index: int) -> list[tuple[int, ...]]:
+        """Cache a row's tokens and hold its draft; return the contexts of its queries."""
         cached = self._cached[row]
         if cached != row.tokens[: len(cached)]:
             raise BadInputError(
                 "expected a cache that is a prefix of the row, got a stale one: keep or rewind it"
             )
-        self.num_scored_tokens += len(row.tokens) - len(cached) + int(draft.lengths[index])
+        length = int(draft.lengths[index])
+        self.num_scored_tokens += len(row.tokens) - len(cached) + length
         self._cached[row] = list(row.tokens)
         paths: list[list[int]] = []
-        for node in range(int(draft.lengths[index])):
-            parent = int(draft.parents[index, node])
-            paths.append([*([] if parent < 0 else paths[parent]), int(draft.tokens[index, node])])
+        tokens, parents = draft.tokens[index, :length].tolist(), draft.parents[index, :length].tolist()
+        for token, parent in zip(tokens, parents, strict=True):
+            paths.append([*([] if parent < 0 else paths[parent]), token])
         self._held[row] = paths
-        known = [self.dist(tuple(row.tokens)), *(self.dist((*row.tokens, *path)) for path in paths)]
-        padding = [torch.ones_like(known[0])] * (draft.num_nodes + 1 - len(known))
-        return torch.stack([*known, *padding])
+        return [(*row.tokens, *path) for path in ([], *paths)]
 
     def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:
         for row, path in zip(rows, paths, strict=True):

@@ -67,7 +67,7 @@ def recipe(corpus_folder: Path) -> PairRecipe:
         include_standard_library=False,
         target=ModelShape(4, 64, 2, 1, 128, 512),
         drafter=ModelShape(1, 32, 2, 1, 64, 512),
-        target_budget=Budget(steps=12),
+        target_budget=Budget(steps=8),
         drafter_budget=Budget(steps=4),
         distill_budget=Budget(steps=4),
         own_rows=4,

@@ -1,4 +1,4 @@
-"""Collecting text: what is taken, what is left out, and that the two sides never meet."""
+"""Collection of training text: licences, filters, and the held-out split."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def module(number: int) -> str:
     return FILLER + f"\n\nCOUNT = {number}\n\n\n" + FUNCTION.format(number)
 
 
-def test_only_permissive_packages_and_their_program_files_are_read(tmp_path: Path) -> None:
+def test_only_source_files_of_permissive_packages_are_read(tmp_path: Path) -> None:
     install(tmp_path, "good", "MIT", {"a.py": module(1), "tests/b.py": module(2), "_vendor/c.py": module(3)})
     install(tmp_path, "copyleft", "GPL-3.0-or-later", {"a.py": module(4)})
     corpus = collect(tmp_path)
@@ -64,7 +64,7 @@ def test_only_permissive_packages_and_their_program_files_are_read(tmp_path: Pat
     assert corpus.packages[0].num_files == 1
 
 
-def test_a_file_and_its_functions_fall_on_one_side_and_duplicates_are_read_once(tmp_path: Path) -> None:
+def test_a_file_and_its_functions_are_in_one_split_and_duplicates_are_read_once(tmp_path: Path) -> None:
     files = {f"m{number}.py": module(number) for number in range(300)}
     install(tmp_path, "many", "BSD-3-Clause", files | {"copy.py": files["m7.py"]})
     corpus = collect(tmp_path)
@@ -78,7 +78,7 @@ def test_a_file_and_its_functions_fall_on_one_side_and_duplicates_are_read_once(
         assert is_held_out(text.encode())
 
 
-def test_an_evaluation_prompt_keeps_its_file_out_however_it_is_spaced(tmp_path: Path) -> None:
+def test_files_with_an_evaluation_prompt_are_excluded_for_any_formatting(tmp_path: Path) -> None:
     install(tmp_path, "leaky", "MIT", {"a.py": module(5), "b.py": module(6)})
     prompt = FUNCTION.format(5).split("    scaled")[0].replace("    ", "  ")
     prompts = tmp_path / "prompts.jsonl"
@@ -100,7 +100,7 @@ def test_prompts_without_a_function_exclude_the_files_that_contain_them(tmp_path
             collect(tmp_path, prompts)
 
 
-def test_functions_come_out_whole_documented_and_runnable() -> None:
+def test_functions_are_extracted_whole() -> None:
     functions = list(documented_functions(module(3) + "\n\ndef bare(x):\n    return x\n"))
     assert functions == [FUNCTION.format(3)]
     names: dict[str, object] = {}
@@ -118,7 +118,7 @@ def test_functions_come_out_whole_documented_and_runnable() -> None:
     ],
     ids=["tiny", "generated", "long line", "numbers"],
 )
-def test_what_nobody_wrote_by_hand_is_left_out(text: str) -> None:
+def test_generated_files_are_left_out(text: str) -> None:
     assert looks_handwritten(FILLER)
     assert not looks_handwritten(text)
 
@@ -133,11 +133,11 @@ def test_what_nobody_wrote_by_hand_is_left_out(text: str) -> None:
         ("", False),
     ],
 )
-def test_licences(licence: str, permissive: bool) -> None:
+def test_permissive_licences_are_recognised(licence: str, permissive: bool) -> None:
     assert is_permissive(licence) is permissive
 
 
-def test_a_missing_folder_and_an_empty_one_are_named(tmp_path: Path) -> None:
+def test_missing_and_empty_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="does not exist"):
         collect(tmp_path / "nowhere")
     with pytest.raises(BadInputError, match="no usable Python file"):

@@ -1,4 +1,4 @@
-"""The training module is Llama: the exported checkpoint has its logits, and generation has its choices."""
+"""The training module: the exported Llama checkpoint has its logits and generates its text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_exported_checkpoint_gives_the_logits_of_the_training_module(
     assert loaded.eos_token_id == model.config.eos_token_id == 0
 
 
-def test_an_export_comes_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_exported_model_is_loaded_unchanged(tokenizer: Tokenizer, tmp_path: Path) -> None:
     decoder = random_decoder(SHAPES[0])
     export_model(decoder, tokenizer, tmp_path, dtype=torch.float32)
     again = load_exported(tmp_path)
@@ -120,7 +120,7 @@ def test_an_end_token_does_not_end_a_row(tokenizer: Tokenizer, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("has_unit", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_products_are_in_bfloat16_where_the_processor_has_it(
+def test_products_use_bfloat16_if_the_processor_supports_it(
     has_unit: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("builtin_pair.model.has_bfloat16", lambda device: has_unit)
@@ -130,7 +130,7 @@ def test_products_are_in_bfloat16_where_the_processor_has_it(
     assert decoder(torch.zeros(1, 3, dtype=torch.long), torch.float64).dtype == torch.float64
 
 
-def test_shapes_that_cannot_be_are_refused() -> None:
+def test_invalid_shapes_are_refused() -> None:
     with pytest.raises(BadInputError, match="multiple of num_kv_heads"):
         ModelShape(1, 64, 4, 3, 64, 300)
     with pytest.raises(BadInputError, match="even multiple of num_heads"):
@@ -139,6 +139,6 @@ def test_shapes_that_cannot_be_are_refused() -> None:
         ModelShape(0, 64, 4, 2, 64, 300)
 
 
-def test_a_folder_that_is_no_export_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_an_export_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a model exported by"):
         load_exported(tmp_path)

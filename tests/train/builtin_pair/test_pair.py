@@ -1,4 +1,4 @@
-"""The whole recipe on a tiny corpus: one command, interrupted, continued, measured, exported, installed."""
+"""The recipe of the built-in pair on a tiny corpus: training, resuming, evaluation, export and installation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from builtin_pair import pair as stages
 from builtin_pair.__main__ import main
 from builtin_pair.distill import initial_drafter
-from builtin_pair.evaluate import acceptance
+from builtin_pair.evaluate import PairFigures, acceptance
 from builtin_pair.model import Decoder, ModelShape
 from builtin_pair.pair import PairRecipe, export_checkpoint, install_pair, train_pair
 from builtin_pair.tokenizer import load_tokenizer
@@ -22,14 +22,22 @@ from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.schedule import Budget
 
 
-def test_the_recipe_makes_a_pair_that_transformers_loads(recipe: PairRecipe, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def finished_run(recipe: PairRecipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PairFigures]:
+    """The folder and the figures of a finished run."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, train_pair(recipe, folder, lambda line: None)
+
+
+def test_a_trained_pair_is_loaded_by_transformers(
+    recipe: PairRecipe, finished_run: tuple[Path, PairFigures], tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    lines: list[str] = []
-    figures = train_pair(recipe, tmp_path / "run", lines.append)
+    run, figures = finished_run
     assert figures.target_bits_per_byte < 5.0
     assert 0.0 < figures.own_sampled.sampled <= 1.0
-    install_pair(tmp_path / "run", tmp_path / "box")
+    install_pair(run, tmp_path / "box")
     for name in ("target", "drafter"):
         folder = tmp_path / "box" / name
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -41,23 +49,26 @@ def test_the_recipe_makes_a_pair_that_transformers_loads(recipe: PairRecipe, tmp
         assert f"{figures.target_bits_per_byte:.3f} bits per byte" in card
         assert "| things | 1.0 | MIT |" in card
     again: list[str] = []
-    assert train_pair(recipe, tmp_path / "run", again.append) == figures
+    assert train_pair(recipe, run, again.append) == figures
     assert not any("collecting" in line for line in again)
 
 
-def test_a_pair_can_be_the_start_of_the_next(recipe: PairRecipe, tmp_path: Path) -> None:
-    stages.train_target(recipe, tmp_path / "first", lambda line: None)
-    export_checkpoint(tmp_path / "first", "target", tmp_path / "first" / "target")
-    following = replace(recipe, start=tmp_path / "first" / "target", target_budget=Budget(steps=1))
+def test_a_run_can_continue_the_target_of_an_earlier_one(
+    recipe: PairRecipe, finished_run: tuple[Path, PairFigures], tmp_path: Path
+) -> None:
+    run, _ = finished_run
+    export_checkpoint(run, "target", tmp_path / "target")
+    following = replace(recipe, start=tmp_path / "target", target_budget=Budget(steps=1))
     stages.train_target(following, tmp_path / "second", lambda line: None)
-    first, second = (load_tokenizer(tmp_path / name / "tokenizer.json") for name in ("first", "second"))
+    folders = (run, tmp_path / "second")
+    first, second = (load_tokenizer(folder / "tokenizer.json") for folder in folders)
     assert first.get_vocab() == second.get_vocab()
-    weights = [torch.load(tmp_path / name / "target.pt")["weights"] for name in ("first", "second")]
+    weights = [torch.load(folder / "target.pt")["weights"] for folder in folders]
     name = "model.layers.3.mlp.up_proj.weight"
     assert (weights[0][name] - weights[1][name]).norm() < 0.2 * weights[0][name].norm()
 
 
-def test_a_run_is_continued_with_its_options(recipe: PairRecipe, tmp_path: Path) -> None:
+def test_a_run_is_resumed_only_with_its_options(recipe: PairRecipe, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Return the smallest of three numbers"}')
     first = replace(recipe, forbidden_prompts=prompts)
@@ -79,26 +90,26 @@ def test_a_run_is_continued_with_its_options(recipe: PairRecipe, tmp_path: Path)
         prompts.write_text('{"prompt": "Return the smallest of three numbers"}')
 
 
-def test_a_drafter_starts_from_the_embedding_that_best_keeps_its_targets_inner_products() -> None:
+def test_the_initial_embedding_of_a_drafter_keeps_the_targets_inner_products() -> None:
     target = Decoder(ModelShape(1, 64, 2, 1, 64, 300))
     target.initialise(0)
     drafter = initial_drafter(ModelShape(1, 32, 2, 1, 64, 300), target, 1)
     wide, narrow = target.model.embed_tokens.weight.detach(), drafter.model.embed_tokens.weight.detach()
     random = torch.randn(300, 32, generator=torch.Generator().manual_seed(2))
 
-    def likeness(embedding: torch.Tensor) -> float:
+    def correlation(embedding: torch.Tensor) -> float:
         return float(
             torch.corrcoef(torch.stack([(wide @ wide.T).flatten(), (embedding @ embedding.T).flatten()]))[
                 0, 1
             ]
         )
 
-    assert likeness(narrow) > 0.9 > likeness(random)
+    assert correlation(narrow) > 0.9 > correlation(random)
     with pytest.raises(BadInputError, match="one tokenizer"):
         initial_drafter(ModelShape(1, 32, 2, 1, 64, 301), target, 1)
 
 
-def test_half_of_a_mixed_batch_is_the_targets_own_text(store: TokenStore) -> None:
+def test_half_of_a_mixed_batch_is_text_of_the_target(store: TokenStore) -> None:
     own = torch.full((3, 65), 7).numpy().astype("uint16")
     mixed = replace(store, own=own)
     batch = mixed.batch(0, 0, 8, 64)
@@ -108,7 +119,7 @@ def test_half_of_a_mixed_batch_is_the_targets_own_text(store: TokenStore) -> Non
         mixed.batch(0, 0, 8, 65)
 
 
-def test_a_model_accepts_itself_always() -> None:
+def test_the_acceptance_of_a_model_by_itself_is_1() -> None:
     decoder = Decoder(ModelShape(1, 32, 2, 1, 64, 300))
     decoder.initialise(0)
     same = acceptance(decoder, decoder, torch.randint(0, 300, (2, 16)), first=4)
@@ -117,7 +128,7 @@ def test_a_model_accepts_itself_always() -> None:
     assert same.positions == 24
 
 
-def test_recipes_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_invalid_recipes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="share a tokenizer"):
         PairRecipe(drafter=ModelShape(1, 32, 2, 1, 64, 300))
     with pytest.raises(BadInputError, match="nothing to learn from"):
@@ -149,7 +160,7 @@ def test_a_scaled_recipe_keeps_the_proportions() -> None:
         (["run", "run", "--exclude-prompts", "nowhere"], "none at nowhere"),
     ],
 )
-def test_bad_input_is_one_line_and_code_2(
+def test_bad_input_prints_one_line_and_returns_2(
     arguments: list[str],
     words: str,
     tmp_path: Path,
@@ -165,7 +176,7 @@ def test_bad_input_is_one_line_and_code_2(
     assert err.count("\n") == 1
 
 
-def test_options_reach_the_recipe_and_an_interruption_is_one_line(
+def test_options_reach_the_recipe_and_an_interruption_prints_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[tuple[PairRecipe, Path]] = []
@@ -189,16 +200,15 @@ def test_options_reach_the_recipe_and_an_interruption_is_one_line(
     assert sum(budget.minutes or 0 for budget in budgets) == pytest.approx(10)
 
 
-def test_the_box_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import secondguess.builtin as box
+def test_a_missing_builtin_pair_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import secondguess.builtin as builtin
 
-    monkeypatch.setattr(box, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(builtin, "__file__", str(tmp_path / "__init__.py"))
     with pytest.raises(CheckpointError, match="built-in pair is missing"):
-        box.builtin_paths()
+        builtin.builtin_paths()
 
 
-def test_figures_and_manifest_are_plain_json(recipe: PairRecipe, tmp_path: Path) -> None:
-    stages.prepare_data(recipe, tmp_path, lambda line: None)
-    manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
+def test_the_manifest_lists_packages_and_held_out_documents(finished_run: tuple[Path, PairFigures]) -> None:
+    manifest = json.loads((finished_run[0] / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["packages"][0]["licence"] == "MIT"
     assert manifest["held_out_documents"] > 0

@@ -1,4 +1,4 @@
-"""The tokenizer: any text comes back as it was, and a prompt may end anywhere."""
+"""The tokenizer: lossless for any text, and the same for prompts that end anywhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _awkward_texts() -> list[str]:
     return [TEXT, "", " ", "\n", "don 't stop . now ?", END_TOKEN, *mixed, *anything]
 
 
-def test_every_text_comes_back(tokenizer: Tokenizer) -> None:
+def test_decoding_inverts_encoding(tokenizer: Tokenizer) -> None:
     fast = as_transformers(tokenizer, 64)
     for text in _awkward_texts():
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
@@ -46,7 +46,7 @@ def test_every_text_comes_back(tokenizer: Tokenizer) -> None:
         assert fast.decode(fast(text)["input_ids"]) == text
 
 
-def test_a_prompt_that_ends_with_a_line_is_tokenised_as_in_the_middle_of_a_file(tokenizer: Tokenizer) -> None:
+def test_a_prompt_ending_with_a_line_is_tokenised_as_inside_a_file(tokenizer: Tokenizer) -> None:
     whole = tokenizer.encode(TEXT).ids
     for end in (
         TEXT.index("(items)") + len("(items):"),
@@ -61,11 +61,11 @@ def test_indentation_is_one_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("\n        if").tokens[1] == "Ġ" * 8
 
 
-def test_learning_is_repeatable(tokenizer: Tokenizer) -> None:
+def test_training_the_tokenizer_is_deterministic(tokenizer: Tokenizer) -> None:
     assert train_tokenizer([TEXT * 20] * 5, 350).to_str() == tokenizer.to_str()
 
 
-def test_a_missing_or_foreign_tokenizer_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_missing_or_foreign_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     for content in (None, "{", Tokenizer(models.BPE()).to_str()):
         if content is not None:

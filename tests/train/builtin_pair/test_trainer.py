@@ -1,4 +1,4 @@
-"""Training: it continues exactly where it stopped, deepens without forgetting, and never leaves half a file."""
+"""Training of the pair: exact resumption, growing depth, and atomic files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def assert_same(first: Trainer, second: Trainer) -> None:
 
 
 @pytest.mark.parametrize("steps", [3, 5, 8], ids=["before stacking", "at the stacking", "after it"])
-def test_an_interrupted_run_ends_where_the_uninterrupted_one_does(
+def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(
     store: TokenStore, tmp_path: Path, steps: int
 ) -> None:
     whole = trainer(store, tmp_path / "whole.pt")
@@ -67,7 +67,7 @@ def test_an_interrupted_run_ends_where_the_uninterrupted_one_does(
     assert_same(whole, again)
 
 
-def test_another_thread_count_may_continue_a_run(store: TokenStore, tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_with_another_thread_count(store: TokenStore, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     stop_after(trainer(store, tmp_path / "run.pt"), 4)
     try:
@@ -79,7 +79,7 @@ def test_another_thread_count_may_continue_a_run(store: TokenStore, tmp_path: Pa
     assert run.step == 10
 
 
-def test_an_interruption_between_the_optimisers_leaves_the_earlier_checkpoint(
+def test_an_interruption_between_optimisers_keeps_the_earlier_checkpoint(
     store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(store, tmp_path / "run.pt")
@@ -118,9 +118,7 @@ def test_stacked_layers_repeat_the_trained_ones_with_their_momentum(
 
 
 @pytest.mark.parametrize("num_layers", [3, 5])
-def test_a_depth_that_is_no_multiple_begins_with_the_same_words(
-    store: TokenStore, tmp_path: Path, num_layers: int
-) -> None:
+def test_inserted_layers_do_not_change_the_logits(store: TokenStore, tmp_path: Path, num_layers: int) -> None:
     run = trainer(store, tmp_path / "run.pt")
     for _ in range(3):
         run._take_step()
@@ -154,7 +152,7 @@ def test_a_larger_budget_continues_the_flat_part_and_not_the_annealed_end(
     )  # the rate falls over the last 35 %: step 7 of 10 is the first that would be slower
 
 
-def test_training_learns(store: TokenStore, tmp_path: Path) -> None:
+def test_training_lowers_bits_per_byte(store: TokenStore, tmp_path: Path) -> None:
     settings = replace(SETTINGS, budget=Budget(steps=25), phases=(Phase(1.0, 4, 32, 512),), micro_tokens=512)
     run = trainer(store, tmp_path / "run.pt", settings)
     before = bits_per_byte(run.decoder, store, rows=8, length=64)
@@ -164,7 +162,7 @@ def test_training_learns(store: TokenStore, tmp_path: Path) -> None:
     )
 
 
-def test_the_rate_warms_up_stays_and_falls_to_zero() -> None:
+def test_the_learning_rate_warms_up_stays_and_decays_to_zero() -> None:
     settings = replace(SETTINGS, warmup_steps=4, decay_share=0.5)
     assert settings.rate_at(0.0, 0) == 0.25
     assert settings.rate_at(0.3, 100) == settings.rate_at(0.5, 100) == 1.0
@@ -180,7 +178,7 @@ def test_a_budget_of_minutes_or_steps_ends_with_the_first_that_is_spent() -> Non
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", None], ids=["empty", "foreign", "missing"])
-def test_a_broken_or_missing_checkpoint_is_named(tmp_path: Path, content: bytes | None) -> None:
+def test_a_broken_or_missing_checkpoint_is_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "run.pt"
     if content is not None:
         path.write_bytes(content)
@@ -188,7 +186,7 @@ def test_a_broken_or_missing_checkpoint_is_named(tmp_path: Path, content: bytes 
         read_checkpoint(path)
 
 
-def test_a_checkpoint_of_another_kind_or_shape_is_named(store: TokenStore, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_kind_or_shape_is_refused(store: TokenStore, tmp_path: Path) -> None:
     torch.save({"weights": {}}, tmp_path / "run.pt")
     with pytest.raises(CheckpointError, match="lacks"):
         read_checkpoint(tmp_path / "run.pt")
@@ -197,7 +195,7 @@ def test_a_checkpoint_of_another_kind_or_shape_is_named(store: TokenStore, tmp_p
         Trainer(replace(SHAPE, mlp_size=32), SETTINGS, store, tmp_path / "other.pt", report=lambda line: None)
 
 
-def test_a_file_that_could_not_be_finished_leaves_the_earlier_one(tmp_path: Path) -> None:
+def test_an_interrupted_write_keeps_the_earlier_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"earlier")
 
@@ -212,7 +210,7 @@ def test_a_file_that_could_not_be_finished_leaves_the_earlier_one(tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_absurd_settings_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(BadInputError, match="minutes or steps"):
         Budget()
     with pytest.raises(BadInputError, match="positive"):
@@ -225,7 +223,7 @@ def test_absurd_settings_are_refused() -> None:
         Phase(1.0, 1, 64, 32)
 
 
-def test_rows_depend_on_the_step_alone_and_an_epoch_visits_everything(store: TokenStore) -> None:
+def test_rows_depend_only_on_the_step_and_an_epoch_visits_every_row(store: TokenStore) -> None:
     assert torch.equal(store.batch(1, 5, 4, 32), store.batch(1, 5, 4, 32))
     assert not torch.equal(store.batch(1, 5, 4, 32), store.batch(1, 6, 4, 32))
     for size in (1, 2, 12, 97):
@@ -233,7 +231,7 @@ def test_rows_depend_on_the_step_alone_and_an_epoch_visits_everything(store: Tok
         assert sorted(shuffled_index(3, 1, index + size, size) for index in range(size)) == list(range(size))
 
 
-def test_threads_give_way_to_other_work() -> None:
+def test_the_number_of_threads_follows_the_load() -> None:
     assert [threads_to_use(others, 2, 2) for others in (0.0, 0.1, 0.3, 1.0, 3.0)] == [2, 2, 1, 1, 1]
     assert [threads_to_use(others, 8, 8) for others in (0.0, 0.5, 3.1, 20.0)] == [8, 7, 5, 1]
     # With more cores than threads, the load takes the other cores first.
