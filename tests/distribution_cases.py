@@ -120,7 +120,10 @@ class SometimesScripted(ScriptedDrafter):
 
 
 def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
-    """Return a drafter: `sampled`, `deterministic` (without probabilities), a `tree` or `small-tree` of tokens, or `either` in turn."""
+    """Return a drafter.
+
+    `sampled`, `deterministic` (without probabilities), a `tree` or `small-tree` of tokens, or `either` in turn.
+    """
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
     if kind == "deterministic":

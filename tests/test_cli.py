@@ -42,9 +42,12 @@ STATS = [
     "acceptance_length",
     "accepted_per_position",
     "drafted_per_position",
+    "accepted_prediction_tokens",
+    "rejected_prediction_tokens",
     "tokens_per_second",
     "seconds",
     "drafting_seconds",
+    "num_reused",
 ]
 MODEL_OPTIONS = [
     "model",

@@ -154,6 +154,7 @@ def test_public_names_of_stats():
         "tokens_per_second",
         "seconds",
         "drafting_seconds",
+        "num_reused",
     ]
     stats = Stats(2, 5, 4, 3, seconds={"score": 2.0})
     assert str(stats) == "2.5 tokens/s, acceptance 75%, 2.50 tokens per target pass"

@@ -111,6 +111,7 @@ class Stats:
             "tokens_per_second": self.tokens_per_second,
             "seconds": self.seconds,
             "drafting_seconds": self.drafting_seconds,
+            "num_reused": self.num_reused,
         }
 
     def __str__(self) -> str:

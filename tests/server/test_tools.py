@@ -75,10 +75,3 @@ def test_a_variable_of_the_template_can_be_set_and_others_are_refused(served):
     assert engine.llm.target.tokenizer.decode(engine.last.prompt).endswith("assistant\n<think>")
     with pytest.raises(openai.BadRequestError, match="enable_thinking"):
         chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_a_forced_call_is_refused_by_name(served, choice):
-    with pytest.raises(openai.BadRequestError) as caught:
-        chat(served[1], tool_choice=choice)
-    assert caught.value.param == "tool_choice"

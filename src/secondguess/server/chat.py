@@ -14,10 +14,11 @@ from secondguess.server.errors import ApiError, refused
 from secondguess.server.schemas import AssistantMessage, ChatRequest, Message, RefusalPart, TextPart
 
 BUILTIN_TEMPLATE = (
+    r"{% for tool in tools or [] %}# function: {{ tool['function']['name'] }}{{ '\n' }}{% endfor %}"
     r"{% for message in messages %}# {{ message['role'] }}: {{ message['content'] | replace('\n', '\n# ') }}"
     r"{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
 )
-"""Template of the built-in target, a small model of Python code: messages are comments above the code."""
+"""Template of the built-in target, a small model of Python code: messages, and the names of tools, are comments above the code."""
 
 
 @dataclass(frozen=True)

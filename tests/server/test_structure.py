@@ -1,0 +1,186 @@
+"""Structured replies, forced tool calls and predictions over HTTP, with the built-in pair."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from conftest import openai_client, serving
+from secondguess import load
+from secondguess.engine import Engine
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "add_person", "parameters": PERSON}},
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "parameters": {
+                "type": "object",
+                "properties": {"key": {"$ref": "#/$defs/key"}},
+                "required": ["key"],
+                "additionalProperties": False,
+                "$defs": {"key": {"enum": ["name", "age"]}},
+            },
+        },
+    },
+]
+NAMED = {"type": "function", "function": {"name": "find"}}
+
+
+@pytest.fixture(scope="module")
+def client():
+    engine = Engine(load())
+    with serving(engine) as url, openai_client(url) as client:
+        yield client
+    engine.close()
+
+
+def chat(client, **fields):
+    return client.chat.completions.create(
+        **{
+            "model": "builtin",
+            "messages": [{"role": "user", "content": "a person"}],
+            "max_tokens": 200,
+            "seed": 1,
+            **fields,
+        }
+    )
+
+
+def complete(client, **fields):
+    return client.completions.create(
+        **{"model": "builtin", "prompt": "x = ", "max_tokens": 60, "seed": 1, **fields}
+    )
+
+
+def schema_format(schema):
+    return {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_json_schema_is_followed_with_and_without_speculation(client, temperature):
+    fields = {"response_format": schema_format(PERSON), "temperature": temperature}
+    choice = chat(client, **fields).choices[0]
+    person = json.loads(choice.message.content)
+    assert choice.finish_reason == "stop"
+    assert list(person) == ["name", "age"]
+    assert isinstance(person["age"], int)
+    plain = chat(client, **fields, extra_body={"speculation": "off"})
+    assert plain.choices[0].message.content == choice.message.content
+
+
+def test_a_json_object_is_streamed(client):
+    chunks = list(chat(client, response_format={"type": "json_object"}, stream=True, max_tokens=400))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    if chunks[-1].choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+    assert text.startswith("{")
+
+
+def test_the_parsed_reply_of_a_response_follows_its_format(client):
+    form = {"type": "json_schema", "name": "person", "schema": PERSON}
+    reply = client.responses.create(
+        model="builtin", input="a person", text={"format": form}, max_output_tokens=200
+    )
+    assert list(json.loads(reply.output_text)) == ["name", "age"]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "texts"),
+    [
+        ({"regex": "(red|green) [0-9]{2}"}, None),
+        ({"grammar": 'start: "yes" | "no"'}, ("yes", "no")),
+        ({"json": {"enum": ["a", "b"]}}, ('"a"', '"b"')),
+    ],
+)
+def test_a_completion_follows_its_own_grammar(client, outputs, texts):
+    choice = complete(client, extra_body={"structured_outputs": outputs}).choices[0]
+    assert choice.finish_reason == "stop"
+    if texts is None:
+        colour, number = choice.text.split(" ")
+        assert colour in ("red", "green")
+        assert len(number) == 2
+    else:
+        assert choice.text in texts
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_is_a_call_with_valid_arguments(client, choice, stream):
+    reply = chat(client, tools=TOOLS, tool_choice=choice, stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in reply]
+        (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        reason = chunks[-1].finish_reason
+    else:
+        (call,), reason = reply.choices[0].message.tool_calls, reply.choices[0].finish_reason
+        assert reply.choices[0].message.content is None
+    assert reason == "tool_calls"
+    arguments = json.loads(call.function.arguments)
+    if choice is NAMED:
+        assert call.function.name == "find"
+    assert list(arguments) == (["key"] if call.function.name == "find" else ["name", "age"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": schema_format({"type": "nothing"})}, None),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": schema_format({"const": "x" * 70_000})}, "response_format"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "absent"}}},
+            "tool_choice",
+        ),
+        ({"tools": TOOLS, "tool_choice": NAMED, "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"extra_body": {"structured_outputs": {}}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, None),
+    ],
+)
+def test_an_invalid_structure_is_refused_with_the_reason(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, **fields)
+    assert param is None or caught.value.param == param
+    assert "expected" in caught.value.message
+
+
+def test_tools_with_two_definitions_of_one_name_are_refused(client):
+    parameters = {"type": "object", "$defs": {"key": {"type": "integer"}}}
+    other = {"type": "function", "function": {"name": "other", "parameters": parameters}}
+    with pytest.raises(openai.BadRequestError, match="'key'"):
+        chat(client, tools=[*TOOLS, other], tool_choice="required")
+
+
+def test_a_prediction_is_drafted_from_and_counted(client):
+    fields = {"prompt": "def add(a, b):\n", "temperature": 0, "max_tokens": 48}
+    first = complete(client, **fields, extra_body={"report": True})
+    text = first.choices[0].text
+    prediction = {"type": "content", "content": text}
+    second = complete(
+        client,
+        **fields,
+        extra_body={"prediction": prediction, "speculation": {"draft_length": 8}, "report": True},
+    )
+    assert second.choices[0].text == text
+    details = second.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 30
+    rounds = second.secondguess["samples"][0]["num_rounds"]
+    assert rounds * 4 <= 48
+    assert first.usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
+def test_the_controllers_draft_length_can_be_limited(client):
+    reply = complete(
+        client, temperature=0, extra_body={"speculation": {"max_draft": 1}, "report": True}, max_tokens=60
+    )
+    assert len(reply.secondguess["samples"][0]["drafted_per_position"]) <= 1
