@@ -84,6 +84,10 @@ def test_reasoning_text_and_calls_are_items(chatty):
     assert reply.usage.output_tokens_details.reasoning_tokens > 0
     events = list(respond(client, model="chatty", tools=[FUNCTION], stream=True))
     assert [item.type for item in events[-1].response.output] == ["reasoning", "message", "function_call"]
+    assert {item.status for item in events[-1].response.output} == {"completed"}
+    for place in range(3):
+        kinds = [event.type for event in events if getattr(event, "output_index", None) == place]
+        assert (kinds[0], kinds[-1]) == ("response.output_item.added", "response.output_item.done")
     done = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert done[0].arguments == reply.output[2].arguments
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from secondguess.server.response_schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest
 from secondguess.server.service import Service, check_finished
 from secondguess.server.streams import Generation, streamed, to_event
+
+logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 router = APIRouter(tags=["responses"])
@@ -139,6 +142,8 @@ class _Events:
             check_finished(outputs)
         except Exception as error:
             failed = api_error(error)
+            if failed.status == 500:
+                logger.exception("a stream failed")
             what = {"code": "server_error", "message": failed.message}
             yield self._state("failed", self._reply.object("failed", self._items.items, error=what))
             return
