@@ -71,7 +71,8 @@ def load_way(way: str, options: argparse.Namespace) -> LLM:
     else:
         llm = load(options.model, "none" if kind == "plain" else way, dtype=options.dtype)
     if kind == "tree":
-        llm.drafter = TreeDrafter(llm.drafter, llm.target.runtime.vocab_size)
+        drafter = TreeDrafter(llm.drafter, llm.target.runtime.vocab_size)
+        return LLM(llm.target, drafter, llm.verifier, llm.controller, llm.cache_bytes)
     return llm
 
 

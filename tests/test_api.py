@@ -76,13 +76,12 @@ class TestSamples:
         assert [ids_of(each) for each in samples] == [ids_of(each) for each in plain]
 
     def test_all_samples_decode_as_one_batch(self, llm, monkeypatch):
-        batches = []
+        num_rows, score = [], llm.target.runtime.score
         monkeypatch.setattr(
-            "secondguess.generation.decode",
-            lambda components, rows, max_rows: batches.append(max_rows) or (commits for commits in ()),
+            llm.target.runtime, "score", lambda rows, *rest: num_rows.append(len(rows)) or score(rows, *rest)
         )
         llm.generate([PROMPT, OTHER_PROMPT], n=3, **SAMPLED)
-        assert batches == [6]
+        assert num_rows[0] == 6
 
     def test_a_stream_refuses_several_samples(self, llm):
         with pytest.raises(BadInputError, match=r"n=1.* got 2; .*generate"):

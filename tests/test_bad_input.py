@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from checkpoints import write_llama
-from secondguess import generation, load
+from secondguess import load
 from secondguess.builtin import head_path
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.engine import generation
 from secondguess.errors import BadInputError, OutOfMemoryError
 
 REFUSED = "secondguess: error: "
@@ -537,7 +538,7 @@ def test_prompts_that_do_not_fit_together_decode_one_after_the_other(tiny_checkp
     together = llm.generate(prompts, max_tokens=8)
     llm.target.runtime.release()
     if limit == "rows":
-        monkeypatch.setattr(generation, "MAX_ROWS", 2)
+        llm.shared_batch.scheduler.max_rows = 2
     else:
         needed = 2 * 256 * llm.cache_bytes + 2 * llm.target.runtime.vocab_size * generation.PROBS_BYTES
         monkeypatch.setattr(memory, "available_memory", lambda _: needed / generation.MEMORY_SHARE)

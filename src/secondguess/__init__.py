@@ -16,6 +16,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 if TYPE_CHECKING:
     from secondguess.api import LLM, load
     from secondguess.drop_in import custom_generate
+    from secondguess.engine.generation import Output
     from secondguess.errors import (
         BadInputError,
         CheckpointError,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         SecondGuessError,
         UnsupportedModelError,
     )
-    from secondguess.generation import Output
     from secondguess.sampling import SamplingParams
     from secondguess.sampling.text import Piece
     from secondguess.stats import Stats
@@ -47,7 +47,7 @@ __all__ = [
 
 _MODULES = {
     "LLM": "api",
-    "Output": "generation",
+    "Output": "engine.generation",
     "load": "api",
     "custom_generate": "drop_in",
     "SamplingParams": "sampling",

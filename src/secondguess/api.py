@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from os import PathLike, fspath
 
@@ -16,11 +17,19 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
+from secondguess.engine.generation import (
+    MAX_ROWS,
+    Generation,
+    Output,
+    check_request,
+    fits_memory,
+    make_row,
+)
+from secondguess.engine.shared_batch import SharedBatch
 from secondguess.errors import BadInputError
-from secondguess.generation import Generation, Output, check_request, make_row
 from secondguess.pairing import resolve_pair
 from secondguess.prompts import Prompt, encode, is_single
-from secondguess.round_lock import RoundLock
+from secondguess.rounds import Components
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece
 from secondguess.verifiers import make_verifier
@@ -51,7 +60,7 @@ class LLM:
     Calls share the controller, which learns the costs and acceptance rates of drafts from each
     call. Later calls may therefore use other draft lengths and run faster or slower; the output
     distribution does not change. A prompt that begins like an earlier one is prefilled only from
-    where it differs. Calls from several threads alternate, one round at a time.
+    where it differs. Calls from several threads decode together, as one batch.
 
     Args:
         target: model whose distribution the output follows, with its tokenizer and load settings.
@@ -70,11 +79,14 @@ class LLM:
         cache_bytes: int = 0,
     ) -> None:
         self.cache_bytes = cache_bytes
-        self.round_lock = RoundLock()
         self.target = target
         self.drafter = drafter
         self.verifier = verifier
         self.controller = controller
+        components = Components(target.runtime, drafter, verifier, controller)
+        self.shared_batch = SharedBatch(
+            components, partial(fits_memory, target.runtime, cache_bytes), MAX_ROWS
+        )
 
     def generate(
         self,
@@ -124,7 +136,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget the prompts of earlier calls, so that none of their cache entries is reused."""
-        with self.round_lock.between_rounds():
+        with self.shared_batch.between_rounds():
             self.target.runtime.reset_prefix_cache()
             self.drafter.reset_prefix_cache()
 

@@ -40,6 +40,16 @@ class Batch:
         """Return the number of rows, those that are still prefilled included."""
         return len(self._prefilling) + len(self._decoding)
 
+    @property
+    def decoding(self) -> list[Row]:
+        """Rows whose prompts are cached."""
+        return self._decoding
+
+    @property
+    def prefilling(self) -> list[Row]:
+        """Rows whose prompts are not cached yet, in the order in which they are prefilled."""
+        return list(self._prefilling)
+
     @inference_mode()
     def add(self, rows: Sequence[Row]) -> None:
         """Admit rows, whose prompts the next steps prefill in this order."""
@@ -54,12 +64,15 @@ class Batch:
         Returns:
             One `Commit` per row that took part in the round; empty if there was none.
         """
-        if self._prefilling:
-            self._prefill()
-        if not self._decoding:
+        self.prefill(self.prefilling)
+        return self.run(self._decoding)
+
+    def run(self, rows: Sequence[Row]) -> list[Commit]:
+        """Run a round over some of the rows whose prompts are cached, and release finished rows."""
+        if not rows:
             return []
-        commits = run_round(self.components, self._decoding)
-        self.remove([row for row in self._decoding if row.finished])
+        commits = run_round(self.components, rows)
+        self.remove([row for row in rows if row.finished])
         return commits
 
     def remove(self, rows: Sequence[Row]) -> None:
@@ -78,23 +91,34 @@ class Batch:
         self.remove([*self._decoding, *self._prefilling])
 
     @inference_mode()
-    def _prefill(self) -> None:
+    def prefill(self, rows: Sequence[Row]) -> None:
+        """Prefill some of the rows whose prompts are not cached, up to `max_prefill_tokens` tokens."""
+        if not rows:
+            return
         target, recorder = self.components.target, self.components.recorder
-        with recorder.round([*self._decoding, *self._prefilling]), recorder.phase("prefill"):
-            if self.max_prefill_tokens is None:
-                rows = list(self._prefilling)
-                self._store(rows, target.prefill(rows))
-            else:
-                left = self.max_prefill_tokens
-                for row in list(self._prefilling):
-                    before = target.num_to_prefill(row)
-                    self._store([row], target.prefill([row], left))
-                    left -= before - target.num_to_prefill(row)
-            ready = [row for row in self._prefilling if not target.num_to_prefill(row)]
+        with recorder.round([*self._decoding, *rows]), recorder.phase("prefill"):
+            whole, left = self._within_limit(rows)
+            self._store(whole, target.prefill(whole))
+            if left:
+                following = [rows[len(whole)]]
+                self._store(following, target.prefill(following, left))
+            ready = [row for row in rows if not target.num_to_prefill(row)]
             self.components.drafter.begin(ready, [join_hidden(self._prefilling[row]) for row in ready])
         self._decoding += ready
         for row in ready:
             del self._prefilling[row]
+
+    def _within_limit(self, rows: Sequence[Row]) -> tuple[list[Row], int]:
+        """Return the first rows that can be prefilled whole, and the tokens left for the next one."""
+        left = self.max_prefill_tokens
+        if left is None:
+            return list(rows), 0
+        for index, row in enumerate(rows):
+            needed = self.components.target.num_to_prefill(row)
+            if needed > left:
+                return list(rows[:index]), left
+            left -= needed
+        return list(rows), 0
 
     def _store(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
         for row, of_row in zip(rows, hidden, strict=True):

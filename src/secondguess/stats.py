@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from secondguess.core import Commit, Draft, RoundTime, Row
 
@@ -130,7 +131,8 @@ class StatsRecorder:
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
-        self._stats: dict[Row, Stats] = {}
+        # Rows are forgotten with the outputs that refer to them.
+        self._stats: WeakKeyDictionary[Row, Stats] = WeakKeyDictionary()
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._round_start = 0.0
 

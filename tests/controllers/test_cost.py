@@ -365,7 +365,7 @@ def test_failed_probes_reduce_the_probing_rate() -> None:
 def test_the_probe_budget_is_halved_by_failures_and_restored_by_success() -> None:
     probe_budget = ProbeBudget()
     for _ in range(200):  # those that are free come first
-        probe_budget.may_begin(1.0, plain=1.0)
+        probe_budget.may_begin(1.0, gain=1.0, plain=1.0)
         probe_budget.count_round()
     probe_budget.earn(10.0, plain=1.0)
     assert probe_budget.balance == pytest.approx(10 * PROBE_INCOME)
@@ -686,7 +686,7 @@ def test_free_probes_follow_a_change_with_growing_intervals() -> None:
     probe_budget, begun = ProbeBudget(), []
     probe_budget.grant()
     for number in range(300):
-        if probe_budget.may_begin(1.0, plain=1.0):
+        if probe_budget.may_begin(1.0, gain=1.0, plain=1.0):
             begun.append(number)
             while probe_budget.may_go_on(0.25):
                 probe_budget.pay(0.1)
@@ -698,7 +698,7 @@ def test_free_probes_follow_a_change_with_growing_intervals() -> None:
 def test_a_free_series_of_probes_ends_at_its_loss_limit() -> None:
     probe_budget = ProbeBudget()
     probe_budget.grant()
-    assert probe_budget.may_begin(5.0, plain=1.0)
+    assert probe_budget.may_begin(5.0, gain=5.0, plain=1.0)
     probe_budget.pay(FREE_SERIES_LOSS)
     assert not probe_budget.may_go_on(0.25)
 
@@ -707,8 +707,16 @@ def test_an_expensive_probe_is_not_free() -> None:
     """Such as one of the target as its own drafter, which prefills the prompt first."""
     probe_budget = ProbeBudget()
     probe_budget.grant()
-    assert not probe_budget.may_begin(100.0, plain=1.0)
+    assert not probe_budget.may_begin(100.0, gain=100.0, plain=1.0)
     assert not probe_budget.is_due, "it is not asked about in every round"
+
+
+def test_a_probe_that_costs_a_multiple_of_its_gain_is_not_free() -> None:
+    """Another machine speed changes its cost, but not the acceptance rate."""
+    probe_budget = ProbeBudget()
+    probe_budget.grant()
+    assert not probe_budget.may_begin(1.0, gain=0.1, plain=1.0)
+    assert not probe_budget.is_due
 
 
 def test_grants_in_quick_succession_give_one_series() -> None:
@@ -719,7 +727,7 @@ def test_grants_in_quick_succession_give_one_series() -> None:
         num_series.append(0)
         for _ in range(100):
             if probe_budget.is_due:
-                assert probe_budget.may_begin(1.0, plain=1.0)
+                assert probe_budget.may_begin(1.0, gain=1.0, plain=1.0)
                 num_series[-1] += 1
             probe_budget.count_round()
     assert num_series == [3, 1, 3, 1, 3, 1, 3, 1]
@@ -728,7 +736,7 @@ def test_grants_in_quick_succession_give_one_series() -> None:
 def test_the_budget_of_a_series_is_saved_for_any_expected_cost() -> None:
     probe_budget = ProbeBudget()
     probe_budget.earn(1e6, plain=1.0)
-    assert probe_budget.may_begin(1e9, plain=1.0)
+    assert probe_budget.may_begin(1e9, gain=1e9, plain=1.0)
 
 
 def test_one_outlier_hardly_changes_an_average() -> None:

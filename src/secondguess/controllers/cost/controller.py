@@ -98,17 +98,18 @@ class CostController(Controller):
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         self.probe_budget.count_round()
-        if self._drafted.repeats(rows, candidates):
-            return self._repeat(rows)
-        self._learn_drafted()
-        num_rows = len(rows)
-        self._proposals = []
-        was_probing, self._probing = self._probing, False
-        self._place = _place(candidates)
+        num_rows, was_probing = len(rows), False
         plans = [PLAIN] * num_rows
-        # A series of probes is continued even if all candidates are in backoff.
-        paused = self._backoffs.cover(rows, candidates)
-        self._in_backoff = paused and not was_probing and not self.probe_budget.is_due
+        paused = self._backoffs.cover(rows, candidates) and not self.probe_budget.is_due
+        if not (paused and self._in_backoff):
+            if self._drafted.repeats(rows, candidates):
+                return self._repeat(rows)
+            self._learn_drafted()
+            self._proposals = []
+            was_probing, self._probing = self._probing, False
+            # A series of probes is continued even if all candidates are in backoff.
+            self._in_backoff = paused and not was_probing
+        self._place = _place(candidates)
         if self._in_backoff:
             return plans
         self._learn_buffered()
@@ -169,18 +170,18 @@ class CostController(Controller):
 
         Probes come in series: the first one needs a budget for all of them.
         """
-        part = proposals[0].part
+        part, plain = proposals[0].part, self.times.plain(len(rows))
         price = self._cost_model.drafting(part, len(proposals), 1) + self._cost_model.extra_pass_seconds(0, 1)
-        price += (
-            self.times.prefill_seconds(part, sum([proposal.candidate.num_uncached for proposal in proposals]))
-            / SERIES
-        )
+        num_uncached = sum([proposal.candidate.num_uncached for proposal in proposals])
+        price += self.times.prefill_seconds(part, num_uncached) / SERIES
         if was_probing:
             if not self.probe_budget.may_go_on(price):
                 self.probe_budget.failed()
                 return []
-        elif not self.probe_budget.may_begin(SERIES * price, self.times.plain(len(rows))):
-            return []
+        else:
+            gain = sum([proposal.expected_tokens(PROBE_LENGTH) for proposal in proposals])
+            if not self.probe_budget.may_begin(SERIES * price, gain / len(rows) * SERIES * plain, plain):
+                return []
         self._probing = True
         for proposal in proposals:
             proposal.length = min(proposal.length, PROBE_LENGTH)

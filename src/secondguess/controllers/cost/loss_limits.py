@@ -55,6 +55,11 @@ On a noisy machine the speed seems to change every hundred rounds.
 """
 MAX_FREE_PRICE = 1.5
 """Expected cost of a probe, in plain rounds, above which it is not free."""
+MAX_PRICE_RATIO = 3.0
+"""Maximum expected cost of a free series, as a multiple of its expected gain.
+
+Another machine speed changes costs, but not acceptance rates.
+"""
 FREE_SERIES_LOSS = 1.0
 """Loss at which a free series ends, in plain rounds."""
 MAX_LOSS = 16.0
@@ -122,17 +127,18 @@ class ProbeBudget:
         """True if a free series may begin."""
         return self._num_free > 0 and not self._wait
 
-    def may_begin(self, price: float, plain: float) -> bool:
+    def may_begin(self, price: float, gain: float, plain: float) -> bool:
         """Return whether a series of probes may begin, and begin it.
 
         Args:
             price: expected seconds of the series.
+            gain: expected seconds that plain decoding would need for its accepted tokens.
             plain: seconds of a plain round.
         """
         if self.is_due:
             self._wait = FIRST_SERIES_WAIT << (NUM_FREE_SERIES + 1 - self._num_free)
             self._num_free -= 1
-            if price > SERIES * MAX_FREE_PRICE * plain:
+            if price > min(SERIES * MAX_FREE_PRICE * plain, MAX_PRICE_RATIO * gain):
                 return False
             self._free_probes, self._free_loss = SERIES, FREE_SERIES_LOSS * plain
             return True

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.core import Commit, FinishReason, Row, StopChecker, TokenLogprob
-from secondguess.decode import Components, decode
+from secondguess.engine.shared_batch import RowGroup
 from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode
+from secondguess.runtime.cached import CachedRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
-from secondguess.stats import Stats, StatsRecorder
+from secondguess.stats import Stats
 from secondguess.verifiers.base import Exactness, Verifier
 
 if TYPE_CHECKING:
@@ -55,10 +56,26 @@ class Output:
     index: int = 0
 
 
+@dataclass(frozen=True)
+class NewPiece:
+    """Text that one round adds to a sample.
+
+    Args:
+        index: index of the sample in its call.
+        piece: the text and its tokens.
+        logprobs: per token, if the request asks for them; else empty.
+    """
+
+    index: int
+    piece: Piece
+    logprobs: list[TokenLogprob]
+
+
 @dataclass
 class _Sample:
     """One row with its text so far."""
 
+    index: int
     row: Row
     detokenizer: StreamingDetokenizer
     pieces: list[Piece] = field(default_factory=list)
@@ -70,15 +87,15 @@ class Generation:
 
     Iterate for `(row index, piece)`, then call `outputs()`. The samples of all prompts decode
     together: one row for each of the `n` samples of the first prompt, then those of the second,
-    and so on. Rows that do not fit into memory with the others join when a row has finished.
+    and so on. Rows that do not fit into memory with the others, or with those of other calls, join
+    when a row has finished.
     `generate`, `stream` and the command line all use this class. After an interruption, `outputs()`
     returns the text committed so far.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         self._llm = llm
-        self._recorder = StatsRecorder()
-        self._samples: list[_Sample] = []
+        self._samples: dict[Row, _Sample] = {}
         if len(prompts) != len(params):
             raise BadInputError(
                 f"expected sampling settings for each of {len(prompts)} prompts, got {len(params)}; give one per prompt"
@@ -88,15 +105,15 @@ class Generation:
             for sample in range(settings.n):
                 detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
                 row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample)
-                self._samples.append(_Sample(row, detokenizer))
-        rows = [sample.row for sample in self._samples]
-        self._max_rows = rows_that_fit(llm, rows)
-        longest = max((len(row.tokens) for row in rows), default=0)
-        num_new = llm.target.runtime.cache.num_tokens_to_allocate(self._max_rows, longest)
+                self._samples[row] = _Sample(len(self._samples), row, detokenizer)
+        self.group = RowGroup(list(self._samples), self._receive, eager=False)
+        longest = max((len(row.tokens) for row in self._samples), default=0)
+        num_new = llm.target.runtime.cache.num_tokens_to_allocate(min(len(self._samples), 1), longest)
         memory.check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
 
     def run(self) -> list[Output]:
         """Decode all rows until they finish and return the outputs."""
+        self.group.is_eager = True
         for _ in self.rounds():
             pass
         return self.outputs()
@@ -110,29 +127,31 @@ class Generation:
 
         Rows, caches and texts are consistent between rounds: to stop early, stop iterating.
         """
-        llm = self._llm
-        components = Components(llm.target.runtime, llm.drafter, llm.verifier, llm.controller, self._recorder)
-        index_of = {sample.row: index for index, sample in enumerate(self._samples)}
-        loop = decode(components, list(index_of), self._max_rows)
+        shared = self._llm.shared_batch
+        shared.submit(self.group)
         try:
-            while (commits := llm.round_lock.run_round(loop)) is not None:
-                yield [self._take(index_of[commit.row], commit) for commit in commits]
+            while (pieces := shared.take(self.group)) is not None:
+                yield [(new.index, new.piece) for new in pieces]
         finally:
-            llm.round_lock.close(loop)
+            shared.cancel(self.group)
 
-    def _take(self, index: int, commit: Commit) -> tuple[int, Piece]:
-        sample = self._samples[index]
-        sample.pieces.append(sample.detokenizer.take(commit))
-        sample.logprobs += map(self._with_texts, commit.logprobs)
-        return index, sample.pieces[-1]
+    def _receive(self, commits: Sequence[Commit]) -> list[NewPiece]:
+        pieces = []
+        for commit in commits:
+            sample = self._samples[commit.row]
+            piece, logprobs = sample.detokenizer.take(commit), list(map(self._with_texts, commit.logprobs))
+            sample.pieces.append(piece)
+            sample.logprobs += logprobs
+            pieces.append(NewPiece(sample.index, piece, logprobs))
+        return pieces
 
     def flush(self) -> list[tuple[int, Piece]]:
         """Return, after an interruption, the text still held back for unfinished rows, once."""
         held = []
-        for index, sample in enumerate(self._samples):
-            if not sample.row.finished:
+        for row, sample in self._samples.items():
+            if not row.finished:
                 sample.pieces.append(sample.detokenizer.flush())
-                held.append((index, sample.pieces[-1]))
+                held.append((sample.index, sample.pieces[-1]))
         return held
 
     def outputs(self) -> list[Output]:
@@ -145,11 +164,11 @@ class Generation:
                 drafted=[drafted for piece in sample.pieces for drafted in piece.drafted],
                 finish_reason=sample.row.finish_reason,
                 exactness=self._llm.verifier.guarantee(sample.row),
-                stats=self._recorder.of(sample.row),
+                stats=self._llm.shared_batch.components.recorder.of(sample.row),
                 logprobs=sample.logprobs,
                 index=sample.row.stream,
             )
-            for sample in self._samples
+            for sample in self._samples.values()
         ]
 
     def _with_texts(self, logprob: TokenLogprob) -> TokenLogprob:
@@ -159,24 +178,13 @@ class Generation:
         return replace(logprob, text=text, alternative_texts=alternative_texts)
 
 
-def rows_that_fit(llm: LLM, rows: Sequence[Row]) -> int:
-    """Return how many rows can decode at the same time, each grown to its full length; at least 1.
-
-    The full length includes `max_tokens`: a limit far above the real lengths lets fewer rows in.
-    """
-    runtime, count = llm.target.runtime, min(len(rows), MAX_ROWS)
+def fits_memory(runtime: CachedRuntime, cache_bytes: int, num_rows: int, longest: int) -> bool:
+    """Return whether so many rows can decode together, the longest of which has so many tokens."""
     available = memory.available_memory(runtime.device)
-    if available is None or not rows:
-        return count
-    longest = max(len(row.tokens) + row.room for row in rows)
-
-    def needed(num_rows: int) -> int:
-        cached = runtime.cache.num_tokens_to_allocate(num_rows, longest) * llm.cache_bytes
-        return cached + num_rows * runtime.vocab_size * PROBS_BYTES
-
-    while count > 1 and needed(count) > MEMORY_SHARE * available:
-        count = (count + 1) // 2
-    return count
+    if available is None:
+        return True
+    cached = runtime.cache.num_tokens_to_allocate(num_rows, longest) * cache_bytes
+    return cached + num_rows * runtime.vocab_size * PROBS_BYTES <= MEMORY_SHARE * available
 
 
 def check_request(

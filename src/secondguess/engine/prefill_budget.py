@@ -1,0 +1,46 @@
+"""Number of prompt tokens to prefill between two rounds, from measured times."""
+
+from __future__ import annotations
+
+MAX_DELAY = 2.0
+"""Maximum duration of the prefill between two rounds, in rounds."""
+MIN_TOKENS = 16
+"""Minimum number of tokens of such a prefill: with fewer, a forward pass costs more per token."""
+MAX_TOKENS = 512
+"""Maximum number of tokens: cancellations and arrivals are noticed between two prefills."""
+WEIGHT = 0.2
+"""Weight of the newest measurement in an average."""
+
+
+class PrefillBudget:
+    """Bound on the delay that rows which join cause to rows that are decoding."""
+
+    def __init__(self) -> None:
+        self._round_seconds = 0.0
+        self._token_seconds = 0.0
+
+    def max_tokens(self, num_decoding: int) -> int:
+        """Return the maximum number of tokens to prefill before the next round.
+
+        Args:
+            num_decoding: number of rows that wait for the prefill.
+        """
+        if not num_decoding or not self._round_seconds:
+            return MAX_TOKENS
+        if not self._token_seconds:
+            return MIN_TOKENS
+        tokens = int(MAX_DELAY * self._round_seconds / self._token_seconds)
+        return min(max(tokens, MIN_TOKENS), MAX_TOKENS)
+
+    def add_round(self, seconds: float) -> None:
+        """Add the duration of a round."""
+        self._round_seconds = _averaged(self._round_seconds, seconds)
+
+    def add_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Add the duration of a prefill."""
+        if num_tokens:
+            self._token_seconds = _averaged(self._token_seconds, seconds / num_tokens)
+
+
+def _averaged(average: float, value: float) -> float:
+    return value if not average else average + WEIGHT * (value - average)

@@ -1,0 +1,269 @@
+"""Requests of a server: a bounded queue, cancellation, deadlines and a drain, on one thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from secondguess.engine.generation import Generation, NewPiece, Output
+from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.prompts import Prompt
+from secondguess.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from secondguess.api import LLM
+
+logger = logging.getLogger(__name__)
+
+
+class QueueFullError(SecondGuessError):
+    """More requests are waiting than the engine accepts.
+
+    Args:
+        retry_after: estimated seconds until there is room.
+    """
+
+    def __init__(self, num_waiting: int, retry_after: float) -> None:
+        super().__init__(f"expected fewer than {num_waiting} waiting samples; retry in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class DrainingError(SecondGuessError):
+    """The engine finishes the requests that it has and accepts no others."""
+
+
+class DeadlineError(SecondGuessError):
+    """The deadline of a request passed before its output was complete."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Limits of an engine.
+
+    Args:
+        max_waiting: number of waiting rows from which on requests are refused.
+        max_samples: maximum number of samples (`n`) of a request.
+    """
+
+    max_waiting: int = 256
+    max_samples: int = 16
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise BadInputError(f"expected {name} of at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request for `params.n` samples of one prompt.
+
+    Args:
+        prompt: text, token ids or messages.
+        params: sampling settings.
+        deadline: value of `time.monotonic()` after which the request fails; None for no limit.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Last event of a request: its outputs, by index; those of a cancelled request are incomplete."""
+
+    outputs: list[Output]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Last event of a request that failed."""
+
+    error: Exception
+
+
+Event = NewPiece | Finished | Failed
+"""Event of a request: text that a round added, or its end."""
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """State of an engine.
+
+    Args:
+        num_running, num_waiting: rows that decode, and rows that wait for admission.
+        num_requests: requests that are not finished.
+        is_draining: True if no request is accepted any more.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_requests: int
+    is_draining: bool
+
+
+class Ticket:
+    """Handle of a submitted request.
+
+    Attributes:
+        num_prompt_tokens: tokens of the prompt.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        request: Request,
+        on_event: Callable[[Event], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self.generation = generation
+        self.num_prompt_tokens = generation.group.rows[0].num_prompt
+        self.is_cancelled = False
+        self._request = request
+        self._on_event = on_event
+        self._wake = wake
+
+    @property
+    def is_late(self) -> bool:
+        """True if the deadline has passed."""
+        return self._request.deadline is not None and time.monotonic() > self._request.deadline
+
+    def cancel(self) -> None:
+        """Stop decoding after the round in progress; the last event has the text so far."""
+        self.is_cancelled = True
+        self._wake()
+
+    def send(self, event: Event) -> None:
+        """Call the request's callback; its exceptions are logged."""
+        try:
+            self._on_event(event)
+        except Exception:
+            logger.exception("the callback of a request failed")
+
+
+class Engine:
+    """Thread that decodes requests, which join and leave between rounds.
+
+    Args:
+        llm: models; calls of `llm.generate` from other threads decode in the same batch.
+        limits: bounds on the requests.
+    """
+
+    def __init__(self, llm: LLM, limits: EngineLimits = EngineLimits()) -> None:
+        self.llm = llm
+        self.limits = limits
+        self._tickets: list[Ticket] = []
+        self._changed = threading.Condition()
+        self._is_draining = self._is_closed = False
+        self._seconds_per_request, self._last_end = 1.0, time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="secondguess-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
+        """Queue a request.
+
+        Args:
+            request: the request.
+            on_event: called on the engine's thread with each event; it must not block.
+
+        Raises:
+            BadInputError: a request that cannot be decoded.
+            QueueFullError: too many requests are waiting.
+            DrainingError: the engine is shutting down.
+            OutOfMemoryError: the prompt's KV cache does not fit into memory.
+        """
+        if not 1 <= request.params.n <= self.limits.max_samples:
+            raise BadInputError(f"expected n from 1 to {self.limits.max_samples}, got {request.params.n}")
+        self._check_accepting()
+        generation = Generation(self.llm, [request.prompt], [request.params])
+        generation.group.is_eager = True
+        ticket = Ticket(generation, request, on_event, self._wake)
+        with self._changed:
+            self._check_accepting()
+            self._tickets.append(ticket)
+            self.llm.shared_batch.submit(generation.group)
+            self._changed.notify()
+        return ticket
+
+    def _check_accepting(self) -> None:
+        if self._is_draining:
+            raise DrainingError("the server is shutting down; retry at another one")
+        if self.llm.shared_batch.num_waiting >= self.limits.max_waiting:
+            raise QueueFullError(self.limits.max_waiting, max(self._seconds_per_request, 1.0))
+
+    def status(self) -> EngineStatus:
+        shared = self.llm.shared_batch
+        return EngineStatus(shared.num_admitted, shared.num_waiting, len(self._tickets), self._is_draining)
+
+    def drain(self, seconds: float) -> None:
+        """Accept no more requests, and wait for those in progress; cancel them after `seconds`."""
+        with self._changed:
+            self._is_draining = True
+            self._changed.wait_for(lambda: not self._tickets, seconds)
+            for ticket in self._tickets:
+                ticket.is_cancelled = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Cancel all requests and end the thread."""
+        self.drain(0)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tickets or self._is_closed)
+                if not self._tickets:
+                    return
+                tickets = list(self._tickets)
+            for ticket in tickets:
+                if ticket.is_cancelled or ticket.is_late:
+                    self.llm.shared_batch.cancel(ticket.generation.group)
+            try:
+                self.llm.shared_batch.step()
+            except Exception as error:  # errors of rounds end groups, so this is an error of ours
+                logger.exception("the engine failed")
+                for ticket in tickets:
+                    ticket.generation.group.error = error
+                    self.llm.shared_batch.cancel(ticket.generation.group)
+            self._end([ticket for ticket in tickets if self._report(ticket)])
+
+    def _end(self, ended: Sequence[Ticket]) -> None:
+        """Forget requests that have ended."""
+        if not ended:
+            return
+        now = time.monotonic()
+        seconds = (now - self._last_end) / len(ended)
+        self._seconds_per_request += (seconds - self._seconds_per_request) / 8
+        self._last_end = now
+        with self._changed:
+            self._tickets = [ticket for ticket in self._tickets if ticket not in ended]
+            self._changed.notify_all()
+
+    def _report(self, ticket: Ticket) -> bool:
+        """Send a request's events; return True if it has ended."""
+        group = ticket.generation.group
+        while group.results:
+            for piece in group.results.popleft():
+                ticket.send(piece)
+        if not group.is_done:
+            return False
+        if isinstance(group.error, Exception):
+            ticket.send(Failed(group.error))
+        elif ticket.is_late and not ticket.is_cancelled:
+            ticket.send(Failed(DeadlineError("the deadline of the request has passed")))
+        else:
+            ticket.send(Finished(ticket.generation.outputs()))
+        return True

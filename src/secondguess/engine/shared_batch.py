@@ -1,0 +1,309 @@
+"""Rounds of the rows of several calls on the same models, which decode as one batch.
+
+A call submits its rows as a `RowGroup` and takes the results of one round after the other. The
+thread that takes them runs the rounds, for all groups that take part, so that no thread of its own
+is needed. Rounds run one at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Lock, RLock
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
+
+from secondguess.core import Commit, Row
+from secondguess.decode import Batch, Components
+from secondguess.engine.prefill_budget import PrefillBudget
+from secondguess.engine.scheduler import Scheduler
+from secondguess.errors import SecondGuessError
+
+logger = logging.getLogger(__name__)
+
+
+ResultT = TypeVar("ResultT")
+
+
+class RowGroup(Generic[ResultT]):
+    """Rows of one call.
+
+    Args:
+        rows: the rows; finished ones are skipped.
+        receive: turns the commits of a round into a result. It is called in the thread that runs
+            the round, before the next round of these rows.
+        eager: True to take part in every round; False to take part only while the caller waits for
+            a result, as for a stream that may be read slowly or not at all.
+
+    Attributes:
+        results: results per round that the caller has not taken.
+        error: exception that ended the group; its rows are released.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], receive: Callable[[list[Commit]], ResultT], eager: bool = True
+    ) -> None:
+        self.rows = list(rows)
+        self.receive = receive
+        self.results: deque[ResultT] = deque()
+        self.error: BaseException | None = None
+        self.is_eager = eager
+        self.num_callers_waiting = 0
+        self.is_cancelled = False
+
+    @property
+    def takes_part(self) -> bool:
+        return self.is_eager or self.num_callers_waiting > 0
+
+    @property
+    def is_done(self) -> bool:
+        """True if no more results follow those in `results`."""
+        return self.is_cancelled or self.error is not None or all([row.finished for row in self.rows])
+
+
+class InterruptedRoundError(SecondGuessError):
+    """A round was interrupted by another thread (Ctrl-C) after it had changed the row."""
+
+
+class SharedBatch:
+    """The batch of an `LLM`, which the groups of all its calls share.
+
+    Args:
+        components: components of the loop.
+        fits: returns whether this number of rows, the longest of which may reach this number of
+            tokens, fits into memory.
+        max_rows: maximum number of rows that decode at the same time.
+    """
+
+    def __init__(self, components: Components, fits: Callable[[int, int], bool], max_rows: int) -> None:
+        self.components = components
+        self.scheduler: Scheduler[Row] = Scheduler(fits, max_rows)
+        self._batch = Batch(components)
+        self._budget = PrefillBudget()
+        self._group_of: dict[Row, RowGroup[Any]] = {}
+        self._submitted: deque[RowGroup[Any]] = deque()
+        self._cancelled: deque[RowGroup[Any]] = deque()
+        self._reset_locks()
+        _all.add(self)
+
+    def _reset_locks(self) -> None:
+        self._queue = Lock()
+        self._lock = RLock()
+        self._is_busy = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of rows that have not been admitted."""
+        return self.scheduler.num_waiting + sum([len(group.rows) for group in list(self._submitted)])
+
+    @property
+    def num_admitted(self) -> int:
+        """Number of rows that are prefilled or decode."""
+        return self.scheduler.num_admitted
+
+    def submit(self, group: RowGroup[Any]) -> None:
+        """Add a group; it joins before one of the next rounds. Safe to call from any thread."""
+        self._submitted.append(group)
+
+    def cancel(self, group: RowGroup[Any]) -> None:
+        """Release a group's rows, at once or after the round in progress; does nothing if it is done.
+
+        Safe to call from any thread, and by the garbage collector inside a round of this thread.
+        """
+        group.is_cancelled = True
+        self._cancelled.append(group)
+        # This thread may hold the lock already, in a round. A round in another thread ends with
+        # the same work.
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._is_busy:
+                    with self._busy():
+                        self._remove_cancelled()
+            finally:
+                self._lock.release()
+
+    def take(self, group: RowGroup[ResultT]) -> ResultT | None:
+        """Return the result of the group's next round, running rounds as needed; None at its end.
+
+        Raises:
+            Exception: the error of a round that ended the group.
+        """
+        group.num_callers_waiting += 1
+        try:
+            while not group.results:
+                if group.error is not None:
+                    raise group.error
+                if group.is_done:
+                    return None
+                with self.between_rounds():
+                    if not group.results and not group.is_done:
+                        self._step()
+            return group.results.popleft()
+        finally:
+            group.num_callers_waiting -= 1
+
+    def step(self) -> None:
+        """Run one round for all groups that take part in it; for a thread that serves them all."""
+        with self.between_rounds():
+            self._step()
+
+    @contextmanager
+    def between_rounds(self) -> Iterator[None]:
+        """Return a context in which no round runs."""
+        # A thread that has just finished a round finds the queue taken by a thread that waits.
+        with self._queue:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def _step(self) -> None:
+        with self._busy():
+            try:
+                self._join()
+                self._prefill()
+                self._run()
+            finally:
+                self._remove_cancelled()
+
+    def _join(self) -> None:
+        """Queue the rows of new groups, and admit those that fit."""
+        while self._submitted:
+            group = self._submitted.popleft()
+            for row in group.rows:
+                if not row.finished:
+                    self._group_of[row] = group
+                    self.scheduler.add(row, len(row.tokens) + row.room)
+        self._remove_cancelled()
+        if not self.scheduler.num_waiting:
+            return
+        present = [*self._batch.decoding, *self._batch.prefilling]
+        joining = self.scheduler.admit(sum([self._group_of[row].takes_part for row in present]))
+        if joining:
+            with self._failing_together(joining):
+                self._batch.add(joining)
+
+    def _prefill(self) -> None:
+        """Prefill rows that have joined, as many tokens as other rows can wait for."""
+        rows = self._taking_part(self._batch.prefilling)
+        if not rows:
+            return
+        batch, target = self._batch, self.components.target
+        batch.max_prefill_tokens = self._budget.max_tokens(len(self._taking_part(batch.decoding)))
+        before, start = sum(map(target.num_to_prefill, rows)), time.perf_counter()
+        with self._failing_together(rows):
+            batch.prefill(rows)
+            num_tokens = before - sum(map(target.num_to_prefill, rows))
+            self._budget.add_prefill(num_tokens, time.perf_counter() - start)
+
+    def _run(self) -> None:
+        """Run a round, and end only the group for which it fails."""
+        rows = self._taking_part(self._batch.decoding)
+        if not rows:
+            return
+        groups: dict[RowGroup[Any], list[Row]] = {}
+        for row in rows:
+            groups.setdefault(self._group_of[row], []).append(row)
+        lengths = {row: len(row.tokens) for row in rows}
+        start = time.perf_counter()
+        try:
+            self._deliver(self._batch.run(rows))
+            self._budget.add_round(time.perf_counter() - start)
+        except Exception as error:
+            if len(groups) == 1:
+                self._fail(next(iter(groups)), error)
+                return
+            logger.warning(
+                "a round over %d requests failed; each runs one of its own", len(groups), exc_info=error
+            )
+            for group, of_group in groups.items():
+                self._run_alone(group, of_group, lengths, error)
+        except BaseException:
+            for row, length in lengths.items():
+                if len(row.tokens) != length and row in self._group_of:
+                    self._fail(self._group_of[row], InterruptedRoundError("another thread was interrupted"))
+            raise
+
+    def _run_alone(
+        self, group: RowGroup[Any], rows: Sequence[Row], lengths: Mapping[Row, int], error: Exception
+    ) -> None:
+        """Run a round over one group after a round over several has raised `error`."""
+        if any(len(row.tokens) != lengths[row] for row in rows):  # their commits are lost
+            self._fail(group, error)
+            return
+        try:
+            self._deliver(self._batch.run(rows))
+        except Exception as own_error:
+            self._fail(group, own_error)
+
+    def _taking_part(self, rows: Sequence[Row]) -> list[Row]:
+        return [row for row in rows if self._group_of[row].takes_part]
+
+    def _deliver(self, commits: Sequence[Commit]) -> None:
+        by_group: dict[RowGroup[Any], list[Commit]] = {}
+        for commit in commits:
+            by_group.setdefault(self._group_of[commit.row], []).append(commit)
+            if commit.row.finished:
+                self._forget(commit.row)
+        for group, of_group in by_group.items():
+            try:
+                group.results.append(group.receive(of_group))
+            except Exception as error:
+                self._fail(group, error)
+
+    @contextmanager
+    def _failing_together(self, rows: Sequence[Row]) -> Iterator[None]:
+        """Return a context whose exception ends the groups of these rows."""
+        try:
+            yield
+        except BaseException as error:
+            for group in {self._group_of[row] for row in rows}:
+                self._fail(group, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _fail(self, group: RowGroup[Any], error: BaseException) -> None:
+        group.error = error
+        self._release(group)
+
+    def _remove_cancelled(self) -> None:
+        while self._cancelled:
+            self._release(self._cancelled.popleft())
+
+    def _release(self, group: RowGroup[Any]) -> None:
+        if group in self._submitted:
+            self._submitted.remove(group)
+        present = [*self._batch.decoding, *self._batch.prefilling]
+        self._batch.remove([row for row in present if self._group_of.get(row) is group])
+        for row in group.rows:
+            self._forget(row)
+
+    def _forget(self, row: Row) -> None:
+        self.scheduler.remove(row)
+        self._group_of.pop(row, None)
+
+
+_all: WeakSet[SharedBatch] = WeakSet()
+
+
+def _reset_after_fork() -> None:
+    """Replace locks that other threads of the parent process held."""
+    for shared in _all:
+        shared._reset_locks()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_after_fork)

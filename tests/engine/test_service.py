@@ -1,0 +1,224 @@
+"""Requests on the engine's thread: texts, cancellation, deadlines, limits, drain and errors."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from secondguess import LLM, load
+from secondguess.engine import (
+    DeadlineError,
+    DrainingError,
+    Engine,
+    EngineLimits,
+    Event,
+    Failed,
+    Finished,
+    NewPiece,
+    QueueFullError,
+    Request,
+    Ticket,
+)
+from secondguess.errors import BadInputError
+from secondguess.sampling import SamplingParams
+
+ENDLESS = SamplingParams(max_tokens=100_000, min_tokens=100_000)
+
+
+class Client:
+    """Submit a request and collect its events."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.events: list[Event] = []
+        self._ended, self._begun = threading.Event(), threading.Event()
+        self.ticket: Ticket = engine.submit(request, self._receive)
+
+    def _receive(self, event: Event) -> None:
+        self.events.append(event)
+        self._begun.set()
+        if not isinstance(event, NewPiece):
+            self._ended.set()
+
+    def wait_for_text(self) -> None:
+        assert self._begun.wait(60)
+
+    def last_event(self) -> Event:
+        assert self._ended.wait(60)
+        return self.events[-1]
+
+    def text(self, index: int = 0) -> str:
+        pieces = [event for event in self.events if isinstance(event, NewPiece) and event.index == index]
+        return "".join(each.piece.text for each in pieces)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return load("builtin", "suffix")
+
+
+@pytest.fixture
+def engine(llm: LLM) -> Iterator[Engine]:
+    engine = Engine(llm)
+    yield engine
+    engine.close()
+    assert not llm.target.runtime.num_live_rows
+
+
+def request(prompt: str = "def add(a, b):", **settings: object) -> Request:
+    return Request(prompt, SamplingParams(**{"max_tokens": 12, **settings}))  # type: ignore[arg-type]
+
+
+def test_outputs_and_pieces_are_those_of_generate(engine: Engine, llm: LLM) -> None:
+    requests = [
+        request(),
+        request("import os\n", temperature=1.0, seed=3, n=3),
+        request("x = 1\n", temperature=0.7, seed=4, stop=("=",), logprobs=2),
+    ]
+    clients = [Client(engine, each) for each in requests]
+    for client, each in zip(clients, requests, strict=True):
+        event = client.last_event()
+        assert isinstance(event, Finished)
+        expected = llm.generate(each.prompt, each.params)
+        expected = expected if isinstance(expected, list) else [expected]
+        for output, other in zip(event.outputs, expected, strict=True):
+            assert (output.token_ids, output.text) == (other.token_ids, other.text)  # type: ignore[union-attr]
+            assert (output.finish_reason, output.index) == (other.finish_reason, other.index)  # type: ignore[union-attr]
+            assert client.text(output.index) == output.text
+            assert len(output.logprobs) == len(other.logprobs)  # type: ignore[union-attr]
+
+
+def test_a_cancelled_request_ends_with_its_text_so_far(engine: Engine) -> None:
+    client, other = Client(engine, Request("x", ENDLESS)), Client(engine, request())
+    client.wait_for_text()
+    client.ticket.cancel()
+    client.ticket.cancel()
+    event = client.last_event()
+    assert isinstance(event, Finished)
+    assert event.outputs[0].finish_reason is None
+    assert event.outputs[0].text.startswith(client.text())
+    assert isinstance(other.last_event(), Finished)
+    assert engine.status().num_requests <= 1
+
+
+def test_a_request_that_waits_can_be_cancelled(
+    engine: Engine, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.shared_batch.scheduler, "max_rows", 1)
+    running = Client(engine, Request("x", ENDLESS))
+    running.wait_for_text()
+    waiting = Client(engine, request())
+    waiting.ticket.cancel()
+    event = waiting.last_event()
+    assert isinstance(event, Finished)
+    assert event.outputs[0].token_ids == []
+    running.ticket.cancel()
+
+
+def test_a_request_fails_at_its_deadline(engine: Engine) -> None:
+    client = Client(engine, Request("x", ENDLESS, deadline=time.monotonic() + 0.2))
+    event = client.last_event()
+    assert isinstance(event, Failed)
+    assert isinstance(event.error, DeadlineError)
+
+
+def test_more_waiting_requests_than_the_limit_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.shared_batch.scheduler, "max_rows", 1)
+    engine = Engine(llm, EngineLimits(max_waiting=2))
+    running = Client(engine, Request("x", ENDLESS))
+    running.wait_for_text()
+    waiting = [Client(engine, request()) for _ in range(2)]
+    with pytest.raises(QueueFullError) as caught:
+        engine.submit(request(), print)
+    assert caught.value.retry_after > 0
+    assert engine.status().num_waiting == 2
+    running.ticket.cancel()
+    assert all(isinstance(client.last_event(), Finished) for client in waiting)
+    engine.close()
+
+
+def test_a_drain_finishes_what_has_begun_and_refuses_the_rest(llm: LLM) -> None:
+    engine = Engine(llm)
+    client = Client(engine, request(max_tokens=40))
+    client.wait_for_text()
+    engine.drain(60)
+    event = client.last_event()
+    assert isinstance(event, Finished)
+    assert event.outputs[0].finish_reason is not None
+    assert engine.status().is_draining
+    with pytest.raises(DrainingError):
+        engine.submit(request(), print)
+    engine.close()
+
+
+def test_a_drain_that_takes_too_long_cancels(llm: LLM) -> None:
+    engine = Engine(llm)
+    client = Client(engine, Request("x", ENDLESS))
+    client.wait_for_text()
+    engine.drain(0.05)
+    event = client.last_event()
+    assert isinstance(event, Finished)
+    assert event.outputs[0].finish_reason is None
+    engine.close()
+
+
+def test_bad_requests_are_refused_by_the_call_itself(engine: Engine) -> None:
+    for prompt, params in (
+        ("", ENDLESS),
+        ("x " * 100_000, ENDLESS),
+        ("x", SamplingParams(n=17, temperature=1.0)),
+    ):
+        with pytest.raises(BadInputError):
+            engine.submit(Request(prompt, params), print)
+    with pytest.raises(BadInputError, match="max_waiting"):
+        EngineLimits(max_waiting=0)
+
+
+def test_an_error_in_a_callback_does_not_end_the_request(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(event: Event) -> None:
+        raise OSError("the client is gone")
+
+    engine.submit(request(max_tokens=4), broken)
+    assert isinstance(Client(engine, request()).last_event(), Finished)
+    assert "callback" in caplog.text
+
+
+def test_an_error_ends_the_request_for_which_it_is_raised(
+    engine: Engine, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = llm.target.runtime.score
+
+    def failing(rows: list[object], *rest: object) -> object:
+        if any(row.params.max_tokens == 13 for row in rows):  # type: ignore[attr-defined]
+            raise OSError("broken")
+        return score(rows, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llm.target.runtime, "score", failing)
+    good, bad = Client(engine, request(max_tokens=40)), Client(engine, request(max_tokens=13))
+    event = bad.last_event()
+    assert isinstance(event, Failed)
+    assert isinstance(event.error, OSError)
+    assert isinstance(good.last_event(), Finished)
+
+
+def test_random_arrivals_and_cancellations_do_not_change_other_texts(engine: Engine, llm: LLM) -> None:
+    prompts = ["def add(a, b):", "import os\nimport sys\n", "class Stack:\n", "x = 1\ny = 2\nx = 1\ny ="]
+    expected = {prompt: llm.generate(prompt, max_tokens=24).token_ids for prompt in prompts}  # type: ignore[union-attr]
+    generator, clients = random.Random(0), []
+    for _ in range(40):
+        client = Client(engine, request(generator.choice(prompts), max_tokens=24))
+        clients.append(client)
+        if generator.random() < 0.3:
+            client.ticket.cancel()
+        if generator.random() < 0.5:
+            client.wait_for_text()
+    for client in clients:
+        event = client.last_event()
+        assert isinstance(event, Finished)
+        right = expected[client.ticket._request.prompt]  # type: ignore[index]
+        output = event.outputs[0]
+        assert output.token_ids == right[: len(output.token_ids)]
+        assert client.ticket.is_cancelled or output.token_ids == right
