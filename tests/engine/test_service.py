@@ -177,7 +177,9 @@ def test_bad_requests_are_refused_by_the_call_itself(engine: Engine) -> None:
         EngineLimits(max_waiting=0)
 
 
-def test_an_error_in_a_callback_does_not_end_the_request(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_a_callback_does_not_end_the_request(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(event: Event) -> None:
         raise OSError("the client is gone")
 
