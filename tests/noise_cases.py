@@ -32,32 +32,31 @@ def chained_texts(
     parents: tuple[int, ...] = CHAIN,
     without_replacement: bool = True,
 ) -> torch.Tensor:
-    """`[text, NUM_TOKENS]` drawn by as many rounds as it takes, every text a stream of one seed."""
+    """Return texts `[text, NUM_TOKENS]` of as many rounds as needed; every text is a stream of one seed."""
     rule = make_verifier(verifier)
     rows = [
         Row([0], SamplingParams(temperature=1.0), seed=seed, stream=stream, coupled=coupled)
         for stream in range(num_texts)
     ]
     keys = KeyedNoise.from_rows(rows)
-    # Each round fills a window behind what was committed; what lies beyond NUM_TOKENS is never looked at.
+    # Each round writes after the committed tokens; those beyond NUM_TOKENS are not used.
     texts = torch.zeros(num_texts, 1 + NUM_TOKENS + len(parents), dtype=torch.long)
     ends = torch.ones(num_texts, dtype=torch.long)
-    everyone = torch.arange(num_texts)
-    while bool((ends <= NUM_TOKENS).any()):
-        noise = KeyedNoise(keys.keys, ends, keys.coupled, keys.greedy)
-        pending = texts[everyone, ends - 1]
+    while len(left := (ends <= NUM_TOKENS).nonzero()[:, 0]):
+        chosen, starts = keys.select(left), ends[left]
+        noise = KeyedNoise(chosen.keys, starts, chosen.coupled, chosen.greedy)
+        pending = texts[left, starts - 1]
         draft = drawn_tree(drafter, pending, noise, parents, without_replacement)
-        said = torch.cat([pending[:, None], draft.tokens], 1)
-        verdict = rule.verify(draft, TARGET[said], noise)
-        unfinished = ends <= NUM_TOKENS
+        queried = torch.cat([pending[:, None], draft.tokens], 1)
+        verdict = rule.verify(draft, TARGET[queried], noise)
         for place in range(verdict.paths.shape[1] + 1):
             tokens = verdict.next_tokens
             if place < verdict.paths.shape[1]:
                 drafted = draft.tokens.gather(1, verdict.paths[:, place, None].clamp_min(0))[:, 0]
                 tokens = torch.where(place < verdict.lengths, drafted, tokens)
-            writes = unfinished & (place <= verdict.lengths)
-            texts[everyone[writes], ends[writes] + place] = tokens[writes]
-        ends = torch.where(unfinished, ends + verdict.lengths + 1, ends)
+            writes = place <= verdict.lengths
+            texts[left[writes], starts[writes] + place] = tokens[writes]
+        ends[left] = starts + verdict.lengths + 1
     return texts[:, 1 : NUM_TOKENS + 1]
 
 
@@ -68,20 +67,20 @@ def drawn_tree(
     parents: tuple[int, ...],
     without_replacement: bool,
 ) -> Draft:
-    """A tree of this form behind every row's pending token `[row]`."""
-    said, depths = [pending], [-1]
+    """Draw a tree of this shape after every row's pending token `[row]`."""
+    tokens, depths = [pending], [-1]
     dists: list[torch.Tensor] = []
     for node, parent in enumerate(parents):
         depths.append(depths[parent + 1] + 1)
-        dists.append(drafter[said[parent + 1]])
+        dists.append(drafter[tokens[parent + 1]])
         offer = dists[-1].clone()
         if without_replacement:
             for earlier in (other for other in range(node) if parents[other] == parent):
-                offer.scatter_(1, said[earlier + 1][:, None], 0.0)
-        said.append(noise.draft(offer, depths[-1], node))
+                offer.scatter_(1, tokens[earlier + 1][:, None], 0.0)
+        tokens.append(noise.draft(offer, depths[-1], node))
     form = torch.tensor(parents).expand(len(pending), len(parents))
     lengths = torch.full((len(pending),), len(parents))
-    return Draft(torch.stack(said[1:], 1), form, lengths, torch.stack(dists, 1), without_replacement)
+    return Draft(torch.stack(tokens[1:], 1), form, lengths, torch.stack(dists, 1), without_replacement)
 
 
 def chained_text_p_value(

@@ -12,7 +12,7 @@ def measured(round_seconds: float, token_seconds: float) -> PrefillBudget:
     return budget
 
 
-def test_nothing_is_limited_beyond_a_chunk_while_no_row_decodes() -> None:
+def test_only_the_chunk_limits_prefill_while_no_row_decodes() -> None:
     assert measured(0.01, 0.001).max_tokens(0) == MAX_TOKENS
 
 

@@ -165,7 +165,7 @@ def test_a_drain_that_takes_too_long_cancels(llm: LLM) -> None:
     engine.close()
 
 
-def test_bad_requests_are_refused_at_once(engine: Engine) -> None:
+def test_bad_requests_are_refused_by_the_call_itself(engine: Engine) -> None:
     for prompt, params in (
         ("", ENDLESS),
         ("x " * 100_000, ENDLESS),
@@ -177,7 +177,9 @@ def test_bad_requests_are_refused_at_once(engine: Engine) -> None:
         EngineLimits(max_waiting=0)
 
 
-def test_an_error_in_a_callback_ends_nothing(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_a_callback_does_not_end_the_request(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(event: Event) -> None:
         raise OSError("the client is gone")
 
@@ -204,7 +206,7 @@ def test_an_error_ends_the_request_for_which_it_is_raised(
     assert isinstance(good.last_event(), Finished)
 
 
-def test_random_arrivals_and_cancellations_leave_all_other_texts_right(engine: Engine, llm: LLM) -> None:
+def test_random_arrivals_and_cancellations_do_not_change_other_texts(engine: Engine, llm: LLM) -> None:
     prompts = ["def add(a, b):", "import os\nimport sys\n", "class Stack:\n", "x = 1\ny = 2\nx = 1\ny ="]
     expected = {prompt: llm.generate(prompt, max_tokens=24).token_ids for prompt in prompts}  # type: ignore[union-attr]
     generator, clients = random.Random(0), []

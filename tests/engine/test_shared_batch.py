@@ -177,7 +177,7 @@ def test_a_group_cancelled_before_it_joins_takes_no_slot(llm: LLM, plain: list[l
     assert cancelled.rows[0].num_output == 0
 
 
-def test_an_interruption_before_the_commit_leaves_the_other_groups_unharmed(
+def test_an_interruption_before_the_commit_does_not_affect_other_groups(
     llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted, other = group_of(PROMPTS[0]), group_of(PROMPTS[1])
@@ -239,7 +239,7 @@ def test_a_long_prompt_is_prefilled_in_pieces_while_others_decode(llm: LLM, plai
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_can_decode_although_a_thread_held_the_lock(
+def test_a_forked_process_decodes_although_a_thread_of_the_parent_holds_the_lock(
     llm: LLM, plain: list[list[int]]
 ) -> None:
     entered, leave = threading.Event(), threading.Event()
