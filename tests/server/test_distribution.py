@@ -6,9 +6,10 @@ import json
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
-from urllib.request import Request, urlopen
+from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,7 @@ from secondguess.proof.certificate import MIN_P_VALUE, g_test
 from secondguess.sampling.text import text_of_token
 from secondguess.server.settings import ServerSettings
 
-NUM_CLIENTS, NUM_REQUESTS, NUM_SAMPLES = 16, 512, 32
+NUM_CLIENTS, NUM_REQUESTS, NUM_SAMPLES = 16, 768, 16
 """131,072 samples (8,192 requests of 16) give a certificate below 0.02; fewer are enough to find a wrong rule."""
 PROMPT, NUM_TOKENS, TOP_K = [5, 6, 7, 5, 6, 7, 5, 6], 2, 3
 WAYS = (
@@ -64,9 +65,12 @@ def sample(url: str, place: int) -> list[tuple[str, ...]]:
         "logprobs": 0,
         **WAYS[place % len(WAYS)],
     }
-    request = Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urlopen(request, timeout=120) as reply:
-        return [tuple(choice["logprobs"]["tokens"]) for choice in json.load(reply)["choices"]]
+    with closing(HTTPConnection(urlsplit(url).netloc, timeout=120)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        content = json.loads(reply.read())
+    assert reply.status == 200, content
+    return [tuple(choice["logprobs"]["tokens"]) for choice in content["choices"]]
 
 
 def test_samples_over_http_follow_the_exact_distribution(
@@ -74,7 +78,10 @@ def test_samples_over_http_follow_the_exact_distribution(
 ) -> None:
     llm = load(tiny_checkpoint, f"suffix,min=1+model:{tiny_draft_checkpoint}", dtype="float32")
     engine = Engine(llm)
-    with serving(engine, ServerSettings(model_names=("tiny",))) as url, ThreadPoolExecutor(NUM_CLIENTS) as clients:
+    with (
+        serving(engine, ServerSettings(model_names=("tiny",))) as url,
+        ThreadPoolExecutor(NUM_CLIENTS) as clients,
+    ):
         found = clients.map(lambda place: sample(url, place), range(NUM_REQUESTS))
         counts = Counter(text for texts in found for text in texts)
     engine.close()

@@ -46,16 +46,13 @@ class EngineLimits:
 
     Args:
         max_waiting: number of waiting rows from which on requests are refused.
-        max_samples: maximum number of samples (`n`) of a request.
     """
 
     max_waiting: int = 256
-    max_samples: int = 16
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise BadInputError(f"expected {name} of at least 1, got {value}")
+        if self.max_waiting < 1:
+            raise BadInputError(f"expected max_waiting of at least 1, got {self.max_waiting}")
 
 
 @dataclass(frozen=True)
@@ -177,8 +174,6 @@ class Engine:
             DrainingError: the engine is shutting down.
             OutOfMemoryError: the prompt's KV cache does not fit into memory.
         """
-        if not 1 <= request.params.n <= self.limits.max_samples:
-            raise BadInputError(f"expected n from 1 to {self.limits.max_samples}, got {request.params.n}")
         self._check_accepting()
         generation = Generation(self.llm, [request.prompt], [request.params])
         generation.group.is_eager = True

@@ -18,7 +18,7 @@ BUILTIN_TEMPLATE = (
     r"{% for message in messages %}# {{ message['role'] }}: {{ message['content'] | replace('\n', '\n# ') }}"
     r"{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
 )
-"""Template of the built-in target, a small model of Python code: messages, and the names of tools, are comments above the code."""
+"""Template of the built-in target, a small model of code: messages and names of tools are comments."""
 
 
 @dataclass(frozen=True)
