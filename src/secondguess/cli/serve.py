@@ -118,13 +118,15 @@ def _run(
     opened = open_socket(*address)
     try:
         llm = load(**options.load_settings_and_tuned(context, config)[0])
-        engine = Engine(llm, EngineLimits(max_waiting, settings.max_samples))
+        engine = Engine(llm, EngineLimits(max_waiting))
         app = create_app(engine, settings)
         if not settings.api_keys and address[0] not in ("127.0.0.1", "localhost", "::1"):
             print_note(
                 f"serving at {address[0]} without an API key: all who reach this address can use the model"
             )
-        print_note(f"serving {llm.target.name} at http://{host}:{opened.getsockname()[1]}, with a playground at /")
+        print_note(
+            f"serving {llm.target.name} at http://{address[0]}:{opened.getsockname()[1]}, with a playground at /"
+        )
         serve_until_signal(app, engine, opened, drain_seconds)
     finally:
         opened.close()
