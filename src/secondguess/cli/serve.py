@@ -124,9 +124,6 @@ def _run(
             print_note(
                 f"serving at {address[0]} without an API key: all who reach this address can use the model"
             )
-        print_note(
-            f"serving {llm.target.name} at http://{address[0]}:{opened.getsockname()[1]}, with a playground at /"
-        )
         serve_until_signal(app, engine, opened, drain_seconds)
     finally:
         opened.close()
