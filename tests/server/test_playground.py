@@ -591,6 +591,22 @@ def test_the_api_key_is_sent_and_not_stored(fake, open_page):
 
 
 @browser_test
+def test_a_key_that_is_no_longer_valid_is_asked_for(fake, open_page):
+    page = open_page(fake.url)
+    is_ready(page)
+    fake.api_key = "new-key"
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#notice:not([hidden])")
+    wait_for_end(page)
+    page.wait_for_timeout(300)  # the state of the server is asked for after each run
+    assert text_of(page, "#notice") == "The server needs an API key. Enter it in the settings."
+    page.fill("#key", "new-key")
+    page.press("#key", "Tab")
+    is_ready(page)
+    assert page.locator("#notice").is_hidden()
+
+
+@browser_test
 def test_tabs_follow_the_arrow_keys(fake, open_page):
     page = open_page(fake.url)
     is_ready(page)
@@ -672,15 +688,14 @@ def test_nothing_is_wider_than_a_phone(fake, open_page, mode):
 @pytest.fixture(scope="module")
 def real_url() -> Iterator[str]:
     """Address of the API with the built-in pair."""
-    pytest.importorskip("secondguess.server.app", reason="the API is not part of this package")
+    app = pytest.importorskip("secondguess.server.app", reason="the API is not part of this package")
     import secondguess
     from secondguess.engine import Engine
-    from secondguess.server.app import create_app
 
     # The default controller decides by measured times and may draft nothing, which the screenshots may show.
     engine = Engine(secondguess.load(controller=None if SCREENSHOTS else "fixed:4"))
     try:
-        with serve(create_app(engine)) as port:
+        with serve(app.create_app(engine)) as port:
             yield f"http://127.0.0.1:{port}"
     finally:
         engine.close()
@@ -758,17 +773,16 @@ def test_a_limited_draft_of_the_api(real_url, open_page):
 def test_screenshots_for_the_documentation(real_url, open_page):
     page = open_page(real_url, color_scheme="light")
     is_ready(page)
-    screenshot(page, "idle")
     page.keyboard.press("Control+Enter")
     wait_for_end(page)
     screenshot(page, "completion", full_page=True)
 
     page = open_page(f"{real_url}#race", color_scheme="light")
     is_ready(page)
-    page.fill("#max-tokens", "160")
+    page.fill("#max-tokens", "240")
     page.click("[data-run=race]")
     # Not `wait_for_function`, which the page's policy refuses.
-    while page.evaluate("document.querySelector('#lane-speculative progress').value") < 0.6:
+    while page.evaluate("document.querySelector('#lane-speculative progress').value") < 0.5:
         pass
     screenshot(page, "race", full_page=True)
     page.keyboard.press("Escape")

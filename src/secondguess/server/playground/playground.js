@@ -483,6 +483,7 @@ function showRunning(isRunning) {
 
 function showFailure(error) {
   if (!(error instanceof Failure)) console.error(error);
+  page.model = null; // the server's model or keys may have changed: both are asked for again
   showNotice(error.kind ?? 'failed', error.message);
   if (error.kind === 'gone' || error.kind === 'draining') showServer(error.kind);
   if (error.kind === 'locked') askForKey();
