@@ -237,7 +237,7 @@ def test_messages_to_the_built_in_target_are_comments(secondguess_command, monke
     done = secondguess_command("chat", "--json", "--max-tokens", 4, stdin=b"two\\\nlines\n")
     assert done.code == 0, done.err
     assert len(done.records) == 1
-    assert prompts == ["# user: two\n# lines\n"]
+    assert prompts == ["# user: two\n# lines\n\n"]
 
 
 def test_options_reach_load(secondguess_command, monkeypatch, tmp_path):

@@ -12,6 +12,13 @@ from typing import NamedTuple
 
 from secondguess.errors import CheckpointError
 
+CHAT_TEMPLATE = (
+    r"{% for tool in tools or [] %}# function: {{ tool['function']['name'] }}{{ '\n' }}{% endfor %}"
+    r"{% for message in messages %}# {{ message['role'] }}: {{ message['content'] | replace('\n', '\n# ') }}"
+    r"{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
+)
+"""Chat template of the built-in target, a small model of code: messages and names of tools are comments."""
+
 
 class BuiltinPaths(NamedTuple):
     """Directories of the built-in target and draft model; both contain the same tokenizer."""

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from secondguess.sampling import SamplingParams
     from secondguess.stats import Stats
 
-BUILTIN_TEMPLATE = (
-    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] | replace('\n', '\n# ') }}\n"
-    "{% endfor %}{% if add_generation_prompt %}\n{% endif %}"
-)
-"""Template of the built-in target, a small model of Python code: messages are comments above the code."""
-
 HELP = """\
 /stats   statistics of the last reply and of the conversation
 /reset   begin a new conversation
@@ -231,7 +225,7 @@ def _set_template(llm: LLM, path: Path | None) -> None:
     Raises:
         BadInputError: the file cannot be read, or there is no template.
     """
-    from secondguess.builtin import builtin_paths
+    from secondguess.builtin import CHAT_TEMPLATE, builtin_paths
 
     tokenizer = llm.target.tokenizer
     if path is not None:
@@ -242,7 +236,7 @@ def _set_template(llm: LLM, path: Path | None) -> None:
                 f"expected a readable chat template, got {path}: {error.strerror}; choose another --chat-template"
             ) from None
     elif not tokenizer.chat_template and llm.target.path == str(builtin_paths().target):
-        tokenizer.chat_template = BUILTIN_TEMPLATE
+        tokenizer.chat_template = CHAT_TEMPLATE
     if not tokenizer.chat_template:
         raise BadInputError(
             f"expected a model with a chat template, got {llm.target.name}, whose tokenizer has none; "

@@ -8,17 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from secondguess.builtin import builtin_paths
+from secondguess.builtin import CHAT_TEMPLATE, builtin_paths
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.server.errors import ApiError, refused
 from secondguess.server.schemas import AssistantMessage, ChatRequest, Message, RefusalPart, TextPart
-
-BUILTIN_TEMPLATE = (
-    r"{% for tool in tools or [] %}# function: {{ tool['function']['name'] }}{{ '\n' }}{% endfor %}"
-    r"{% for message in messages %}# {{ message['role'] }}: {{ message['content'] | replace('\n', '\n# ') }}"
-    r"{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
-)
-"""Template of the built-in target, a small model of code: messages and names of tools are comments."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class ChatTemplate:
         self._tokenizer = target.tokenizer
         self._name = target.name
         if template is None and not self._tokenizer.chat_template and _is_builtin(target):
-            template = BUILTIN_TEMPLATE
+            template = CHAT_TEMPLATE
         self._template = template
 
     @property
