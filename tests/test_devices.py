@@ -38,8 +38,10 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module", params=[0.0, 1.0])
-def settings(request: pytest.FixtureRequest) -> dict[str, float | int]:
-    return {"temperature": request.param, "max_tokens": 16} | ({"seed": 3} if request.param else {})
+def settings(request: pytest.FixtureRequest, device: str) -> dict[str, float | int]:
+    # On a CPU, which has the equality matrices of other files, this only shows that the test itself works.
+    max_tokens = 6 if device == "cpu" else 16
+    return {"temperature": request.param, "max_tokens": max_tokens} | ({"seed": 3} if request.param else {})
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,7 @@ TREE_VERIFIERS = ("greedy", "traversal", "coupled")
 PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 23], [2, 3]]
 REGEX = "([a-h]{2}key(x|yz)[i-z]*)+"
 """A grammar over letters with a choice, forced tokens (`key`) and an open end."""
+NUM_TOKENS = 16
 NUM_ALONE = 2
 """Number of prompts that are also decoded alone: one with repetitions for lookups, and one of a single token."""
 
@@ -169,10 +170,10 @@ def greedy_by_transformers(model, prompt, num_tokens):
 @pytest.fixture(scope="module")
 def greedy_oracle(models, kind):
     if kind in ("fused in bfloat16", "native"):  # rounds unlike the module in float64, but always alike
-        settings = [SamplingParams(max_tokens=24)] * len(PROMPTS)
+        settings = [SamplingParams(max_tokens=NUM_TOKENS)] * len(PROMPTS)
         return generate(models, "none", "auto", "fixed:0", settings, together=False)
     model = tiny_llama(0)
-    return [greedy_by_transformers(model, prompt, 24) for prompt in PROMPTS]
+    return [greedy_by_transformers(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
 one_batch_and_alone = pytest.mark.parametrize("together", [True, False], ids=["one-batch", "alone"])
@@ -203,17 +204,17 @@ def test_greedy_output_of_every_verifier_equals_plain_decoding(
 
 def assert_greedy(models, greedy_oracle, drafter, verifier, controllers, together):
     num_prompts = len(PROMPTS) if together else NUM_ALONE
-    settings = [SamplingParams(max_tokens=24)] * num_prompts
+    settings = [SamplingParams(max_tokens=NUM_TOKENS)] * num_prompts
     for controller in controllers:
         found = generate(models, drafter, verifier, controller, settings, together=together)
         assert found == greedy_oracle[:num_prompts]
 
 
 SAMPLED = {
-    "temperature": SamplingParams(max_tokens=20, temperature=1.0, seed=7),
-    "filters": SamplingParams(max_tokens=20, temperature=1.3, top_k=12, top_p=0.9, min_p=0.02, seed=8),
+    "temperature": SamplingParams(max_tokens=14, temperature=1.0, seed=7),
+    "filters": SamplingParams(max_tokens=14, temperature=1.3, top_k=12, top_p=0.9, min_p=0.02, seed=8),
     "penalties": SamplingParams(
-        max_tokens=20,
+        max_tokens=14,
         temperature=0.8,
         repetition_penalty=1.3,
         frequency_penalty=0.4,
@@ -221,7 +222,7 @@ SAMPLED = {
         logit_bias={4: 1.5, 9: -2.0},
         seed=9,
     ),
-    "ends": SamplingParams(max_tokens=20, min_tokens=3, temperature=1.0, stop_token_ids=(5, 6), seed=10),
+    "ends": SamplingParams(max_tokens=14, min_tokens=3, temperature=1.0, stop_token_ids=(5, 6), seed=10),
     "grammar": with_regex(SamplingParams(max_tokens=20, temperature=1.0, seed=11), REGEX),
     "greedy grammar": with_regex(SamplingParams(max_tokens=20), REGEX),
     "prediction": SamplingParams(max_tokens=20, temperature=0.7, seed=12, prediction=(3, 5, 7, 4, 3, 5) * 4),

@@ -157,6 +157,8 @@ def cached_dist_holds(kind: str = "module") -> bool:
             FusedRuntime(FusedDecoder(model, packed=False)) if kind == "fused" else TransformersRuntime(model)
             for model in (target, drafter)
         )
+    for each in (runtime, draft_runtime):
+        each._prefills_together = True  # one pass for all branches instead of one per branch
     components = Components(
         runtime,
         ModelDrafter(draft_runtime, "model:tiny", 2),

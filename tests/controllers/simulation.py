@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -25,17 +26,27 @@ class FixedConfidences(DraftProbs):
         self._confidences = list(confidences)
 
 
+@cache
+def draft_of(lengths: tuple[int, ...]) -> Draft:
+    return Draft.chains([[0] * length for length in lengths])
+
+
+@cache
+def verdict_of(accepted: tuple[int, ...]) -> Verdict:
+    return Verdict.from_chain(torch.tensor(accepted), torch.zeros(len(accepted), dtype=torch.long))
+
+
 @dataclass
 class Simulation:
-    """A drafter and a target on simulation, for rows that never end.
+    """Simulated rounds of a drafter and a target, for rows that never end.
 
     Args:
         chance: of acceptance, by round and depth.
         step: seconds of a draft step; a plain round takes 1.
         node: seconds that a node adds to the target's pass.
-        deterministic: whether the drafter is a look-up.
-        confidence: what the drafter says of every node.
-        kind: what it says of its guess beforehand, by round.
+        deterministic: whether the drafter is a lookup.
+        confidence: the drafter's confidence in every node.
+        kind: the kind of its candidate, by round.
         lost: seconds more than plain decoding, after 0, 1, ... rounds.
         delay: seconds on the clock of a phase that takes so many on a quiet machine; given the round since the
             object was made.
@@ -81,11 +92,10 @@ class Simulation:
             drafting = self.delay(rng, now, self.step * max(lengths))
             scoring = 1 + self.node * max(lengths) + (self.prefill if max(lengths) else 0)
             total = drafting + self.delay(rng, now, scoring)
-            draft = Draft.chains([[0] * length for length in lengths])
-            verdict = Verdict.from_chain(torch.tensor(accepted), torch.zeros(num_rows, dtype=torch.long))
             for row, gained in zip(rows, accepted, strict=True):
                 row.tokens.extend([0] * (gained + 1))
-            controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, total))
+            times = RoundTime(0.0, drafting, total)
+            controller.learn(rows, draft_of(tuple(lengths)), verdict_of(tuple(accepted)), times)
             self.drafted.append(lengths)
             self.seconds += total
             self.tokens += sum(accepted) + num_rows

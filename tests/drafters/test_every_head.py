@@ -162,7 +162,7 @@ def test_greedy_text_equals_plain_decoding(
 ) -> None:
     if head in NEEDS_FUSED and make_target is module_runtime:
         pytest.skip("it runs some of the target's layers, which modules cannot")
-    params = SamplingParams(max_tokens=16)
+    params = SamplingParams(max_tokens=12)
     batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS[:NUM_ALONE]]
     found = [
         text
@@ -176,7 +176,7 @@ def test_greedy_text_equals_plain_decoding(
 @every_shape
 def test_greedy_text_under_traversal_equals_plain_decoding(head: str, shape: str) -> None:
     """At temperature 0 `auto` is `greedy`; `traversal` needs one-hot target distributions."""
-    params = SamplingParams(max_tokens=16)
+    params = SamplingParams(max_tokens=12)
     found = run(make_head(head, shape), params, "traversal", make_target=target_for(head))
     assert found == plain_text(params)
 
@@ -188,7 +188,7 @@ def test_greedy_text_under_traversal_equals_plain_decoding(head: str, shape: str
 def test_text_over_the_kernels_equals_plain_decoding_over_them(
     head: str, shape: str, temperature: float
 ) -> None:
-    params = SamplingParams(max_tokens=16, temperature=temperature, seed=4)
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=4)
     found = run(make_head(head, shape), params, controller=VaryingLengths(), make_target=native_runtime)
     assert found == plain_text(params, make_target=native_runtime)
 
@@ -197,7 +197,7 @@ def test_text_over_the_kernels_equals_plain_decoding_over_them(
 @every_shape
 @pytest.mark.parametrize("controller", ["cost", "confidence:4,threshold=0.2", "varying"])
 def test_seeded_text_equals_plain_decoding(head: str, shape: str, controller: str) -> None:
-    params = SamplingParams(max_tokens=16, temperature=1.0, seed=7)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
     decider = VaryingLengths() if controller == "varying" else controller
     assert run(
         make_head(head, shape), params, controller=decider, make_target=target_for(head)
@@ -208,14 +208,14 @@ def test_seeded_text_equals_plain_decoding(head: str, shape: str, controller: st
 @every_shape
 def test_seeded_text_under_penalties_and_top_k_equals_plain_decoding(head: str, shape: str) -> None:
     params = SamplingParams(
-        max_tokens=16, temperature=0.8, top_k=9, repetition_penalty=1.3, logit_bias={4: 2.0}, seed=3
+        max_tokens=12, temperature=0.8, top_k=9, repetition_penalty=1.3, logit_bias={4: 2.0}, seed=3
     )
     assert run(make_head(head, shape), params, make_target=target_for(head)) == plain_text(params)
 
 
 @every_head
 def test_combination_with_a_lookup_equals_plain_decoding(head: str) -> None:
-    params = SamplingParams(max_tokens=16)
+    params = SamplingParams(max_tokens=12)
 
     def either(target: Runtime) -> Drafter:
         parts = [SuffixDrafter(SuffixOptions(min=1)), HEADS[head](target, None)]

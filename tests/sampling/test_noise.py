@@ -1,9 +1,10 @@
 """Keyed noise: uniform, independent where it should be and shared where it should be, the same in any batch.
 
-Statistical tests have fixed seeds, so they pass or fail the same way every time; each says how far off it would notice.
+Statistical tests have fixed seeds, so that they pass or fail the same way every time.
 """
 
 import math
+from functools import cache
 
 import numpy
 import pytest
@@ -23,6 +24,7 @@ NUM_ROWS = 20_000
 MIN_P_VALUE = 1e-6
 
 
+@cache
 def noise_of(num_rows=NUM_ROWS, seed=0, position=7, coupled=False, first_stream=0):
     rows = [
         Row([0] * position, SAMPLED, seed=seed, stream=first_stream + stream, coupled=coupled)
@@ -57,7 +59,7 @@ def draws_of(noise, purpose, depth, num_outcomes=10):
 
 
 def p_value_of_pairs(one, other, num_outcomes=10):
-    """The chance of these pairs if both sides are uniform and independent."""
+    """Return the p-value of these pairs if both sides are uniform and independent."""
     counts = torch.bincount(one * num_outcomes + other, minlength=num_outcomes**2).tolist()
     return g_test(counts, [len(one) / num_outcomes**2] * num_outcomes**2)
 
