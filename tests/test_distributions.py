@@ -285,8 +285,8 @@ def test_a_grammar_holds_in_a_second_round(verifier, regex):
     assert dist_error(branches, masked_dist(pair.target, REGEXES[regex], PROMPT), 5, ENDS) < ROUNDING
 
 
-@pytest.mark.parametrize("controller", ["fixed:0", "fixed:2", "cost:2"])
-@pytest.mark.parametrize("drafter", ["sampled", "deterministic"])
+@pytest.mark.parametrize("controller", ["fixed:2", "cost:2"])
+@pytest.mark.parametrize("drafter", ["sampled"])
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_rows_own_sources_keep_the_distribution(regex, drafter, controller):
     """Forced tokens, always drafted, and a prediction stand beside the drafter; two rounds."""
@@ -304,7 +304,7 @@ def test_a_rows_own_sources_keep_the_distribution(regex, drafter, controller):
     assert mean_accepted(branches) > 0 or (regex != "forced" and controller == "fixed:0")
 
 
-@pytest.mark.parametrize("drafter", ["sampled", "certain", "small-tree", "either"])
+@pytest.mark.parametrize("drafter", ["sampled", "deterministic", "small-tree", "either"])
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_seed_gives_one_text_with_a_grammar(regex, drafter):
     pair, params = PAIRS_WITH_END["four"], with_regex(SAMPLED, REGEXES[regex])

@@ -255,8 +255,9 @@ def test_seeded_output_equals_plain_decoding(models, plain_text, drafter, settin
 
 def test_a_row_does_not_depend_on_rows_with_other_settings(models):
     settings = [*SAMPLED.values(), SamplingParams(max_tokens=24)]
-    alone = generate(models, "model:draft", "auto", "fixed:4", settings, together=False)
-    assert generate(models, "model:draft", "auto", "fixed:4", settings, together=True) == alone
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(len(settings))]
+    alone = generate(models, "model:draft", "auto", "fixed:4", settings, prompts, together=False)
+    assert generate(models, "model:draft", "auto", "fixed:4", settings, prompts, together=True) == alone
 
 
 def test_different_seeds_give_different_texts(models):

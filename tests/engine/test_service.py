@@ -223,3 +223,18 @@ def test_random_arrivals_and_cancellations_do_not_change_other_texts(engine: Eng
         output = event.outputs[0]
         assert output.token_ids == right[: len(output.token_ids)]
         assert client.ticket.is_cancelled or output.token_ids == right
+
+
+def test_an_error_in_releasing_rows_ends_the_requests_and_not_the_engine(
+    engine: Engine, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(engine, Request("x", ENDLESS))
+    client.wait_for_text()
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.target.runtime, "end", lambda _: 1 / 0)
+        patched.setattr(llm.target.runtime, "score", lambda *_: 1 / 0)
+        event = client.last_event()
+    assert isinstance(event, Failed)
+    llm.target.runtime.end(client.ticket.generation.group.rows[0])
+    llm.shared_batch.step()
+    assert isinstance(Client(engine, request()).last_event(), Finished)

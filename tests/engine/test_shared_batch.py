@@ -269,3 +269,46 @@ def test_a_forked_process_decodes_although_a_thread_of_the_parent_holds_the_lock
     leave.set()
     holder.join()
     assert status == 0
+
+
+def test_the_last_result_is_not_lost_to_a_caller_that_comes_between_commit_and_delivery(
+    llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = group_of(PROMPTS[0])
+    submit(llm, group)
+    early: list[bool] = []
+    learn = llm.controller.learn
+    monkeypatch.setattr(llm.controller, "learn", lambda *given: early.append(group.is_done) or learn(*given))
+    results = []
+    while (result := llm.shared_batch.take(group)) is not None:
+        results.append(result)
+    assert not any(early), "done only after the last result"
+    assert [token for commits in results for commit in commits for token in commit.tokens] == plain[0]
+
+
+def test_an_interruption_of_a_receiver_ends_the_other_groups_whose_commits_are_lost(llm: LLM) -> None:
+    def interrupt(_: list[Commit]) -> None:
+        raise KeyboardInterrupt
+
+    interrupted, other = group_of(PROMPTS[0], receive=interrupt), group_of(PROMPTS[1])
+    submit(llm, interrupted, other)
+    with pytest.raises(KeyboardInterrupt):
+        llm.shared_batch.step()
+    with pytest.raises(InterruptedRoundError):
+        llm.shared_batch.take(other)
+
+
+def test_an_interruption_of_a_prefill_reaches_other_callers_as_an_error(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = group_of(PROMPTS[0])
+    submit(llm, group)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.target.runtime, "prefill", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.shared_batch.step()
+    with pytest.raises(InterruptedRoundError):
+        llm.shared_batch.take(group)

@@ -10,6 +10,8 @@ import pytest
 from conftest import openai_client, serving
 from secondguess import load
 from secondguess.engine import Engine
+from secondguess.server.schemas import Tool
+from secondguess.server.structure import call_schema
 
 PERSON = {
     "type": "object",
@@ -145,6 +147,12 @@ def test_a_forced_call_is_a_call_with_valid_arguments(client, choice, stream):
         ({"tools": TOOLS, "tool_choice": NAMED, "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"extra_body": {"structured_outputs": {}}}, "structured_outputs"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, None),
+        (
+            {
+                "tool_choice": "required",
+            },
+            None,
+        ),
     ],
 )
 def test_an_invalid_structure_is_refused_with_the_reason(client, fields, param):
@@ -154,11 +162,26 @@ def test_an_invalid_structure_is_refused_with_the_reason(client, fields, param):
     assert "expected" in caught.value.message
 
 
-def test_tools_with_two_definitions_of_one_name_are_refused(client):
-    parameters = {"type": "object", "$defs": {"key": {"type": "integer"}}}
-    other = {"type": "function", "function": {"name": "other", "parameters": parameters}}
-    with pytest.raises(openai.BadRequestError, match="'key'"):
-        chat(client, tools=[*TOOLS, other], tool_choice="required")
+def test_references_of_parameters_stay_those_of_the_tool():
+    tree = {
+        "type": "object",
+        "properties": {
+            "value": {"$ref": "#/$defs/key"},
+            "children": {"type": "array", "items": {"$ref": "#"}},
+        },
+        "$defs": {"key": {"type": "integer"}},
+    }
+    names = {"type": "object", "$defs": {"key": {"type": "string"}}}
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+        for name, parameters in (("tree", tree), ("names", names))
+    ]
+    of_one, of_two = call_schema(tools[:1]), call_schema(tools)
+    assert of_one["properties"]["arguments"]["properties"]["value"] == {
+        "$ref": "#/properties/arguments/$defs/key"
+    }
+    moved = of_two["anyOf"][0]["properties"]["arguments"]["properties"]["children"]["items"]
+    assert moved == {"$ref": "#/anyOf/0/properties/arguments"}
 
 
 def test_a_prediction_is_drafted_from_and_counted(client):

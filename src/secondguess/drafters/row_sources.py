@@ -97,8 +97,9 @@ class Prediction:
             self._refuted[self._next - 1] = self._num_matched
         self._num_matched = 0
         found = self._next
+        last = row.tokens[max(row.num_prompt, place + 1 - MAX_MATCH) : place + 1]
         for each in near:
-            matched = self._match(row.tokens[row.num_prompt : place + 1][-MAX_MATCH:], each)
+            matched = self._match(last, each)
             if matched > max(self._num_matched, self._refuted.get(each, 0)):
                 self._num_matched, found = matched, each
         self._next = found + 1

@@ -130,8 +130,8 @@ class Generation:
         Rows, caches and texts are consistent between rounds: to stop early, stop iterating.
         """
         shared = self._llm.shared_batch
-        shared.submit(self.group)
         try:
+            shared.submit(self.group)
             while (pieces := shared.take(self.group)) is not None:
                 yield [(new.index, new.piece) for new in pieces]
         finally:
@@ -255,7 +255,9 @@ def make_row(
 
 
 def _prediction_tokens(target: LoadedModel, prediction: str | Sequence[int]) -> Sequence[int]:
+    """Return the tokens of a prediction, up to the first one that the model does not have."""
     if not isinstance(prediction, str):
         return prediction
     ids: list[int] = target.tokenizer(prediction, add_special_tokens=False, verbose=False).input_ids
-    return ids
+    vocab_size = target.runtime.vocab_size
+    return ids[: next((place for place, token in enumerate(ids) if token >= vocab_size), len(ids))]

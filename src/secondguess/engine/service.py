@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -180,6 +181,8 @@ class Engine:
         ticket = Ticket(generation, request, on_event, self._wake)
         with self._changed:
             self._check_accepting()
+            if not self._tickets:
+                self._last_end = time.monotonic()  # idle time is no time per request
             self._tickets.append(ticket)
             self.llm.shared_batch.submit(generation.group)
             self._changed.notify()
@@ -223,16 +226,17 @@ class Engine:
                 if not self._tickets:
                     return
                 tickets = list(self._tickets)
-            for ticket in tickets:
-                if ticket.is_cancelled or ticket.is_late:
-                    self.llm.shared_batch.cancel(ticket.generation.group)
             try:
+                for ticket in tickets:
+                    if ticket.is_cancelled or ticket.is_late:
+                        self.llm.shared_batch.cancel(ticket.generation.group)
                 self.llm.shared_batch.step()
-            except Exception as error:  # errors of rounds end groups, so this is an error of ours
+            except Exception as error:  # errors of rounds end groups, so this is one of releasing rows
                 logger.exception("the engine failed")
                 for ticket in tickets:
                     ticket.generation.group.error = error
-                    self.llm.shared_batch.cancel(ticket.generation.group)
+                    with suppress(Exception):
+                        self.llm.shared_batch.cancel(ticket.generation.group)
             self._end([ticket for ticket in tickets if self._report(ticket)])
 
     def _end(self, ended: Sequence[Ticket]) -> None:
@@ -250,14 +254,15 @@ class Engine:
     def _report(self, ticket: Ticket) -> bool:
         """Send a request's events; return True if it has ended."""
         group = ticket.generation.group
+        is_done = group.is_done  # read first: the last results precede it
         while group.results:
             for piece in group.results.popleft():
                 ticket.send(piece)
-        if not group.is_done:
+        if not is_done:
             return False
         if isinstance(group.error, Exception):
             ticket.send(Failed(group.error))
-        elif ticket.is_late and not ticket.is_cancelled:
+        elif group.is_cancelled and ticket.is_late and not ticket.is_cancelled:
             ticket.send(Failed(DeadlineError("the deadline of the request has passed")))
         else:
             ticket.send(Finished(ticket.generation.outputs()))

@@ -41,13 +41,15 @@ class RowGroup(Generic[ResultT]):
 
     Attributes:
         results: results per round that the caller has not taken.
+        num_open: number of rows whose last commit has not been received.
         error: exception that ended the group; its rows are released.
     """
 
     def __init__(
         self, rows: Sequence[Row], receive: Callable[[list[Commit]], ResultT], eager: bool = True
     ) -> None:
-        self.rows = list(rows)
+        self.rows = [row for row in rows if not row.finished]
+        self.num_open = len(self.rows)
         self.receive = receive
         self.results: deque[ResultT] = deque()
         self.error: BaseException | None = None
@@ -61,8 +63,8 @@ class RowGroup(Generic[ResultT]):
 
     @property
     def is_done(self) -> bool:
-        """True if no more results follow those in `results`."""
-        return self.is_cancelled or self.error is not None or all([row.finished for row in self.rows])
+        """True if no more results follow those in `results`; read it before these."""
+        return self.is_cancelled or self.error is not None or self.num_open == 0
 
 
 class InterruptedRoundError(SecondGuessError):
@@ -134,15 +136,17 @@ class SharedBatch:
         """
         group.num_callers_waiting += 1
         try:
-            while not group.results:
+            while True:
+                is_done = group.is_done
+                if group.results:
+                    return group.results.popleft()
                 if group.error is not None:
                     raise group.error
-                if group.is_done:
+                if is_done:
                     return None
                 with self.between_rounds():
                     if not group.results and not group.is_done:
                         self._step()
-            return group.results.popleft()
         finally:
             group.num_callers_waiting -= 1
 
@@ -184,9 +188,8 @@ class SharedBatch:
         while self._submitted:
             group = self._submitted.popleft()
             for row in group.rows:
-                if not row.finished:
-                    self._group_of[row] = group
-                    self.scheduler.add(row, len(row.tokens) + row.room)
+                self._group_of[row] = group
+                self.scheduler.add(row, len(row.tokens) + row.room)
         self._remove_cancelled()
         if not self.scheduler.num_waiting:
             return
@@ -220,34 +223,31 @@ class SharedBatch:
         lengths = {row: len(row.tokens) for row in rows}
         start = time.perf_counter()
         try:
-            self._deliver(self._batch.run(rows))
-            self._budget.add_round(time.perf_counter() - start)
-        except Exception as error:
-            if len(groups) == 1:
-                self._fail(next(iter(groups)), error)
-                return
-            logger.warning(
-                "a round over %d requests failed; each runs one of its own", len(groups), exc_info=error
-            )
-            for group, of_group in groups.items():
-                self._run_alone(group, of_group, lengths, error)
+            try:
+                self._deliver(self._batch.run(rows))
+                self._budget.add_round(time.perf_counter() - start)
+            except Exception as error:
+                self._run_each_alone(groups, lengths, error)
         except BaseException:
-            for row, length in lengths.items():
-                if len(row.tokens) != length and row in self._group_of:
-                    self._fail(self._group_of[row], InterruptedRoundError("another thread was interrupted"))
+            for group, of_group in groups.items():
+                if any(len(row.tokens) != lengths[row] for row in of_group):
+                    self._fail(group, InterruptedRoundError("another thread was interrupted"))
             raise
 
-    def _run_alone(
-        self, group: RowGroup[Any], rows: Sequence[Row], lengths: Mapping[Row, int], error: Exception
+    def _run_each_alone(
+        self, groups: Mapping[RowGroup[Any], Sequence[Row]], lengths: Mapping[Row, int], error: Exception
     ) -> None:
-        """Run a round over one group after a round over several has raised `error`."""
-        if any(len(row.tokens) != lengths[row] for row in rows):  # their commits are lost
-            self._fail(group, error)
-            return
-        try:
-            self._deliver(self._batch.run(rows))
-        except Exception as own_error:
-            self._fail(group, own_error)
+        """Run a round per group after a round over all of them has raised `error`."""
+        if len(groups) > 1:
+            logger.warning("a round over %d calls failed; each runs its own", len(groups), exc_info=error)
+        for group, rows in groups.items():
+            if len(groups) == 1 or any(len(row.tokens) != lengths[row] for row in rows):
+                self._fail(group, error)  # commits of these rows are lost
+                continue
+            try:
+                self._deliver(self._batch.run(rows))
+            except Exception as own_error:
+                self._fail(group, own_error)
 
     def _taking_part(self, rows: Sequence[Row]) -> list[Row]:
         return [row for row in rows if self._group_of[row].takes_part]
@@ -261,6 +261,7 @@ class SharedBatch:
         for group, of_group in by_group.items():
             try:
                 group.results.append(group.receive(of_group))
+                group.num_open -= sum([commit.row.finished for commit in of_group])
             except Exception as error:
                 self._fail(group, error)
 
@@ -270,9 +271,11 @@ class SharedBatch:
         try:
             yield
         except BaseException as error:
+            is_interrupted = not isinstance(error, Exception)
+            found = InterruptedRoundError("another thread was interrupted") if is_interrupted else error
             for group in {self._group_of[row] for row in rows}:
-                self._fail(group, error)
-            if not isinstance(error, Exception):
+                self._fail(group, found)
+            if is_interrupted:
                 raise
 
     def _fail(self, group: RowGroup[Any], error: BaseException) -> None:
@@ -300,9 +303,12 @@ _all: WeakSet[SharedBatch] = WeakSet()
 
 
 def _reset_after_fork() -> None:
-    """Replace locks that other threads of the parent process held."""
+    """Replace locks that other threads of the parent process held, and drop the calls of these threads."""
     for shared in _all:
         shared._reset_locks()
+        for group in {*shared._group_of.values(), *shared._submitted}:
+            if group.takes_part:
+                shared.cancel(group)
 
 
 if hasattr(os, "register_at_fork"):

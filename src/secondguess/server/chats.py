@@ -40,7 +40,7 @@ async def create_chat_completion(request: ChatRequest, http: HttpRequest) -> Res
     if request.stream:
         head = Head("chat.completion.chunk", request.model, "chatcmpl")
         job, generation = await service.start(convert)
-        parsers = [service.parser(job) for _ in range(job.num_choices)]
+        parsers = await service.parsers(job, generation)
         return streamed(generation, _Chunks(request, head, job, parsers).run(generation))
     head = Head("chat.completion", request.model, "chatcmpl")
     return await service.reply(http, convert, partial(_chat_completion, service, request, head))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from secondguess.server.errors import ApiError
+from secondguess.server.errors import ApiError, refused
 from secondguess.server.response_schemas import (
     FunctionCall,
     FunctionCallOutput,
@@ -62,6 +62,8 @@ def to_chat(request: ResponseRequest) -> ChatRequest:
         "logprobs": wants_logprobs(request) or None,
         "top_logprobs": request.top_logprobs if wants_logprobs(request) else None,
     }
+    if not chat["messages"]:
+        raise refused("messages", "expected messages with at least one item, got none", "invalid_value")
     return ChatRequest(**chat)
 
 

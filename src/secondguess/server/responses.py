@@ -42,7 +42,8 @@ async def create_response(request: ResponseRequest, http: HttpRequest) -> Respon
     if not request.stream:
         return await service.reply(http, convert, partial(_response, service, request))
     job, generation = await service.start(convert)
-    events = _Events(request, service.parser(job)).run(job, generation)
+    (parser,) = await service.parsers(job, generation)
+    events = _Events(request, parser).run(job, generation)
     return streamed(generation, events, ends_with_done=False)
 
 

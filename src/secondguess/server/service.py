@@ -114,6 +114,14 @@ class Service:
         reply = await unless_disconnected(http, asyncio.create_task(work()))
         return reply or JsonReply(None, CLIENT_CLOSED_REQUEST)
 
+    async def parsers(self, job: Job, generation: Generation) -> list[ReplyParser]:
+        """Return the parsers of a stream, made beside the event loop; cancel it if that fails."""
+        try:
+            return await self.run(lambda: [self.parser(job) for _ in range(job.num_choices)])
+        except BaseException:
+            generation.cancel()
+            raise
+
     def parser(self, job: Job) -> ReplyParser:
         """Return a parser for one sample of a chat."""
         if job.forces_call:

@@ -14,8 +14,8 @@ from secondguess.server.errors import refused
 from secondguess.server.parsing import Delta
 from secondguess.server.schemas import ChatRequest, NamedTool, ResponseFormat, StructuredOutputs, Tool
 
-DEFINITIONS = ("$defs", "definitions")
-"""Keys of a JSON schema whose entries references name from the root."""
+VALUES = ("const", "enum", "default", "examples")
+"""Keys of a JSON schema that hold values, not schemas."""
 
 
 def grammar_of_chat(request: ChatRequest, max_bytes: int) -> Grammar | None:
@@ -23,6 +23,7 @@ def grammar_of_chat(request: ChatRequest, max_bytes: int) -> Grammar | None:
 
     Raises:
         ApiError: a schema that is invalid or too large, or more than one structure.
+        BadInputError: an invalid regular expression or grammar.
     """
     found = {
         "response_format": _of_format(request.response_format, max_bytes),
@@ -81,27 +82,34 @@ def _of_tool_choice(request: ChatRequest, max_bytes: int) -> Grammar | None:
 
 
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """Return the schema of a call of one of these tools: an object with `name` and `arguments`.
-
-    Definitions move to the root, where references look for them.
-    """
-    calls: list[dict[str, Any]] = []
-    definitions: dict[str, dict[str, Any]] = {key: {} for key in DEFINITIONS}
-    for tool in tools:
-        parameters = dict(tool.function.parameters or {"type": "object"})
-        for key, known in definitions.items():
-            for name, schema in (parameters.pop(key, None) or {}).items():
-                if known.setdefault(name, schema) != schema:
-                    raise refused(
-                        "tools", f"expected one definition of {name!r} in all tools, got two; rename one"
-                    )
+    """Return the schema of a call of one of these tools: an object with `name` and `arguments`."""
+    calls = []
+    for place, tool in enumerate(tools):
+        base = ("#" if len(tools) == 1 else f"#/anyOf/{place}") + "/properties/arguments"
+        parameters = {"type": "object", **_moved(tool.function.parameters or {}, base)}
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}
         required = ["name", "arguments"]
         calls.append(
             {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
         )
-    found = {key: known for key, known in definitions.items() if known}
-    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **found}
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _moved(schema: Any, base: str) -> Any:
+    """Return a part of a schema whose root moves to `base`: local references are adapted."""
+    if isinstance(schema, list):
+        return [_moved(each, base) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = base + value[1:]
+        elif key in VALUES:
+            moved[key] = value
+        elif not (key == "$id" and isinstance(value, str)):
+            moved[key] = _moved(value, base)
+    return moved
 
 
 def _of_schema(name: str, schema: Mapping[str, Any], max_bytes: int) -> Grammar:
@@ -114,7 +122,10 @@ def _of_schema(name: str, schema: Mapping[str, Any], max_bytes: int) -> Grammar:
 
 
 def _check_size(name: str, text: str, max_bytes: int) -> None:
-    size = len(text.encode())
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise refused(name, f"expected {name} in text that UTF-8 can write, got a lone surrogate") from None
     if size > max_bytes:
         raise refused(name, f"expected {name} of at most {max_bytes} bytes, got {size}; shorten it")
 
