@@ -240,12 +240,24 @@ def plain_text(models):
     return text_under
 
 
-@pytest.mark.parametrize("setting", SAMPLED)
 @pytest.mark.parametrize("drafter", [*DRAFTERS, *TREE_DRAFTERS])
-def test_seeded_output_equals_plain_decoding(models, plain_text, drafter, setting):
-    # No controller knows the settings: it reads draft distributions as they are before them.
-    every = (setting == "temperature" and drafter not in TREE_DRAFTERS) or drafter == "none"
-    controllers = controllers_for(drafter) if every else chain_and_ragged(drafter)
+def test_seeded_output_equals_plain_decoding(models, plain_text, drafter):
+    controllers = TREE_CONTROLLERS[:1] if drafter in TREE_DRAFTERS else controllers_for(drafter)
+    assert_seeded(models, plain_text, drafter, controllers, "temperature")
+
+
+@pytest.mark.parametrize("kind", ["module", "native"], indirect=True, scope="module")
+@pytest.mark.parametrize("setting", list(SAMPLED)[1:])
+@pytest.mark.parametrize("drafter", [*DRAFTERS[1:], *TREE_DRAFTERS])
+def test_seeded_output_under_other_settings_equals_plain_decoding(models, plain_text, drafter, setting):
+    """In float64 over the module, and in bfloat16 over the kernels.
+
+    No runtime knows the settings, and no controller: it reads draft distributions as they are before them.
+    """
+    assert_seeded(models, plain_text, drafter, chain_and_ragged(drafter), setting)
+
+
+def assert_seeded(models, plain_text, drafter, controllers, setting):
     for controller, together in itertools.product(controllers, (True, False)):
         num_prompts = len(PROMPTS) if together else NUM_ALONE
         settings = [SAMPLED[setting]] * num_prompts

@@ -185,7 +185,7 @@ def native_trees_are_chains() -> bool:
 def heads_draft_as_they_learn(kind: str) -> bool:
     """Return whether a head's distributions along each path, after rounds with trees, are those in training.
 
-    The text is right whatever a head guesses: this is the only proof that notices worse guesses.
+    The text is right with any drafts: only this check detects worse ones.
     """
     target = TransformersRuntime(tiny_pair(vocab_size=5)[0])
     drafter = head_drafter(kind, target, StaticTree.from_widths([2, 1]))
@@ -457,12 +457,12 @@ def top_p_after_the_ratio(patch: Patch) -> None:
     seen = {}
 
     def remember(logits, rows, draft):
-        seen["laws"] = logits.softmax(-1)
+        seen["probs"] = logits.softmax(-1)
         return compute_target_probs(logits, rows, draft)
 
     patch.setattr(secondguess.rounds, "compute_target_probs", remember)
     patch.setattr(
-        rejection, "likelihood_ratios", lambda draft, dists: base.likelihood_ratios(draft, seen["laws"])
+        rejection, "likelihood_ratios", lambda draft, dists: base.likelihood_ratios(draft, seen["probs"])
     )
 
 
@@ -569,7 +569,7 @@ def rows_swapped_in_the_batch(patch: Patch) -> None:
 
 
 def stale_cache_after_a_rejection(patch: Patch) -> None:
-    """Compaction off by one: keys of the node behind stand where an accepted node's should."""
+    """Compaction off by one: keys of the next node are stored where an accepted node's should."""
     original = CachedRuntime.keep
 
     def keep(self, rows, paths):
@@ -587,7 +587,7 @@ def stale_cache_after_a_rejection(patch: Patch) -> None:
 
 
 def rejected_nodes_stay_visible(patch: Patch) -> None:
-    """The mask lets a query see every place of the cache, those of nodes behind it included."""
+    """The mask lets a query see every place of the cache, including those of later nodes."""
     original = tree.chain_mask
 
     def chain_mask(*args):
@@ -685,7 +685,7 @@ def streams_share_numbers(patch: Patch) -> None:
 
 
 def medusa_reads_the_state_of_the_old_pending(patch: Patch) -> None:
-    """Right behind a rejection, stale behind an acceptance."""
+    """Right after a rejection, stale after an acceptance."""
 
     def observe(self, rows, verdict, hidden):
         for index, row in enumerate(rows):
@@ -758,7 +758,7 @@ def a_node_keeps_the_feature_it_was_drafted_with(patch: Patch) -> None:
 
 
 def a_token_is_read_beside_its_own_feature(patch: Patch) -> None:
-    """The target's states are not those before the tokens, but behind them."""
+    """The target's states are those after the tokens instead of before them."""
     original = FeatureStepper.begin
 
     def begin(self, rows, hidden):

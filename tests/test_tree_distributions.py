@@ -136,7 +136,7 @@ def test_trees_of_a_draft_model_under_controllers_keep_the_distribution(pair, tr
 
 @DISTINCT
 def test_a_tree_drafter_combined_with_a_lookup_keeps_the_distribution(without_replacement):
-    """In one batch: behind the prompt the look-up has a chain, behind the other row's text it has none."""
+    """In one batch: after the prompt the lookup has a chain, after the other row's text it has none."""
     pair = PAIRS["binary"]
     parts = [SometimesScripted(script), make_tree_drafter(pair, (1, 2), without_replacement)]
     components = Components(

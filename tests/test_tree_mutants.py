@@ -325,11 +325,11 @@ def scattered_paths_are_left_where_they_are(patch: Patch) -> None:
 MUTANTS = [
     Mutant(siblings_are_judged_in_another_order, dist("traversal"), "sibling-order-traversal"),
     Mutant(siblings_are_judged_in_another_order, dist("recursive"), "sibling-order-recursive"),
-    Mutant(siblings_claim_to_be(False), dist("traversal"), "distinct-judged-as-independent"),
+    Mutant(siblings_claim_to_be(False), dist("traversal"), "distinct-verified-as-independent"),
     Mutant(
         siblings_claim_to_be(True),
         dist("traversal", without_replacement=False),
-        "independent-judged-as-distinct",
+        "independent-verified-as-distinct",
     ),
     Mutant(
         siblings_claim_to_be(True), dist("recursive", without_replacement=False), "the-same-under-recursive"

@@ -103,7 +103,7 @@ def drafted_logits(head: FeatureHead, prompt: list[int], continuation: list[int]
 
 
 def unrolled_logits(head: FeatureHead, tokens: list[int], length: int) -> Tensor:
-    """The same of a text in training: `[depth, vocab]` behind its first `length` tokens."""
+    """Return the logits `[depth, vocab]` of a text in training, after its first `length` tokens."""
     training_batch = lesson_of(torch.tensor([tokens]), target_model())
     with torch.no_grad():
         return torch.stack([head.logits(thought[0, length - 2]) for thought in head.unroll(training_batch)])

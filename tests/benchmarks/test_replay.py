@@ -35,7 +35,7 @@ PART = PartCosts(START, STEP, ASKED, {1: rest(1), 2: rest(2)})
 COSTS = RoundCosts(PLAIN_ROUND, [PART])
 
 
-def guess(num_accepted: int, depth: int = 8, deterministic: bool = False, part: int = 0) -> RecordedDraft:
+def recorded_draft(num_accepted: int, depth: int = 8, deterministic: bool = False, part: int = 0) -> RecordedDraft:
     accepted = tuple(min(cut, num_accepted) for cut in range(1, depth + 1))
     return RecordedDraft(
         Candidate(part, deterministic=deterministic), () if deterministic else (SURE,) * depth, accepted
@@ -57,7 +57,7 @@ def run(controller: str, trace: Trace, costs: RoundCosts = COSTS) -> Replayed:
 def test_the_time_of_a_constant_length_equals_the_closed_form(length: int, accepted: int) -> None:
     """Rounds of accepted + 1 tokens; the text's length is a multiple, and the last round has room for all of it but one."""
     num_tokens = 20 * (accepted + 1) + 1
-    done = run(f"fixed:{length}", text(num_tokens, guess(accepted)))
+    done = run(f"fixed:{length}", text(num_tokens, recorded_draft(accepted)))
     seconds, left = 0.0, num_tokens
     while left:
         drafted = min(length, left - 1)
@@ -68,7 +68,7 @@ def test_the_time_of_a_constant_length_equals_the_closed_form(length: int, accep
 
 
 def test_the_speed_of_a_long_text_tends_to_tokens_over_cost_per_round() -> None:
-    done = run("fixed:4", text(5000, guess(2)))
+    done = run("fixed:4", text(5000, recorded_draft(2)))
     assert done.num_tokens / done.seconds == pytest.approx(3 / (START + 4 * STEP + rest(4)), rel=0.01)
     assert done.num_drafted / done.num_rounds == pytest.approx(4, rel=0.01)
     assert done.num_accepted / done.num_drafted == pytest.approx(0.5, rel=0.01)
@@ -84,15 +84,15 @@ def test_a_call_of_go_on_that_ends_a_draft_costs_as_much_as_others() -> None:
 
 def test_a_draft_model_far_behind_catches_up_in_a_pass_of_its_own() -> None:
     # The lookup drafts from the second position to the twentieth, and the model before and after.
-    looked_up = [NOTHING, *[guess(0, deterministic=True)] * 19, *[NOTHING] * 10]
-    trace = Trace("", 7, 0.0, [looked_up, [guess(0, part=1)] * 30])
+    looked_up = [NOTHING, *[recorded_draft(0, deterministic=True)] * 19, *[NOTHING] * 10]
+    trace = Trace("", 7, 0.0, [looked_up, [recorded_draft(0, part=1)] * 30])
     done = run("fixed:1", trace, costs=RoundCosts(PLAIN_ROUND, [PART, PART]))
     rounds = 29 * (START + STEP + rest(1)) + PLAIN_ROUND
     assert done.seconds == pytest.approx(rounds + STEP)
 
 
 def test_two_tokens_are_new_to_a_draft_model_whose_drafts_were_all_accepted() -> None:
-    row = ReplayRow(text(20, guess(3)))
+    row = ReplayRow(text(20, recorded_draft(3)))
     row.advance(2, part=1, length=2)
     assert row.num_uncached == {1: 2}
     row.advance(1, part=1, length=2)

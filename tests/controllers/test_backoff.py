@@ -185,8 +185,8 @@ def test_a_probe_does_not_end_backoff() -> None:
     longest = (SHORTEST + 1) << MOST_DOUBLINGS
     for number in probe_budget:
         if number + 1 < len(drafted) and not drafted[number + 1]:  # the end of a series
-            behind = rested[number + 2 : number + 2 + longest]
-            assert all(behind), "what fails once more is let alone for as long as before"
+            following = rested[number + 2 : number + 2 + longest]
+            assert all(following), "backoff is not shorter after another failure"
 
 
 def test_a_series_of_probes_is_completed_after_its_first_candidate_is_gone() -> None:

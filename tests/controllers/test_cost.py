@@ -883,11 +883,11 @@ def test_unplanned_drafts_do_not_affect_the_statistics() -> None:
 def test_cost_learns_from_predicted_acceptance_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node is recorded under its predicted acceptance probability, not under its distribution."""
     controller, row = CostController(), Row([0] * 20, SamplingParams(max_tokens=100))
-    heard: list[float] = []
+    received: list[float] = []
     original = controller.expectations.of_node
 
     def of_node(kind: object, confidence: float) -> tuple[object, float, float]:
-        heard.append(confidence)
+        received.append(confidence)
         return original(kind, confidence)
 
     monkeypatch.setattr(controller.expectations, "of_node", of_node)
@@ -898,4 +898,4 @@ def test_cost_learns_from_predicted_acceptance_probabilities(monkeypatch: pytest
             verdict = Verdict.from_chain(torch.tensor([0]), torch.tensor([0]))
             controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
         controller.go_on([row], draft_probs, 0)
-    assert heard == [0.9, 0.3]
+    assert received == [0.9, 0.3]

@@ -174,7 +174,7 @@ def test_draft_distributions_summarise_the_softmax_of_logits(width: int, dtype: 
     logits[5] = -1000.0
     wider = torch.nn.functional.pad(logits, (0, 5), value=100.0)[
         :, :width
-    ]  # rows that do not lie one behind the other
+    ]  # rows that are not contiguous in memory
     draft_probs = logits.softmax(-1)
     largest = draft_probs.topk(2).values
     for summary in (DraftProbs(logits), DraftProbs(wider)):

@@ -80,7 +80,7 @@ def test_another_row_or_candidate_gets_its_own_decision(change: str) -> None:
 
 
 def test_a_row_without_room_is_not_drafted_for() -> None:
-    """The decision behind buffered rounds does not outlive the row's room."""
+    """The decision of buffered rounds ends with the row's room."""
     simulation = Simulation(lambda number, depth: 0.95)
     controller = CostController()
     simulation.play(controller, 50)

@@ -12,12 +12,12 @@ from secondguess.sampling import SamplingParams
 WIDTH = 3
 
 
-def heard_by(num_rows: int) -> tuple[HiddenStateBuffer, list[Row]]:
+def buffer_for(num_rows: int) -> tuple[HiddenStateBuffer, list[Row]]:
     rows = [Row([1, 2], SamplingParams()) for _ in range(num_rows)]
-    heard = HiddenStateBuffer([4])
+    buffer = HiddenStateBuffer([4])
     for row in rows:
-        heard.begin(row, {4: torch.zeros(1, WIDTH)})
-    return heard, rows
+        buffer.begin(row, {4: torch.zeros(1, WIDTH)})
+    return buffer, rows
 
 
 def verdict_of(paths: list[list[int]]) -> Verdict:
@@ -37,23 +37,23 @@ def states_of(num_rows: int, num_queries: int) -> Tensor:
 
 
 def test_each_row_keeps_the_states_of_pending_and_the_path() -> None:
-    heard, rows = heard_by(2)
+    buffer, rows = buffer_for(2)
     plain, drafted = states_of(2, 1), states_of(2, 4)
-    heard.observe(rows, verdict_of([[], []]), {4: plain})
-    heard.observe(rows, verdict_of([[1, 2], []]), {4: drafted})
-    first, second = (heard.take(row)[4] for row in rows)
+    buffer.observe(rows, verdict_of([[], []]), {4: plain})
+    buffer.observe(rows, verdict_of([[1, 2], []]), {4: drafted})
+    first, second = (buffer.take(row)[4] for row in rows)
     torch.testing.assert_close(first[1:], torch.cat((plain[0], drafted[0, [0, 2, 3]])))
     torch.testing.assert_close(second[1:], torch.cat((plain[1], drafted[1, [0]])))
-    assert not heard.has(rows[0])
+    assert not buffer.has(rows[0])
 
 
 def test_a_row_does_not_keep_the_states_of_other_rows() -> None:
     """They may end long before it, and it may never be drafted for."""
-    heard, rows = heard_by(8)
-    heard.observe(rows, verdict_of([[]] * 8), {4: states_of(8, 1)})
+    buffer, rows = buffer_for(8)
+    buffer.observe(rows, verdict_of([[]] * 8), {4: states_of(8, 1)})
     for row in rows[1:]:
-        heard.end(row)
+        buffer.end(row)
     held = [
-        states.untyped_storage().nbytes() for piece in heard._pieces[rows[0]] for states in piece.values()
+        states.untyped_storage().nbytes() for piece in buffer._pieces[rows[0]] for states in piece.values()
     ]
     assert held == [WIDTH * 4, WIDTH * 4]

@@ -57,7 +57,7 @@ def test_no_token_is_forwarded_twice_if_all_are_accepted() -> None:
     drafter = model_drafter(TARGET_DIST)
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=15), controller="fixed:4")
     # The prompt's first two tokens were cached by the prefill; of the 3 + 15 tokens the draft model reads
-    # each once, but for the last round's last draft and bonus, behind which nothing is drafted.
+    # each once, but for the last round's last draft and bonus, after which nothing is drafted.
     assert drafter.runtime.num_scored_tokens == 3 + 15 - 2 - 2
 
 
@@ -65,7 +65,7 @@ def test_only_the_replaced_token_is_forwarded_after_a_rejection() -> None:
     drafter = model_drafter(worst_dist(TARGET_DIST))
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=6), controller="fixed:2")
     # Four rounds of two drafts, then one of one (the last place belongs to the target) and one of none.
-    # Each forwards the token that replaced the rejected one, and the first draft to draft a second behind it.
+    # Each forwards the token that replaced the rejected one, and the first draft to draft a second one.
     assert drafter.runtime.num_scored_tokens == 4 * 2 + 1
     assert drafter.runtime.num_forwards == 4 * 2 + 1
 
@@ -141,7 +141,7 @@ def test_a_row_stops_drafting_after_the_node_at_which_go_on_is_false() -> None:
 
 
 def test_reported_distributions_are_those_the_nodes_were_drawn_from() -> None:
-    """Under the row's own settings, each node behind its drafted ancestors."""
+    """Under the row's own settings, each node after its drafted ancestors."""
     params = SamplingParams(max_tokens=9, temperature=0.7, top_k=4, repetition_penalty=1.4)
     drafter = model_drafter(TARGET_DIST)
     rows = [Row([1, 2], params, seed=3), Row([4], params, seed=8)]

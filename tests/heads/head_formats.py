@@ -27,7 +27,7 @@ Fault = Callable[[dict[str, Any], dict[str, Tensor]], object]
 VOCAB_SIZE, WIDTH = 31, 32
 TEXT = [3, 5, 7, 5, 7, 5, 7, 5, 11, 2, 30, 8, 4]
 TREE = ((8, -1), (4, -1), (9, 0), (8, 1), (2, 0), (11, 3))
-"""Tokens and parents of some nodes behind `TEXT`, level by level."""
+"""Tokens and parents of some nodes after `TEXT`, level by level."""
 
 
 def tiny_target() -> TransformersRuntime:

@@ -207,7 +207,7 @@ def turned(heads: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((spun.real, spun.imag), -1)
 
 
-def block_thoughts(parts: Parts, text: list[int]) -> Tensor:
+def block_states(parts: Parts, text: list[int]) -> Tensor:
     """Return the hidden states `[position, width]` of the block after `text`, one position, head and key at a time."""
     states = states_of(TARGET, [text])
     place = len(text) - 1
@@ -243,10 +243,10 @@ def block_thoughts(parts: Parts, text: list[int]) -> Tensor:
     return norm(block, parts["norm.weight"]).detach()
 
 
-def formula(parts: Parts, thought: Tensor, before: int) -> Tensor:
+def formula(parts: Parts, state: Tensor, before: int) -> Tensor:
     """Return the logits over the target's vocabulary after the token `before`."""
     output = parts.get("lm_head.weight", TARGET.model.get_output_embeddings().weight.detach())
-    said = output @ thought
+    said = output @ state
     if "markov_head.markov_w1.weight" in parts:
         said = said + parts["markov_head.markov_w2.weight"] @ parts["markov_head.markov_w1.weight"][before]
     if len(said) == VOCAB_SIZE:
@@ -266,9 +266,9 @@ def test_every_published_format_drafts_as_in_the_paper(format: str, tmp_path: Pa
     draft = drafted(named(f"dspark:{folder}"), TARGET, length=9)
     first = FIRST.get(format, 0)
     assert draft.lengths.tolist() == [BLOCK - first]
-    thoughts = block_thoughts(parts, TEXT)[first:]
+    states = block_states(parts, TEXT)[first:]
     before = [TEXT[-1], *draft.tokens[0, :-1].tolist()]
-    expected = torch.stack([formula(parts, *pair) for pair in zip(thoughts, before, strict=True)]).softmax(-1)
+    expected = torch.stack([formula(parts, *pair) for pair in zip(states, before, strict=True)]).softmax(-1)
     torch.testing.assert_close(draft.probs[0], expected, atol=1e-5, rtol=1e-4)
 
 
@@ -309,12 +309,12 @@ def test_saved_tensors_have_the_names_of_speculators(tmp_path: Path) -> None:
 def test_nodes_of_a_tree_follow_their_own_parents(format: str, tmp_path: Path) -> None:
     folder, parts = FORMATS[format](tmp_path / "head")
     draft = drafted(named(f"dspark:{folder},tree=3x2x1"), TARGET)
-    thoughts = block_thoughts(parts, TEXT)[FIRST.get(format, 0) :]
+    states = block_states(parts, TEXT)[FIRST.get(format, 0) :]
     assert draft.lengths.tolist() == [3 + 6 + 6]
     for node, depth in enumerate([0] * 3 + [1] * 6 + [2] * 6):
         parent = int(draft.parents[0, node])
         before = TEXT[-1] if parent < 0 else int(draft.tokens[0, parent])
-        expected = formula(parts, thoughts[depth], before).softmax(-1)
+        expected = formula(parts, states[depth], before).softmax(-1)
         torch.testing.assert_close(draft.probs[0, node], expected, atol=1e-5, rtol=1e-4)
 
 
@@ -336,8 +336,8 @@ def test_the_context_grows_by_the_accepted_tokens(tmp_path: Path) -> None:
             )
             drafter.observe([row], verdict, hidden)
     again = draft_for(drafter, row, 1)
-    thought = block_thoughts(parts, row.tokens)[0]
-    expected = formula(parts, thought, row.pending).softmax(-1)
+    state = block_states(parts, row.tokens)[0]
+    expected = formula(parts, state, row.pending).softmax(-1)
     torch.testing.assert_close(again.probs[0, 0], expected, atol=1e-5, rtol=1e-4)
 
 
@@ -352,9 +352,9 @@ def test_rows_of_different_lengths_join_and_leave(tmp_path: Path) -> None:
         TARGET.end(gone)
     for row in (rows[3], rows[0], ready(drafter, TARGET, TEXT[2:8])):
         draft = draft_for(drafter, row, 1)
-        expected = formula(parts, block_thoughts(parts, row.tokens)[0], row.pending).softmax(-1)
+        expected = formula(parts, block_states(parts, row.tokens)[0], row.pending).softmax(-1)
         torch.testing.assert_close(draft.probs[0, 0], expected, atol=1e-5, rtol=1e-4)
-    assert draft_for(drafter, rows[2], 3).num_nodes == 0  # behind a single token
+    assert draft_for(drafter, rows[2], 3).num_nodes == 0  # after a single token
 
 
 def test_candidates_report_the_unread_tokens(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_candidates_report_the_unread_tokens(tmp_path: Path) -> None:
 
 @every_format
 def test_training_logits_equal_draft_logits(format: str, tmp_path: Path) -> None:
-    """Each depth's logits at a place are those that drafting there has, behind the same tokens."""
+    """Each depth's logits at a position are those of drafting there, after the same tokens."""
     folder, parts = FORMATS[format](tmp_path / "head")
     head = head_of(named(f"dspark:{folder}"))
     text = [*TEXT, 9, 1, 12, 3, 7]
@@ -387,10 +387,10 @@ def test_training_logits_equal_draft_logits(format: str, tmp_path: Path) -> None
         dists = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
     assert sorted(anchors[chosen].tolist()) == list(range(len(TEXT) - 1, len(text) - 1))
     for column, anchor in enumerate(anchors[0].tolist()):
-        thoughts = block_thoughts(parts, text[: anchor + 1])[FIRST.get(format, 0) :]
-        for depth, thought in enumerate(thoughts):
+        states = block_states(parts, text[: anchor + 1])[FIRST.get(format, 0) :]
+        for depth, state in enumerate(states):
             if anchor + depth + 1 < len(text):
-                expected = formula(parts, thought, text[anchor + depth])[known]
+                expected = formula(parts, state, text[anchor + depth])[known]
                 said = recorder.said[depth][0, column]
                 torch.testing.assert_close(said, expected, atol=1e-4, rtol=1e-4)
                 meant = recorder.meant[depth][0, column]
@@ -590,11 +590,11 @@ def test_predicted_confidences_are_those_of_the_paper(make, tmp_path: Path) -> N
     row = ready(drafter, TARGET, TEXT)
     with torch.inference_mode():
         draft = drafter.propose([row], Budgets([BLOCK], go_on), KeyedNoise.from_rows([row]))
-    thoughts = block_thoughts(parts, TEXT)
+    states = block_states(parts, TEXT)
     before = [TEXT[-1], *draft.tokens[0].tolist()]
     assert len(told) == BLOCK - 1
     for depth, acceptance_probs in enumerate(told):
-        seen = [thoughts[depth], parts["markov_head.markov_w1.weight"][before[depth]]]
+        seen = [states[depth], parts["markov_head.markov_w1.weight"][before[depth]]]
         weight = parts["confidence_head.proj.weight"][0]
         joined = torch.cat(seen)[: len(weight)]
         expected = torch.sigmoid(weight @ joined + parts["confidence_head.proj.bias"][0])

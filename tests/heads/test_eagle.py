@@ -120,7 +120,7 @@ def read_back(folder: Path) -> tuple[dict[str, Any], Tensors]:
 
 
 def plain_eagle3(folder: Path, tokens: list[int], length: int, depth: int) -> Tensor:
-    """Logits over the draft vocabulary behind `length + depth` tokens of which `depth` were drafted."""
+    """Return logits over the draft vocabulary after `length + depth` tokens of which `depth` were drafted."""
     config, weights = read_back(folder)
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     model = target_model()

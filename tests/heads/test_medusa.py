@@ -224,7 +224,7 @@ def test_trees_have_one_distribution_per_level(tmp_path: Path) -> None:
 
 
 def test_the_next_draft_starts_at_the_accepted_path(tmp_path: Path) -> None:
-    """Behind a verdict the state is that of the path's last node, whichever branch it is on."""
+    """After a verdict the state is that of the path's last node, on any branch."""
     folder, parts = vllm(tmp_path / "head")
     drafter = named(f"medusa:{folder},tree=2x2")
     row = ready(drafter, TARGET, TEXT)

@@ -113,7 +113,7 @@ every_format = pytest.mark.parametrize(("make", "names"), FORMATS.values(), ids=
 
 
 def plain_mtp(weights: Tensors, names: Names, tokens: list[int], length: int, depth: int) -> Tensor:
-    """Logits behind `length + depth` tokens of which `depth` were drafted."""
+    """Return the logits after `length + depth` tokens of which `depth` were drafted."""
     prefix = names["prefix"]
     model = target_model()
     of = {part: weights[f"{prefix}{names[part]}.weight"] for part in ("enorm", "hnorm", "project", "norm")}

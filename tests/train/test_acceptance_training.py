@@ -75,7 +75,7 @@ def test_at_temperature_0_labels_are_0_or_1() -> None:
     tokens = [best, (int(TARGET((1, 2, best)).argmax()) + 1) % VOCAB_SIZE, 0]
     chances, target_probs = chances_of(row_of(0.0), tokens)
     assert chances[:2] == [1.0, 0.0]
-    # Every node counts on its own prefix, also behind a rejected one.
+    # Every node counts on its own prefix, also after a rejected one.
     assert chances[2] == float(int(target_probs[2].argmax()) == 0)
 
 
@@ -148,7 +148,7 @@ def test_drafts_cut_by_the_context_of_the_draft_model_are_left_out() -> None:
     rows = [row_of(0.0)]
     (drafts,) = record(TableModel(VOCAB_SIZE, TARGET), short, rows, 10, 3)
     assert rows[0].num_output == 10
-    # Rounds begin with 2, 3, ... tokens; four nodes have room behind at most 5.
+    # Rounds begin with 2, 3, ... tokens; four nodes have room after at most 5.
     assert len(drafts) == 4
 
 
@@ -227,7 +227,7 @@ def test_the_command_uses_its_options(
     done = secondguess_command(
         "train", "acceptance", *words(command), *more, "--seed", 4, "--dtype", "float32"
     )
-    # Ctrl-C leaves nothing behind.
+    # Ctrl-C leaves no file.
     assert (done.code, done.out) == (130, "")
     assert not list(command["--out"].parent.glob("*predictor*"))
     (recipe,) = seen

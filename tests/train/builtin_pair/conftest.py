@@ -1,4 +1,4 @@
-"""A corpus of a few hundred small files, and the tokens made of it."""
+"""A corpus of a few hundred small files, a tiny recipe, and the tokens."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def recipe(corpus_folder: Path) -> PairRecipe:
         include_standard_library=False,
         target=ModelShape(4, 64, 2, 1, 128, 512),
         drafter=ModelShape(1, 32, 2, 1, 64, 512),
-        target_budget=Budget(steps=8),
-        drafter_budget=Budget(steps=4),
-        distill_budget=Budget(steps=4),
+        target_budget=Budget(steps=7),
+        drafter_budget=Budget(steps=2),
+        distill_budget=Budget(steps=3),
         own_rows=4,
         compile=False,
     )

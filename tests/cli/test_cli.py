@@ -598,7 +598,7 @@ def test_inspect_describes_a_model_without_loading_it(secondguess_command, tiny_
     assert record["supported"] is True
     assert record["drafters"][0] == "suffix"
     assert {"none", "model:PATH", "ngram", "suffix", "eagle:PATH"} <= set(record["drafters"])
-    assert "eagle" not in record["drafters"]  # none is in the box for this target
+    assert "eagle" not in record["drafters"]  # none is shipped for this target
 
 
 def test_inspect_distinguishes_sliding_and_full_layers(secondguess_command, tmp_path):
@@ -718,7 +718,7 @@ def test_training_checks_its_folder_before_it_starts(secondguess_command, tmp_pa
 
 
 def test_bench_compares_stored_reports(secondguess_command):
-    results = Path(__file__).parents[1] / "benchmarks" / "results" / "2026-11-21-builtin-pair.json"
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-builtin-pair.json"
     page = secondguess_command("bench", "compare", results, results)
     assert (page.code, page.err) == (0, "")
     assert re.search(r"\| secondguess suffix +\| 1 +\| 1 +\| all +\|", page.out)

@@ -49,7 +49,7 @@ def followers(text: list[int], context: list[int]) -> list[int]:
 
 
 def longest_followed_suffix(text: list[int], context: list[int]) -> list[int]:
-    """The longest suffix of `context` that occurs in the text with something behind it."""
+    """Return the longest suffix of `context` that occurs in the text with a token after it."""
     return next(context[start:] for start in range(len(context) + 1) if followers(text, context[start:]))
 
 
@@ -160,7 +160,7 @@ def test_the_draft_length_depends_on_match_and_budget(
 
 
 def test_the_draft_stops_at_an_improbable_path() -> None:
-    # Behind (1, 2) came 3 in half of all cases, and behind (1, 2, 3) came 4 in half of those.
+    # After (1, 2) came 3 in half of all cases, and after (1, 2, 3) came 4 in half of those.
     text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 6, 0, 1, 2, 7, 9, 1, 2]
     for threshold, expected in ((0.6, []), (0.3, [3]), (0.2, [3, 5])):
         drafter = SuffixDrafter(SuffixOptions(threshold=threshold, factor=1.0))
