@@ -35,7 +35,9 @@ PART = PartCosts(START, STEP, ASKED, {1: rest(1), 2: rest(2)})
 COSTS = RoundCosts(PLAIN_ROUND, [PART])
 
 
-def recorded_draft(num_accepted: int, depth: int = 8, deterministic: bool = False, part: int = 0) -> RecordedDraft:
+def recorded_draft(
+    num_accepted: int, depth: int = 8, deterministic: bool = False, part: int = 0
+) -> RecordedDraft:
     accepted = tuple(min(cut, num_accepted) for cut in range(1, depth + 1))
     return RecordedDraft(
         Candidate(part, deterministic=deterministic), () if deterministic else (SURE,) * depth, accepted
