@@ -13,6 +13,8 @@ import transformers
 from checkpoints import write_tokenizer
 from families import FAMILIES, needs_kernels, write_checkpoint
 
+SLACK = 2**24
+"""Bytes that allocators may keep beyond the estimate."""
 LOAD = """
 import sys, torch
 from secondguess.checkpoint.checkpoint import Checkpoint
@@ -79,7 +81,7 @@ def test_loading_a_large_vocabulary_takes_what_was_estimated(is_tied, stored, qu
         finally:
             process.kill()
         peak = int(sampler.communicate()[0]) * 1024 - before
-    assert 0.5 * estimate < peak < 1.1 * estimate
+    assert 0.5 * estimate < peak < 1.1 * estimate + SLACK
 
 
 SAMPLE = """
