@@ -1,15 +1,21 @@
-"""Make a calibrated pair: a random target of any public shape and a drafter of given agreement.
+"""Make a target of any public shape and a drafter for it, without downloading anything.
 
     python benchmarks/make_pair.py pairs/88m --shape 88m --agreement 0.75
     python benchmarks/make_pair.py pairs/1b --config config.json --agreement 0.75
+    python benchmarks/make_pair.py pairs/grown-1b --grow builtin --shape llama-3.2-1b
 
-Nothing is downloaded, compute cost is that of the real shape, and every engine can load the
-same weights. The drafter consists of the target's first layers with its norm and head; the
-outputs of the target's later layers are damped until both models have the same greedy token as
-often as requested. The generated texts are meaningless.
+The compute cost is that of the real shape, and every engine can load the same weights. There are
+two kinds of pairs:
 
-Output: `target` and `drafter`, two Transformers checkpoints with a tokenizer of one word per
-token (`t0 t1 ...`), and `pair.json` with the agreement measured on random text.
+- Calibrated: a random target. The drafter consists of its first layers with its norm and head; the
+  outputs of its later layers are damped until both models have the same greedy token as often as
+  requested. The texts are meaningless, with a tokenizer of one word per token (`t0 t1 ...`).
+- Grown (`--grow`): a trained pair widened and deepened to the cost of the shape (growth.py). Texts
+  and acceptance are those of the small pair; the vocabulary stays small, and the layers are at
+  least as many as those of the small target.
+
+Output: `target` and `drafter`, two Transformers checkpoints, and for a calibrated pair `pair.json`
+with the agreement measured on random text.
 """
 
 import argparse
@@ -21,9 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from growth import GrownShape, grow
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from secondguess.builtin import builtin_paths
 
 SHAPES = {
     "88m": {
@@ -48,6 +57,16 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
+GROWN_SHAPES = {
+    "88m": (GrownShape(768, 1536, 16, 12, 4), GrownShape(768, 2048, 1, 12, 4)),
+    "llama-3.2-1b": (GrownShape(2048, 8192, 20, 32, 8), GrownShape(2048, 8192, 1, 32, 8)),
+}
+"""Shapes of the grown built-in target and draft model.
+
+The 1B shape has four layers more than Llama 3.2 1B, which replace the weights of its larger
+vocabulary: a token reads as many bytes.
+"""
+
 NUM_TEXTS, TEXT_LENGTH, UNREAD = 16, 64, 16
 """Random texts on which agreement is measured, and their first positions, which are skipped.
 
@@ -190,6 +209,16 @@ def make_pair(
     )
 
 
+def grow_pair(out: Path, small: Path | None, shape: str) -> None:
+    """Write a grown pair; `small` is a directory of `target` and `drafter`, None for the built-in pair."""
+    paths = builtin_paths() if small is None else (small / "target", small / "drafter")
+    for name, path, grown_shape in zip(("target", "drafter"), paths, GROWN_SHAPES[shape], strict=True):
+        model = grow(LlamaForCausalLM.from_pretrained(path, dtype="auto"), grown_shape)
+        model.save_pretrained(out / name)
+        AutoTokenizer.from_pretrained(path).save_pretrained(out / name)
+        print(f"{out / name}: {model.num_parameters() / 1e6:.0f} million parameters")
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -197,12 +226,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="directory to write target, drafter and pair.json to")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--shape", choices=sorted(SHAPES), default="88m")
+    parser.add_argument("--grow", help="builtin, or the directory of a trained pair of Llama models")
     shape.add_argument("--config", type=Path, help="config.json of a Llama model, for any other shape")
     parser.add_argument("--drafter-layers", type=int, default=2)
     parser.add_argument("--agreement", type=float, default=0.75, help="share of equal greedy tokens")
     parser.add_argument("--sharpness", type=float, default=6.0, help="standard deviation of the logits")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if options.grow and options.config:
+        parser.error("expected --grow with --shape, got --config")
     if not 0 < options.agreement < 1:
         parser.error(f"expected --agreement between 0 and 1, got {options.agreement}")
     return options
@@ -210,6 +242,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    if options.grow:
+        grow_pair(options.out, None if options.grow == "builtin" else Path(options.grow), options.shape)
+        return
     entries = json.loads(options.config.read_text()) if options.config else SHAPES[options.shape]
     config = LlamaConfig(**{**entries, "bos_token_id": None, "eos_token_id": None, "dtype": "bfloat16"})
     if not 0 < options.drafter_layers < config.num_hidden_layers:
