@@ -48,7 +48,7 @@ from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.feature import ChainsOfPlaces
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
-from secondguess.heads.runtime import FeatureHeadRuntime
+from secondguess.heads.runtime import FeatureRuntime
 from secondguess.heads.speculators import checkpoint_tensors
 from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
@@ -749,9 +749,9 @@ def vocabulary_map_read_as_ids(patch: Patch) -> None:
 
 def a_node_keeps_the_feature_it_was_drafted_with(patch: Patch) -> None:
     """Committed tokens are not processed again with the target's hidden states."""
-    original = FeatureHeadRuntime.rewind
+    original = FeatureRuntime.rewind
     patch.setattr(
-        FeatureHeadRuntime,
+        FeatureRuntime,
         "rewind",
         lambda self, rows, lengths: original(self, rows, [length + 1 for length in lengths]),
     )

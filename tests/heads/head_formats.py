@@ -78,7 +78,7 @@ def named(name: str, target: Named = NAMED) -> SamplingDrafter:
 
 def head_of(drafter: SamplingDrafter) -> Any:
     """The head of a drafter's stepper."""
-    return vars(drafter.stepper)["head"]
+    return getattr(drafter.stepper, "runtime", drafter.stepper).head
 
 
 def edit(folder: Path, **changes: object) -> Path:

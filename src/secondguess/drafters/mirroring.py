@@ -22,7 +22,7 @@ from secondguess.core import Draft, Row, Verdict
 from secondguess.drafters.hidden_states import HiddenStateBuffer
 from secondguess.drafters.sampling_drafter import PREFILL_THRESHOLD, Stepper, expand_to_batch
 from secondguess.heads.feature import FeatureHead
-from secondguess.heads.runtime import FeatureHeadRuntime
+from secondguess.heads.native import feature_runtime
 from secondguess.runtime.base import HiddenStates, Runtime
 
 UNKNOWN_TOKEN = 0
@@ -163,9 +163,8 @@ class FeatureStepper(MirroringStepper):
     min_tokens = 2
 
     def __init__(self, head: FeatureHead, target: Runtime) -> None:
-        self.head_runtime = FeatureHeadRuntime(head, target.context_length, target.device)
+        self.head_runtime = feature_runtime(head.eval().requires_grad_(False), target)
         super().__init__(self.head_runtime)
-        self.head = head.eval().requires_grad_(False)
         self.hidden_layers = head.hidden_layers
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
 
@@ -205,7 +204,7 @@ class FeatureStepper(MirroringStepper):
             mirror.row.tokens[:] = row.tokens[1:]
             if mirror.is_far:
                 far.append(mirror.row)
-            features = self.head.features(self._hidden_buffer.take(row))
+            features = self.head_runtime.features(self._hidden_buffer.take(row))
             self.head_runtime.set_features(mirror.row, mirror.num_committed, features)
             mirror.num_committed = len(mirror.row.tokens)
         if far:

@@ -26,7 +26,13 @@ from torch import Tensor, nn
 
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary, TargetModel
-from secondguess.heads.feature import DEFAULT_STEPS, FeatureHead, default_layer_config, initialise
+from secondguess.heads.feature import (
+    DEFAULT_STEPS,
+    FeatureHead,
+    FeatureParts,
+    default_layer_config,
+    initialise,
+)
 from secondguess.heads.files import (
     CONFIG,
     config_errors,
@@ -250,13 +256,23 @@ class EagleHead(FeatureHead):
         tensors = checkpoint_tensors(self, self.vocabulary)
         write_head(folder, config, {**tensors, "embed_tokens.weight": embeddings.to(weight.dtype)})
 
-    def features(self, hidden: HiddenStates) -> Tensor:
+    @property
+    def parts(self) -> FeatureParts:
+        first = self.layers[0]
+        return FeatureParts(
+            first.input_layernorm, first.hidden_norm, None, self.layers, self.config.norm_before_residual
+        )
+
+    @property
+    def fusion(self) -> nn.Linear:
+        return self.fc
+
+    def join_states(self, hidden: HiddenStates) -> Tensor:
         states = [hidden[layer] for layer in self.hidden_layers]
         if self.config.fc_norm:
             states = [norm(each) for norm, each in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(states, -1)
-        fused: Tensor = self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
-        return fused
+        return self.input_norm(joined) if self.config.norm_before_fc else joined
 
     def run_layers(
         self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction

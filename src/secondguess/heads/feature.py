@@ -13,6 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,28 @@ def _for_queries(heads: Tensor, group: int, num_places: int) -> Tensor:
     return heads[:, :, :num_places].repeat_interleave(group, 1)
 
 
+@dataclass(frozen=True)
+class FeatureParts:
+    """Modules of a feature head, for a compiled forward pass.
+
+    Tokens and features are normalised and joined. The joined parts are projected to the input of
+    the first layer; without a projection they are the input of its attention.
+
+    Args:
+        token_norm, feature_norm: norms of the two parts; `nn.Identity` for none.
+        projection: projection of the joined parts, or None.
+        layers: decoder layers, with the submodules of `DecoderLayer`.
+        residual_is_normalised: without a projection, whether the residual connection of the first
+            attention carries the normalised feature, not the feature itself.
+    """
+
+    token_norm: nn.Module
+    feature_norm: nn.Module
+    projection: nn.Linear | None
+    layers: Sequence[Any]
+    residual_is_normalised: bool = False
+
+
 class FeatureHead(Head):
     """Drafter head that reads a feature beside each token, trained by unrolling its own outputs.
 
@@ -124,9 +147,24 @@ class FeatureHead(Head):
         self.num_layers, self.num_steps, self.norm_output = num_layers, num_steps, norm_output
         self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
 
+    @property
     @abstractmethod
+    def parts(self) -> FeatureParts:
+        """Modules between the inputs and the last norm."""
+
+    @property
+    def fusion(self) -> nn.Linear | None:
+        """Projection of the joined target states to the feature; None if there is none."""
+        return None
+
+    @abstractmethod
+    def join_states(self, hidden: HiddenStates) -> Tensor:
+        """Return the target's states `[..., width]` by layer as one tensor, the input of `fusion`."""
+
     def features(self, hidden: HiddenStates) -> Tensor:
         """Return features `[..., feature]` of the target's states `[..., width]` by layer."""
+        joined = self.join_states(hidden)
+        return joined if self.fusion is None else self.fusion(joined)
 
     @abstractmethod
     def run_layers(

@@ -22,7 +22,13 @@ from torch import Tensor, nn
 
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
-from secondguess.heads.feature import DEFAULT_STEPS, FeatureHead, default_layer_config, initialise
+from secondguess.heads.feature import (
+    DEFAULT_STEPS,
+    FeatureHead,
+    FeatureParts,
+    default_layer_config,
+    initialise,
+)
 from secondguess.heads.files import (
     CONFIG,
     config_errors,
@@ -141,7 +147,11 @@ class MtpHead(FeatureHead):
             folder, config, {names.in_file(name): tensor for name, tensor in self.state_dict().items()}
         )
 
-    def features(self, hidden: HiddenStates) -> Tensor:
+    @property
+    def parts(self) -> FeatureParts:
+        return FeatureParts(self.enorm, self.hnorm, self.eh_proj, [self.layer])
+
+    def join_states(self, hidden: HiddenStates) -> Tensor:
         return hidden[LAST_HIDDEN]
 
     def run_layers(

@@ -7,6 +7,7 @@ are the target's rows without their first token, so that a token and its feature
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from secondguess.core import Draft, Row
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.layer import attention, cos_sin_at
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import ForwardOutput
+from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import CachedRuntime, Output
 from secondguess.runtime.slots import CachedRow
 
@@ -24,14 +25,15 @@ FEATURE_KEY = 0
 """Key of the drafter head's output in `ForwardOutput.hidden`: the feature of the next node."""
 
 
-class FeatureHeadRuntime(CachedRuntime):
+class FeatureRuntime(CachedRuntime):
     """Cached runtime (rows, slots, rollback, trees) of a feature-reading drafter head.
 
     The features of committed tokens come from `set_features`; those of draft nodes and of tokens
-    appended after a pass are the head's outputs at the tokens before them.
+    appended after a pass are the head's outputs at the tokens before them. Subclasses run the
+    forward passes, which read the features from `_forward_features`.
 
     Args:
-        head: drafter head in evaluation mode, on the target's device and in its dtype.
+        head: drafter head.
         context_length: maximum number of positions, the target's.
         device: device of the target and the drafter head.
     """
@@ -44,10 +46,23 @@ class FeatureHeadRuntime(CachedRuntime):
             device=device,
             hidden_layers=(FEATURE_KEY,),
         )
-        self.head = head
         self._features: dict[Row, Tensor] = {}
         self._outputs: dict[Row, Tensor] = {}
         self._forward_features = torch.empty(0)
+
+    @abstractmethod
+    def features(self, hidden: HiddenStates) -> Tensor:
+        """Return features `[..., feature]` of the target's states `[..., width]` by layer."""
+
+    def read_with(self, tokens: Tensor, features: Tensor) -> Output:
+        """Run one forward pass over whole sequences without keeping them, for probes.
+
+        Args:
+            tokens: `[row, query]` token ids.
+            features: `[row, query, feature]`, the feature of the token before each.
+        """
+        self._forward_features = features
+        return self.read(tokens)
 
     def set_features(self, row: Row, start: int, features: Tensor) -> None:
         """Set the features `[position, width]` of a row's tokens from index `start` on."""
@@ -91,6 +106,22 @@ class FeatureHeadRuntime(CachedRuntime):
                 for state, start in zip(states, starts, strict=True)
             ]
         )
+
+
+class TorchFeatureRuntime(FeatureRuntime):
+    """Feature runtime that computes in torch.
+
+    Args:
+        head: drafter head in evaluation mode, on the target's device and in its dtype.
+        context_length, device: as in `FeatureRuntime`.
+    """
+
+    def __init__(self, head: FeatureHead, context_length: int, device: torch.device) -> None:
+        super().__init__(head, context_length, device)
+        self.head = head
+
+    def features(self, hidden: HiddenStates) -> Tensor:
+        return self.head.features(hidden)
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         mask = step.mask

@@ -174,20 +174,32 @@ class AttentionHeads:
 
 
 class Rotary:
-    """Table of rotary cosines and sines, computed from the module's own frequencies on demand.
+    """Table of rotary cosines and sines, computed on demand.
 
     Args:
-        module: the rotary embedding.
+        frequencies: `[size / 2]`, angle between neighbouring positions.
+        scaling: factor on cosines and sines.
         dtype: dtype of the table.
-        layer_type: layer type whose frequencies are used; None if the module has only one set.
     """
 
-    def __init__(self, module: Any, dtype: torch.dtype, layer_type: str | None = None) -> None:
-        prefix = "" if layer_type is None else f"{layer_type}_"
-        self.frequencies: Tensor = getattr(module, f"{prefix}inv_freq").float()
-        self.scaling: float = getattr(module, f"{prefix}attention_scaling")
+    def __init__(self, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> None:
+        self.frequencies = frequencies.float()
+        self.scaling = scaling
         self.dtype = dtype
         self._table = torch.empty(0)
+
+    @classmethod
+    def of(cls, module: Any, dtype: torch.dtype, layer_type: str | None = None) -> Rotary:
+        """Return the table of a rotary embedding.
+
+        Args:
+            module: the rotary embedding.
+            dtype: dtype of the table.
+            layer_type: layer type whose frequencies are used; None if the module has only one set.
+        """
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        frequencies = getattr(module, f"{prefix}inv_freq")
+        return cls(frequencies, getattr(module, f"{prefix}attention_scaling"), dtype)
 
     def at(self, step: ForwardStep) -> tuple[Tensor, Tensor]:
         """Return cos and sin of a forward pass's queries, `[row or 1, query, 1, size]` each.
@@ -324,7 +336,7 @@ class FusedDecoder:
         self.embedding_scale = embeddings.embed_scale.to(dtype) if family.scales_embeddings else None
         windows = family.windows(config)
         types = config.layer_types if family.turns_by_layer_type else [None] * len(windows)
-        self.rotaries = {kind: Rotary(body.rotary_emb, dtype, kind) for kind in dict.fromkeys(types)}
+        self.rotaries = {kind: Rotary.of(body.rotary_emb, dtype, kind) for kind in dict.fromkeys(types)}
         self.layers: list[Layer] = []
         for index, (window, kind) in enumerate(zip(windows, types, strict=True)):
             self.layers.append(Layer(body.layers[index], family, config, window, kind, packed))

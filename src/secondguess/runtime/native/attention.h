@@ -29,6 +29,14 @@ inline void normalise(const bf16* from, int64_t size, const Norm& norm, bf16* to
     }
 }
 
+// Normalise one row, or copy it if there is no norm; `to` may be `from`.
+inline void normalise_if(const Norm& norm, const bf16* from, int64_t size, bf16* to) {
+    if (norm.weight)
+        normalise(from, size, norm, to);
+    else if (to != from)
+        std::memcpy(to, from, size * sizeof(bf16));
+}
+
 constexpr int64_t LARGEST_HEAD = 512;
 
 // Rotary embedding of one head, rounded where the Transformers modules round. `cos_sin` holds the

@@ -31,6 +31,14 @@ struct Decoder {
     const bf16* embedding;
     Norm norm;
     Weight head;
+    // Drafter heads that read a feature beside each token (EAGLE, MTP). Both parts are normalised
+    // and joined. The joined rows are projected to the input of the first layer; without a
+    // projection they are the input of its queries, keys and values (EAGLE-3).
+    int64_t joins_features;
+    int64_t residual_is_normalised;  // without a projection the states are the normalised feature, not the feature
+    int64_t output_is_raw;           // the last level of `Forward::hidden` is not normalised
+    Norm token_norm, feature_norm;
+    Weight projection;
 };
 
 // Arguments of a forward pass through layers `first_layer` to `last_layer - 1`. These layers have
@@ -41,6 +49,7 @@ struct Forward {
     int64_t hidden_is_float32;   // `hidden` is float32, for processors with slow bfloat16 in torch
     const int64_t* tokens;       // [row][token]
     const bf16* states;          // [row][token][width], input of the first layer; null: embeddings
+    const bf16* features;        // [row][token][width], read beside the tokens
     const int64_t* starts;       // [row], cached positions before index 0
     const int64_t* slots;        // [row]
     const uint8_t* closure;      // [row][index][index], 1 at ancestors and itself; null for chains
@@ -113,7 +122,7 @@ struct Rows {
 // normalised rows are computed by each thread for itself, which is cheaper than a barrier.
 struct Workspace {
     int64_t num_rows = 0, num_threads = 0, num_keys = 0;
-    Rows states, qkv, mixed, gated, added;
+    Rows joined, states, qkv, mixed, gated, added;
     std::vector<Rows> normalised;  // per thread
     std::vector<std::vector<float>> scores;
     std::vector<std::vector<int32_t>> positions;
@@ -124,6 +133,7 @@ struct Workspace {
             rows = std::max(rows, num_rows), threads = std::max(threads, num_threads);
             num_rows = num_threads = num_keys = 0;
             const int64_t mixed_width = decoder.num_queries * decoder.head_size;
+            if (decoder.joins_features) joined.reserve(rows, 2 * decoder.width);
             states.reserve(rows, decoder.width);
             qkv.reserve(rows, mixed_width + 2 * decoder.num_keys * decoder.head_size);
             mixed.reserve(rows, mixed_width);
@@ -172,7 +182,7 @@ struct Worker {
     Values read_states(const Norm& norm, const Weight& weight) const {
         Rows& to = normalised_rows();
         for (int64_t row = first_row(); row < last_row(); row++) {
-            normalise(space.states.row(row), decoder.width, norm, to.row(row));
+            normalise_if(norm, space.states.row(row), decoder.width, to.row(row));
             to.form(row, weight);
         }
         if (!normalises_all) wait();
@@ -316,7 +326,9 @@ struct Worker {
     }
 
     void run_layer(const Layer& layer, int64_t index) const {
-        write(space.qkv, read_states(layer.attention_norm, layer.qkv), layer.qkv);
+        const bool reads_joined = index == 0 && decoder.joins_features && !decoder.projection.num_outputs;
+        write(space.qkv, reads_joined ? read_shared(space.joined, layer.qkv) : read_states(layer.attention_norm, layer.qkv),
+              layer.qkv);
         wait();
         run_attention(layer, index);
         wait();
@@ -338,16 +350,38 @@ struct Worker {
         wait();
     }
 
-    void embed() const {
+    void embed_token(int64_t row, bf16* to) const {
         const Floats scale = all(decoder.embedding_scale);
+        const bf16* from = decoder.embedding + forward.tokens[row] * decoder.width;
+        for (int64_t i = 0; i < decoder.width; i += 16) {
+            const Lanes part = lanes(decoder.width - i);
+            store(to + i, load(from + i, part) * scale, part);
+        }
+    }
+
+    void embed() const {
+        for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++)
+            embed_token(row, space.states.row(row));
+        wait();
+    }
+
+    // Start from tokens and features.
+    void join_features() const {
+        const int64_t width = decoder.width;
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
-            const bf16* from = decoder.embedding + forward.tokens[row] * decoder.width;
-            for (int64_t i = 0; i < decoder.width; i += 16) {
-                const Lanes part = lanes(decoder.width - i);
-                store(space.states.row(row) + i, load(from + i, part) * scale, part);
-            }
+            bf16 *token = space.joined.row(row), *feature = token + width;
+            embed_token(row, token);
+            normalise_if(decoder.token_norm, token, width, token);
+            normalise_if(decoder.feature_norm, forward.features + row * width, width, feature);
+            if (!decoder.projection.num_outputs)
+                std::memcpy(space.states.row(row), decoder.residual_is_normalised ? feature : forward.features + row * width,
+                            width * sizeof(bf16));
         }
         wait();
+        if (decoder.projection.num_outputs) {
+            write(space.states, read_shared(space.joined, decoder.projection), decoder.projection);
+            wait();
+        }
     }
 
     // Copy the hidden states of all tokens to the caller if this level was requested.
@@ -356,10 +390,8 @@ struct Worker {
         const int64_t size = decoder.width * (forward.hidden_is_float32 ? sizeof(float) : sizeof(bf16));
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
             void* to = (char*)forward.hidden[level] + row * size;
-            if (level == decoder.num_layers)
-                normalise(space.states.row(row), decoder.width, decoder.norm, (bf16*)to);
-            else
-                std::memcpy(to, space.states.row(row), decoder.width * sizeof(bf16));
+            const bool is_last = level == decoder.num_layers && !decoder.output_is_raw;
+            normalise_if(is_last ? decoder.norm : Norm{}, space.states.row(row), decoder.width, (bf16*)to);
             if (forward.hidden_is_float32) widen_in_place((float*)to, decoder.width);
         }
     }
@@ -371,10 +403,7 @@ struct Worker {
         const int64_t last = normalises_all ? num_selected : (thread + 1) * num_selected / num_threads;
         for (int64_t selected = first; selected < last; selected++) {
             const int64_t row = selected / forward.num_logits * forward.num_tokens + skipped + selected % forward.num_logits;
-            if (decoder.norm.weight)
-                normalise(space.states.row(row), decoder.width, decoder.norm, rows.row(selected));
-            else
-                std::memcpy(rows.row(selected), space.states.row(row), decoder.width * sizeof(bf16));
+            normalise_if(decoder.norm, space.states.row(row), decoder.width, rows.row(selected));
             rows.form(selected, decoder.head);
         }
         if (!normalises_all) wait();
@@ -389,6 +418,8 @@ struct Worker {
     void run() const {
         if (forward.states)
             load_states();
+        else if (decoder.joins_features)
+            join_features();
         else
             embed();
         for (int64_t index = forward.first_layer; index < forward.last_layer; index++) {

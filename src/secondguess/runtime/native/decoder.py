@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.runtime.families import GemmaRMSNorm, Norm, why_not_fused
-from secondguess.runtime.fused import FusedDecoder, Layer
+from secondguess.runtime.fused import FusedDecoder, Layer, Rotary
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks
@@ -42,20 +42,60 @@ def why_not_native(config: Any, dtype: torch.dtype, device: torch.device) -> str
     return None
 
 
-class NativeDecoder:
+class PackedDecoder:
+    """Weights in the layout of the kernels, and their description.
+
+    Args:
+        unit: unit that computes the products; by default the fastest of `library.units()`.
+
+    Attributes:
+        described: description that the kernels read.
+        num_layers: number of decoder layers.
+        embedding: `[token, width]` in bfloat16.
+        rotaries: rotary tables, in the order of the layers' indices into them.
+        num_key_heads, head_size: of the attention.
+    """
+
+    described: library.Decoder
+    num_layers: int
+    embedding: Tensor
+    rotaries: Sequence[Rotary]
+    num_key_heads: int
+    head_size: int
+
+    def __init__(self, unit: library.Unit | None = None) -> None:
+        self.unit = unit or library.units()[0]
+        self._arena = Arena()
+        self._kept: list[Any] = []
+
+    def _pack(
+        self, weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False, gated: bool = False
+    ) -> Blocks:
+        """Return a packed weight, which stays allocated as long as this object."""
+        blocks = pack_blocks(weight, bias, self._arena, eight_bits, gated)
+        self._kept.append(blocks)
+        return blocks
+
+    def _keep_norm(self, weight: Tensor, eps: float, rounds_first: bool) -> library.Norm:
+        weight = weight.detach().float().contiguous()
+        self._kept.append(weight)
+        return library.Norm(weight.data_ptr(), eps, rounds_first)
+
+
+class NativeDecoder(PackedDecoder):
     """Weights of a fused decoder in the layout of the kernels.
 
     Args:
         decoder: unpacked, in bfloat16; its weights are released as they are packed, except a tied head.
         eight_bits: whether to quantise the weights of linear layers to 8 bits, with a scale per
             output, and their inputs to 8 bits, with a scale per row.
-        unit: unit that computes the products; by default the fastest of `library.units()`.
+        unit: as in `PackedDecoder`.
     """
 
     def __init__(
         self, decoder: FusedDecoder, eight_bits: bool = False, unit: library.Unit | None = None
     ) -> None:
-        self.unit = unit or library.units()[0]
+        super().__init__(unit)
         self.config = decoder.config
         self.eight_bits = eight_bits
         self.rotaries = list(decoder.rotaries.values())
@@ -68,8 +108,6 @@ class NativeDecoder:
         self.tied_head = copy.copy(decoder.head) if tied else None
         heads = decoder.layers[0].heads
         self.num_key_heads, self.head_size = heads.num_keys, heads.size
-        self._arena = Arena()
-        self._kept: list[Any] = []
         kinds = list(decoder.rotaries)
         inner_width = decoder.layers[0].down.weight.shape[1]
         layers = (library.Layer * self.num_layers)()
@@ -148,14 +186,11 @@ class NativeDecoder:
         )
 
     def _weight(self, product: PackableLinear, gated: bool = False) -> Blocks:
-        blocks = pack_blocks(product.weight, product.bias, self._arena, self.eight_bits, gated)
+        blocks = self._pack(product.weight, product.bias, self.eight_bits, gated)
         product.release()
-        self._kept.append(blocks)
         return blocks
 
     def _norm(self, norm: Norm | None) -> library.Norm:
         if norm is None:
             return library.Norm()
-        weight = norm.weight.float().contiguous()
-        self._kept.append(weight)
-        return library.Norm(weight.data_ptr(), norm.eps, not isinstance(norm, GemmaRMSNorm))
+        return self._keep_norm(norm.weight, norm.eps, not isinstance(norm, GemmaRMSNorm))

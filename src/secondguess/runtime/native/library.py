@@ -73,6 +73,12 @@ class Decoder(Structure):
         ("embedding", c_void_p),
         ("norm", Norm),
         ("head", Weight),
+        ("joins_features", c_int64),
+        ("residual_is_normalised", c_int64),
+        ("output_is_raw", c_int64),
+        ("token_norm", Norm),
+        ("feature_norm", Norm),
+        ("projection", Weight),
     ]
 
 
@@ -90,6 +96,7 @@ class Forward(Structure):
         ("hidden_is_float32", c_int64),
         ("tokens", c_void_p),
         ("states", c_void_p),
+        ("features", c_void_p),
         ("starts", c_void_p),
         ("slots", c_void_p),
         ("closure", c_void_p),

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-import weakref
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import EmbeddingAndHead
-from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime, probe_passes
 from secondguess.runtime.layered import LayeredRuntime
-from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.support import context_length_of, has_bfloat16, num_threads
-
-NO_MEMORY, UNKNOWN_TOKEN = 1, 2
-NUM_PREALLOCATED_SLOTS = 1024
-"""Largest batch whose slots, when in order, are taken from a preallocated list."""
-NO_POSITIONS = torch.empty(0, dtype=torch.long)
+from secondguess.runtime.native.forward import KernelForward, kernel_step
+from secondguess.runtime.support import context_length_of, has_bfloat16
 
 PROBE_WIDTH = 16
 PROBE_TOLERANCE = {False: 0.03, True: 0.12}
@@ -80,27 +70,9 @@ class NativeRuntime(LayeredRuntime):
         self.decoder = decoder
         self._key_block = 1
         self._prefills_together = True
-        self._kernels = kernels = decoder.unit.kernels
-        self._workspace = c_void_p(kernels.secondguess_workspace())
-        if not self._workspace:
-            raise OutOfMemoryError("expected memory for a model's workspace, got none")
-        # not at exit: a daemon thread may still be in a forward pass
-        weakref.finalize(self, kernels.secondguess_free, self._workspace).atexit = False
-        levels = decoder.num_layers + 1
-        self._keys, self._values = (c_void_p * decoder.num_layers)(), (c_void_p * decoder.num_layers)()
-        self._turns = (c_void_p * len(decoder.rotaries))()
-        self._no_levels = (c_void_p * levels)()
-        self._in_order = torch.arange(NUM_PREALLOCATED_SLOTS)
-        self._forward = library.Forward(
-            context_length=self.context_length,
-            cos_sin=ctypes.addressof(self._turns),
-            keys=ctypes.addressof(self._keys),
-            values=ctypes.addressof(self._values),
-        )
-        self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
         # Drafters process hidden states with torch, which is slow in bfloat16 on many processors.
         self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
-        self._forward.hidden_is_float32 = self._dtype_of_states == torch.float32
+        self._forward = KernelForward(decoder, self.context_length, self._dtype_of_states)
         self._differentiable_head: Tensor | None = None
 
     def embedding_and_head(self) -> EmbeddingAndHead:
@@ -126,45 +98,28 @@ class NativeRuntime(LayeredRuntime):
                 self._differentiable_head = head.weight.to(self._dtype_of_states)
             bias = None if head.bias is None else head.bias.to(states.dtype)
             return functional.linear(states, self._differentiable_head, bias)
-        flat = states.to(torch.bfloat16).contiguous()
-        num_rows = flat.numel() // flat.shape[-1]
-        logits = torch.empty(*states.shape[:-1], self.vocab_size)
-        arguments = (flat.data_ptr(), num_rows, logits.data_ptr(), num_threads(), self._workspace)
         with self.lock:
-            failed = num_rows and self._kernels.secondguess_unembed(self.decoder.described, *arguments)
-        if failed:
-            raise OutOfMemoryError(f"expected memory for the logits of {num_rows} states, got none")
-        return logits
+            return self._forward.unembed(states)
 
     def skip_layers(self, skipped: Sequence[int]) -> NativeRuntime:
         return NativeRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
     def release(self) -> None:
         super().release()
-        self._reached = (None, 0, 0)
+        self._forward.forget_cache()
 
     def _step(
         self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False
     ) -> ForwardStep:
-        return ForwardStep(None, NO_POSITIONS, num_keys, starts=starts, closure=queries.closure)
-
-    def _reach_cache(self) -> None:
-        """Update the addresses of keys and values, which change when the cache grows."""
-        cache, decoder = self.cache, self.decoder
-        cache.allocate(decoder.num_layers, decoder.num_key_heads, decoder.head_size, torch.bfloat16)
-        reached = (cache, cache.num_slots, cache.capacity)
-        if reached != self._reached:
-            for index in range(decoder.num_layers):
-                self._keys[index] = cache.keys[index].data_ptr()
-                self._values[index] = cache.values[index].data_ptr()
-            self._reached = reached
+        return kernel_step(starts, queries, num_keys)
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         wanted = self.hidden_layers if with_hidden else ()
-        return self._call(tokens, step, range(self.num_layers), num_logits, wanted)
+        return self._forward(self.cache, tokens, step, range(self.num_layers), num_logits, wanted)
 
     def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
-        output = self._call(tokens, step, range(num_layers), 0, (num_layers,), num_known=num_known)
+        layers = range(num_layers)
+        output = self._forward(self.cache, tokens, step, layers, 0, (num_layers,), num_known=num_known)
         return output.hidden[num_layers]
 
     def run_remaining_layers(
@@ -172,92 +127,11 @@ class NativeRuntime(LayeredRuntime):
     ) -> Output:
         wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
         layers = range(num_layers, self.num_layers)
-        output = self._call(tokens, step, layers, tokens.shape[1], wanted, states=states.to(torch.bfloat16))
+        states = states.to(torch.bfloat16)
+        output = self._forward(self.cache, tokens, step, layers, tokens.shape[1], wanted, states=states)
         of_tokens = {
             layer: self.embedding_and_head().embed(tokens)
             for layer in self.hidden_layers
             if layer not in wanted
         }
         return Output(output.logits, output.hidden | of_tokens)
-
-    def _call(
-        self,
-        tokens: Tensor,
-        step: ForwardStep,
-        layers: range,
-        num_logits: int,
-        wanted: Sequence[int],
-        num_known: int = 0,
-        states: Tensor | None = None,
-    ) -> Output:
-        """Run some layers in one call of the kernels.
-
-        Args:
-            tokens: `[row, token]`, preceded by `num_known` other tokens of the same step.
-            step: starts and ancestors of all tokens of the step.
-            layers: consecutive layers to run.
-            num_logits: number of last columns whose logits are returned.
-            wanted: layers whose hidden states are returned: the input of the first of `layers`, or
-                any of their outputs.
-            num_known: number of preceding tokens that these layers have run already.
-            states: input of the first of `layers`; None for the embeddings of `tokens`.
-        """
-        rows, width = tokens.shape
-        tokens = tokens.contiguous()
-        self._reach_cache()
-        # held during the call: a runtime that shares the decoder may replace a table
-        tables = [rotary.table(step.num_keys) for rotary in self.decoder.rotaries]
-        for index, table in enumerate(tables):
-            self._turns[index] = table.data_ptr()
-        # the last layer has two numbers
-        asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
-        addresses, shown = self._room_for(rows, width, asked) if asked else (self._no_levels, None)
-        logits = torch.empty(rows, num_logits, self.vocab_size)
-        slots = self.cache.placement.slots
-        if slots is None:
-            slots = self._in_order if rows <= NUM_PREALLOCATED_SLOTS else torch.arange(rows)
-        starts = (c_int64 * rows)(*step.starts)
-        closure = None if step.closure is None else step.closure.contiguous()
-        states = None if states is None else states.contiguous()
-        forward = self._forward
-        forward.num_rows, forward.num_tokens, forward.num_logits = rows, width, num_logits
-        forward.num_known, forward.first_layer, forward.last_layer = num_known, layers.start, layers.stop
-        forward.capacity, forward.num_threads = self.cache.capacity, num_threads()
-        forward.tokens, forward.slots, forward.logits = tokens.data_ptr(), slots.data_ptr(), logits.data_ptr()
-        forward.starts, forward.hidden = ctypes.addressof(starts), ctypes.addressof(addresses)
-        forward.closure = None if closure is None else closure.data_ptr()
-        forward.states = None if states is None else states.data_ptr()
-        failure = self._kernels.secondguess_run(self.decoder.described, forward, self._workspace)
-        if failure == NO_MEMORY:
-            raise OutOfMemoryError(
-                f"expected memory for a forward over {rows * width} tokens, got none; decode fewer at once"
-            )
-        if failure == UNKNOWN_TOKEN:
-            raise BadInputError(
-                f"expected token ids from 0 to {self.decoder.described.num_embedded - 1}, got {int(tokens.max())} "
-                f"or {int(tokens.min())}; is it the tokenizer of another model?"
-            )
-        if shown is None:
-            return Output(logits)
-        of_levels = dict(zip(asked, shown.unbind(), strict=True))
-        return Output(logits, {layer: of_levels[self._level(layer)] for layer in wanted})
-
-    def _room_for(self, rows: int, width: int, asked: Sequence[int]) -> tuple[ctypes.Array[c_void_p], Tensor]:
-        """Allocate the hidden states of these levels for the kernels.
-
-        Returns:
-            The addresses by level, null if not requested, and the states of the requested levels
-            `[level, row, query, width]`.
-        """
-        addresses = (c_void_p * (self.decoder.num_layers + 1))()
-        states = torch.empty(
-            len(asked), rows, width, self.decoder.embedding.shape[1], dtype=self._dtype_of_states
-        )
-        address, size = states.data_ptr(), states.nbytes // len(asked)
-        for number, level in enumerate(asked):
-            addresses[level] = address + number * size
-        return addresses, states
-
-    def _level(self, layer: int) -> int:
-        """Return a layer's level, counted from the embeddings; -1 is the last level."""
-        return layer % (self.decoder.num_layers + 1)

@@ -1,0 +1,185 @@
+"""Forward passes of a packed decoder, each in one call of the compiled kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from secondguess.errors import BadInputError, OutOfMemoryError
+from secondguess.runtime.attention import ForwardStep
+from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.cached import Output, Queries
+from secondguess.runtime.native import library
+from secondguess.runtime.native.decoder import PackedDecoder
+from secondguess.runtime.support import num_threads
+
+NO_MEMORY, UNKNOWN_TOKEN = 1, 2
+NUM_PREALLOCATED_SLOTS = 1024
+"""Largest batch whose slots, when in order, are taken from a preallocated list."""
+NO_POSITIONS = torch.empty(0, dtype=torch.long)
+
+
+def kernel_step(starts: Sequence[int], queries: Queries, num_keys: int) -> ForwardStep:
+    """Return the positions and ancestors of a forward pass, from which the kernels derive masks."""
+    return ForwardStep(None, NO_POSITIONS, num_keys, starts=starts, closure=queries.closure)
+
+
+class KernelForward:
+    """Forward passes of a packed decoder with a workspace of their own, for one thread at a time.
+
+    Args:
+        decoder: the weights.
+        context_length: largest number of positions.
+        dtype_of_states: dtype of the returned hidden states, bfloat16 or float32.
+
+    Raises:
+        OutOfMemoryError: no memory for the workspace.
+    """
+
+    def __init__(self, decoder: PackedDecoder, context_length: int, dtype_of_states: torch.dtype) -> None:
+        self.decoder = decoder
+        self._kernels = kernels = decoder.unit.kernels
+        self._workspace = c_void_p(kernels.secondguess_workspace())
+        if not self._workspace:
+            raise OutOfMemoryError("expected memory for a model's workspace, got none")
+        # not at exit: a daemon thread may still be in a forward pass
+        weakref.finalize(self, kernels.secondguess_free, self._workspace).atexit = False
+        self._keys, self._values = (c_void_p * decoder.num_layers)(), (c_void_p * decoder.num_layers)()
+        self._tables = (c_void_p * len(decoder.rotaries))()
+        self._no_levels = (c_void_p * (decoder.num_layers + 1))()
+        self._in_order = torch.arange(NUM_PREALLOCATED_SLOTS)
+        self._dtype_of_states = dtype_of_states
+        self._arguments = library.Forward(
+            context_length=context_length,
+            cos_sin=ctypes.addressof(self._tables),
+            keys=ctypes.addressof(self._keys),
+            values=ctypes.addressof(self._values),
+            hidden_is_float32=dtype_of_states == torch.float32,
+        )
+        self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
+
+    def forget_cache(self) -> None:
+        """Forget the addresses of keys and values, so that the cache can be freed."""
+        self._reached = (None, 0, 0)
+
+    def unembed(self, states: Tensor) -> Tensor:
+        """Return the logits `[..., vocab]` in float32 of normalised hidden states `[..., width]`.
+
+        Raises:
+            OutOfMemoryError: no memory for the workspace.
+        """
+        flat = states.to(torch.bfloat16).contiguous()
+        num_rows = flat.numel() // flat.shape[-1]
+        logits = torch.empty(*states.shape[:-1], self.decoder.described.head.num_outputs)
+        arguments = (flat.data_ptr(), num_rows, logits.data_ptr(), num_threads(), self._workspace)
+        if num_rows and self._kernels.secondguess_unembed(self.decoder.described, *arguments):
+            raise OutOfMemoryError(f"expected memory for the logits of {num_rows} states, got none")
+        return logits
+
+    def __call__(
+        self,
+        cache: KeyValueCache,
+        tokens: Tensor,
+        step: ForwardStep,
+        layers: range,
+        num_logits: int,
+        wanted: Sequence[int],
+        num_known: int = 0,
+        states: Tensor | None = None,
+        features: Tensor | None = None,
+    ) -> Output:
+        """Run some layers in one call of the kernels, writing to the placement of `cache`.
+
+        Args:
+            cache: keys and values; always the same object between calls of `forget_cache`.
+            tokens: `[row, token]`, preceded by `num_known` other tokens of the same step.
+            step: starts and ancestors of all tokens of the step.
+            layers: consecutive layers to run.
+            num_logits: number of last columns whose logits are returned.
+            wanted: layers whose hidden states are returned: the input of the first of `layers`, or
+                any of their outputs.
+            num_known: number of preceding tokens that these layers have run already.
+            states: input of the first of `layers`; None for the embeddings of `tokens`.
+            features: `[row, token, width]` in bfloat16, read beside the tokens by a drafter head.
+
+        Raises:
+            OutOfMemoryError: no memory for the workspace.
+            BadInputError: a token id outside the vocabulary.
+        """
+        rows, width = tokens.shape
+        tokens = tokens.contiguous()
+        self._reach_cache(cache)
+        # held during the call: a runtime that shares the decoder may replace a table
+        tables = [rotary.table(step.num_keys) for rotary in self.decoder.rotaries]
+        for index, table in enumerate(tables):
+            self._tables[index] = table.data_ptr()
+        # the last layer has two numbers
+        asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
+        addresses, shown = self._room_for(rows, width, asked) if asked else (self._no_levels, None)
+        logits = torch.empty(rows, num_logits, self.decoder.described.head.num_outputs)
+        slots = cache.placement.slots
+        if slots is None:
+            slots = self._in_order if rows <= NUM_PREALLOCATED_SLOTS else torch.arange(rows)
+        starts = (c_int64 * rows)(*step.starts)
+        closure = None if step.closure is None else step.closure.contiguous()
+        states = None if states is None else states.contiguous()
+        features = None if features is None else features.contiguous()
+        forward = self._arguments
+        forward.num_rows, forward.num_tokens, forward.num_logits = rows, width, num_logits
+        forward.num_known, forward.first_layer, forward.last_layer = num_known, layers.start, layers.stop
+        forward.capacity, forward.num_threads = cache.capacity, num_threads()
+        forward.tokens, forward.slots, forward.logits = tokens.data_ptr(), slots.data_ptr(), logits.data_ptr()
+        forward.starts, forward.hidden = ctypes.addressof(starts), ctypes.addressof(addresses)
+        forward.closure = None if closure is None else closure.data_ptr()
+        forward.states = None if states is None else states.data_ptr()
+        forward.features = None if features is None else features.data_ptr()
+        failure = self._kernels.secondguess_run(self.decoder.described, forward, self._workspace)
+        if failure == NO_MEMORY:
+            raise OutOfMemoryError(
+                f"expected memory for a forward over {rows * width} tokens, got none; decode fewer at once"
+            )
+        if failure == UNKNOWN_TOKEN:
+            raise BadInputError(
+                f"expected token ids from 0 to {self.decoder.described.num_embedded - 1}, got {int(tokens.max())} "
+                f"or {int(tokens.min())}; is it the tokenizer of another model?"
+            )
+        if shown is None:
+            return Output(logits)
+        of_levels = dict(zip(asked, shown.unbind(), strict=True))
+        return Output(logits, {layer: of_levels[self._level(layer)] for layer in wanted})
+
+    def _room_for(self, rows: int, width: int, asked: Sequence[int]) -> tuple[ctypes.Array[c_void_p], Tensor]:
+        """Allocate the hidden states of these levels for the kernels.
+
+        Returns:
+            The addresses by level, null if not requested, and the states of the requested levels
+            `[level, row, query, width]`.
+        """
+        addresses = (c_void_p * (self.decoder.num_layers + 1))()
+        states = torch.empty(
+            len(asked), rows, width, self.decoder.embedding.shape[1], dtype=self._dtype_of_states
+        )
+        address, size = states.data_ptr(), states.nbytes // len(asked)
+        for number, level in enumerate(asked):
+            addresses[level] = address + number * size
+        return addresses, states
+
+    def _level(self, layer: int) -> int:
+        """Return a layer's level, counted from the embeddings; -1 is the last level."""
+        return layer % (self.decoder.num_layers + 1)
+
+    def _reach_cache(self, cache: KeyValueCache) -> None:
+        """Update the addresses of keys and values, which change when the cache grows."""
+        decoder = self.decoder
+        cache.allocate(decoder.num_layers, decoder.num_key_heads, decoder.head_size, torch.bfloat16)
+        reached = (cache, cache.num_slots, cache.capacity)
+        if reached != self._reached:
+            for index in range(decoder.num_layers):
+                self._keys[index] = cache.keys[index].data_ptr()
+                self._values[index] = cache.values[index].data_ptr()
+            self._reached = reached
