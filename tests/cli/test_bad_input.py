@@ -551,6 +551,21 @@ def test_prompts_that_do_not_fit_together_decode_one_after_the_other(tiny_checkp
     assert [output.token_ids for output in in_turn] == [output.token_ids for output in together]
 
 
+def test_long_prompts_after_many_short_ones_decode_together(tmp_path, monkeypatch):
+    llm = load(str(write_llama(tmp_path / "long", 0, max_position_embeddings=1024)), "none", dtype="float32")
+    llm.generate([[number] for number in range(5, 69)], max_tokens=2)
+    # The memory of the short rows' entries is enough for those of the long ones.
+    needed = 4 * llm.target.runtime.vocab_size * generation.PROBS_BYTES
+    monkeypatch.setattr(memory, "available_memory", lambda _: needed / generation.MEMORY_SHARE)
+    most, score = [], llm.target.runtime.score
+    monkeypatch.setattr(
+        llm.target.runtime, "score", lambda rows, *_: most.append(len(rows)) or score(rows, *_)
+    )
+    llm.generate([[number] * 600 for number in range(5, 9)], max_tokens=4)
+    assert max(most) == 4
+    assert (llm.target.runtime.cache.num_slots, llm.target.runtime.cache.capacity) == (4, 1024)
+
+
 def test_a_prompt_that_begins_like_an_earlier_one_is_prefilled_from_where_it_differs(tiny_checkpoint):
     llm = load(tiny_checkpoint, "none", dtype="float32")
     runtime = llm.target.runtime

@@ -53,7 +53,9 @@ class TableModel(Runtime):
             self._cached[row] = []
         return [0] * len(rows)
 
-    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
+    def prefill(
+        self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
+    ) -> list[HiddenStates]:
         left = sum(map(self.num_to_prefill, rows)) if max_tokens is None else max_tokens
         for row in rows:
             num_cached = len(self._cached[row])

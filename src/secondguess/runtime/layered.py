@@ -115,9 +115,11 @@ class LayeredRuntime(CachedRuntime):
         return super().admit(rows, reuse_limits)
 
     @exclusive
-    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
+    def prefill(
+        self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
+    ) -> list[HiddenStates]:
         self._partial = None
-        return super().prefill(rows, max_tokens)
+        return super().prefill(rows, max_tokens, with_hidden)
 
     @exclusive
     def end(self, row: Row) -> None:
