@@ -17,18 +17,14 @@ from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks
 from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 MAX_HEAD_SIZE = 512
 
 
-def can_run_native(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernels can run a model, in bfloat16 or quantised from it."""
-    return why_not_native(config, dtype, device) is None
-
-
 def why_not_native(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the kernels cannot run a model, or None if they can."""
+    """Return why the kernels cannot run a model, in bfloat16 or quantised from it; None if they can."""
     if obstacle := why_not_fused(config, device):
         return obstacle
     if dtype != torch.bfloat16:
@@ -47,17 +43,20 @@ class NativeDecoder:
 
     Args:
         decoder: unpacked, in bfloat16; its weights are released as they are packed, except a tied head.
-        eight_bits: whether to quantise the weights of linear layers to 8 bits, with a scale per
-            output, and their inputs to 8 bits, with a scale per row.
+        weight_format: encoding of the weights of linear layers. With a quantised one their inputs
+            are quantised to 8 bits too, with a scale per row.
         unit: unit that computes the products; by default the fastest of `library.units()`.
     """
 
     def __init__(
-        self, decoder: FusedDecoder, eight_bits: bool = False, unit: library.Unit | None = None
+        self,
+        decoder: FusedDecoder,
+        weight_format: WeightFormat = BFLOAT16,
+        unit: library.Unit | None = None,
     ) -> None:
         self.unit = unit or library.units()[0]
         self.config = decoder.config
-        self.eight_bits = eight_bits
+        self.weight_format = weight_format
         self.rotaries = list(decoder.rotaries.values())
         self.num_layers = len(decoder.layers)
         self.embedding = decoder.embedding
@@ -148,7 +147,7 @@ class NativeDecoder:
         )
 
     def _weight(self, product: PackableLinear, gated: bool = False) -> Blocks:
-        blocks = pack_blocks(product.weight, product.bias, self._arena, self.eight_bits, gated)
+        blocks = pack_blocks(product.weight, product.bias, self._arena, self.weight_format, gated)
         product.release()
         self._kept.append(blocks)
         return blocks

@@ -21,6 +21,7 @@ from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.support import context_length_of, has_bfloat16, num_threads
+from secondguess.runtime.weight_format import BFLOAT16, INT8, WeightFormat
 
 NO_MEMORY, UNKNOWN_TOKEN = 1, 2
 NUM_PREALLOCATED_SLOTS = 1024
@@ -28,29 +29,29 @@ NUM_PREALLOCATED_SLOTS = 1024
 NO_POSITIONS = torch.empty(0, dtype=torch.long)
 
 PROBE_WIDTH = 16
-PROBE_TOLERANCE = {False: 0.03, True: 0.12}
-"""Largest relative root-mean-square error of the logits attributed to rounding, by `eight_bits`.
+PROBE_TOLERANCE = {BFLOAT16: 0.03, INT8: 0.12}
+"""Largest relative root-mean-square error of the logits attributed to rounding.
 
 Trained and tiny random models have errors of 0.01 in bfloat16 and 0.03 to 0.05 in 8 bits; a wrong
 computation has an error of about 1.
 """
 
 
-def to_native(decoder: FusedDecoder, eight_bits: bool = False) -> NativeDecoder | None:
+def to_native(decoder: FusedDecoder, weight_format: WeightFormat = BFLOAT16) -> NativeDecoder | None:
     """Return a fused decoder in the layout of the kernels, or None if they would not reproduce it.
 
     The fused decoder must not be used afterwards in either case.
 
     Args:
         decoder: unpacked, in bfloat16.
-        eight_bits: as in `NativeDecoder`.
+        weight_format: as in `NativeDecoder`.
     """
     tokens = torch.arange(2 * PROBE_WIDTH).remainder(decoder.embedding.shape[0]).reshape(2, PROBE_WIDTH)
     expected = FusedRuntime(decoder).read(tokens).logits
-    native = NativeDecoder(decoder, eight_bits)
+    native = NativeDecoder(decoder, weight_format)
     found = NativeRuntime(native).read(tokens).logits
-    name = "native (8 bits)" if eight_bits else "native"
-    return native if probe_passes(name, found, expected, PROBE_TOLERANCE[eight_bits]) else None
+    name = f"native ({weight_format.name})"
+    return native if probe_passes(name, found, expected, PROBE_TOLERANCE[weight_format]) else None
 
 
 class NativeRuntime(LayeredRuntime):
