@@ -593,3 +593,36 @@ def test_the_most_probable_token_and_its_probability_equal_torch(width: int, spe
     torch.testing.assert_close(
         torch.tensor(confidences).double(), expected, rtol=1e-5, atol=0, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("hidden_layers", [(), (1, -1)])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chains", "trees"])
+def test_rows_of_different_lengths_are_run_without_padding(checkpoint, hidden_layers, is_tree, monkeypatch):
+    """Drafts of different lengths, and rows that have to catch up: each row's bits are those of the row alone."""
+    runtime = native_runtime(checkpoint, hidden_layers=hidden_layers)
+    call, num_tokens = runtime._call, []
+    monkeypatch.setattr(
+        runtime, "_call", lambda tokens, *rest: num_tokens.append(tokens.numel()) or call(tokens, *rest)
+    )
+    chains = [[5, 9, 2, 7, 3], [], [8], [4, 4, 1]]
+    draft = Draft.chains(chains)
+    if is_tree:
+        parents = torch.tensor([[-1, -1, 0, 1, 1], [-1] * 5, [-1] * 5, [-1, 0, 0, -1, -1]])
+        draft = Draft(draft.tokens, parents, draft.lengths)
+    rows = [row_of(random_tokens(10 + number, seed=number)) for number in range(4)]
+    runtime.begin(rows)
+    rows[2].tokens += [3, 1, 4]
+    del num_tokens[:]
+    together = runtime.score(rows, draft)
+    assert num_tokens == [sum(len(chain) + 1 for chain in chains) + 3]
+    assert torch.isfinite(together.logits).all()
+    for number, row in enumerate(rows):
+        alone_row, alone_draft = row_of(list(row.tokens)), draft.select(torch.tensor([number]))
+        alone_runtime = native_runtime(checkpoint, hidden_layers=hidden_layers)
+        alone_runtime.begin([alone_row])
+        alone = alone_runtime.score([alone_row], alone_draft)
+        num_queries = len(chains[number]) + 1
+        assert torch.equal(together.logits[number, :num_queries], alone.logits[0, :num_queries])
+        for layer in hidden_layers:
+            found, expected = together.hidden[layer][number], alone.hidden[layer][0]
+            assert torch.equal(found[:num_queries], expected[:num_queries])

@@ -12,7 +12,7 @@ from torch import Tensor
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import ForwardOutput, HiddenStates
+from secondguess.runtime.base import HiddenStates
 from secondguess.runtime.cached import CachedRuntime, Output, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.slots import CachedRow
@@ -173,17 +173,15 @@ class LayeredRuntime(CachedRuntime):
         self._place(members, starts, tokens.shape[1], num_keys)
         return tokens, step, states
 
-    def _score(self, states: Sequence[CachedRow], draft: Draft) -> ForwardOutput:
+    def _run_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
+    ) -> tuple[Tensor, HiddenStates]:
         ahead, self._partial = self._partial, None
         if ahead is None or not ahead.is_prefix_of(states, draft):
-            return super()._score(states, draft)
+            return super()._run_queries(states, num_uncached, draft)
         if any(0 < layer % (self.num_layers + 1) < ahead.num_layers for layer in self.hidden_layers):
-            return super()._score(states, draft)  # needs hidden states that were not kept
-        with torch.inference_mode():
-            tokens, step, read = self._extend_first_layers(states, draft, ahead.states, ahead.num_layers)
-            output = self.run_remaining_layers(tokens, read, step, ahead.num_layers)
-        for state in states:
-            state.length = len(state.row.tokens)
-            state.num_nodes = draft.num_nodes
-        logits = output.logits if output.logits.dtype == torch.float64 else output.logits.float()
-        return ForwardOutput(logits, output.hidden)
+            # needs hidden states that were not kept
+            return super()._run_queries(states, num_uncached, draft)
+        tokens, step, read = self._extend_first_layers(states, draft, ahead.states, ahead.num_layers)
+        output = self.run_remaining_layers(tokens, read, step, ahead.num_layers)
+        return output.logits, output.hidden

@@ -6,20 +6,25 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from secondguess.core import Draft
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import EmbeddingAndHead
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime, probe_passes
 from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
+from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import context_length_of, has_bfloat16, num_threads
 from secondguess.runtime.weight_format import BFLOAT16, INT8, WeightFormat
 
@@ -52,6 +57,63 @@ def to_native(decoder: FusedDecoder, weight_format: WeightFormat = BFLOAT16) -> 
     found = NativeRuntime(native).read(tokens).logits
     name = f"native ({weight_format.name})"
     return native if probe_passes(name, found, expected, PROBE_TOLERANCE[weight_format]) else None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tokens of the rows of a forward pass, which follow each other without padding.
+
+    Args:
+        firsts: first token of each row, then the number of tokens.
+        selected: tokens whose logits are computed.
+        places: place of each of these logits in a tensor `[row, column]`, flattened.
+        num_columns: number of columns of that tensor.
+    """
+
+    firsts: ctypes.Array[c_int64]
+    selected: ctypes.Array[c_int64]
+    places: ctypes.Array[c_int64]
+    num_columns: int
+
+    @classmethod
+    def of(
+        cls, firsts: Sequence[int], selected: Sequence[int], places: Sequence[int], num_columns: int
+    ) -> Layout:
+        return cls(_array(firsts), _array(selected), _array(places), num_columns)
+
+
+def _array(numbers: Sequence[int]) -> ctypes.Array[c_int64]:
+    return (c_int64 * len(numbers))(*numbers)
+
+
+@lru_cache(maxsize=256)
+def even_layout(num_rows: int, width: int, num_logits: int) -> Layout:
+    """Return the layout of rows of one width, with logits of the last columns; cached, as sizes recur."""
+    selected = [
+        row * width + column for row in range(num_rows) for column in range(width - num_logits, width)
+    ]
+    return Layout.of(range(0, (num_rows + 1) * width, width), selected, range(len(selected)), num_logits)
+
+
+def uneven_layout(counts: Sequence[int], lengths: Sequence[int], num_nodes: int) -> Layout:
+    """Return the layout of rows with these numbers of tokens, the last ones being pending and nodes.
+
+    Args:
+        counts: per row, the number of tokens.
+        lengths: per row, the number of nodes, which are the last tokens.
+        num_nodes: number of nodes of the padded draft.
+    """
+    firsts = [0, *accumulate(counts)]
+    queries = [(row, node) for row, length in enumerate(lengths) for node in range(length + 1)]
+    selected = [firsts[row + 1] - 1 - lengths[row] + node for row, node in queries]
+    return Layout.of(firsts, selected, [row * (num_nodes + 1) + node for row, node in queries], num_nodes + 1)
+
+
+def _in_rows(output: Output, tokens: Tensor) -> Output:
+    """Return an output with hidden states `[row, query, width]` for tokens `[row, query]`."""
+    return Output(
+        output.logits, {layer: each.view(*tokens.shape, -1) for layer, each in output.hidden.items()}
+    )
 
 
 class NativeRuntime(LayeredRuntime):
@@ -162,18 +224,42 @@ class NativeRuntime(LayeredRuntime):
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         wanted = self.hidden_layers if with_hidden else ()
-        return self._call(tokens, step, range(self.num_layers), num_logits, wanted)
+        layout = even_layout(*tokens.shape, num_logits)
+        return _in_rows(self._call(tokens, layout, step, range(self.num_layers), wanted), tokens)
+
+    def _run_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
+    ) -> tuple[Tensor, HiddenStates]:
+        lengths = draft.lengths.tolist()
+        counts = [count + length for count, length in zip(num_uncached, lengths, strict=True)]
+        if self._partial is not None or min(counts) == max(counts):
+            return super()._run_queries(states, num_uncached, draft)
+        # Rows differ: their tokens follow each other without padding.
+        tokens, step = self._prepare(states, num_uncached, draft)
+        is_real = torch.arange(tokens.shape[1]) < torch.tensor(counts)[:, None]
+        layout = uneven_layout(counts, lengths, draft.num_nodes)
+        output = self._call(tokens[is_real], layout, step, range(self.num_layers), self.hidden_layers)
+        padding = ~torch.cat((torch.ones(len(states), 1, dtype=torch.bool), draft.mask), 1)
+        output.logits[padding] = 0
+        hidden = {}
+        for layer, of_tokens in output.hidden.items():
+            hidden[layer] = of_tokens.new_zeros(*padding.shape, of_tokens.shape[-1])
+            hidden[layer][~padding] = of_tokens[torch.tensor(layout.selected[:])]
+        return output.logits, hidden
 
     def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
-        output = self._call(tokens, step, range(num_layers), 0, (num_layers,), num_known=num_known)
-        return output.hidden[num_layers]
+        layout = even_layout(*tokens.shape, 0)
+        output = self._call(tokens, layout, step, range(num_layers), (num_layers,), num_known=num_known)
+        return _in_rows(output, tokens).hidden[num_layers]
 
     def run_remaining_layers(
         self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
     ) -> Output:
         wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
         layers = range(num_layers, self.num_layers)
-        output = self._call(tokens, step, layers, tokens.shape[1], wanted, states=states.to(torch.bfloat16))
+        layout = even_layout(*tokens.shape, tokens.shape[1])
+        output = self._call(tokens, layout, step, layers, wanted, states=states.to(torch.bfloat16))
+        output = _in_rows(output, tokens)
         of_tokens = {
             layer: self.embedding_and_head().embed(tokens)
             for layer in self.hidden_layers
@@ -184,26 +270,26 @@ class NativeRuntime(LayeredRuntime):
     def _call(
         self,
         tokens: Tensor,
+        layout: Layout,
         step: ForwardStep,
         layers: range,
-        num_logits: int,
         wanted: Sequence[int],
         num_known: int = 0,
         states: Tensor | None = None,
     ) -> Output:
-        """Run some layers in one call of the kernels.
+        """Run some layers in one call of the kernels; return hidden states `[token, width]`.
 
         Args:
-            tokens: `[row, token]`, preceded by `num_known` other tokens of the same step.
+            tokens: tokens of all rows, in order; `num_known` other tokens of a row's step precede it.
+            layout: the tokens of each row, and those whose logits are returned.
             step: starts and ancestors of all tokens of the step.
             layers: consecutive layers to run.
-            num_logits: number of last columns whose logits are returned.
             wanted: layers whose hidden states are returned: the input of the first of `layers`, or
                 any of their outputs.
-            num_known: number of preceding tokens that these layers have run already.
+            num_known: number of preceding tokens of each row that these layers have run already.
             states: input of the first of `layers`; None for the embeddings of `tokens`.
         """
-        rows, width = tokens.shape
+        rows, num_tokens = len(layout.firsts) - 1, tokens.numel()
         tokens = tokens.contiguous()
         self._reach_cache()
         # held during the call: a runtime that shares the decoder may replace a table
@@ -212,8 +298,8 @@ class NativeRuntime(LayeredRuntime):
             self._turns[index] = table.data_ptr()
         # the last layer has two numbers
         asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
-        addresses, shown = self._room_for(rows, width, asked) if asked else (self._no_levels, None)
-        logits = torch.empty(rows, num_logits, self.vocab_size)
+        addresses, shown = self._room_for(num_tokens, asked) if asked else (self._no_levels, None)
+        logits = torch.empty(rows, layout.num_columns, self.vocab_size)
         slots = self.cache.placement.slots
         if slots is None:
             slots = self._in_order if rows <= NUM_PREALLOCATED_SLOTS else torch.arange(rows)
@@ -221,7 +307,10 @@ class NativeRuntime(LayeredRuntime):
         closure = None if step.closure is None else step.closure.contiguous()
         states = None if states is None else states.contiguous()
         forward = self._forward
-        forward.num_rows, forward.num_tokens, forward.num_logits = rows, width, num_logits
+        forward.num_rows, forward.num_tokens, forward.num_logits = rows, num_tokens, len(layout.selected)
+        forward.firsts = ctypes.addressof(layout.firsts)
+        forward.selected, forward.places = ctypes.addressof(layout.selected), ctypes.addressof(layout.places)
+        forward.num_indices = 0 if closure is None else closure.shape[-1]
         forward.num_known, forward.first_layer, forward.last_layer = num_known, layers.start, layers.stop
         forward.capacity, forward.num_threads = self.cache.capacity, num_threads()
         forward.tokens, forward.slots, forward.logits = tokens.data_ptr(), slots.data_ptr(), logits.data_ptr()
@@ -231,7 +320,7 @@ class NativeRuntime(LayeredRuntime):
         failure = self._kernels.secondguess_run(self.decoder.described, forward, self._workspace)
         if failure == NO_MEMORY:
             raise OutOfMemoryError(
-                f"expected memory for a forward over {rows * width} tokens, got none; decode fewer at once"
+                f"expected memory for a forward over {num_tokens} tokens, got none; decode fewer at once"
             )
         if failure == UNKNOWN_TOKEN:
             raise BadInputError(
@@ -243,17 +332,16 @@ class NativeRuntime(LayeredRuntime):
         of_levels = dict(zip(asked, shown.unbind(), strict=True))
         return Output(logits, {layer: of_levels[self._level(layer)] for layer in wanted})
 
-    def _room_for(self, rows: int, width: int, asked: Sequence[int]) -> tuple[ctypes.Array[c_void_p], Tensor]:
+    def _room_for(self, num_tokens: int, asked: Sequence[int]) -> tuple[ctypes.Array[c_void_p], Tensor]:
         """Allocate the hidden states of these levels for the kernels.
 
         Returns:
             The addresses by level, null if not requested, and the states of the requested levels
-            `[level, row, query, width]`.
+            `[level, token, width]`.
         """
         addresses = (c_void_p * (self.decoder.num_layers + 1))()
-        states = torch.empty(
-            len(asked), rows, width, self.decoder.embedding.shape[1], dtype=self._dtype_of_states
-        )
+        width = self.decoder.embedding.shape[1]
+        states = torch.empty(len(asked), num_tokens, width, dtype=self._dtype_of_states)
         address, size = states.data_ptr(), states.nbytes // len(asked)
         for number, level in enumerate(asked):
             addresses[level] = address + number * size
