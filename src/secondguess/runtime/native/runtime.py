@@ -230,9 +230,11 @@ class NativeRuntime(LayeredRuntime):
     def _run_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
     ) -> tuple[Tensor, HiddenStates]:
+        if len(states) == 1 or self._partial is not None:
+            return super()._run_queries(states, num_uncached, draft)
         lengths = draft.lengths.tolist()
         counts = [count + length for count, length in zip(num_uncached, lengths, strict=True)]
-        if self._partial is not None or min(counts) == max(counts):
+        if min(counts) == max(counts):
             return super()._run_queries(states, num_uncached, draft)
         # Rows differ: their tokens follow each other without padding.
         tokens, step = self._prepare(states, num_uncached, draft)
