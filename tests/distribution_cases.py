@@ -212,7 +212,7 @@ def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> Cost
             drafting = step * plan.length
             time = RoundTime(prefill=0.0, draft=drafting, total=1 + drafting + 0.01 * plan.length)
             controller.learn([row], draft, verdict, time)
-        controller.end(row)
+        controller.release(row)
     return controller
 
 

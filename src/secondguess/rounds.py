@@ -173,6 +173,6 @@ def _commit(
 
 def release(components: Components, row: Row) -> None:
     """Release the state that target, drafter and controller hold for a row."""
-    components.target.end(row)
-    components.drafter.end(row)
-    components.controller.end(row)
+    components.target.release(row)
+    components.drafter.release(row)
+    components.controller.release(row)

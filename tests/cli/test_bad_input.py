@@ -536,7 +536,7 @@ def test_prompts_that_do_not_fit_together_decode_one_after_the_other(tiny_checkp
     llm = load(tiny_checkpoint, "none", dtype="float32")
     prompts = [[5] * 50, [6, 7], [7], [8, 8, 8]]
     together = llm.generate(prompts, max_tokens=8)
-    llm.target.runtime.release()
+    llm.target.runtime.free()
     if limit == "rows":
         llm.shared_batch.scheduler.max_rows = 2
     else:

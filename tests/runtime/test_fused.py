@@ -96,12 +96,12 @@ def test_a_tokens_bits_do_not_depend_on_the_number_of_scored_tokens(name, num_kv
             twin = row_of(tokens[:place])
             model.begin([neighbour, twin])
             together = model.score([neighbour, twin], Draft.chains([[5], drafted])).logits[1]
-            model.end(neighbour)
-            model.end(twin)
+            model.release(neighbour)
+            model.release(twin)
             for node in range(num_nodes + 1):
                 assert torch.equal(single[node], alone[node])
                 assert torch.equal(together[node], alone[node])
-        model.end(row)
+        model.release(row)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])

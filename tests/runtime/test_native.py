@@ -121,7 +121,7 @@ def test_a_tokens_bits_depend_only_on_its_prefix(checkpoint, weight_format, unit
             for node, depth in ((1, 1), (3, 2), (4, 3)):
                 assert torch.equal(logits[node + 1], whole[place - 1 + depth])
             for each in (row, neighbour):
-                runtime.end(each)
+                runtime.release(each)
     finally:
         torch.set_num_threads(before)
 
@@ -208,7 +208,7 @@ def test_a_released_runtime_can_be_used_again(checkpoint):
         with pytest.raises(BadInputError, match="no row in the cache, got 1"):
             runtime.read(TOKENS)
         logits.append(runtime.score([row], Draft.empty(1)).logits)
-        runtime.release()
+        runtime.free()
         assert runtime.cache.keys == []
     assert torch.equal(*logits)
 
@@ -343,7 +343,7 @@ def test_layers_can_be_run_in_two_parts(checkpoint, unit):
             assert torch.equal(found.hidden[layer][is_real], expected.hidden[layer][is_real])
         for runtime, those in rows.items():
             for row in those:
-                runtime.end(row)
+                runtime.release(row)
 
 
 GROWING = [

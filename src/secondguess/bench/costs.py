@@ -128,7 +128,7 @@ class ForwardTimer:
             for runtime in runtimes:
                 runtime.begin(rows)
                 for row in rows:
-                    at_the_end.callback(runtime.end, row)
+                    at_the_end.callback(runtime.release, row)
             for width in self._num_sweeps * list(self._widths):
                 for name, runtime in self._draft_models.items():
                     self._draft_seconds[name].append(_timed_pass(runtime, rows, 1))

@@ -271,7 +271,7 @@ class SecondguessSystem(System):
 
     def release(self) -> None:
         """Free the target's KV cache; it is allocated again for the next text."""
-        self._target.runtime.release()
+        self._target.runtime.free()
 
     def start(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int

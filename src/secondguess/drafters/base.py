@@ -182,7 +182,7 @@ class Drafter(ABC):
                 by layer.
         """
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         """Release the state held for a row."""
 
     def reset_prefix_cache(self) -> None:

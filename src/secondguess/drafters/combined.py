@@ -98,9 +98,9 @@ class CombinedDrafter(Drafter):
         for part in self.parts:
             part.observe(rows, verdict, hidden)
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         for part in self.parts:
-            part.end(row)
+            part.release(row)
 
     def reset_prefix_cache(self) -> None:
         for part in self.parts:

@@ -85,9 +85,9 @@ class DsparkStepper(Stepper):
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._hidden_buffer.observe(rows, verdict, hidden)
 
-    def end(self, row: Row) -> None:
-        self._hidden_buffer.end(row)
-        self._context.end(row)
+    def release(self, row: Row) -> None:
+        self._hidden_buffer.release(row)
+        self._context.release(row)
 
     def reset_prefix_cache(self) -> None:
         self._context.reset_prefix_cache()

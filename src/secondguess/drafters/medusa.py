@@ -72,7 +72,7 @@ class MedusaStepper(Stepper):
             # A view would keep the states of the whole round in memory.
             self._states[row] = hidden[LAST_HIDDEN][index, path[-1] + 1 if path else 0].clone()
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self._states.pop(row, None)
 
     def room(self, row: Row) -> int:

@@ -82,10 +82,10 @@ class MirroringStepper(Stepper):
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         return expand_to_batch(self._score(rows, active, tree), len(rows), active)
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         mirror = self._mirror_rows.pop(row, None)
         if mirror is not None:
-            self.runtime.end(mirror.row)
+            self.runtime.release(mirror.row)
 
     def reset_prefix_cache(self) -> None:
         self.runtime.reset_prefix_cache()
@@ -122,7 +122,7 @@ class ModelStepper(MirroringStepper):
         if far:
             self.runtime.prefill(far)
         for row in new:
-            # Registered before the prefill, so that `end` releases them even if it is interrupted.
+            # Registered before the prefill, so that `release` frees them even if it is interrupted.
             mirror_row = Row([self._known_token(token) for token in row.tokens], row.params)
             self._mirror_rows[row] = MirrorRow(mirror_row, num_committed=len(row.tokens))
         if new:
@@ -176,7 +176,7 @@ class FeatureStepper(MirroringStepper):
 
     def _admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> None:
         mirrors = [MirrorRow(Row(row.tokens[1:], row.params)) for row in rows]
-        # Registered first, so that `end` releases them even if this is interrupted.
+        # Registered first, so that `release` frees them even if this is interrupted.
         self._mirror_rows.update(zip(rows, mirrors, strict=True))
         nums_reused = self.runtime.admit([mirror.row for mirror in mirrors], reuse_limits)
         for mirror, num_reused in zip(mirrors, nums_reused, strict=True):
@@ -211,9 +211,9 @@ class FeatureStepper(MirroringStepper):
         if far:
             self.runtime.prefill(far)
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         mirror = self._mirror_rows.get(row)
         if mirror is not None and mirror.row in self.head_runtime.slots:
             self._rewind([mirror])  # entries of draft nodes have features of the head's own: not reused
-        super().end(row)
-        self._hidden_buffer.end(row)
+        super().release(row)
+        self._hidden_buffer.release(row)

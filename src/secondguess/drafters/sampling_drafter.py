@@ -59,7 +59,7 @@ class Stepper(ABC):
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         """Process the committed tokens; see `Drafter.observe`."""
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         """Release the state held for a row."""
 
     def reset_prefix_cache(self) -> None:
@@ -198,8 +198,8 @@ class SamplingDrafter(Drafter):
             self.shape.learn(self._tree_parents, verdict.path_lists())
         self._tree_parents = ()
 
-    def end(self, row: Row) -> None:
-        self.stepper.end(row)
+    def release(self, row: Row) -> None:
+        self.stepper.release(row)
 
     def reset_prefix_cache(self) -> None:
         self.stepper.reset_prefix_cache()

@@ -216,7 +216,7 @@ class SuffixDrafter(Drafter):
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._read(rows)
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self._automata.pop(row, None)
 
     def _read(self, rows: Sequence[Row]) -> None:

@@ -49,7 +49,9 @@ class TableModel(Runtime):
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         for row in rows:
             if row in self._cached:
-                raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
+                raise BadInputError(
+                    "expected a new row, got one that has begun already; call release(row) first"
+                )
             self._cached[row] = []
         return [0] * len(rows)
 
@@ -108,7 +110,7 @@ class TableModel(Runtime):
             self._cached[row] = self._cached[row][:length]
             self._held[row] = []
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self._cached.pop(row, None)
         self._held.pop(row, None)
 

@@ -214,7 +214,7 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         """Release the cache slot of a row; do nothing for a row that was never admitted."""
 
 

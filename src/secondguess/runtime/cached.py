@@ -140,7 +140,9 @@ class CachedRuntime(Runtime):
             BadInputError: if there are rows in the cache.
         """
         if len(self.slots):
-            raise BadInputError(f"expected no row in the cache, got {len(self.slots)}; call end(row) first")
+            raise BadInputError(
+                f"expected no row in the cache, got {len(self.slots)}; call release(row) first"
+            )
         self.slots.forget()
         num_rows, width = tokens.shape
         starts = [0] * num_rows
@@ -150,7 +152,7 @@ class CachedRuntime(Runtime):
             return self.run(tokens, step, width, with_hidden=bool(self.hidden_layers))
 
     @exclusive
-    def release(self) -> None:
+    def free(self) -> None:
         """Remove every row and free the cache."""
         self.cache = KeyValueCache(self.device)
         self.slots = SlotTable(self.cache)
@@ -169,7 +171,7 @@ class CachedRuntime(Runtime):
         return [state.length for state in self.slots.admit(rows, reuse_limits)]
 
     @exclusive
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self.slots.release(row)
 
     @exclusive

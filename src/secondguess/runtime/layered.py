@@ -105,9 +105,9 @@ class LayeredRuntime(CachedRuntime):
     # An interrupted round leaves `_partial` behind. It must be dropped below: rows, lengths and
     # draft may match again after the cache has been overwritten.
     @exclusive
-    def release(self) -> None:
+    def free(self) -> None:
         self._partial = None
-        super().release()
+        super().free()
 
     @exclusive
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
@@ -122,9 +122,9 @@ class LayeredRuntime(CachedRuntime):
         return super().prefill(rows, max_tokens, with_hidden)
 
     @exclusive
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self._partial = None
-        super().end(row)
+        super().release(row)
 
     @exclusive
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:

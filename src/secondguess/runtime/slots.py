@@ -87,7 +87,9 @@ class SlotTable:
         """
         for row in rows:
             if row in self._rows:
-                raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
+                raise BadInputError(
+                    "expected a new row, got one that has begun already; call release(row) first"
+                )
             if not row.tokens:
                 raise BadInputError("expected a row of at least one token, got an empty one")
         if rows and self._is_cleared_for(len(rows), max(len(row.tokens) + row.room for row in rows)):

@@ -202,8 +202,8 @@ class NativeRuntime(LayeredRuntime):
     def skip_layers(self, skipped: Sequence[int]) -> NativeRuntime:
         return NativeRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
-    def release(self) -> None:
-        super().release()
+    def free(self) -> None:
+        super().free()
         self._reached = (None, 0, 0)
 
     def _step(
