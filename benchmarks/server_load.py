@@ -9,7 +9,8 @@ Starts `secondguess serve` and sends the prompts from 1, 4, ... concurrent clien
 waits for its reply before it sends the next prompt. Runs alternate between the default
 (`speculation: "auto"`), plain decoding (`speculation: "off"`) and other servers with OpenAI's API.
 Each request asks for the same number of tokens; a server may end earlier, so tokens are counted,
-not requests.
+not requests. In every run the prompts begin with another comment: otherwise all runs but the first
+would find them in the KV cache.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -60,13 +62,13 @@ class System:
     Args:
         address: its URL.
         model: name of its model; empty for the first one that it lists.
-        prompts: texts or token ids.
+        encode: turns a text into a prompt, as text or token ids.
         extra: further fields of its requests.
     """
 
     address: str
     model: str
-    prompts: Sequence[str | list[int]]
+    encode: Callable[[str], str | list[int]]
     extra: dict[str, object] = field(default_factory=dict)
 
 
@@ -98,9 +100,9 @@ async def ask(
     return load
 
 
-async def run(system: System, num_prompts: int, num_clients: int, options: argparse.Namespace) -> Load:
+async def run(system: System, texts: Sequence[str], num_clients: int, options: argparse.Namespace) -> Load:
     """Send prompts from concurrent clients."""
-    total, waiting = Load(), list(reversed(system.prompts[:num_prompts]))
+    total, waiting = Load(), [system.encode(text) for text in reversed(texts)]
     url = f"{system.address}/v1"
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
         model = system.model or (await client.models.list()).data[0].id
@@ -165,16 +167,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
     own = ["--model", options.model] + (["--drafter", options.drafter] if options.drafter else [])
-    table = []
+    texts = list(load_workload(options.prompts, options.num_prompts).prompts)
+    table, numbers = [], count()
+
+    def measured(system: System, num_clients: int, num_prompts: int | None = None) -> Load:
+        new = [f"# Run {next(numbers)}\n{text}" for text in texts[:num_prompts]]
+        return asyncio.run(run(system, new, num_clients, options))
+
     with serve(own) as server:
         systems = make_systems(server.address, options)
-        for system in systems.values():  # kernels, caches and the controller warm up
-            asyncio.run(run(system, 4, 1, options))
         for num_clients in options.clients:
             loads: dict[str, list[Load]] = {name: [] for name in systems}
+            for system in systems.values():  # kernels and the controller warm up
+                measured(system, num_clients, 2 * num_clients)
             for _ in range(options.repeats):
                 for name, system in systems.items():
-                    loads[name].append(asyncio.run(run(system, options.num_prompts, num_clients, options)))
+                    loads[name].append(measured(system, num_clients))
             for name in systems:
                 table.append(row_of(name, num_clients, loads[name]))
                 print(json.dumps(table[-1]), flush=True)
@@ -188,24 +196,32 @@ def main() -> None:
 
 def make_systems(own_address: str, options: argparse.Namespace) -> dict[str, System]:
     """Return the servers to measure, by name."""
-    prompts: Sequence[str | list[int]]
-    prompts = texts = list(load_workload(options.prompts, options.num_prompts).prompts)
+
+    def encode(text: str) -> str | list[int]:
+        return text
+
+    as_text = encode
     if options.prompt_tokenizer is not None:
         tokenizer, own = (
             AutoTokenizer.from_pretrained(path_of(name)) for name in (options.prompt_tokenizer, options.model)
         )
-        prompts = [list(map(int, tokenizer(text).input_ids)) for text in texts]
-        texts = own.batch_decode(prompts)
+
+        def encode(text: str) -> str | list[int]:
+            return list(map(int, tokenizer(text).input_ids))
+
+        def as_text(text: str) -> str | list[int]:
+            return str(own.decode(encode(text)))
+
     systems = {
-        "default": System(own_address, "", prompts, {"speculation": "auto"}),
-        "plain": System(own_address, "", prompts, {"speculation": "off"}),
+        "default": System(own_address, "", encode, {"speculation": "auto"}),
+        "plain": System(own_address, "", encode, {"speculation": "off"}),
     }
     for peer in options.peer:
         name, _, address = peer.partition("=")
-        systems[name] = System(address, "", prompts)
+        systems[name] = System(address, "", encode)
     for peer in options.text_peer:
         name, _, address = peer.partition("=")
-        systems[name] = System(address, options.model, texts)
+        systems[name] = System(address, options.model, as_text)
     return systems
 
 
