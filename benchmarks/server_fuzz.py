@@ -25,6 +25,7 @@ from server_process import serve
 from secondguess.workloads.provenance import collect_provenance
 
 ERROR_FIELDS = {"message", "type", "param", "code"}
+TIMEOUT = 600.0
 
 
 def fuzz(schema: Any, model: str, num_examples: int, random_seed: int = 0) -> Counter[tuple[str, int]]:
@@ -47,7 +48,7 @@ def fuzz(schema: Any, model: str, num_examples: int, random_seed: int = 0) -> Co
     def send(case: Any) -> None:
         if isinstance(case.body, dict) and "model" in case.body:
             case.body["model"] = model
-        reply = case.call()
+        reply = case.call(timeout=TIMEOUT)
         statuses[case.operation.label, reply.status_code] += 1
         check_reply(reply.status_code, reply.content)
 

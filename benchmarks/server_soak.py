@@ -262,7 +262,7 @@ class Soak:
     async def send_long_prompt(self) -> str:
         """Send a prompt of 1 MB, which fills the context."""
         prompt = self._random.choice(PROMPTS)
-        body = {"model": "builtin", "prompt": prompt * (2**20 // len(prompt)), "max_tokens": 8}
+        body = {"model": "builtin", "prompt": prompt * (10**6 // len(prompt)), "max_tokens": 8}
         return self._outcome(await self._post("/v1/completions", body), 400)
 
     async def send_hostile_schema(self) -> str:
