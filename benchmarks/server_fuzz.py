@@ -3,7 +3,7 @@
     python benchmarks/server_fuzz.py --examples 10000 --output fuzz.json
 
 Starts `secondguess serve` with the built-in pair and short outputs. schemathesis generates as many
-valid as invalid requests for each operation that reads parameters or a body. Exit code 1 if a reply
+valid as invalid requests for each operation that reads a body. Exit code 1 if a reply
 has status 500 or above, other than 503, or is an error without OpenAI's form.
 """
 
@@ -26,39 +26,40 @@ from secondguess.workloads.provenance import collect_provenance
 
 ERROR_FIELDS = {"message", "type", "param", "code"}
 TIMEOUT = 600.0
+NUM_WITHOUT_BODY = 10
+"""Requests to an operation that reads no body."""
 
 
-def fuzz(schema: Any, model: str, num_examples: int, random_seed: int = 0) -> Counter[tuple[str, int]]:
+def fuzz(
+    schema: Any, model: str, num_examples: int, random_seed: int = 0, **call_options: object
+) -> Counter[tuple[str, int]]:
     """Send generated requests to an application; return the counts of statuses by operation.
 
     Args:
         schema: schemathesis' schema of the application.
         model: a served name; another one would be refused before anything else is looked at.
-        num_examples: number of requests to all operations that read parameters or a body together.
+        num_examples: number of requests to all operations that read a body together.
         random_seed: seed of the requests.
+        call_options: options of schemathesis' `Case.call`.
 
     Raises:
         AssertionError: a reply that is an internal error, or an error without OpenAI's form.
     """
     statuses: Counter[tuple[str, int]] = Counter()
     operations = [found.ok() for found in schema.get_all_operations()]
-    with_input = [each for each in operations if each.body or each.path_parameters]
-    share = -(-num_examples // (len(with_input) * len(GenerationMode)))
+    num_pairs = len(GenerationMode) * sum(bool(each.body) for each in operations)
 
     def send(case: Any) -> None:
         if isinstance(case.body, dict) and "model" in case.body:
             case.body["model"] = model
-        reply = case.call(timeout=TIMEOUT)
+        reply = case.call(**call_options)
         statuses[case.operation.label, reply.status_code] += 1
         check_reply(reply.status_code, reply.content)
 
     for operation in operations:
-        if operation not in with_input:
-            send(operation.Case())
-            continue
-        for mode in GenerationMode:
+        for mode in GenerationMode if operation.body else (GenerationMode.POSITIVE,):
             chosen = settings(
-                max_examples=share,
+                max_examples=-(-num_examples // num_pairs) if operation.body else NUM_WITHOUT_BODY,
                 deadline=None,
                 database=None,
                 phases=[Phase.generate, Phase.shrink],
@@ -91,7 +92,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, serve(limits, log=Path(folder) / "log") as server:
         schema = schemathesis.openapi.from_url(f"{server.address}/openapi.json")
         try:
-            statuses = fuzz(schema, "builtin", options.examples, options.seed)
+            statuses = fuzz(schema, "builtin", options.examples, options.seed, timeout=TIMEOUT)
         except AssertionError as error:
             statuses, failure = Counter(), str(error)
         log = (Path(folder) / "log").read_text(encoding="utf-8", errors="replace")

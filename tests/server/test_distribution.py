@@ -67,7 +67,7 @@ def sample(url: str, place: int) -> list[tuple[str, ...]]:
         "logprobs": 0,
         **WAYS[place % len(WAYS)],
     }
-    with closing(HTTPConnection(urlsplit(url).netloc, timeout=120)) as connection:
+    with closing(HTTPConnection(urlsplit(url).netloc, timeout=600)) as connection:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         reply = connection.getresponse()
         content = json.loads(reply.read())
