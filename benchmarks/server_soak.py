@@ -263,7 +263,7 @@ class Soak:
         """Send a prompt of 1 MB, which fills the context."""
         prompt = self._random.choice(PROMPTS)
         body = {"model": "builtin", "prompt": prompt * (10**6 // len(prompt)), "max_tokens": 8}
-        return self._outcome(await self._post("/v1/completions", body), 400)
+        return self._outcome(await self._post("/v1/completions", body), 400, 413)
 
     async def send_hostile_schema(self) -> str:
         """Send a grammar that is expensive to compile."""
@@ -395,6 +395,7 @@ def run(options: argparse.Namespace) -> Json:
             "after_a_minute": settled[0] if settled else None,
             "last_minute": median(settled[-60:]) if settled else None,
             "most": max(settled, default=None),
+            "by_minute": [round(value) for _, value in findings.megabytes[::60]],
         },
         "growth": findings.growth,
         "health_seconds": {
