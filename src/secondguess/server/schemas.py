@@ -21,13 +21,26 @@ MAX_ENTRIES = 4096
 """Entries of an object or a conversation: bounds the time that validation takes on the event loop."""
 
 
+MAX_DEPTH = 100
+"""Levels of nested JSON, below the limit of pydantic's serializer."""
+
+
 def _check_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Refuse what JSON cannot repeat in a reply: NaN, infinities and lone surrogates."""
+    """Refuse what JSON cannot repeat in a reply: NaN, infinities, lone surrogates and deep nesting."""
+    if _is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"should have at most {MAX_DEPTH} levels")
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ValueError("should be JSON with finite numbers and valid Unicode") from None
     return value
+
+
+def _is_deeper(value: JsonValue, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    children = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(_is_deeper(child, depth - 1) for child in children)
 
 
 def _check_size(value: object) -> object:
