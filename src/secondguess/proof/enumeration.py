@@ -281,9 +281,9 @@ def enumerate_rounds(
 ) -> list[list[Branch]]:
     """Enumerate all outcomes of the first rounds of the decoding loop.
 
-    The rounds are repeated until no new decision appears. Every repetition starts with a copy of
-    the given controller, which may be in any state, and uses a clock with constant ticks; the
-    controller must decide the same in every repetition.
+    The rounds are repeated until no new decision appears, without branches of probability zero.
+    Every repetition starts with a copy of the given controller, which may be in any state, and
+    uses a clock with constant ticks; the controller must decide the same in every repetition.
 
     Args:
         components: target, drafter, verifier and controller; `make_noise` and recorder are replaced.
