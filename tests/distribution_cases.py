@@ -26,6 +26,7 @@ from secondguess.proof.enumeration import Branch, enumerate_rounds, exact_dist, 
 from secondguess.proof.fakes import DistTreeDrafter, NextTokenDist, ScriptedDrafter, TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
+from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Verifier
 
@@ -185,8 +186,11 @@ class EvenTimes(RoundTimes):
         return 1.0 + 0.01 * width
 
 
+@cache
 def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> CostController:
     """Return a `cost` controller with observations in which drafting pays, so that its first round drafts.
+
+    Enumeration works on copies of it.
 
     Args:
         length: its largest draft length.
@@ -216,6 +220,12 @@ def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> Cost
     return controller
 
 
+def with_observations(controller: str) -> Controller:
+    """Return a controller by its name; `cost` begins with plain rounds, so it gets observations."""
+    name, _, length = controller.partition(":")
+    return seasoned(int(length)) if name == "cost" else make_controller(controller)
+
+
 def dist_error(
     branches: Sequence[Branch],
     next_dist: Callable[[tuple[int, ...]], Tensor],
@@ -229,6 +239,18 @@ def dist_error(
 
 def after_prompt(dist: NextTokenDist) -> Callable[[tuple[int, ...]], Tensor]:
     return lambda output: dist((*PROMPT, *output))
+
+
+def plain_dist(pair: Pair, params: SamplingParams) -> Callable[[tuple[int, ...]], Tensor]:
+    """Return the distribution of plain decoding as a function of the output so far."""
+
+    def next_dist(output: tuple[int, ...]) -> Tensor:
+        row = Row(list(PROMPT), params)
+        row.tokens.extend(output)
+        logits = pair.target(tuple(row.tokens)).log()[None, None]
+        return compute_target_probs(logits, [row], Draft.empty(1))[0, 0]
+
+    return next_dist
 
 
 def mean_accepted(branches: Sequence[Branch]) -> float:
@@ -274,13 +296,8 @@ class TreeGains:
 
 @cache
 def chain_branches(pair: str, drafter: str, verifier: str, controller: str) -> list[Branch]:
-    """Return all branches of a round with a drafter from `make_pair_drafter`.
-
-    `cost` begins with plain rounds, so it is replaced by one with observations.
-    """
-    name, _, length = controller.partition(":")
-    chosen = seasoned(int(length)) if name == "cost" else controller
-    return play(PAIRS[pair], make_pair_drafter(drafter, PAIRS[pair]), verifier, chosen)
+    """Return all branches of a round with a drafter from `make_pair_drafter`."""
+    return play(PAIRS[pair], make_pair_drafter(drafter, PAIRS[pair]), verifier, with_observations(controller))
 
 
 @cache

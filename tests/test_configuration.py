@@ -86,7 +86,7 @@ configurations = st.builds(
 
 
 @given(configurations)
-def test_a_written_head_is_read_back(tmp_path_factory, configuration):
+def test_a_written_file_is_read_back(tmp_path_factory, configuration):
     path = tmp_path_factory.getbasetemp() / "secondguess.toml"
     configuration.write(path)
     assert read_configuration(path) == configuration

@@ -25,6 +25,7 @@ from distribution_cases import (
     make_pair_drafter,
     mean_accepted,
     one_hot_dist,
+    plain_dist,
     play,
     seasoned,
 )
@@ -106,16 +107,6 @@ def grammar_holds(drafter: str, regex: str, verifier: str = "auto", num_rounds: 
         pair, make_pair_drafter(drafter, pair), verifier, length, params, num_rounds, end_tokens=ENDS
     )
     return dist_error(branches, masked_dist(pair.target, REGEXES[regex], PROMPT), 5, ENDS) < ROUNDING
-
-
-def plain_dist(pair, params):
-    def next_dist(output):
-        row = Row([*PROMPT], params)
-        row.tokens.extend(output)
-        logits = pair.target(tuple(row.tokens)).log()[None, None]
-        return compute_target_probs(logits, [row], Draft.empty(1))[0, 0]
-
-    return next_dist
 
 
 def acceptance_holds(verifier: str, coupled: bool = False) -> bool:
