@@ -97,6 +97,7 @@ class Row:
         stop_checker: detects stop strings, if the request has any.
         grammar: position in the request's grammar, if it has one.
         sources: the row's own draft sources, beside the drafter, in order of preference.
+        parts: parts of the drafter (`Candidate.part`) that may draft for the row; None for all.
         finish_reason: None until the row is finished.
     """
 
@@ -110,6 +111,7 @@ class Row:
     stop_checker: StopChecker | None = None
     grammar: GrammarState | None = None
     sources: tuple[DraftSource, ...] = ()
+    parts: frozenset[int] | None = None
     finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)
 

@@ -200,10 +200,3 @@ def test_a_prediction_is_drafted_from_and_counted(client):
     rounds = second.secondguess["samples"][0]["num_rounds"]
     assert rounds * 4 <= 48
     assert first.usage.completion_tokens_details.accepted_prediction_tokens == 0
-
-
-def test_the_controllers_draft_length_can_be_limited(client):
-    reply = complete(
-        client, temperature=0, extra_body={"speculation": {"max_draft": 1}, "report": True}, max_tokens=60
-    )
-    assert len(reply.secondguess["samples"][0]["drafted_per_position"]) <= 1

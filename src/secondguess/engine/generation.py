@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.core import Commit, DraftSource, FinishReason, Row, StopChecker, TokenLogprob
+from secondguess.drafters import select_parts
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.engine.shared_batch import RowGroup
 from secondguess.errors import BadInputError
@@ -107,6 +108,9 @@ class Generation:
             for sample in range(settings.n):
                 detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
                 row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample)
+                if settings.drafter is not None:
+                    row.parts, sources = select_parts(llm.drafter, settings.drafter)
+                    row.sources += sources
                 self._samples[row] = _Sample(len(self._samples), row, detokenizer)
         self.group = RowGroup(list(self._samples), self._receive, eager=False)
         longest = max((len(row.tokens) for row in self._samples), default=0)

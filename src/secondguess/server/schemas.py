@@ -88,7 +88,9 @@ class SpeculationOptions(Body):
         default=None, description="tokens drafted per round; 0 is plain decoding"
     )
     max_draft: int | None = Field(default=None, description="limit of the tokens that the controller drafts")
-    drafter: None = unsupported("the drafter is chosen when the server starts")
+    drafter: str | None = Field(
+        default=None, description="parts of the server's drafter, such as suffix; ngram; or none"
+    )
 
 
 class TextPart(Body):
