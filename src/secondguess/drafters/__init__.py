@@ -134,7 +134,7 @@ def select_parts(drafter: Drafter, text: str) -> tuple[frozenset[int], tuple[Dra
     is_valid = set(wanted) <= {*available} and len(set(wanted)) == len(wanted)
     if not is_valid or ("none" in wanted and len(wanted) > 1):
         raise BadInputError(
-            f"expected drafter to be {', '.join(available)}, or several of them joined by +, got {text!r:.60}; "
+            f"expected draft_with to be {', '.join(available)}, or several of them joined by +, got {text!r:.60}; "
             "others must be named when the model is loaded"
         )
     sources = [_imported(SOURCES[kind])() for kind in wanted if kind in SOURCES and kind not in kinds]

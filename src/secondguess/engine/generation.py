@@ -105,11 +105,14 @@ class Generation:
             )
         for prompt, settings in zip(prompts, params, strict=True):
             ids = encode(llm.target, prompt)
+            if isinstance(settings.prediction, str):  # tokenized once for all samples
+                tokens = tuple(_prediction_tokens(llm.target, settings.prediction))
+                settings = replace(settings, prediction=tokens)
             for sample in range(settings.n):
                 detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
                 row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample)
-                if settings.drafter is not None:
-                    row.parts, sources = select_parts(llm.drafter, settings.drafter)
+                if settings.draft_with is not None:
+                    row.parts, sources = select_parts(llm.drafter, settings.draft_with)
                     row.sources += sources
                 self._samples[row] = _Sample(len(self._samples), row, detokenizer)
         self.group = RowGroup(list(self._samples), self._receive, eager=False)

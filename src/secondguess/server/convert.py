@@ -234,6 +234,6 @@ def _speculation(request: Sampling) -> dict[str, int | str | None]:
         return {
             "draft_length": options.draft_length,
             "max_draft_length": options.max_draft,
-            "drafter": options.drafter,
+            "draft_with": options.drafter,
         }
     return {"draft_length": 0 if request.speculation == "off" else None}

@@ -23,7 +23,7 @@ _CODES = {
     "literal_error": "unsupported_value",
 }
 SPECULATION = {
-    "drafter": "speculation.drafter",
+    "draft_with": "speculation.drafter",
     "draft_length": "speculation.draft_length",
     "max_draft_length": "speculation.max_draft",
 }
