@@ -43,6 +43,7 @@ class RowGroup(Generic[ResultT]):
         results: results per round that the caller has not taken.
         num_open: number of rows whose last commit has not been received.
         error: exception that ended the group; its rows are released.
+        admitted_at: `time.monotonic()` when the first row was admitted.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RowGroup(Generic[ResultT]):
         self.receive = receive
         self.results: deque[ResultT] = deque()
         self.error: BaseException | None = None
+        self.admitted_at: float | None = None
         self.is_eager = eager
         self.num_callers_waiting = 0
         self.is_cancelled = False
@@ -195,6 +197,9 @@ class SharedBatch:
             return
         present = [*self._batch.decoding, *self._batch.prefilling]
         joining = self.scheduler.admit(sum([self._group_of[row].takes_part for row in present]))
+        for row in joining:
+            group = self._group_of[row]
+            group.admitted_at = group.admitted_at or time.monotonic()
         if joining:
             with self._failing_together(joining):
                 self._batch.add(joining)
