@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from secondguess.engine import EngineStatus
 from secondguess.prompts import encode
+from secondguess.server.bodies import BoundedRoute
 from secondguess.server.chat import Conversation, to_messages
 from secondguess.server.errors import RETRY_SECONDS, ApiError, refused
 from secondguess.server.replies import Json
@@ -18,7 +19,7 @@ from secondguess.server.schemas import DetokenizeRequest, TokenizeRequest
 from secondguess.server.service import Service
 from secondguess.server.streams import JsonReply
 
-router = APIRouter(tags=["server"])
+router = APIRouter(tags=["server"], route_class=BoundedRoute)
 STARTED = int(time.time())
 
 

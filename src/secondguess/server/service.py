@@ -155,9 +155,16 @@ def check_finished(outputs: Sequence[Output]) -> None:
     """Refuse outputs that were cut off by the server rather than by a limit.
 
     Raises:
-        ApiError: generation was cancelled, for instance because the server stops.
+        ApiError: generation was cancelled, for instance because the server stops, or a grammar left no
+            token to go on with.
     """
     for output in outputs:
+        if output.finish_reason == "grammar":
+            message = (
+                "expected a grammar within llguidance's limits, got one that reached them after "
+                f"{len(output.token_ids) - 1} tokens; simplify it"
+            )
+            raise ApiError(400, message, code="grammar_limit")
         if finish_reason(output) is None:
             message = f"the server ended the generation before its end ({output.finish_reason}); try again"
             raise ApiError(503, message, code="cancelled", retry_after=RETRY_SECONDS)
