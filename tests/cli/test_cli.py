@@ -288,6 +288,7 @@ OPTIONS = [
     ("prediction", ["--prediction", __file__], Path(__file__).read_text(encoding="utf-8")),
     ("draft_length", ["--draft-length", "2"], 2),
     ("max_draft_length", ["--max-draft-length", "3"], 3),
+    ("draft_with", ["--draft-with", "ngram"], "ngram"),
 ]
 
 

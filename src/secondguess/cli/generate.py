@@ -118,6 +118,13 @@ def generate(
         int | None,
         sampling_option("Draft at most this many tokens per round.", show_default="no limit"),
     ] = None,
+    draft_with: Annotated[
+        str | None,
+        sampling_option(
+            "Draft with these parts of the drafter alone: their kinds joined by +, ngram, or none.",
+            show_default="all of them",
+        ),
+    ] = None,
 ) -> int:
     """Continue a prompt, or every prompt of a file.
 

@@ -46,6 +46,15 @@ def serve(
     drain_seconds: Annotated[
         float, server_option("Time to finish requests after the first signal.", min=0, max=86_400)
     ] = 30.0,
+    sleep_idle: Annotated[
+        float | None,
+        server_option(
+            "Seconds without a request after which the weights are released; the next request loads them.",
+            min=0.001,
+            max=2_592_000,
+            show_default="never",
+        ),
+    ] = None,
     max_body_bytes: Annotated[
         int | None,
         limit_option(
@@ -97,7 +106,7 @@ def serve(
         max_output_tokens=max_output_tokens,
         request_seconds=request_seconds,
     )
-    _run(context, config, settings, (host, port), max_waiting, drain_seconds)
+    _run(context, config, settings, (host, port), max_waiting, drain_seconds, sleep_idle)
     return 0
 
 
@@ -108,17 +117,23 @@ def _run(
     address: tuple[str, int],
     max_waiting: int,
     drain_seconds: float,
+    sleep_idle: float | None,
 ) -> None:
     from secondguess.api import load
     from secondguess.engine import Engine, EngineLimits
     from secondguess.server.app import create_app
     from secondguess.server.run import open_socket, serve_until_signal
+    from secondguess.server.sleep import SleepingEngine
 
     # Opened first: a port in use is cheap to find, weights are expensive to load.
     opened = open_socket(*address)
     try:
-        llm = load(**options.load_settings_and_tuned(context, config)[0])
-        engine = Engine(llm, EngineLimits(max_waiting))
+        loading = options.load_settings_and_tuned(context, config)[0]
+
+        def make_engine() -> Engine:
+            return Engine(load(**loading), EngineLimits(max_waiting))
+
+        engine = make_engine() if sleep_idle is None else SleepingEngine(make_engine, sleep_idle)
         app = create_app(engine, settings)
         if not settings.api_keys and address[0] not in ("127.0.0.1", "localhost", "::1"):
             print_note(

@@ -55,6 +55,10 @@ class CombinedDrafter(Drafter):
         )
         self._vocab_size = vocab_size
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(kind for part in self.parts for kind in part.kinds)
+
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
         limits = zip(*(part.admit(rows) for part in self.parts), strict=True)
         return [min((limit for limit in of_row if limit is not None), default=None) for of_row in limits]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements
+from secondguess.drafters.row_sources import LOOKUP_PART
 from secondguess.errors import BadInputError
 from secondguess.names import Name, check_range, format_options, read_options, refuse_argument
 from secondguess.runtime.base import HiddenStates
@@ -128,3 +129,22 @@ class NgramDrafter(Drafter):
         for row in rows:
             index = self._indices[row]
             index.extend(row.tokens[len(index.tokens) :])
+
+
+FOUND, NOT_FOUND = (each._replace(part=LOOKUP_PART, kind="ngram") for each in (SOMETHING, NOTHING))
+
+
+class NgramSource:
+    """The same look-up as a row's own draft source, for a request that names it."""
+
+    part = LOOKUP_PART
+
+    def __init__(self) -> None:
+        self._index = NgramIndex(NgramOptions())
+
+    def candidate(self, row: Row) -> Candidate:
+        self._index.extend(row.tokens[len(self._index.tokens) :])
+        return FOUND if self._index.has_match else NOT_FOUND
+
+    def chain(self, limit: int) -> list[int]:
+        return self._index.continuation(limit)

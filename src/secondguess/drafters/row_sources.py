@@ -1,4 +1,4 @@
-"""Deterministic draft sources that belong to a row: forced tokens of its grammar, and its prediction.
+"""Deterministic draft sources that belong to a row: forced tokens of its grammar, its prediction, look-ups.
 
 They stand beside the drafter, whatever it is: a row that has one offers its drafts as further
 candidates, with negative part numbers (`Candidate.part`), and rows without any cost nothing. As
@@ -19,6 +19,9 @@ from secondguess.sampling.grammar import GrammarMatcher
 
 FORCED_PART = -1
 PREDICTION_PART = -2
+LOOKUP_PART = -3
+NO_DRAFT = Candidate(part=-4, longest=0, deterministic=True)
+"""Candidate of a row for which nothing may draft: no source has its part number."""
 
 MAX_COMPARED = 32
 """Number of places of the prediction that are compared with the output to resynchronise."""
@@ -125,11 +128,15 @@ def _predicted_candidate(kind: int, longest: int) -> Candidate:
 def with_sources(
     rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]
 ) -> Sequence[Sequence[Candidate]]:
-    """Return the candidates of each row, those of its own sources first."""
-    if not any([row.sources for row in rows]):
+    """Return the candidates of each row: those of its own sources, then those of its parts of the drafter."""
+    if not any([row.sources or row.parts is not None for row in rows]):
         return candidates
     return [
-        (*(own for source in row.sources if (own := source.candidate(row)).longest), *choices)
+        (
+            *(own for source in row.sources if (own := source.candidate(row)).longest),
+            *(choice for choice in choices if row.parts is None or choice.part in row.parts),
+        )
+        or (NO_DRAFT,)
         for row, choices in zip(rows, candidates, strict=True)
     ]
 

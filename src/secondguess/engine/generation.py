@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.core import Commit, DraftSource, FinishReason, Row, StopChecker, TokenLogprob
+from secondguess.drafters import select_parts
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.engine.shared_batch import RowGroup
 from secondguess.errors import BadInputError
@@ -104,9 +105,15 @@ class Generation:
             )
         for prompt, settings in zip(prompts, params, strict=True):
             ids = encode(llm.target, prompt)
+            if isinstance(settings.prediction, str):  # tokenized once for all samples
+                tokens = tuple(_prediction_tokens(llm.target, settings.prediction))
+                settings = replace(settings, prediction=tokens)
             for sample in range(settings.n):
                 detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
                 row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample)
+                if settings.draft_with is not None:
+                    row.parts, sources = select_parts(llm.drafter, settings.draft_with)
+                    row.sources += sources
                 self._samples[row] = _Sample(len(self._samples), row, detokenizer)
         self.group = RowGroup(list(self._samples), self._receive, eager=False)
         longest = max((len(row.tokens) for row in self._samples), default=0)

@@ -43,6 +43,7 @@ class RowGroup(Generic[ResultT]):
         results: results per round that the caller has not taken.
         num_open: number of rows whose last commit has not been received.
         error: exception that ended the group; its rows are released.
+        admitted_at: `time.monotonic()` when the first row was admitted.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RowGroup(Generic[ResultT]):
         self.receive = receive
         self.results: deque[ResultT] = deque()
         self.error: BaseException | None = None
+        self.admitted_at: float | None = None
         self.is_eager = eager
         self.num_callers_waiting = 0
         self.is_cancelled = False
@@ -198,6 +200,7 @@ class SharedBatch:
         groups = self._by_group(joining)
         with self._failing(groups):
             for group, rows in groups.items():
+                group.admitted_at = group.admitted_at or time.monotonic()
                 with self._failing([group]):
                     self._batch.add(rows)
 
