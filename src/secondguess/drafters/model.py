@@ -13,7 +13,7 @@ from secondguess.drafters.optimal_tree import OptimalTree, measure_costs
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.trees import TreeOptions, TreeShape
 from secondguess.errors import BadInputError
-from secondguess.names import Name, read_options
+from secondguess.names import Name
 from secondguess.runtime.base import Runtime
 
 
@@ -33,13 +33,13 @@ class ModelDrafter(SamplingDrafter):
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         if not name.argument:
             raise BadInputError("expected the path of a draft model, as in model:PATH, got none")
-        read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        TreeOptions.of(name)
         return Requirements(draft_model=name.argument)
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> ModelDrafter:
         assert name.argument is not None  # by `requirements`
-        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        options = TreeOptions.of(name)
         runtime = resources.load_draft_model(name.argument)
         shown = f"{name.kind}:{name.argument}{options}"
         if options.is_optimal:

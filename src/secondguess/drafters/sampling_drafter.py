@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements, single_candidate
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
-from secondguess.errors import BadInputError
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
 from secondguess.runtime.base import HiddenStates, Runtime
@@ -220,13 +219,13 @@ class SamplingDrafter(Drafter):
             elif plain:
                 as_list, confidences = with_confidences(logits)
             else:
-                try:
-                    dist = compute_draft_probs(
-                        logits, rows, _stack_tokens(drawn if edits else [], len(rows), logits.device)
-                    )
-                except BadInputError:
-                    # A row's settings may ban every token of a narrower vocabulary: stop drafting.
-                    break
+                dist, banned = compute_draft_probs(
+                    logits, rows, _stack_tokens(drawn if edits else [], len(rows), logits.device)
+                )
+                if banned is not None:
+                    active = [index for index in active if not banned[index]]
+                    if not active:
+                        break
                 tokens = noise.draft(dist, depth)
                 dists.append(dist)
                 drawn.append(tokens)
