@@ -27,7 +27,7 @@ from secondguess.decode import Components
 from secondguess.drafters import optimal_tree
 from secondguess.drafters.trees import TreeBuilder
 from secondguess.proof.enumeration import enumerate_rounds
-from secondguess.proof.fakes import DistTreeDrafter, random_probs
+from secondguess.proof.fakes import random_probs
 from secondguess.runtime import cached, tree
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
@@ -38,6 +38,7 @@ from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier, traversal, trees
 from secondguess.verifiers.traversal import TraversalVerifier
 from test_mutants import Check, Mutant, Patch, check, exact_model_dist, places_share_accept_numbers
+from tree_drafter import DistTreeDrafter
 
 # Checks: each returns whether the code passes.
 
