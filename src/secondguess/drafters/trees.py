@@ -288,14 +288,15 @@ class TreeOptions:
         return f",tree={self.tree}" if self.tree else ""
 
 
-def read_tree_options(name: Name) -> tuple[TreeOptions, TreeShape | None]:
-    """Return the options and the tree shape of a drafter that cannot plan optimal trees.
+def read_tree_options(name: Name) -> tuple[str, TreeShape | None]:
+    """Return a drafter's full name and its tree shape, for drafters that cannot plan optimal trees.
 
     Raises:
         BadInputError: an unknown option, a wrong value, or an optimal tree.
     """
     options = TreeOptions.of(name)
-    return options, options.shape
+    argument = f":{name.argument}" if name.argument else ""
+    return f"{name.kind}{argument}{options}", options.shape
 
 
 LevelLogits = Callable[[list[int], Draft], Tensor]
