@@ -23,12 +23,13 @@ from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import TreeOptions
 from secondguess.proof.enumeration import Branch, enumerate_rounds, exact_dist, largest_difference, text_dist
-from secondguess.proof.fakes import DistTreeDrafter, NextTokenDist, ScriptedDrafter, TableModel, random_probs
+from secondguess.proof.fakes import NextTokenDist, ScriptedDrafter, TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Verifier
+from tree_drafter import DistTreeDrafter
 
 ROUNDING = 1e-12
 PROMPT = (0, 1)

@@ -27,7 +27,7 @@ from secondguess.decode import Components
 from secondguess.drafters import optimal_tree
 from secondguess.drafters.trees import TreeBuilder
 from secondguess.proof.enumeration import enumerate_rounds
-from secondguess.proof.fakes import DistTreeDrafter, random_probs
+from secondguess.proof.fakes import random_probs
 from secondguess.runtime import cached, tree
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
@@ -46,6 +46,7 @@ from test_mutants import (
     places_share_accept_numbers,
     siblings_see_each_other,
 )
+from tree_drafter import DistTreeDrafter
 
 # Checks: each returns whether the code passes.
 

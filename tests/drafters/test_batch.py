@@ -218,8 +218,8 @@ def test_an_interrupted_admission_leaves_no_row_behind(drafter, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             batch.add(rows)
     batch.close()
-    stepper = components.drafter.stepper
-    held = stepper._context._slots if drafter == "dspark" else stepper.runtime.slots
+    made = components.drafter
+    held = made._context._slots if drafter == "dspark" else made.runtime.slots
     assert len(held) == components.target.num_live_rows == 0
     for _ in decode(components, rows):
         pass

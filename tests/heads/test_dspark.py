@@ -41,7 +41,7 @@ from secondguess.controllers.confidence import ConfidenceController, ConfidenceO
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Components, decode
-from secondguess.drafters.dspark import DsparkDrafter, DsparkStepper
+from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
@@ -632,8 +632,7 @@ def test_stopping_by_confidence_keeps_the_output_distribution() -> None:
     torch.nn.init.normal_(
         head.confidence_head.proj.weight, std=3.0, generator=torch.Generator().manual_seed(4)
     )
-    stepper = DsparkStepper(head.to(target.embedding_and_head().dtype), target)
-    drafter = DsparkDrafter(stepper, "dspark", target.vocab_size)
+    drafter = DsparkDrafter(head.to(target.embedding_and_head().dtype), target, "dspark")
     answers: set[bool] = set()
 
     class Noted(ConfidenceController):

@@ -97,7 +97,7 @@ def test_rows_beside_a_grammar_are_not_masked():
 @pytest.mark.parametrize("width", [2, 4, 7])
 def test_a_drafter_of_another_vocabulary_has_the_same_mask(width):
     row = Row([0], with_regex(SAMPLED, "a(b|ca)*"), end_tokens=ENDS, grammar=matcher_of("a(b|ca)*"))
-    probs = compute_draft_probs(torch.zeros(1, width), [row], torch.tensor([[0]]))[0]
+    probs = compute_draft_probs(torch.zeros(1, width), [row], torch.tensor([[0]]))[0][0]
     expected = [*allowed_tokens("a(b|ca)*", (0,)), False, False, False][:width]
     assert (probs > 0).tolist() == expected
 

@@ -1,6 +1,6 @@
-"""Steppers that run a model with its own KV cache: draft models, layer skipping, feature heads.
+"""Drafters that run a model with its own KV cache: draft models, layer skipping, feature heads.
 
-The stepper's runtime has the same interface as the target. Each target row has a *mirror row* in
+The model's runtime has the same interface as the target. Each target row has a *mirror row* in
 it: the committed tokens plus, in a chain, the tokens drafted this round. A draft step scores the
 mirror rows; the runtime forwards the tokens that it has not cached yet: normally one, or two after
 a draft was accepted in full. The nodes of a tree are scored as nodes, all levels again for each
@@ -20,7 +20,13 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.drafters.hidden_states import HiddenStateBuffer
-from secondguess.drafters.sampling_drafter import PREFILL_THRESHOLD, Stepper, expand_to_batch
+from secondguess.drafters.sampling_drafter import (
+    PREFILL_THRESHOLD,
+    HeadDrafter,
+    SamplingDrafter,
+    expand_to_batch,
+)
+from secondguess.drafters.trees import TreeShape
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.runtime import FeatureHeadRuntime
 from secondguess.runtime.base import HiddenStates, Runtime
@@ -47,19 +53,20 @@ class MirrorRow:
         return len(self.row.tokens) - self.num_committed > PREFILL_THRESHOLD
 
 
-class MirroringStepper(Stepper):
-    """Base class of steppers whose runtime has a mirror row for each target row.
+class MirroringDrafter(SamplingDrafter):
+    """Base class of drafters whose runtime has a mirror row for each target row.
 
-    Args:
-        runtime: the draft model, for the exclusive use of this stepper.
+    Subclasses set `runtime`, the draft model, for the exclusive use of this drafter.
     """
 
+    runtime: Runtime
     min_tokens = 1
     """Number of tokens from which on a row can be drafted for."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.device = runtime.device
+    def __init__(
+        self, name: str, vocab_size: int, device: torch.device, shape: TreeShape | None = None
+    ) -> None:
+        super().__init__(name, vocab_size, device, shape)
         self._mirror_rows: dict[Row, MirrorRow] = {}
 
     def num_uncached(self, row: Row) -> int:
@@ -105,13 +112,21 @@ class MirroringStepper(Stepper):
         self.runtime.rewind([each.row for each in mirrors], [each.num_committed for each in mirrors])
 
 
-class ModelStepper(MirroringStepper):
-    """Stepper that runs a draft model.
+class TokenDrafter(MirroringDrafter):
+    """Drafter that runs a language model.
 
     A token outside the draft model's vocabulary is read as token 0.
+
+    Args:
+        runtime: the draft model, for the exclusive use of this drafter.
+        name, vocab_size, shape: as in `SamplingDrafter`.
     """
 
-    def prepare(self, rows: Sequence[Row]) -> None:
+    def __init__(self, runtime: Runtime, name: str, vocab_size: int, shape: TreeShape | None = None) -> None:
+        super().__init__(name, vocab_size, runtime.device, shape)
+        self.runtime = runtime
+
+    def catch_up(self, rows: Sequence[Row]) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
         new, known = self._split(rows)
         mirrors = [self._mirror_rows[row] for row in known]
@@ -147,25 +162,22 @@ class ModelStepper(MirroringStepper):
         return token if token < self.runtime.vocab_size else UNKNOWN_TOKEN
 
 
-class FeatureStepper(MirroringStepper):
-    """Stepper that runs a head which takes a feature with each token: EAGLE, MTP.
+class FeatureDrafter(HeadDrafter, MirroringDrafter):
+    """Drafter with a head that takes a feature with each token: EAGLE, MTP.
 
     A mirror row is the row without its first token, which has no feature. The features of
     committed tokens come from the target, those of draft nodes from the head itself. So accepted
     tokens are run through the head again with the target's features, in the first step of the next
     draft.
-
-    Args:
-        head: on the target's device and in its dtype.
-        target: target whose hidden states the head reads.
     """
 
+    head: FeatureHead
+    runtime: FeatureHeadRuntime
     min_tokens = 2
 
-    def __init__(self, head: FeatureHead, target: Runtime) -> None:
-        self.head_runtime = FeatureHeadRuntime(head, target.context_length, target.device)
-        super().__init__(self.head_runtime)
-        self.head = head.eval().requires_grad_(False)
+    def __init__(self, head: FeatureHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
+        super().__init__(head, target, name, shape)
+        self.runtime = FeatureHeadRuntime(self.head, target.context_length, target.device)
         self.hidden_layers = head.hidden_layers
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
 
@@ -182,7 +194,7 @@ class FeatureStepper(MirroringStepper):
         for mirror, num_reused in zip(mirrors, nums_reused, strict=True):
             mirror.num_committed = num_reused
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
             if of_row:
@@ -192,9 +204,10 @@ class FeatureStepper(MirroringStepper):
                 self._mirror_rows[row].num_committed = num_reused
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
+        super().observe(rows, verdict, hidden)
         self._hidden_buffer.observe(rows, verdict, hidden)
 
-    def prepare(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[Row]) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
         new = [row for row in rows if row not in self._mirror_rows]
         self._admit(new, [0] * len(new))
@@ -206,14 +219,14 @@ class FeatureStepper(MirroringStepper):
             if mirror.is_far:
                 far.append(mirror.row)
             features = self.head.features(self._hidden_buffer.take(row))
-            self.head_runtime.set_features(mirror.row, mirror.num_committed, features)
+            self.runtime.set_features(mirror.row, mirror.num_committed, features)
             mirror.num_committed = len(mirror.row.tokens)
         if far:
             self.runtime.prefill(far)
 
     def release(self, row: Row) -> None:
         mirror = self._mirror_rows.get(row)
-        if mirror is not None and mirror.row in self.head_runtime.slots:
+        if mirror is not None and mirror.row in self.runtime.slots:
             self._rewind([mirror])  # entries of draft nodes have features of the head's own: not reused
         super().release(row)
         self._hidden_buffer.release(row)
