@@ -82,7 +82,7 @@ class LookupDrafter(Drafter, Generic[IndexT]):
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._read(rows)
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self._indices.pop(row, None)
 
     def _read(self, rows: Sequence[Row]) -> None:
