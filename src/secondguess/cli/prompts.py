@@ -77,13 +77,9 @@ def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]
 
 
 def _read_file(path: Path) -> list[Request]:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise BadInputError(f"expected a readable prompt file, got {path}: {error.strerror}") from None
     requests = []
     # Split at \n only: JSON strings may contain the other Unicode line separators.
-    for number, line in enumerate(decode(content, str(path)).removeprefix("\ufeff").split("\n"), start=1):
+    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), start=1):
         source = f"{path} line {number}"
         if line.strip():
             with error_source(source):
