@@ -49,7 +49,7 @@ LINES = [
     "--cors-origin http://localhost --drain-seconds 1 --max-body-bytes 1000 --max-waiting 2 --max-samples 2 "
     f"--max-output-tokens 9 --request-seconds 9 {LOADING}",
     f"serve --port 0 {INT8}",
-    f"verify {MODELS} --config {{config}} --verifier block --controller fixed:1 --prompt x --temperature 1 --samples 600 "
+    f"verify {MODELS} --config {{config}} --verifier block --controller fixed:1 --prompt x --temperature 1 --samples 1000 "
     "--max-tokens 1 --cells 3 --limit 0.9 --delta 0.01 --batch-size 200 --seed 1 --json",
     "inspect {target} --config {config} --drafter model:{draft} --dtype float32 --device cpu --quantize int8 "
     "--drafter-quantize int8 --rows 2 --context 64 --json",
@@ -61,11 +61,11 @@ LINES = [
     "--quantize int8 --drafter-quantize int8",
     *(f"train {kind} {TRAINING} {ANSWERS}" for kind in KINDS),
     *(f"train {kind} {TRAINING} --as-is" for kind in KINDS),
-    f"train early-exit {TRAINING} --whole",
+    f"train early-exit {TRAINING} {ANSWERS} --whole",
     "train layer-skip --out {folder}/skip --model {target} --data {texts} --num-prompts 2 --max-tokens 4 --length 32 "
     "--temperature 0 --seed 1 --dtype float32",
     "train acceptance --out {folder}/predictor.json --model {target} --drafter model:{draft} --prompts {texts} "
-    "--num-prompts 2 --max-tokens 4 --temperature 1 --depth 2 --reject-weight 2 --seed 1 --dtype float32",
+    "--num-prompts 5 --max-tokens 4 --temperature 1 --depth 2 --reject-weight 2 --seed 1 --dtype float32",
 ]
 
 
