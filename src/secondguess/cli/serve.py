@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Context
 
 from secondguess.cli import options
-from secondguess.cli.options import model_option, panel
+from secondguess.cli.options import panel
 from secondguess.cli.output import print_note
+from secondguess.cli.prompts import read_text
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -33,10 +34,7 @@ def serve(
         list[str] | None,
         server_option("Name of the model in requests; repeatable.", show_default="the model's own"),
     ] = None,
-    chat_template: Annotated[
-        Path | None,
-        server_option("Jinja file in place of the tokenizer's chat template.", show_default="none"),
-    ] = None,
+    chat_template: options.ChatTemplate = None,
     cors_origin: Annotated[
         list[str] | None,
         server_option(
@@ -80,12 +78,7 @@ def serve(
     device: options.Device = "auto",
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
-    runtime: Annotated[
-        str,
-        model_option(
-            "Runtime of the target: auto, native, fused or transformers.", callback=options.check_runtime
-        ),
-    ] = "auto",
+    runtime: options.Runtime = "auto",
 ) -> int:
     """Serve a model with OpenAI's API.
 
@@ -100,7 +93,7 @@ def serve(
         model_names=tuple(served_model_name or ()),
         api_keys=read_api_keys(api_key_file),
         cors_origins=tuple(cors_origin or ()),
-        chat_template=_read_template(chat_template),
+        chat_template=None if chat_template is None else read_text(chat_template),
         max_body_bytes=max_body_bytes,
         max_samples=max_samples,
         max_output_tokens=max_output_tokens,
@@ -142,15 +135,6 @@ def _run(
         serve_until_signal(app, engine, opened, drain_seconds)
     finally:
         opened.close()
-
-
-def _read_template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"expected a readable chat template, got {path}: {error}") from None
 
 
 def _require_libraries() -> None:
