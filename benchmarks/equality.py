@@ -58,8 +58,8 @@ class TreeDrafter(Drafter):
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._inner.observe(rows, verdict, hidden)
 
-    def end(self, row: Row) -> None:
-        self._inner.end(row)
+    def release(self, row: Row) -> None:
+        self._inner.release(row)
 
 
 def load_way(way: str, options: argparse.Namespace) -> LLM:
@@ -101,7 +101,7 @@ def deciding_gap(runtime: Runtime, context: list[int], params: SamplingParams) -
     runtime.begin([row])
     empty = Draft.empty(1, runtime.device)
     logits = runtime.score([row], empty).logits
-    runtime.end(row)
+    runtime.release(row)
     if params.temperature == 0:
         scores = logits[0, 0]
     else:

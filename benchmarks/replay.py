@@ -118,7 +118,7 @@ def _replay_text(controller: Controller, trace: Trace, costs: RoundCosts) -> Rep
         num_rounds += 1
         num_drafted += length
         num_accepted += min(accepted, committed)
-    controller.end(text.row)
+    controller.release(text.row)
     return Replayed(trace.task, num_tokens, seconds, num_rounds, num_drafted, num_accepted)
 
 

@@ -241,5 +241,5 @@ def _candidates(stage: Stage) -> list[Candidate]:
     try:
         (choices,) = stage.drafter.candidates([row])
     finally:
-        stage.drafter.end(row)
+        stage.drafter.release(row)
     return sorted(choices, key=lambda choice: choice.part)

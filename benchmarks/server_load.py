@@ -1,13 +1,16 @@
 """Measure a server under load: tokens/s, time to first token and time between tokens.
 
     python benchmarks/server_load.py --model builtin --prompts humaneval --clients 1 4 16
-    python benchmarks/server_load.py --against http://127.0.0.1:8080 ...
+    python benchmarks/server_load.py --model pairs/88m/target --drafter model:pairs/88m/drafter \\
+        --prompt-tokenizer builtin --peer llama-server=http://127.0.0.1:8080 \\
+        --text-peer transformers=http://127.0.0.1:8081
 
 Starts `secondguess serve` and sends the prompts from 1, 4, ... concurrent clients, each of which
 waits for its reply before it sends the next prompt. Runs alternate between the default
-(`speculation: "auto"`), plain decoding (`speculation: "off"`) and the other servers named by
-`--against`. Prompts are sent as text and each request asks for the same number of tokens; a server
-may end earlier, so tokens are counted, not requests.
+(`speculation: "auto"`), plain decoding (`speculation: "off"`) and other servers with OpenAI's API.
+Each request asks for the same number of tokens; a server may end earlier, so tokens are counted,
+not requests. In every run the prompts begin with another comment: otherwise all runs but the first
+would find them in the KV cache.
 """
 
 from __future__ import annotations
@@ -15,19 +18,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from statistics import median
 
 from openai import AsyncOpenAI
+from server_process import serve
+from transformers import AutoTokenizer
 
+from secondguess.builtin import builtin_paths
 from secondguess.workloads.loading import load_workload
 from secondguess.workloads.provenance import collect_provenance
 
@@ -53,38 +55,25 @@ class Load:
         return self.num_tokens / self.seconds
 
 
-@contextmanager
-def own_server(options: argparse.Namespace) -> Iterator[str]:
-    """Run `secondguess serve` and return its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", "from secondguess.cli import main; main()"]
-    command += ["serve", "--port", str(port), "--model", options.model]
-    if options.drafter:
-        command += ["--drafter", options.drafter]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(address, process)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(60)
+@dataclass(frozen=True)
+class System:
+    """A server to measure.
 
+    Args:
+        address: its URL.
+        model: name of its model; empty for the first one that it lists.
+        encode: turns a text into a prompt, as text or token ids.
+        extra: further fields of its requests.
+    """
 
-def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait until a server answers; it may still load its weights."""
-    while process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{address}/ready", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise SystemExit(f"the server ended with code {process.returncode}")
+    address: str
+    model: str
+    encode: Callable[[str], str | list[int]]
+    extra: dict[str, object] = field(default_factory=dict)
 
 
 async def ask(
-    client: AsyncOpenAI, model: str, prompt: str, options: argparse.Namespace, extra: object
+    client: AsyncOpenAI, model: str, prompt: str | list[int], options: argparse.Namespace, extra: object
 ) -> Load:
     """Send one request and measure its stream."""
     start = time.perf_counter()
@@ -102,7 +91,7 @@ async def ask(
     async for chunk in stream:
         if chunk.usage is not None:
             load.num_tokens = chunk.usage.completion_tokens
-        if chunk.choices:
+        if chunk.choices and chunk.choices[0].text:
             last = time.perf_counter()
             first = first or last
     load.first.append(first - start)
@@ -111,17 +100,16 @@ async def ask(
     return load
 
 
-async def run(
-    address: str, prompts: list[str], num_clients: int, options: argparse.Namespace, extra: object
-) -> Load:
-    """Send all prompts from concurrent clients."""
-    total, waiting = Load(), list(reversed(prompts))
-    async with AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600) as client:
-        model = (await client.models.list()).data[0].id
+async def run(system: System, texts: Sequence[str], num_clients: int, options: argparse.Namespace) -> Load:
+    """Send prompts from concurrent clients."""
+    total, waiting = Load(), [system.encode(text) for text in reversed(texts)]
+    url = f"{system.address}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
+        model = system.model or (await client.models.list()).data[0].id
 
         async def work() -> None:
             while waiting:
-                load = await ask(client, model, waiting.pop(), options, extra)
+                load = await ask(client, model, waiting.pop(), options, system.extra)
                 total.num_tokens += load.num_tokens
                 total.first += load.first
                 total.between += load.between
@@ -156,7 +144,19 @@ def main() -> None:
     )
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--drafter", default=None)
-    parser.add_argument("--against", nargs="*", default=[], help="addresses of other servers")
+    parser.add_argument("--peer", action="append", default=[], help="NAME=URL of another server; repeatable")
+    parser.add_argument(
+        "--text-peer",
+        action="append",
+        default=[],
+        help="the same, for a server that takes no token ids and requires the path of its model as name",
+    )
+    parser.add_argument(
+        "--prompt-tokenizer",
+        default=None,
+        help="send token ids of this model's tokenizer, for a model whose own has no real words",
+    )
+    parser.add_argument("--note", default="", help="text for the output file")
     parser.add_argument("--prompts", default=None)
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -166,21 +166,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
-    prompts = list(load_workload(options.prompts, options.num_prompts).prompts)
-    table = []
-    with own_server(options) as address:
-        systems = {
-            "default": (address, {"speculation": "auto"}),
-            "plain": (address, {"speculation": "off"}),
-            **{other: (other, {}) for other in options.against},
-        }
-        for where, extra in systems.values():  # kernels, caches and the controller warm up
-            asyncio.run(run(where, prompts[:4], 1, options, extra))
+    own = ["--model", options.model] + (["--drafter", options.drafter] if options.drafter else [])
+    texts = list(load_workload(options.prompts, options.num_prompts).prompts)
+    table, numbers = [], count()
+
+    def measured(system: System, num_clients: int, num_prompts: int | None = None) -> Load:
+        new = [f"# Run {next(numbers)}\n{text}" for text in texts[:num_prompts]]
+        return asyncio.run(run(system, new, num_clients, options))
+
+    with serve(own) as server:
+        systems = make_systems(server.address, options)
         for num_clients in options.clients:
             loads: dict[str, list[Load]] = {name: [] for name in systems}
+            for system in systems.values():  # kernels and the controller warm up
+                measured(system, num_clients, 2 * num_clients)
             for _ in range(options.repeats):
-                for name, (where, extra) in systems.items():
-                    loads[name].append(asyncio.run(run(where, prompts, num_clients, options, extra)))
+                for name, system in systems.items():
+                    loads[name].append(measured(system, num_clients))
             for name in systems:
                 table.append(row_of(name, num_clients, loads[name]))
                 print(json.dumps(table[-1]), flush=True)
@@ -188,7 +190,44 @@ def main() -> None:
         about = collect_provenance(
             num_threads=0, device="cpu", dtype="auto", seed=options.seed, models={}, runtimes={}
         )
-        options.output.write_text(json.dumps({"table": table, "provenance": about.__dict__}, indent=1) + "\n")
+        report = {"table": table, "note": options.note, "provenance": about.as_dict()}
+        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def make_systems(own_address: str, options: argparse.Namespace) -> dict[str, System]:
+    """Return the servers to measure, by name."""
+
+    def encode(text: str) -> str | list[int]:
+        return text
+
+    as_text = encode
+    if options.prompt_tokenizer is not None:
+        tokenizer, own = (
+            AutoTokenizer.from_pretrained(path_of(name)) for name in (options.prompt_tokenizer, options.model)
+        )
+
+        def encode(text: str) -> str | list[int]:
+            return list(map(int, tokenizer(text).input_ids))
+
+        def as_text(text: str) -> str | list[int]:
+            return str(own.decode(encode(text)))
+
+    systems = {
+        "default": System(own_address, "", encode, {"speculation": "auto"}),
+        "plain": System(own_address, "", encode, {"speculation": "off"}),
+    }
+    for peer in options.peer:
+        name, _, address = peer.partition("=")
+        systems[name] = System(address, "", encode)
+    for peer in options.text_peer:
+        name, _, address = peer.partition("=")
+        systems[name] = System(address, options.model, as_text)
+    return systems
+
+
+def path_of(model: str) -> str:
+    """Return the folder of a model by its name."""
+    return str(builtin_paths().target) if model == "builtin" else model
 
 
 if __name__ == "__main__":

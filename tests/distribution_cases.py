@@ -23,11 +23,13 @@ from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.trees import TreeOptions
 from secondguess.proof.enumeration import Branch, enumerate_rounds, exact_dist, largest_difference, text_dist
-from secondguess.proof.fakes import DistTreeDrafter, NextTokenDist, ScriptedDrafter, TableModel, random_probs
+from secondguess.proof.fakes import NextTokenDist, ScriptedDrafter, TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
+from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Verifier
+from tree_drafter import DistTreeDrafter
 
 ROUNDING = 1e-12
 PROMPT = (0, 1)
@@ -185,8 +187,11 @@ class EvenTimes(RoundTimes):
         return 1.0 + 0.01 * width
 
 
+@cache
 def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> CostController:
     """Return a `cost` controller with observations in which drafting pays, so that its first round drafts.
+
+    Enumeration works on copies of it.
 
     Args:
         length: its largest draft length.
@@ -212,8 +217,14 @@ def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> Cost
             drafting = step * plan.length
             time = RoundTime(prefill=0.0, draft=drafting, total=1 + drafting + 0.01 * plan.length)
             controller.learn([row], draft, verdict, time)
-        controller.end(row)
+        controller.release(row)
     return controller
+
+
+def with_observations(controller: str) -> Controller:
+    """Return a controller by its name; `cost` begins with plain rounds, so it gets observations."""
+    name, _, length = controller.partition(":")
+    return seasoned(int(length)) if name == "cost" else make_controller(controller)
 
 
 def dist_error(
@@ -229,6 +240,18 @@ def dist_error(
 
 def after_prompt(dist: NextTokenDist) -> Callable[[tuple[int, ...]], Tensor]:
     return lambda output: dist((*PROMPT, *output))
+
+
+def plain_dist(pair: Pair, params: SamplingParams) -> Callable[[tuple[int, ...]], Tensor]:
+    """Return the distribution of plain decoding as a function of the output so far."""
+
+    def next_dist(output: tuple[int, ...]) -> Tensor:
+        row = Row(list(PROMPT), params)
+        row.tokens.extend(output)
+        logits = pair.target(tuple(row.tokens)).log()[None, None]
+        return compute_target_probs(logits, [row], Draft.empty(1))[0, 0]
+
+    return next_dist
 
 
 def mean_accepted(branches: Sequence[Branch]) -> float:
@@ -274,13 +297,8 @@ class TreeGains:
 
 @cache
 def chain_branches(pair: str, drafter: str, verifier: str, controller: str) -> list[Branch]:
-    """Return all branches of a round with a drafter from `make_pair_drafter`.
-
-    `cost` begins with plain rounds, so it is replaced by one with observations.
-    """
-    name, _, length = controller.partition(":")
-    chosen = seasoned(int(length)) if name == "cost" else controller
-    return play(PAIRS[pair], make_pair_drafter(drafter, PAIRS[pair]), verifier, chosen)
+    """Return all branches of a round with a drafter from `make_pair_drafter`."""
+    return play(PAIRS[pair], make_pair_drafter(drafter, PAIRS[pair]), verifier, with_observations(controller))
 
 
 @cache

@@ -17,7 +17,7 @@ from checkpoints import write_tokenizer
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.families import can_fuse
+from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.native.library import units
 from secondguess.sampling import SamplingParams
 
@@ -78,7 +78,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-COVERED = [name for name, config in FAMILIES.items() if can_fuse(config(), torch.device("cpu"))]
+COVERED = [name for name, config in FAMILIES.items() if not why_not_fused(config(), torch.device("cpu"))]
 HAS_KERNELS = bool(units())
 KINDS = ["transformers", "fused", *(["native"] if HAS_KERNELS else [])]
 CASES = [

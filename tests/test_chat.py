@@ -210,7 +210,7 @@ def test_a_model_without_a_template_is_refused(secondguess_command, tiny_checkpo
 def test_templates_that_cannot_be_used_are_refused(secondguess_command, components, tmp_path):
     missing = secondguess_command("chat", *components, "--chat-template", tmp_path / "missing", stdin=b"x\n")
     assert (missing.code, missing.out) == (2, "")
-    assert "expected a readable chat template" in missing.err
+    assert "expected a readable file" in missing.err
     (tmp_path / "broken").write_text("{% for %}")
     broken = secondguess_command("chat", *components, "--chat-template", tmp_path / "broken", stdin=b"x\n")
     assert (broken.code, broken.out) == (2, "")

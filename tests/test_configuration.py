@@ -86,9 +86,9 @@ configurations = st.builds(
 
 
 @given(configurations)
-def test_a_written_head_is_read_back(tmp_path_factory, configuration):
+def test_a_written_configuration_is_read_back(tmp_path_factory, configuration):
     path = tmp_path_factory.getbasetemp() / "secondguess.toml"
-    configuration.write(path)
+    path.write_bytes(configuration.to_toml().encode())
     assert read_configuration(path) == configuration
 
 
@@ -192,13 +192,11 @@ def test_unknown_keys_and_values_are_refused(tmp_path, content, words):
     assert len(str(caught.value)) < 500
 
 
-def test_unreadable_and_unwritable_files_are_reported(tmp_path):
+def test_unreadable_files_are_reported(tmp_path):
     with pytest.raises(BadInputError, match=r"nothing\.toml: No such file.*secondguess tune"):
         read_configuration(tmp_path / "nothing.toml")
     with pytest.raises(BadInputError, match="Is a directory"):
         read_configuration(tmp_path)
-    with pytest.raises(BadInputError, match="Is a directory"):
-        Configuration(LoadSettings(model="m")).write(tmp_path)
 
 
 @pytest.mark.parametrize("value", [3, "", "\ud800", b"m", None])

@@ -57,7 +57,7 @@ def test_an_interrupted_prefill_of_a_draft_model_leaves_no_state(monkeypatch):
         make_controller("fixed:2"),
     )
 
-    def interrupt(*arguments):
+    def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

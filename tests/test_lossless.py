@@ -24,6 +24,7 @@ from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.packing import can_pack
 from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.weight_format import BFLOAT16, INT8
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -110,8 +111,11 @@ def models(kind):
         if not units():
             pytest.skip("no kernels for this processor, or no compiler built them")
         made = {
-            name: NativeDecoder(fuse(model.bfloat16(), packed=False), eight_bits)
-            for name, model, eight_bits in (("itself", target, False), ("draft", draft, True))
+            name: NativeDecoder(fuse(model.bfloat16(), packed=False), weight_format)
+            for name, model, weight_format in (
+                ("itself", target, BFLOAT16),
+                ("draft", draft, INT8),
+            )
         }
         return {name: partial(NativeRuntime, decoder) for name, decoder in made.items()}
     half = kind == "fused in bfloat16"

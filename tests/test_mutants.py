@@ -25,6 +25,7 @@ from distribution_cases import (
     make_pair_drafter,
     mean_accepted,
     one_hot_dist,
+    plain_dist,
     play,
     seasoned,
 )
@@ -34,12 +35,12 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Components, decode
+from secondguess.drafters import combined
 from secondguess.drafters.combined import CombinedDrafter
-from secondguess.drafters.dspark import DsparkStepper
-from secondguess.drafters.medusa import MedusaStepper
-from secondguess.drafters.mirroring import FeatureStepper
+from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.drafters.medusa import MedusaDrafter
+from secondguess.drafters.mirroring import FeatureDrafter
 from secondguess.drafters.model import ModelDrafter
-from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.trees import StaticTree
 from secondguess.heads import feature
 from secondguess.heads.base import DraftVocabulary, TargetModel
@@ -106,16 +107,6 @@ def grammar_holds(drafter: str, regex: str, verifier: str = "auto", num_rounds: 
         pair, make_pair_drafter(drafter, pair), verifier, length, params, num_rounds, end_tokens=ENDS
     )
     return dist_error(branches, masked_dist(pair.target, REGEXES[regex], PROMPT), 5, ENDS) < ROUNDING
-
-
-def plain_dist(pair, params):
-    def next_dist(output):
-        row = Row([*PROMPT], params)
-        row.tokens.extend(output)
-        logits = pair.target(tuple(row.tokens)).log()[None, None]
-        return compute_target_probs(logits, [row], Draft.empty(1))[0, 0]
-
-    return next_dist
 
 
 def acceptance_holds(verifier: str, coupled: bool = False) -> bool:
@@ -202,9 +193,7 @@ def heads_draft_as_they_learn(kind: str) -> bool:
     rounds.close()
     errors = []
     for elder, younger in ((0, 2), (1, 3)):
-        said = learnt_dists(
-            target, drafter.stepper.head, [*text, drawn[elder], drawn[younger]], len(text) - 1
-        )
+        said = learnt_dists(target, drafter.head, [*text, drawn[elder], drawn[younger]], len(text) - 1)
         errors.append(torch.stack(said) - draft.probs[0, [elder, younger]])
     return max(float(error.abs().max()) for error in errors) < 1e-5
 
@@ -220,8 +209,8 @@ def head_drafter(kind, target, shape):
             head = DsparkHead.fresh(model, **sizes)
         for weight in head.parameters():
             torch.nn.init.normal_(weight, std=0.7)
-    make_stepper = {"medusa": MedusaStepper, "dspark": DsparkStepper}[kind]
-    return SamplingDrafter(make_stepper(head.to(model.dtype), target), kind, target.vocab_size, shape)
+    make = {"medusa": MedusaDrafter, "dspark": DsparkDrafter}[kind]
+    return make(head.to(model.dtype), target, kind, shape)
 
 
 def learnt_dists(target, head, text, pending):
@@ -392,13 +381,11 @@ def choose_the_drafter_by_its_guess(patch: Patch) -> None:
 
 
 def look_ups_beside_samples_have_even_distributions(patch: Patch) -> None:
-    original = CombinedDrafter._with_probs
-
-    def with_probs(self, draft):
-        dists = original(self, draft).probs
-        return Draft(draft.tokens, draft.parents, draft.lengths, torch.full_like(dists, 1 / dists.shape[-1]))
-
-    patch.setattr(CombinedDrafter, "_with_probs", with_probs)
+    patch.setattr(
+        combined,
+        "one_hot_probs",
+        lambda tokens, vocab_size: torch.full((*tokens.shape, vocab_size), 1 / vocab_size),
+    )
 
 
 def draft_distribution_of_another_temperature(patch: Patch) -> None:
@@ -691,7 +678,7 @@ def medusa_reads_the_state_of_the_old_pending(patch: Patch) -> None:
         for index, row in enumerate(rows):
             self._states[row] = hidden[-1][index, 0].clone()
 
-    patch.setattr(MedusaStepper, "observe", observe)
+    patch.setattr(MedusaDrafter, "observe", observe)
 
 
 def medusa_heads_are_off_by_one(patch: Patch) -> None:
@@ -702,14 +689,14 @@ def medusa_heads_are_off_by_one(patch: Patch) -> None:
 
 def dspark_hears_rejected_nodes(patch: Patch) -> None:
     """Of a tree's nodes the first are taken for the path."""
-    original = DsparkStepper.observe
+    original = DsparkDrafter.observe
 
     def observe(self, rows, verdict, hidden):
         straight = torch.arange(verdict.paths.shape[1]).expand_as(verdict.paths)
         paths = torch.where(verdict.paths >= 0, straight, verdict.paths)
         original(self, rows, Verdict(paths, verdict.lengths, verdict.next_tokens), hidden)
 
-    patch.setattr(DsparkStepper, "observe", observe)
+    patch.setattr(DsparkDrafter, "observe", observe)
 
 
 def dspark_keeps_keys_of_the_last_block(patch: Patch) -> None:
@@ -726,9 +713,9 @@ def dspark_keeps_keys_of_the_last_block(patch: Patch) -> None:
 
 
 def dspark_bias_of_a_neighbours_parent(patch: Patch) -> None:
-    original = DsparkStepper.tree_logits
+    original = DsparkDrafter.tree_logits
     patch.setattr(
-        DsparkStepper,
+        DsparkDrafter,
         "tree_logits",
         lambda self, rows, active, tree: original(
             self, rows, active, Draft(tree.tokens.flip(1), tree.parents, tree.lengths)
@@ -759,13 +746,13 @@ def a_node_keeps_the_feature_it_was_drafted_with(patch: Patch) -> None:
 
 def a_token_is_read_beside_its_own_feature(patch: Patch) -> None:
     """The target's states are those after the tokens instead of before them."""
-    original = FeatureStepper.begin
+    original = FeatureDrafter.begin
 
     def begin(self, rows, hidden):
         shifted = [{layer: states.roll(-1, 0) for layer, states in each.items()} for each in hidden]
         original(self, rows, shifted)
 
-    patch.setattr(FeatureStepper, "begin", begin)
+    patch.setattr(FeatureDrafter, "begin", begin)
 
 
 def steps_of_training_stand_in_one_place(patch: Patch) -> None:

@@ -11,19 +11,14 @@ import secondguess
 from builtin_cases import with_drafter
 from secondguess.api import LLM
 
-PROMPTS = (
-    "def add(a, b):",
-    "for i in range(3):\n    print(i)\nfor i in range(3):\n",
-    "class Stack:\n    def push(self, item):\n",
-    "import os\nimport sys\n",
-    "x = 1\ny = 2\nx = 1\ny =",
-)
+PROMPTS = ([5, 7, 5, 7, 5], [9, 9], [20, 31, 20, 31], [4, 8, 15], [11, 300])
 DRAFTERS = (
     "none", "ngram", "suffix", "model:builtin-draft", "suffix+model:builtin-draft", "early-exit", "medusa",
-    "mtp", "eagle", "dspark", "model:builtin-draft,tree=2x2x1", "model:builtin-draft,tree=dynamic,nodes=6",
-    "eagle,tree=2x2x1",
+    "mtp", "eagle", "dspark", "model:builtin-draft,tree=dynamic,nodes=6", "eagle,tree=2x2x1",
 )  # fmt: skip
-NUM_TOKENS, NUM_CALLS = 6, 40
+CONTROLLER = "fixed:2"
+"""Drafts in every call; the default controller drafts little in so few tokens."""
+NUM_TOKENS, NUM_CALLS = 3, 200
 
 
 @pytest.fixture(scope="module")
@@ -42,25 +37,28 @@ def plain_texts(pair: LLM) -> list[list[int]]:
 def test_two_threads_generate_the_same_texts_as_one(
     drafter: str, pair: LLM, plain_texts: list[list[int]]
 ) -> None:
-    llm = with_drafter(pair, drafter)
+    """100 calls per thread, some of them streams."""
+    llm = with_drafter(pair, drafter, None if drafter == "none" else CONTROLLER)
+    num_drafted = 0
 
     def call(number: int) -> bool:
+        nonlocal num_drafted
         index = number % len(PROMPTS)
-        if number % 10 == 9:
-            tokens = [
-                token for piece in llm.stream(PROMPTS[index], max_tokens=NUM_TOKENS) for token in piece.tokens
-            ]
-        else:
-            tokens = llm.generate(PROMPTS[index], max_tokens=NUM_TOKENS).token_ids
-        return tokens == plain_texts[index]
+        if number % 9 == 8:
+            pieces = llm.stream(PROMPTS[index], max_tokens=NUM_TOKENS)
+            return [token for piece in pieces for token in piece.tokens] == plain_texts[index]
+        output = llm.generate(PROMPTS[index], max_tokens=NUM_TOKENS)
+        num_drafted += output.stats.num_drafted
+        return output.token_ids == plain_texts[index]
 
     with ThreadPoolExecutor(2) as threads:
         equal = list(threads.map(call, range(NUM_CALLS)))
     assert equal.count(True) == NUM_CALLS
+    assert (num_drafted > 0) == (drafter != "none")
 
 
 def test_streams_in_one_thread_alternate(pair: LLM, plain_texts: list[list[int]]) -> None:
-    llm = with_drafter(pair, "suffix+model:builtin-draft")
+    llm = with_drafter(pair, "suffix+model:builtin-draft", CONTROLLER)
     streams = [llm.stream(prompt, max_tokens=NUM_TOKENS) for prompt in PROMPTS]
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     for _ in range(NUM_TOKENS):
@@ -71,7 +69,7 @@ def test_streams_in_one_thread_alternate(pair: LLM, plain_texts: list[list[int]]
 
 
 def test_an_abandoned_stream_releases_its_row(pair: LLM) -> None:
-    llm = with_drafter(pair, "model:builtin-draft")
+    llm = with_drafter(pair, "model:builtin-draft", CONTROLLER)
     stream = llm.stream(PROMPTS[0], max_tokens=NUM_TOKENS)
     next(stream)
     assert llm.target.runtime.num_live_rows

@@ -20,11 +20,12 @@ from distribution_cases import (
     mean_accepted,
     one_hot_dist,
     outcome_dist,
+    plain_dist,
     play,
     script,
-    seasoned,
     tree_branches,
     tree_gains,
+    with_observations,
 )
 from secondguess.controllers import make_controller
 from secondguess.core import Budgets, Row
@@ -41,7 +42,7 @@ from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.traversal import TraversalVerifier
-from test_distributions import SETTINGS, plain_dist
+from test_distributions import SETTINGS
 
 DISTINCT = pytest.mark.parametrize("without_replacement", [True, False], ids=["distinct", "independent"])
 HARD_PAIRS = ["binary", "ternary", "zeros", "equal-at-times", "rare", "sharp"]
@@ -65,16 +66,12 @@ TREES = [
 
 
 @pytest.mark.parametrize(("widths", "pair"), TREES)
-@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
 @DISTINCT
-def test_output_distribution_equals_the_targets(verifier, widths, pair, without_replacement):
-    branches = tree_branches(pair, widths, without_replacement, verifier)
-    assert dist_error(branches, after_prompt(PAIRS[pair].target), num_tokens=3) < ROUNDING
-
-
-@pytest.mark.parametrize(("widths", "pair"), TREES)
-@DISTINCT
-def test_traversal_never_accepts_less_than_the_reference_or_a_chain(widths, pair, without_replacement):
+def test_output_distribution_equals_the_targets(widths, pair, without_replacement):
+    """And traversal accepts no less than the reference or a chain of the tree's depth."""
+    for verifier in ("traversal", "recursive"):
+        branches = tree_branches(pair, widths, without_replacement, verifier)
+        assert dist_error(branches, after_prompt(PAIRS[pair].target), num_tokens=3) < ROUNDING, verifier
     gains = tree_gains(pair, widths, without_replacement)
     assert gains.traversal >= max(gains.recursive, gains.chain) - ROUNDING
 
@@ -119,17 +116,12 @@ def test_growing_trees_under_other_verifiers_keep_the_distribution(verifier, wit
     assert tree_error(PAIRS["ternary"], verifier, (2, 1), without_replacement, least_chance=0.3) < ROUNDING
 
 
-def decider(kind):
-    """Return a controller that stops some trees after their first level; `cost` gets observations in which drafting pays."""
-    return seasoned(2) if kind == "cost" else kind
-
-
-@pytest.mark.parametrize("controller", ["cost", "confidence:2,threshold=0.5", "entropy:2,threshold=0.4"])
+@pytest.mark.parametrize("controller", ["cost:2", "confidence:2,threshold=0.5", "entropy:2,threshold=0.4"])
 @pytest.mark.parametrize(("pair", "tree"), [("binary", "2x1"), ("zeros", "1x2")])
 def test_trees_of_a_draft_model_under_controllers_keep_the_distribution(pair, tree, controller):
     """Whether a level is drawn depends on the distributions above it, which differ from branch to branch."""
     pair = PAIRS[pair]
-    branches = play(pair, make_grown_drafter(pair, tree), "auto", decider(controller))
+    branches = play(pair, make_grown_drafter(pair, tree), "auto", with_observations(controller))
     assert max(branch.num_accepted for branch in branches) > 0
     assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
 

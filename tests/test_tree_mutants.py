@@ -27,7 +27,7 @@ from secondguess.decode import Components
 from secondguess.drafters import optimal_tree
 from secondguess.drafters.trees import TreeBuilder
 from secondguess.proof.enumeration import enumerate_rounds
-from secondguess.proof.fakes import DistTreeDrafter, random_probs
+from secondguess.proof.fakes import random_probs
 from secondguess.runtime import cached, tree
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
@@ -37,7 +37,16 @@ from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier, traversal, trees
 from secondguess.verifiers.traversal import TraversalVerifier
-from test_mutants import Check, Mutant, Patch, check, exact_model_dist, places_share_accept_numbers
+from test_mutants import (
+    Check,
+    Mutant,
+    Patch,
+    check,
+    exact_model_dist,
+    places_share_accept_numbers,
+    siblings_see_each_other,
+)
+from tree_drafter import DistTreeDrafter
 
 # Checks: each returns whether the code passes.
 
@@ -299,11 +308,6 @@ def padding_counts_as_drafted(patch: Patch) -> None:
 def nodes_of_one_depth_share_their_number(patch: Patch) -> None:
     original = KeyedNoise.draft
     patch.setattr(KeyedNoise, "draft", lambda self, dists, depth, node=None: original(self, dists, depth))
-
-
-def siblings_see_each_other(patch: Patch) -> None:
-    original = cached.ancestor_closure
-    patch.setattr(cached, "ancestor_closure", lambda parents: torch.ones_like(original(parents)).tril())
 
 
 def grandparents_are_not_seen(patch: Patch) -> None:

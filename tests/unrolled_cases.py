@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters.mirroring import FeatureStepper
+from secondguess.drafters.eagle import EagleDrafter
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.eagle import Eagle1Head, EagleHead
@@ -87,15 +87,15 @@ def told(drafter: SamplingDrafter, row: Row, tokens: list[int]) -> Tensor:
     with torch.inference_mode():
         drafter.prepare([row], [0])
         for token in tokens:
-            said.append(drafter.stepper.chain_logits([row], [0])[0])
-            drafter.stepper.extend([row], [0], [token])
+            said.append(drafter.chain_logits([row], [0])[0])
+            drafter.extend([row], [0], [token])
     return torch.stack(said).clone()
 
 
 def drafted_logits(head: FeatureHead, prompt: list[int], continuation: list[int]) -> Tensor:
     """Return the logits `[depth, vocab]` after a prompt, with the given continuation as the chain."""
     target = TransformersRuntime(target_model())
-    drafter = SamplingDrafter(FeatureStepper(head, target), "head", target.vocab_size)
+    drafter = EagleDrafter(head, target, "head")
     row = Row(list(prompt), SamplingParams())
     target.request_hidden_states(drafter.hidden_layers)
     drafter.begin([row], target.begin([row]))
@@ -113,7 +113,7 @@ def drafts_as_it_learned(kind: str) -> bool:
     """Return whether each depth has the logits of training, after rounds with accepted and rejected nodes."""
     head = fresh_head(kind)
     target = TransformersRuntime(target_model())
-    drafter = SamplingDrafter(FeatureStepper(head, target), "head", target.vocab_size)
+    drafter = EagleDrafter(head, target, "head")
     row = Row(TEXT[:5], SamplingParams(temperature=1.0, max_tokens=40), seed=3)
     rounds = decode(Components(target, drafter, make_verifier("auto"), make_controller("fixed:3")), [row])
     num_accepted = [next(rounds)[0].num_accepted for _ in range(5)]

@@ -103,19 +103,6 @@ class Configuration:
             lines += ["", "[tuned]", *self.tuned.to_toml()]
         return "\n".join(lines) + "\n"
 
-    def write(self, path: Path) -> None:
-        """Write the file.
-
-        Raises:
-            BadInputError: the file cannot be written.
-        """
-        try:
-            path.write_text(self.to_toml(), encoding="utf-8", newline="\n")
-        except OSError as error:
-            raise BadInputError(
-                f"expected a file that can be written, got {path}: {error.strerror}"
-            ) from None
-
 
 def _toml(value: object) -> str:
     """Return a value in TOML: as JSON, except for `=` in tables and an escaped delete character."""
@@ -131,7 +118,7 @@ TableT = TypeVar("TableT", bound=Table)
 
 
 def read_configuration(path: str | Path) -> Configuration:
-    """Read a configuration file, written by `Configuration.write` or by hand.
+    """Read a configuration file, written by `tune` or by hand.
 
     Raises:
         BadInputError: a file that is missing, not TOML, of another schema, or with unknown keys or

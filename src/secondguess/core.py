@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from secondguess.sampling import SamplingParams
 
 
-FinishReason = Literal["stop", "length", "context"]
+FinishReason = Literal["stop", "length", "context", "grammar"]
 """Reason why a row ended.
 
 `stop`: an end token, a stop string, or the end of the grammar. `length`: `max_tokens` tokens were generated. `context`: the
-model's context is full.
+model's context is full. `grammar`: the grammar left no token to go on with, so the text is incomplete.
 """
 
 
@@ -57,6 +57,11 @@ class StopChecker(Protocol):
 
 class GrammarState(Protocol):
     """Position of a row's output in its grammar; see `sampling.grammar.GrammarMatcher`."""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the last token was not one that the grammar allowed: no token was, and the text ends."""
+        ...
 
     def push(self, token: int) -> bool:
         """Add the next output token; return True if the text is complete and nothing can follow."""
@@ -97,6 +102,7 @@ class Row:
         stop_checker: detects stop strings, if the request has any.
         grammar: position in the request's grammar, if it has one.
         sources: the row's own draft sources, beside the drafter, in order of preference.
+        parts: parts of the drafter (`Candidate.part`) that may draft for the row; None for all.
         finish_reason: None until the row is finished.
     """
 
@@ -110,6 +116,7 @@ class Row:
     stop_checker: StopChecker | None = None
     grammar: GrammarState | None = None
     sources: tuple[DraftSource, ...] = ()
+    parts: frozenset[int] | None = None
     finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)
 
@@ -158,6 +165,8 @@ class Row:
         met_stop_string = self.stop_checker is not None and self.stop_checker.push(token)
         if self.grammar is not None and self.grammar.push(token):
             return "stop"
+        if self.grammar is not None and self.grammar.has_failed:
+            return "grammar"
         if self.num_output >= self.params.min_tokens and (met_stop_string or token in self.end_tokens):
             return "stop"
         if self.num_output >= self.params.max_tokens:

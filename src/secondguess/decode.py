@@ -94,21 +94,52 @@ class Batch:
 
     @inference_mode()
     def prefill(self, rows: Sequence[Row]) -> None:
-        """Prefill some of the rows whose prompts are not cached, up to `max_prefill_tokens` tokens."""
+        """Prefill some of the rows whose prompts are not cached, up to `max_prefill_tokens` tokens.
+
+        Of rows with the same prompt only the first is prefilled; the others wait for it and then
+        copy its cache entries. After an error, the rows are as they were when they were admitted.
+        """
         if not rows:
             return
-        target, recorder = self.components.target, self.components.recorder
-        with recorder.round([*self._decoding, *rows]), recorder.phase("prefill"):
-            whole, left = self._within_limit(rows)
-            self._store(whole, target.prefill(whole))
-            if left:
-                following = [rows[len(whole)]]
-                self._store(following, target.prefill(following, left))
-            ready = [row for row in rows if not target.num_to_prefill(row)]
-            self.components.drafter.begin(ready, [join_hidden(self._prefilling[row]) for row in ready])
+        recorder = self.components.recorder
+        try:
+            with recorder.round([*self._decoding, *rows]), recorder.phase("prefill"):
+                ready = self._prefill(rows)
+                self.components.drafter.begin(ready, [join_hidden(self._prefilling[row]) for row in ready])
+        except BaseException:
+            self.components.target.rewind(rows, [recorder.of(row).num_reused for row in rows])
+            self._prefilling.update((row, []) for row in rows)
+            raise
         self._decoding += ready
         for row in ready:
             del self._prefilling[row]
+
+    def _prefill(self, rows: Sequence[Row]) -> list[Row]:
+        """Prefill rows as far as the limit allows; return those whose prompts are cached now."""
+        target = self.components.target
+        by_prompt: dict[tuple[int, ...], list[Row]] = {}
+        for row in rows:
+            by_prompt.setdefault(tuple(row.tokens), []).append(row)
+        firsts = [equal[0] for equal in by_prompt.values()]
+        whole, left = self._within_limit(firsts)
+        self._store(whole, target.prefill(whole))
+        if left:
+            following = [firsts[len(whole)]]
+            self._store(following, target.prefill(following, left))
+        for first, *others in by_prompt.values():
+            if others and not target.num_to_prefill(first):
+                self._copy_prefill(first, others)
+        return [row for row in rows if not target.num_to_prefill(row)]
+
+    def _copy_prefill(self, first: Row, others: Sequence[Row]) -> None:
+        """Give rows the cache entries and hidden states of a row with the same prompt."""
+        target, recorder = self.components.target, self.components.recorder
+        # The drafter needs hidden states of a row from the first token that its target has not reused.
+        num_reused = recorder.of(first).num_reused
+        members = [row for row in others if recorder.of(row).num_reused >= num_reused]
+        target.prefill(members, with_hidden=False)
+        for row in members:
+            self._prefilling[row] = self._prefilling[first]
 
     def _within_limit(self, rows: Sequence[Row]) -> tuple[list[Row], int]:
         """Return the first rows that can be prefilled whole, and the tokens left for the next one."""

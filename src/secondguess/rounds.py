@@ -28,7 +28,8 @@ from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Commit, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
-from secondguess.drafters.row_sources import PREDICTION_PART, chains_of_sources, with_chains, with_sources
+from secondguess.drafters.combined import merge_drafts
+from secondguess.drafters.row_sources import PREDICTION_PART, chains_of_sources, with_sources
 from secondguess.runtime.base import ForwardOutput, Runtime
 from secondguess.sampling.noise import KeyedNoise, Noise
 from secondguess.sampling.probs import commit_logprobs, compute_target_probs
@@ -142,7 +143,10 @@ def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise:
         [max(part, 0) for _, part in pairs],
     )
     draft = _draft_by_drafter(components, rows, replace(budgets, lengths=lengths, parts=parts), noise)
-    return with_chains(draft, chains) if chains else draft
+    if not any(chains):
+        return draft
+    own = Draft.chains(chains, device=draft.tokens.device)
+    return merge_drafts([draft, own], None if draft.probs is None else draft.probs.shape[-1])
 
 
 def _draft_by_drafter(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
@@ -173,6 +177,6 @@ def _commit(
 
 def release(components: Components, row: Row) -> None:
     """Release the state that target, drafter and controller hold for a row."""
-    components.target.end(row)
-    components.drafter.end(row)
-    components.controller.end(row)
+    components.target.release(row)
+    components.drafter.release(row)
+    components.controller.release(row)

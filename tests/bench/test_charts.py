@@ -5,12 +5,21 @@ import dataclasses
 import pytest
 
 from secondguess.bench import charts
-from secondguess.bench.charts import draw_acceptance, draw_costs, draw_speeds, draw_tasks
+from secondguess.bench.charts import draw_costs, draw_panels
 from secondguess.bench.writing import save_report
 
 pytest.importorskip("matplotlib")
 
 from test_report import report
+
+
+def draw_speeds(told):
+    return draw_panels("Speed", told, charts._draw_speeds)
+
+
+def draw_acceptance(told):
+    return draw_panels("Acceptance", told, charts._draw_acceptance, charts._positions)
+
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -40,7 +49,7 @@ def test_charts_are_saved_beside_the_report(tmp_path):
     saved = save_report(often_drafted(report()), tmp_path)
     assert [path.name for path in saved] == [
         "2026-01-02-tiny.json", "2026-01-02-tiny.md", "2026-01-02-tiny-speed.png",
-        "2026-01-02-tiny-acceptance.png", "2026-01-02-tiny-tasks.png", "2026-01-02-tiny-costs.png",
+        "2026-01-02-tiny-acceptance.png", "2026-01-02-tiny-costs.png",
     ]  # fmt: skip
     assert all(path.read_bytes().startswith(PNG) for path in saved[2:])
 
@@ -91,37 +100,16 @@ def test_acceptance_is_a_line_over_positions_that_were_drafted_often_enough():
     assert draw_acceptance(report()) is None
 
 
-def test_tasks_are_groups_of_speed_ups():
-    told = report()
-    (axis,) = draw_tasks(told).axes
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["code", "talk"]
-    heights = [bar.get_height() for bar in axis.patches]
-    expected = [
-        result.by_task[task].against_plain.of_medians
-        for result in told.results
-        if result.speculates
-        for task in ("code", "talk")
-    ]
-    assert heights == pytest.approx(expected)
-
-
-def test_systems_have_different_colours():
+def test_only_the_fastest_systems_are_drawn_in_different_colours():
     told = often_drafted(report())
-    drafted = told.results[1]
     many = [
-        dataclasses.replace(
-            drafted, system=f"system {number}", temperature=number % 2, tokens_per_second=10.0 + number
-        )
+        dataclasses.replace(told.results[1], system=f"system {number}", tokens_per_second=10.0 + number)
         for number in range(12)
     ]
-    figure = draw_acceptance(dataclasses.replace(told, results=many))
-    lines = {line.get_label(): line.get_color() for axis in figure.axes for line in axis.lines}
+    (axis,) = draw_acceptance(dataclasses.replace(told, results=many)).axes
+    lines = {line.get_label(): line.get_color() for line in axis.lines}
     assert set(lines) == {f"system {number}" for number in range(4, 12)}
     assert len(set(lines.values())) == 8
-
-
-def test_without_speculative_systems_there_are_no_speedups():
-    assert draw_tasks(with_results(report(), speculates=False)) is None
 
 
 def test_the_cost_curve_is_drawn_as_measured():
@@ -151,10 +139,9 @@ def test_long_titles_are_wrapped():
             told.provenance, processor="A Very Long Name of a Processor @ 2.70GHz " * 2
         ),
     )
-    for draw in (draw_speeds, draw_tasks, draw_costs):
+    for draw in (draw_speeds, draw_costs):
         figure = draw(told)
         figure.canvas.draw()
         box = figure._suptitle.get_window_extent()
-        assert r"\\$" not in figure._suptitle.get_text()
         assert box.x0 >= 0, draw
         assert box.x1 <= figure.bbox.x1, draw

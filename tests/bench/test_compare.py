@@ -183,7 +183,7 @@ def test_settings_are_compared_separately(compare):
         (json.dumps(stored(schema=1) | {"schema": True}).encode(), "schema to be a valid integer, got True"),
         (
             json.dumps(stored() | {"schema": 99}).encode(),
-            "less than or equal to 4, got 99; .*a newer secondguess",
+            "less than or equal to 5, got 99; .*a newer secondguess",
         ),
         (b'{"schema": 1}', "incomplete"),
         (b'{"schema": 1, "workbench": 3}', "incomplete"),

@@ -114,7 +114,7 @@ def test_the_warm_up_does_not_count(clock):
 
 def test_one_slow_pass_does_not_change_the_median(clock):
     target = SlowModel(clock, 1.0, 0.0)
-    probe = ForwardTimer(target, {}, context=[0, 1, 2], widths=(1,), num_sweeps=2)
+    probe = ForwardTimer(target, {}, context=[0, 1, 2], widths=(1,))
     probe.sample()
     target.start = 50.0
     probe.sample()

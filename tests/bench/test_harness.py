@@ -5,6 +5,9 @@ from bench_fakes import FakeBatcher, FakeSystem
 
 from secondguess.bench.config import BenchConfig
 from secondguess.bench.measurement import Batch, Measurement, Setting, make_batches, turns
+from secondguess.bench.roster import all_drafters, drafters_to_run
+from secondguess.builtin import builtin_paths, head_path
+from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError
 
 
@@ -20,9 +23,26 @@ class CountingProbe:
         self.warmed_up = True
 
 
-def measurement(log, *systems, num_prompts=2, **settings):
-    config = BenchConfig(num_tokens=4, **settings)
-    return Measurement(list(systems), [[1, 2]] * num_prompts, config, CountingProbe())
+class Measured(Measurement):
+    """A measurement of fake systems, with a counting probe."""
+
+    def __init__(self, systems, num_prompts, temperatures, batch_sizes, seed):
+        prompts, tasks = [[1, 2]] * num_prompts, [""] * num_prompts
+        super().__init__(prompts, tasks, 4, temperatures, batch_sizes, seed)
+        self.systems, self.probe = systems, CountingProbe()
+
+    def run(self, progress):
+        return super().run(self.systems, self.probe, progress)
+
+    def finished_runs(self, systems=None):
+        return super().finished_runs(systems or self.systems)
+
+    def notes(self, systems=None):
+        return super().notes(systems or self.systems)
+
+
+def measurement(log, *systems, num_prompts=2, temperatures=(0.0, 1.0), batch_sizes=(1,), seed=0):
+    return Measured(list(systems), num_prompts, temperatures, batch_sizes, seed)
 
 
 def ignore(done, total, what):
@@ -142,14 +162,52 @@ def test_invalid_settings_are_refused_by_name(settings, message):
 
 
 def test_the_default_drafters_depend_on_the_model():
-    assert BenchConfig().drafters_to_run == (
+    assert drafters_to_run(BenchConfig()) == (
         "suffix+model:builtin-draft",
         "suffix",
         "model:builtin-draft",
         "ngram",
     )
-    assert BenchConfig(model="some/model").drafters_to_run == ("suffix", "ngram")
-    assert BenchConfig(drafters=("ngram",)).drafters_to_run == ("ngram",)
+    assert drafters_to_run(BenchConfig(model="some/model")) == ("suffix", "ngram")
+    assert drafters_to_run(BenchConfig(drafters=("ngram",))) == ("ngram",)
+
+
+def test_all_selects_every_drafter_with_chains_and_trees():
+    names = drafters_to_run(BenchConfig(drafters=("all",)))
+    assert {"suffix", "ngram", "model:builtin-draft"} < set(names)
+    assert any(name.startswith("model:builtin-draft,tree=") for name in names)
+    assert all(parse_drafter_name(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"), [(builtin_paths().target, False), (head_path("mtp"), True)]
+)
+def test_modules_in_a_targets_own_checkpoint_are_found(checkpoint, expected):
+    assert ("mtp" in all_drafters(str(checkpoint))) == expected
+
+
+def test_the_run_of_a_batch_is_the_median_of_its_runs():
+    class Varying(FakeSystem):
+        def generate(self, *arguments):
+            self.speed = [8.0, 10.0, 2.0, 4.0][len(self.log)]
+            return super().generate(*arguments)
+
+    system = Varying("A", [])
+    measured = measurement([], system, num_prompts=2, temperatures=(0.0,))
+    for index in (0, 0, 0, 1):
+        measured.run_batch([system], 1, index)
+    speeds = [run.tokens_per_second for run in measured.runs_of("A", Setting(0.0))]
+    assert speeds == [8.0, 4.0]
+    assert len(measured.runs_of("A", Setting(0.0), range(1))) == 1
+
+
+def test_a_batch_that_runs_again_has_the_reverse_order():
+    log = []
+    systems = [FakeSystem("A", log), FakeSystem("B", log)]
+    measured = measurement(log, *systems, temperatures=(0.0,))
+    for _ in range(2):
+        measured.run_batch(systems, 1, 0)
+    assert [name for name, *_ in log] == ["A", "B", "B", "A"]
 
 
 def test_batches_are_of_one_task_and_of_exactly_their_size():
@@ -176,7 +234,7 @@ def test_systems_without_batches_run_single_prompts_only():
     assert lengths == {"A": {Setting(0.0, 1): 4, Setting(0.0, 2): 2}, "B": {Setting(0.0, 1): 4}}
     assert {run.row_lengths for run in measured.finished_runs()["A"][Setting(0.0, 2)]} == {(4, 4)}
     assert len(measured.finished_prompts) == 4
-    assert measured.finished_tasks() == {1: [""] * 4, 2: [""] * 2}
+    assert measured.finished_tasks == {1: [""] * 4, 2: [""] * 2}
     assert measured.notes() == []
 
 
@@ -217,7 +275,7 @@ def test_ctrl_c_leaves_out_a_batch_size_without_finished_batches():
     assert not measured.run(ignore)
     finished = measured.finished_runs()["A"]
     assert list(finished) == [Setting(0.0, 1)]
-    assert measured.finished_tasks()[2] == []
+    assert measured.finished_tasks[2] == []
 
 
 def test_a_row_of_a_batch_that_is_too_short_is_not_compared():
@@ -242,7 +300,7 @@ def test_a_system_with_its_own_token_count_may_stop_early_with_a_note():
 
     measured = measurement([], Server("S", []), temperatures=(0.0,))
     measured.run(ignore)
-    assert "S wrote 3 to 3 tokens instead of 4 in 1 of 2 runs" in measured.notes()[0]
+    assert "S wrote 3 to 3 tokens instead of 4 in 1 of 2 texts" in measured.notes()[0]
 
 
 def test_the_controller_is_reset_after_the_warm_up():

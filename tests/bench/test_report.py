@@ -265,9 +265,9 @@ def test_the_json_has_stable_names(tmp_path):
     data, page, *_ = save_report(report(), tmp_path / "results")
     assert (data.name, page.name) == ("2026-01-02-tiny.json", "2026-01-02-tiny.md")
     told = json.loads(data.read_text())
-    assert told["schema"] == 4
+    assert told["schema"] == 5
     assert set(told) == {
-        "schema", "name", "complete", "workbench", "costs", "results", "provenance", "possessions",
+        "schema", "name", "complete", "workbench", "costs", "results", "provenance",
     }  # fmt: skip
     assert set(told["results"][1]) == {
         "system", "family", "speculates", "temperature", "batch_size", "tokens_per_second", "interval", "per_batch",

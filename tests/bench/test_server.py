@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,7 +70,7 @@ def serve(fake):
 
 
 def connect(url):
-    return Server(ServerAddress.parse(url), lambda ids: " ".join(map(str, ids)))
+    return Server(ServerAddress.parse(url), SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))))
 
 
 def test_a_request_asks_for_the_number_of_tokens_and_uses_the_servers_count():
@@ -227,7 +228,7 @@ def test_a_server_runs_beside_our_systems_and_its_lengths_are_reported(tiny_chec
     assert report.result("secondguess ngram", 0.0).equality is not None
     assert [result.batch_size for result in report.results if result.system == host] == [1]
     told = "\n".join(report.workbench.notes)
-    assert f"{host} wrote 4 to 4 tokens instead of 6 in 2 of 2 runs" in told
+    assert f"{host} wrote 4 to 4 tokens instead of 6 in 2 of 2 texts" in told
     assert f"{host}: at batch size 1 only" in told
     # The warm-up and two prompts, in the words of the file and not in token ids.
     prompts = Counter(request["prompt"][:3] for request in fake.requests)

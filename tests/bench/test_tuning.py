@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from secondguess.bench import charts, tuning
-from secondguess.bench.choices import PLAIN, Choice, CostModel, Speed
+from secondguess.bench import as_markdown, charts, tuning
 from secondguess.bench.config import TuneConfig
-from secondguess.bench.costs import Costs
+from secondguess.bench.recommendation import PLAIN
 from secondguess.bench.systems import Run
-from secondguess.bench.tune_report import make_report
-from secondguess.bench.tuning import Budget, Findings, Tuner, run_tune
+from secondguess.bench.tuning import Budget, Tuner, Tuning, run_tune
 from secondguess.checkpoint.checkpoint import Checkpoint
-from secondguess.stats import Stats
 
 
 class CountingClock:
@@ -31,7 +29,7 @@ class CountingClock:
 
 
 @pytest.fixture(scope="module")
-def findings(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
+def tuned(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
     """A tuning of tiny models with a drafter of each sort."""
     prompts = tmp_path_factory.mktemp("prompts") / "two.jsonl"
     prompts.write_text('{"prompt": "def quicksort(items):"}\n{"prompt": "class Stack:\\n    def"}\n')
@@ -47,7 +45,6 @@ def findings(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
             device="cpu",
             num_threads=1,
             minutes=0.02,
-            num_verified=1,
         )
     )
 
@@ -59,237 +56,143 @@ def test_a_budget_is_shared_between_steps():
     assert has_time()
     clock.now += 5
     assert not has_time()
-    assert 0 < budget.left < 15
 
 
 class Race:
-    """Trials whose choices have given speeds."""
+    """A measurement of systems with given speeds, and a tuner that reads it."""
 
-    def __init__(self, speeds: dict[Choice, float], num_batches: int) -> None:
-        self.batches = [[[1]]] * num_batches
-        self.num_runs = dict.fromkeys(speeds, 0)
-        self._speeds = speeds
+    def __init__(self, num_batches: int, seconds: float = 1e6) -> None:
+        self.speeds = {"none": 100.0} | {str(k): 100.0 + k for k in range(1, 9)}
+        self.batches = {1: range(num_batches)}
+        self.num_runs = dict.fromkeys(self.speeds, 0)
+        self.tuner = object.__new__(Tuner)
+        self.tuner.__dict__.update(
+            _config=SimpleNamespace(batch_sizes=(1,), temperature=0.0), measurement=self, dropped={1: {}},
+            _budget=Budget(seconds, CountingClock()), _system=lambda *_: SimpleNamespace(name=PLAIN),
+        )  # fmt: skip
+        self.speeds[PLAIN] = self.speeds.pop("none")
+        self.num_runs[PLAIN] = self.num_runs.pop("none")
 
-    def run(self, choices, numbers):
-        for choice in choices:
-            self.num_runs[choice] += len(numbers)
+    def run_batch(self, systems, size, index):
+        for system in systems:
+            self.num_runs[system.name] += 1
 
-    def speeds(self, choices, num_batches):
-        return {
-            choice: Speed.of_runs([[Run([1] * 10, 10 / self._speeds[choice])]] * num_batches)
-            for choice in choices
-        }
+    def runs_of(self, name, setting, indices):
+        return [Run([1] * 10, 10 / self.speeds[name])] * len(indices)
 
-
-def halve(race: Race, keep: int, seconds: float = 1e6) -> tuple[list[Choice], Findings]:
-    tuner = object.__new__(Tuner)
-    tuner._trials, tuner._budget = {1: race}, Budget(seconds, CountingClock())
-    tuner.findings = Findings(None, None, None)
-    found = tuner._halve(1, [choice for choice in race.num_runs if choice.speculates], keep, 1.0)
-    return found, tuner.findings
+    def halve(self, keep):
+        systems = [SimpleNamespace(name=name) for name in self.speeds if name != PLAIN]
+        return [system.name for system in self.tuner.halve(1, systems, keep, 1.0)]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_slower_half_is_dropped_and_the_rest_runs_on_twice_as_many_batches(keep):
-    speeds = {PLAIN: 100.0} | {Choice("model:x", f"fixed:{k}"): 100.0 + k for k in range(1, 9)}
-    race = Race(speeds, 100)
-    found, findings = halve(race, keep)
-    assert found == [Choice("model:x", f"fixed:{k}") for k in (8, 7, 6)[:keep]]
-    assert race.num_runs[Choice("model:x", "fixed:4")] == 1
-    assert race.num_runs[Choice("model:x", "fixed:6")] == 1 + 2
-    assert race.num_runs[Choice("model:x", "fixed:8")] == 1 + 2 + (4 if keep == 1 else 0)
-    assert findings.dropped[1][Choice("model:x", "fixed:2")] == pytest.approx(1.02)
-    assert set(findings.dropped[1]) == set(speeds) - {PLAIN, *found}
+    race = Race(100)
+    assert race.halve(keep) == ["8", "7", "6"][:keep]
+    assert race.num_runs["4"] == 1
+    assert race.num_runs["6"] == 1 + 2
+    assert race.num_runs["8"] == 1 + 2 + (4 if keep == 1 else 0)
+    assert race.tuner.dropped[1]["2"] == pytest.approx(1.02)
+    assert set(race.tuner.dropped[1]) == set("12345678"[: 8 - keep])
 
 
 def test_halving_ends_when_batches_or_time_run_out():
-    speeds = {PLAIN: 100.0} | {Choice("model:x", f"fixed:{k}"): 100.0 + k for k in range(1, 9)}
-    race = Race(speeds, 2)
-    found, findings = halve(race, 1)
-    assert found == [Choice("model:x", "fixed:8")]
+    race = Race(2)
+    assert race.halve(1) == ["8"]
     assert max(race.num_runs.values()) == 2
-    assert len(findings.dropped[1]) == 7
-    hurried = Race(speeds, 100)
-    assert halve(hurried, 1, seconds=0.0)[0] == found
+    assert len(race.tuner.dropped[1]) == 7
+    hurried = Race(100, seconds=0.0)
+    assert hurried.halve(1) == ["8"]
     assert max(hurried.num_runs.values()) == 1
 
 
-def test_every_drafter_runs_and_the_best_run_at_every_batch_size(findings, tiny_draft_checkpoint):
-    assert set(findings.speeds) == {1, 2}
+def test_every_drafter_runs_and_the_best_run_at_every_batch_size(tuned, tiny_draft_checkpoint):
     model = f"model:{tiny_draft_checkpoint}"
-    for size, speeds in findings.speeds.items():
-        assert PLAIN in speeds
-        assert Choice("suffix", "cost") in speeds, "the default"
-        assert len(speeds) >= 3
-        assert speeds.keys() == findings.speeds[1].keys()
-        drafters = {choice.drafter for choice in (*speeds, *findings.dropped[size])}
-        assert drafters == {"none", model, "suffix", "early-exit:1", f"suffix+{model}"}
-        controllers = {choice.controller for choice in (*speeds, *findings.dropped[size])}
-        assert {"fixed:8", "cost"} <= controllers
-        assert Choice("suffix", "confidence") not in {*speeds, *findings.dropped[size]}
-        assert not speeds.keys() & findings.dropped[size].keys()
-        assert findings.costs[size].target[1] > 0
+    assert set(tuned.speedups) == {1, 2}
+    for size, speedups in tuned.speedups.items():
+        assert speedups[PLAIN] == 1.0
+        assert "secondguess suffix cost" in speedups, "the default"
+        assert len(speedups) >= 3
+        assert speedups.keys() == tuned.speedups[1].keys()
+        run = [tuned.drafters[name] for name in (*speedups, *tuned.dropped[size])]
+        assert {drafter for drafter, _ in run} == {"none", model, "suffix", "early-exit:1", f"suffix+{model}"}
+        assert {"fixed:8", "cost"} <= {controller for _, controller in run}
+        assert ("suffix", "confidence") not in run
+        assert not speedups.keys() & tuned.dropped[size].keys()
 
 
-def test_the_cost_model_is_beside_the_measured_speed():
-    stats = Stats(
-        num_rounds=10,
-        num_tokens=20,
-        num_drafted=20,
-        num_accepted=10,
-        drafted_per_position=[10, 10],
-        drafting_seconds=2.0,
-    )
-    speed, costs = Speed((20,), (30.0,), stats), Costs({1: 1.0, 3: 1.5})
-    assert speed.cost_model(costs, 1) == CostModel(2.0, pytest.approx(0.1), 1.5, pytest.approx(20 / 17))
-    # Of two rows whose rounds take as long, drafting seconds are shared.
-    assert speed.cost_model(costs, 2) == CostModel(2.0, pytest.approx(0.2), 1.5, pytest.approx(20 / 19))
-    plain = Speed((9,), (9.0,), Stats(num_rounds=9, num_tokens=9))
-    assert plain.cost_model(Costs({1: 1.0}), 1) == CostModel(1.0, 0.0, 1.0, 1.0)
+def test_the_report_is_one_of_bench_with_the_recommendation_in_its_notes(tuned, tmp_path):
+    page, data = as_markdown(tuned.report), tuned.report.to_json()
+    assert page.startswith("# Benchmark tune")
+    assert "Note: The configuration has " in page
+    assert "Note: dropped at batch size 1, with speed over plain: " in page
+    for text in (page, data):
+        assert str(tmp_path.parent) not in text
+    assert {result["batch_size"] for result in json.loads(data)["results"]} == {1, 2}
 
 
-def test_the_json_report_is_complete_without_absolute_paths(findings, tmp_path):
-    report = make_report(findings)
-    text = report.to_json()
-    read = json.loads(text)
-    assert str(tmp_path.parent) not in text
-    assert findings.models.target.path not in text
-    assert {row["batch_size"] for row in read["results"]} == {1, 2}
-    assert read["pass_costs"].keys() == {"1", "2"}
-    assert read["provenance"]["model_sha256"]
-    plain = next(row for row in read["results"] if row["choice"] == "plain")
-    assert (plain["over_plain"], plain["acceptance_length"]) == (1.0, 1.0)
+def with_speedups(tuned: Tuning, speedups: dict[str, float]) -> Tuning:
+    """The same, had these systems of the suffix drafter been so fast at batch sizes 1 and 2."""
+    first = tuned.report.results[0]
+    results = []
+    for size in (1, 2):
+        plain = replace(first, system=PLAIN, batch_size=size, speculates=False, against={})
+        results.append(plain)
+        for name, speedup in speedups.items():
+            ratio = replace(next(iter(tuned.report.results[1].against.values())), of_medians=speedup)
+            results.append(replace(plain, system=name, speculates=True, against={PLAIN: ratio}))
+    drafters = {name: ("suffix", name.split()[-1]) for name in speedups} | {PLAIN: ("none", None)}
+    return replace(tuned, report=replace(tuned.report, results=results), dropped={}, drafters=drafters)
 
 
-def test_int8_runs_if_there_is_time_and_is_not_written_to_the_configuration(findings):
-    if not findings.int8:
-        assert any("8 bits were not run" in note for note in findings.notes)
-    quantized = {Choice(quantize="int8"): speed_of(80), Choice("suffix", "cost", "int8"): speed_of(160)}
-    report = make_report(replace(findings, int8={1: quantized}))
-    lines = [line.split("|") for line in report.table().splitlines() if "8 bits" in line]
-    assert [(line[2].strip(), line[4].strip()) for line in lines] == [
-        ("suffix cost, 8 bits", "2.00"),
-        ("plain, 8 bits", "1.00"),
-    ]
-    assert "quantize" not in report.to_toml()
-
-
-def speed_of(value: float) -> Speed:
-    stats = Stats(num_rounds=100, num_tokens=455, num_drafted=500, num_accepted=355)
-    return Speed((100,), (100 / value,), stats)
-
-
-def decided(findings, speeds):
-    """The report, had the final runs been so fast at batch sizes 1 and 2."""
-    measured = {
-        size: {choice: speed_of(value) for choice, value in of_size.items()}
-        for size, of_size in speeds.items()
-    }
-    return make_report(replace(findings, speeds=measured, dropped={}, int8={}))
-
-
-def test_the_table_and_the_recommendation_state_speeds(findings):
-    choice = Choice("suffix", "fixed:5")
-    report = decided(findings, {1: {PLAIN: 100, choice: 230}, 2: {PLAIN: 100, choice: 110}})
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.table().splitlines()]
-    assert cells[2][:7] == ["1", "suffix fixed:5", "230", "2.30", "2.30", "71%", "4.55"]
-    assert cells[3][:5] == ["1", "plain", "100", "1.00", "1.00"]
-    assert report.recommendation() == [
-        "The configuration has suffix fixed:5 for all batch sizes. The best for each:",
-        "- batch size 1: suffix fixed:5, 2.30 times as fast as plain; the configuration has it.",
-        "- batch size 2: suffix fixed:5, 1.10 times as fast as plain; the configuration has it.",
-    ]
-    loaded = report.configuration()
+def test_the_configuration_has_the_choice_and_its_measurements(tuned):
+    found = with_speedups(tuned, {"suffix fixed:5": 2.3, "suffix cost": 2.0})
+    loaded = found.configuration()
     assert (loaded.load.drafter, loaded.load.controller) == ("suffix", "fixed:5")
-    assert loaded.tuned.speedup == {1: 2.3, 2: 1.1}
+    assert (loaded.tuned.speedup, loaded.tuned.draft_length) == ({1: 2.3, 2: 2.3}, 5)
+    assert loaded.tuned.num_threads == 1
+    assert found.to_toml().startswith("# The configuration has suffix fixed:5 for all batch sizes.")
 
 
-def test_plain_decoding_is_recommended_where_nothing_pays(findings):
-    choice = Choice("suffix", "fixed:5")
-    report = decided(findings, {1: {PLAIN: 100, choice: 101}, 2: {PLAIN: 100, choice: 50}})
-    assert report.recommendation()[1] == (
-        "- batch size 1: plain (--drafter none), nothing is faster by more than 2%; the configuration has it."
-    )
-    loaded = report.configuration()
+def test_plain_decoding_is_configured_where_nothing_pays(tuned):
+    loaded = with_speedups(tuned, {"suffix fixed:5": 1.01}).configuration()
     assert (loaded.load.drafter, loaded.load.controller, loaded.tuned.draft_length) == ("none", None, 0)
 
 
-def test_the_configuration_names_its_batch_size_if_others_are_slower(findings):
-    choice = Choice("suffix", "fixed:5")
-    report = decided(findings, {1: {PLAIN: 100, choice: 230}, 2: {PLAIN: 100, choice: 80}})
-    assert report.recommendation()[2] == (
-        "- batch size 2: plain (--drafter none), nothing is faster by more than 2%; "
-        "the configuration's choice has 0.80 of its speed."
-    )
-    loaded = report.configuration()
-    assert (loaded.load.drafter, loaded.load.controller) == ("suffix", "fixed:5")
-    assert loaded.tuned.speedup == {1: 2.3}, "the sizes at which it loses are left out"
+def test_a_dropped_best_constant_length_is_still_reported(tuned):
+    adaptive = with_speedups(tuned, {"suffix cost": 2.0})
+    assert adaptive.configuration().tuned.draft_length == 1, "the mean draft length"
+    lengths = {"suffix fixed:2": 1.5, "suffix fixed:3": 1.7, "ngram fixed:1": 3.0}
+    drafters = adaptive.drafters | {name: tuple(name.split()) for name in lengths}
+    dropped = replace(adaptive, dropped={1: lengths}, drafters=drafters)
+    assert dropped.configuration().tuned.draft_length == 3
 
 
-def test_the_loss_of_one_choice_for_all_batch_sizes_is_reported(findings):
-    short, long = Choice("suffix", "fixed:2"), Choice("suffix", "fixed:5")
-    speeds = {1: {PLAIN: 100, short: 150, long: 230}, 2: {PLAIN: 100, short: 110, long: 80}}
-    report = decided(findings, speeds)
-    assert (report.chosen, report.best) == (short, {1: long, 2: short})
-    words = [
-        "The configuration has suffix fixed:2 for all batch sizes. The best for each:",
-        "- batch size 1: suffix fixed:5, 2.30 times as fast as plain; the configuration's choice has 0.65 of its speed.",
-        "- batch size 2: suffix fixed:2, 1.10 times as fast as plain; the configuration has it.",
-    ]
-    assert "\n".join(words) in report.to_text()
-    assert report.to_toml().startswith("".join(f"# {line}\n" for line in words))
-    assert report.configuration().tuned.speedup == {1: 1.5, 2: 1.1}
-    by_size = json.loads(report.to_json())["recommendation"]["by_batch_size"]
-    assert by_size["1"]["chosen_relative_speed"] == pytest.approx(150 / 230)
-    assert by_size["2"]["chosen_relative_speed"] == 1.0
-
-
-def test_line_breaks_in_a_drafters_name_stay_inside_the_comment(findings, monkeypatch):
-    monkeypatch.setattr("secondguess.bench.tune_report.TuneReport.recommendation", lambda _: ["model:a\n[b"])
-    assert tomllib.loads(make_report(findings).to_toml())["schema"] == 1
-
-
-def test_a_dropped_best_constant_length_is_still_reported(findings):
-    adaptive = Choice("suffix", "cost")
-    report = decided(findings, {1: {PLAIN: 100, adaptive: 200}})
-    assert report.best_constant_length(1) == 5, "the mean draft length"
-    dropped = {
-        Choice("suffix", "fixed:2"): 1.5,
-        Choice("suffix", "fixed:3"): 1.7,
-        Choice("ngram", "fixed:1"): 3.0,
-    }
-    report = replace(report, findings=replace(report.findings, dropped={1: dropped}))
-    assert report.configuration().tuned.draft_length == 3
-
-
-def test_the_chart_contains_its_whole_title(findings):
-    pytest.importorskip("matplotlib")
-    workload = replace(findings.workload, name=" + ".join(["a_long_name.jsonl"] * 3))
-    report = make_report(replace(findings, workload=workload))
-    figure = report.draw()
-    figure.canvas.draw()
-    boxes = [text.get_window_extent() for text in (figure._suptitle, *(axis.title for axis in figure.axes))]
-    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
-    assert charts.to_png(figure).startswith(b"\x89PNG")
+def test_line_breaks_in_a_drafters_name_stay_inside_the_comment(tuned, monkeypatch):
+    monkeypatch.setattr(tuning, "recommend", lambda _: ["model:a\n[b"])
+    assert tomllib.loads(tuned.to_toml())["schema"] == 1
 
 
 def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, tmp_path, monkeypatch):
-    monkeypatch.setattr(charts, "can_draw", lambda: False)
+    monkeypatch.setattr(charts, "find_spec", lambda name: None)
     place = tmp_path / "tuned.toml"
     done = secondguess_command(
         *("tune", "builtin", "--prompts", "builtin", "--drafter", "model:builtin-draft", "--device", "cpu"),
         *("--num-prompts", 2, "--max-tokens", 12, "--batch-size", 2, "--batch-size", 1, "--minutes", 0.02),
-        *("--verify", 1, "--no-int8", "--threads", 1),
+        *("--threads", 1),
         *("--output", tmp_path / "out", "--config-out", place),
     )
     assert done.code == 0, done.err
-    assert "- batch size 1: " in done.out
+    assert "- batch size 1: " in done.err
     assert "no charts without matplotlib: pip install" in done.err
     assert place.read_text().startswith("# The configuration has ")
     written = tomllib.loads(place.read_text())
     assert written["load"]["model"] == "builtin"
     assert written["tuned"]["num_threads"] == 1
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tune.json"]
+    day = written["tuned"]["date"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        f"{day}-tune.{suffix}" for suffix in ("json", "md")
+    ]
     followed = secondguess_command("generate", "x", "--config", place, "--max-tokens", "2", "--json")
     assert followed.code == 0, followed.err
     # The fastest drafter differs from machine to machine, and a result names it with its default options.
@@ -298,17 +201,17 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
     assert followed.records[0]["drafter"] == named.records[0]["drafter"]
 
 
-def test_a_result_that_cannot_be_saved_is_still_printed(secondguess_command, tmp_path, monkeypatch, findings):
+def test_a_result_that_cannot_be_saved_is_still_printed(secondguess_command, tmp_path, monkeypatch, tuned):
     place = tmp_path / "tuned.toml"
 
     def tuned_while_the_folder_became_unwritable(*_):
         place.mkdir()
-        return findings
+        return tuned
 
     monkeypatch.setattr(tuning, "run_tune", tuned_while_the_folder_became_unwritable)
     done = secondguess_command("tune", "builtin", "--prompts", "builtin", "--config-out", place)
     assert done.code == 2
-    assert "- batch size 1: " in done.out
+    assert "batch size 1: " in done.out
     assert done.err.startswith("secondguess: error: ")
 
 
@@ -333,7 +236,7 @@ def test_an_interruption_reports_the_step_and_writes_nothing(
         ),
     )
     assert done.code == 130
-    assert done.err.endswith("interrupted at step 2 of 5, controllers; nothing was written\n")
+    assert done.err.endswith("interrupted at step 2 of 4, controllers; nothing was written\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -354,7 +257,6 @@ def test_an_interruption_reports_the_step_and_writes_nothing(
         ),
         (["--minutes", "nan"], "expected minutes to be a finite number"),
         (["--minutes", "-1"], "expected minutes to be greater than or equal to 0.01"),
-        (["--verify", "-1"], "expected num_verified to be greater than or equal to 0"),
         (["--threads", "0"], "expected num_threads to be greater than or equal to 1"),
         (["--temperature", "-1"], "expected temperature to be greater than or equal to 0"),
         (["--dtype", "int3"], "expected dtype"),

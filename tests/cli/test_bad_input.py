@@ -232,16 +232,16 @@ OPTIONS_OF_LOAD = [
         (b'{"prompt": ""}', ["line 1", "prompt"]),
         (b'{"prompt": 5}', ["line 1", "prompt", "5"]),
         (b'{"prompt": "\\ud800"}', ["line 1", "surrogate"]),
-        (b'{"prompt": "x", "max_new_tokens": 5}', ["line 1", "max_new_tokens", "'max_tokens'"]),
+        (b'{"prompt": "x", "max_new_tokens": 5}', ["line 1", "'max_new_tokens'", "max_tokens"]),
         (b'{"prompt": "x", "temperature": "hot"}', ["line 1", "temperature", "hot"]),
         (b'{"prompt": "x", "top_p": NaN}', ["line 1", "top_p", "nan"]),
         (b'{"prompt": "x", "logit_bias": {"a": 1}}', ["line 1", "logit_bias", "'a'"]),
         (
             b'{"prompt": "x"}\n{"prompt": "y", "task_id": 3}',
-            ["line 2", "'task_id'", "prompt, messages, metadata", "max_tokens", "put it under metadata"],
+            ["line 2", "'task_id'", "prompt, messages, metadata", "max_tokens", "under metadata"],
         ),
         (b'{"prompt": "x", "test": "y", "entry_point": "z"}', ["line 1", "'test'", "under metadata"]),
-        (b'{"prompt": "x", "max_token": 3}', ["line 1", "'max_token'", "did you mean 'max_tokens'"]),
+        (b'{"prompt": "x", "max_token": 3}', ["line 1", "'max_token'", "max_tokens"]),
         (b'{"prompt": "x", "n": 2}', ["line 1", "n to be 1 at temperature 0"]),
         (b'{"prompt": "x"}\n{"prompt": "y", "logprobs": 2}', ["line 2", "--json", "logprobs"]),
         *[
@@ -536,7 +536,7 @@ def test_prompts_that_do_not_fit_together_decode_one_after_the_other(tiny_checkp
     llm = load(tiny_checkpoint, "none", dtype="float32")
     prompts = [[5] * 50, [6, 7], [7], [8, 8, 8]]
     together = llm.generate(prompts, max_tokens=8)
-    llm.target.runtime.release()
+    llm.target.runtime.free()
     if limit == "rows":
         llm.shared_batch.scheduler.max_rows = 2
     else:
@@ -549,6 +549,21 @@ def test_prompts_that_do_not_fit_together_decode_one_after_the_other(tiny_checkp
     in_turn = llm.generate(prompts, max_tokens=8)
     assert max(most) == 2
     assert [output.token_ids for output in in_turn] == [output.token_ids for output in together]
+
+
+def test_long_prompts_after_many_short_ones_decode_together(tmp_path, monkeypatch):
+    llm = load(str(write_llama(tmp_path / "long", 0, max_position_embeddings=1024)), "none", dtype="float32")
+    llm.generate([[number] for number in range(5, 69)], max_tokens=2)
+    # The memory of the short rows' entries is enough for those of the long ones.
+    needed = 4 * llm.target.runtime.vocab_size * generation.PROBS_BYTES
+    monkeypatch.setattr(memory, "available_memory", lambda _: needed / generation.MEMORY_SHARE)
+    most, score = [], llm.target.runtime.score
+    monkeypatch.setattr(
+        llm.target.runtime, "score", lambda rows, *_: most.append(len(rows)) or score(rows, *_)
+    )
+    llm.generate([[number] * 600 for number in range(5, 9)], max_tokens=4)
+    assert max(most) == 4
+    assert (llm.target.runtime.cache.num_slots, llm.target.runtime.cache.capacity) == (4, 1024)
 
 
 def test_a_prompt_that_begins_like_an_earlier_one_is_prefilled_from_where_it_differs(tiny_checkpoint):

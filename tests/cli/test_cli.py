@@ -288,6 +288,7 @@ OPTIONS = [
     ("prediction", ["--prediction", __file__], Path(__file__).read_text(encoding="utf-8")),
     ("draft_length", ["--draft-length", "2"], 2),
     ("max_draft_length", ["--max-draft-length", "3"], 3),
+    ("draft_with", ["--draft-with", "ngram"], "ngram"),
 ]
 
 
@@ -641,11 +642,11 @@ def test_bench_uses_its_options_and_saves_the_report(
     monkeypatch.setattr("secondguess.bench.run_bench", run_bench)
     monkeypatch.setattr("secondguess.bench.as_markdown", lambda _: "# table\n")
     monkeypatch.setattr("secondguess.bench.save_report", save_report)
+    monkeypatch.setattr("secondguess.bench.charts.can_draw", lambda: False)
     plain = secondguess_command("bench", "--output", tmp_path)
     # Interrupted, and yet saved.
     assert (plain.code, plain.out) == (130, "# table\n")
-    assert f"saved {tmp_path / 'a.json'} and {tmp_path / 'a.md'}" in plain.err
-    # No chart among what was saved: the only reason is that there is no matplotlib.
+    assert f"saved {tmp_path / 'a.json'}, {tmp_path / 'a.md'}" in plain.err
     assert "pip install 'secondguess[bench]' draws them" in plain.err
     assert seen.pop() == BenchConfig()
 

@@ -37,7 +37,8 @@ def write(tmp_path):
 
     def write_file(model, tuned=None, **settings):
         path = tmp_path / "secondguess.toml"
-        Configuration(LoadSettings(model=str(model), **settings), tuned or TuningRecord()).write(path)
+        configuration = Configuration(LoadSettings(model=str(model), **settings), tuned or TuningRecord())
+        path.write_text(configuration.to_toml())
         return path
 
     return write_file

@@ -72,7 +72,7 @@ def test_backoff_rounds_are_learned_from_later_and_none_is_lost(
     for _ in range(400):
         seconds += 1 + 0.5 * max(play(controller, rows, [on_offer("model")] * num_rows))
         assert seconds - sum(earned) <= (SHORTEST + num_rows) << MOST_DOUBLINGS
-    controller.end(rows[0])
+    controller.release(rows[0])
     assert sum(earned) == pytest.approx(seconds)
     assert len(earned) < 120
     # The positions of the rounds are known as if each had been recorded at once.
@@ -156,7 +156,7 @@ def test_ended_rows_are_removed() -> None:
     for _ in range(600):
         play(controller, [row], [on_offer("model")])
     assert controller._in_backoff
-    controller.end(row)
+    controller.release(row)
     (other,) = make_rows(1)
     asked = []
     for number in range(SHORTEST + 3):
@@ -237,7 +237,7 @@ def test_rounds_of_different_rows_are_learned_from_separately(
     for now in (rows[:1], rows, rows[:1]):
         held[:] = now  # as a server's batch changes
         play(controller, held, [NOTHING] * len(held))
-    controller.end(rows[0])
+    controller.release(rows[0])
     assert [num_rows for num_rows, _ in seen] == [1, 2, 1]
 
 
@@ -255,6 +255,6 @@ def test_skipped_rounds_keep_their_order_among_drafted_ones(
     controller.learn(rows, Draft.chains([[0] * 9, []]), verdict, RoundTime(0.0, 0.0, 1.0))
     for _ in range(5):
         play(controller, rows, [NOTHING, NOTHING])
-    controller.end(own)
+    controller.release(own)
     assert all(50 < context < 60 or 550 < context < 570 for _, context in seen)
     assert {context > 500 for _, context in seen} == {False, True}

@@ -261,11 +261,11 @@ def test_unamortised_prefill_is_booked_when_the_row_ends() -> None:
     guard, row, other = LossGuard(), a_row(), a_row()
     guard.spread(row, MAX_LOSS + 1, 100)
     guard.spread(other, 1.0, 100)
-    guard.end(other)
+    guard.release(other)
     assert book(guard, 0.0, row)
-    guard.end(row)
+    guard.release(row)
     assert guard.is_stopped
-    guard.end(row)
+    guard.release(row)
 
 
 def test_prefill_booked_before_a_stop_does_not_cause_another_stop() -> None:
@@ -310,7 +310,7 @@ def test_amortised_prefill_stays_within_the_bound(adversary: str, reading: float
             won += earned
         if {"ends": number % 3 == 0, "stays": number % 500 == 0}.get(adversary, number % 40 == 39):
             place = rng.randrange(2)
-            guard.end(rows[place])
+            guard.release(rows[place])
             rows[place] = a_row()
             num_uncached.add(rows[place])
         total += won
@@ -341,7 +341,7 @@ def test_the_prefill_of_a_long_prompt_that_pays_does_not_stop_drafting() -> None
             time = RoundTime(reading, 0.05 * length, 1 + reading + 0.08 * length)
             controller.learn([row], Draft.chains([[0] * length]), verdict, time)
             drafted, plain = drafted + (length > 0), plain + (length == 0)
-        controller.end(row)
+        controller.release(row)
     assert drafted > 10 * plain
 
 
@@ -501,7 +501,7 @@ def test_ended_rows_are_released() -> None:
         verdict = Verdict.from_chain(torch.tensor([0]), torch.tensor([0]))
         controller.learn([row], Draft.chains([[0] * plan.length]), verdict, RoundTime(0.0, 0.0, 1.0))
     assert controller.expectations.row_histories
-    controller.end(row)
+    controller.release(row)
     assert not controller.expectations.row_histories
 
 

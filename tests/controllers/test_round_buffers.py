@@ -71,7 +71,7 @@ def test_another_row_or_candidate_gets_its_own_decision(change: str) -> None:
     run_round(controller, row, accepted=2)
     before = num_learned(controller)
     if change == "end":
-        controller.end(row)
+        controller.release(row)
     elif change == "row":
         controller.plan([new_row()], [(CANDIDATE,)])
     else:

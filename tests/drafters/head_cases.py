@@ -10,12 +10,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.drafters.base import Drafter
-from secondguess.drafters.dspark import DsparkStepper
-from secondguess.drafters.early_exit import EarlyExitDrafter, EarlyExitStepper
+from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.drafters.eagle import EagleDrafter
+from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.layer_skip import LayerSkipDrafter
-from secondguess.drafters.medusa import MedusaStepper
-from secondguess.drafters.mirroring import FeatureStepper, ModelStepper
-from secondguess.drafters.sampling_drafter import SamplingDrafter, Stepper
+from secondguess.drafters.medusa import MedusaDrafter
+from secondguess.drafters.mirroring import FeatureDrafter
+from secondguess.drafters.mtp import MtpDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.dspark import DsparkHead
@@ -51,24 +52,19 @@ def seeded(make: Callable[[], nn.Module], target: Runtime, seed: int = 1) -> Any
         return make().to(target.embedding_and_head().dtype)
 
 
-def drafter_of(kind: str, stepper: Stepper, target: Runtime, shape: TreeShape | None) -> Drafter:
-    return SamplingDrafter(stepper, kind, target.vocab_size, shape)
-
-
-def feature_drafter(kind: str, head: FeatureHead, target: Runtime, shape: TreeShape | None) -> Drafter:
-    stepper = FeatureStepper(head.to(target.embedding_and_head().dtype), target)
-    return drafter_of(kind, stepper, target, shape)
+def feature_drafter(
+    kind: type[FeatureDrafter], head: FeatureHead, target: Runtime, shape: TreeShape | None
+) -> Drafter:
+    return kind(head.to(target.embedding_and_head().dtype), target, "feature", shape)
 
 
 def early_exit_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     head = seeded(lambda: EarlyExitHead(1, target.embedding_and_head().width, 32), target)
-    stepper = EarlyExitStepper.with_head(head, target)
-    return EarlyExitDrafter(stepper, "early-exit", target.vocab_size, shape)
+    return EarlyExitDrafter(target, head.exit_layer, "early-exit", shape, head)
 
 
 def layer_skip_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    stepper = ModelStepper(target.skip_layers([1]))
-    return LayerSkipDrafter(stepper, "layer-skip:1", target.vocab_size, shape)
+    return LayerSkipDrafter(target.skip_layers([1]), "layer-skip:1", target.vocab_size, shape)
 
 
 def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
@@ -76,21 +72,21 @@ def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     counts = torch.arange(target.vocab_size) % 11
     vocabulary = DraftVocabulary.most_frequent(counts, max(target.vocab_size * 3 // 4, 2))
     head = EagleHead.fresh(TargetModel.of(target), seed=2, vocabulary=vocabulary)
-    return feature_drafter("eagle", head, target, shape)
+    return feature_drafter(EagleDrafter, head, target, shape)
 
 
 def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    return feature_drafter("eagle", Eagle1Head.fresh(TargetModel.of(target), seed=3), target, shape)
+    return feature_drafter(EagleDrafter, Eagle1Head.fresh(TargetModel.of(target), seed=3), target, shape)
 
 
 def medusa_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     config = MedusaConfig(num_heads=4, num_layers=1)
     head = seeded(lambda: MedusaHead(config, TargetModel.of(target)), target)
-    return drafter_of("medusa", MedusaStepper(head, target), target, shape)
+    return MedusaDrafter(head, target, "medusa", shape)
 
 
 def mtp_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    return feature_drafter("mtp", MtpHead.fresh(TargetModel.of(target), seed=4), target, shape)
+    return feature_drafter(MtpDrafter, MtpHead.fresh(TargetModel.of(target), seed=4), target, shape)
 
 
 def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
@@ -102,7 +98,7 @@ def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
             nn.init.normal_(weight, std=0.5)
         return head
 
-    return drafter_of("dspark", DsparkStepper(seeded(make, target), target), target, shape)
+    return DsparkDrafter(seeded(make, target), target, "dspark", shape)
 
 
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {

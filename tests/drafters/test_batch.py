@@ -131,6 +131,69 @@ def test_only_the_unshared_part_of_a_prompt_is_prefilled(drafter, is_live, monke
 
 
 @every_drafter
+@pytest.mark.parametrize("budget", [None, 16])
+def test_samples_of_one_prompt_share_its_prefill(drafter, budget, monkeypatch):
+    components = components_of(drafter)
+    counter = CountsTokens(components.target, monkeypatch)
+    of_drafter = CountsTokens(components.drafter.runtime, monkeypatch) if drafter == "model" else None
+    samples = [row_of(text(60), temperature=1.0) for _ in range(4)]
+    for number, row in enumerate(samples):
+        row.stream = number
+    batch = Batch(components, budget)
+    batch.add(samples)
+    while not batch.decoding:
+        batch.prefill(batch.prefilling)
+    assert batch.decoding == samples
+    assert sum(counter.widths) == components.target.num_prefilled == 59
+    batch.step()
+    assert of_drafter is None or sum(width for width in of_drafter.widths if width > 16) == 59
+    while batch:
+        batch.step()
+    for number, row in enumerate(samples):
+        fresh, alone = components_of(drafter), row_of(text(60), temperature=1.0)
+        alone.stream = number
+        for _ in decode(fresh, [alone]):
+            pass
+        assert row.output == alone.output
+        assert components.recorder.of(row).num_accepted == fresh.recorder.of(alone).num_accepted
+    assert len({tuple(row.output) for row in samples}) == 4
+
+
+@pytest.mark.parametrize("drafter", ["none", "model"])
+def test_prompts_that_begin_alike_are_prefilled_from_where_they_differ(drafter, monkeypatch):
+    components = components_of(drafter)
+    counter = CountsTokens(components.target, monkeypatch)
+    rows = [row_of([*text(54), *text(6, seed=seed)]) for seed in (1, 2, 3)]
+    batch = Batch(components)
+    batch.add(rows)
+    batch.prefill(rows)
+    assert counter.widths == [59, 5, 5]
+    while batch:
+        batch.step()
+    assert [row.output for row in rows] == [plain_text(row) for row in rows]
+
+
+@every_drafter
+def test_a_prefill_that_failed_can_be_repeated(drafter, monkeypatch):
+    components = components_of(drafter)
+    rows = [row_of(text(30)), row_of(text(30)), row_of(text(20, seed=1))]
+    batch = Batch(components, max_prefill_tokens=40)
+    batch.add(rows)
+    with monkeypatch.context() as patch:
+        patch.setattr(components.drafter, "begin", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batch.prefill(rows)
+    while batch:
+        batch.step()
+    assert [row.output for row in rows] == [plain_text(row) for row in rows]
+    for row in rows:
+        fresh, alone = components_of(drafter), row_of(row.tokens[: row.num_prompt])
+        for _ in decode(fresh, [alone]):
+            pass
+        assert components.recorder.of(row).num_accepted == fresh.recorder.of(alone).num_accepted
+
+
+@every_drafter
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_beyond_the_limit_wait_for_others_to_finish(drafter, temperature):
     components = components_of(drafter, "cost")
@@ -155,8 +218,8 @@ def test_an_interrupted_admission_leaves_no_row_behind(drafter, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             batch.add(rows)
     batch.close()
-    stepper = components.drafter.stepper
-    held = stepper._context._slots if drafter == "dspark" else stepper.runtime.slots
+    made = components.drafter
+    held = made._context._slots if drafter == "dspark" else made.runtime.slots
     assert len(held) == components.target.num_live_rows == 0
     for _ in decode(components, rows):
         pass

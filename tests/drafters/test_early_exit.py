@@ -18,7 +18,7 @@ from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
-from secondguess.drafters.early_exit import EarlyExitDrafter, EarlyExitStepper
+from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.trees import StaticTree, TreeShape
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
@@ -52,8 +52,7 @@ def drafter_of(
     finish: Callable[[Tensor], Tensor] | None = None,
     shape: TreeShape | None = None,
 ) -> EarlyExitDrafter:
-    stepper = EarlyExitStepper(target, num_layers, finish)
-    return EarlyExitDrafter(stepper, f"early-exit:{num_layers}", target.vocab_size, shape)
+    return EarlyExitDrafter(target, num_layers, f"early-exit:{num_layers}", shape, finish)
 
 
 def play(
@@ -91,7 +90,7 @@ def test_shared_layers_run_once_per_token(
 def test_early_exit_has_no_second_cache() -> None:
     target = fused_target()
     drafter = drafter_of(target, 2)
-    assert [value for value in vars(drafter.stepper).values() if isinstance(value, Runtime)] == [target]
+    assert [value for value in vars(drafter).values() if isinstance(value, Runtime)] == [target]
 
 
 def held_bytes() -> int:
@@ -158,7 +157,7 @@ def test_an_interrupted_round_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -
         components = Components(target, drafter, make_verifier("auto"), make_controller("fixed:3"))
         if interrupted:
             with monkeypatch.context() as patched:
-                patched.setattr(drafter.stepper, "_finish", interrupt)
+                patched.setattr(drafter, "_finish", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     next(decode(components, rows))
         for _ in decode(components, rows):

@@ -52,7 +52,7 @@ def test_a_row_does_not_keep_the_states_of_other_rows() -> None:
     buffer, rows = buffer_for(8)
     buffer.observe(rows, verdict_of([[]] * 8), {4: states_of(8, 1)})
     for row in rows[1:]:
-        buffer.end(row)
+        buffer.release(row)
     held = [
         states.untyped_storage().nbytes() for piece in buffer._pieces[rows[0]] for states in piece.values()
     ]

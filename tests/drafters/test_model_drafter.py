@@ -152,7 +152,7 @@ def test_reported_distributions_are_those_the_nodes_were_drawn_from() -> None:
         for depth in range(3):
             drafted = draft.tokens[index : index + 1, :depth]
             logits = TARGET_DIST((*row.tokens, *drafted[0].tolist())).log()[None]
-            expected = compute_draft_probs(logits, [row], drafted)[0]
+            expected = compute_draft_probs(logits, [row], drafted)[0][0]
             torch.testing.assert_close(draft.probs[index, depth], expected)
             assert expected[draft.tokens[index, depth]] > 0
 

@@ -11,13 +11,13 @@ from grammar_cases import ENDS, tiny_compiler, with_regex
 from secondguess.controllers import make_controller
 from secondguess.core import Candidate, Draft, Row
 from secondguess.decode import Components, decode
+from secondguess.drafters.combined import merge_drafts
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.row_sources import (
     FORCED_PART,
     PREDICTION_PART,
     ForcedTokens,
     Prediction,
-    with_chains,
     with_sources,
 )
 from secondguess.errors import BadInputError
@@ -105,7 +105,7 @@ def test_rows_without_sources_keep_the_drafters_candidates():
 def test_chains_join_a_draft(vocab_size):
     probs = None if vocab_size is None else torch.full((3, 1, 6), 1 / 6)
     draft = Draft.chains([[2], [], []], probs)
-    joined = with_chains(draft, {1: [3, 4], 2: []})
+    joined = merge_drafts([draft, Draft.chains([[], [3, 4], []])], vocab_size)
     assert joined.tokens.tolist() == [[2, 0], [3, 4], [0, 0]]
     assert joined.parents.tolist() == [[-1, -1], [-1, 0], [-1, -1]]
     assert joined.lengths.tolist() == [1, 2, 0]

@@ -11,7 +11,13 @@ import torch
 from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_called, run
 
 from secondguess.core import Budgets, Draft, Row
-from secondguess.drafters.suffix import MAX_COUNTED_CONTEXTS, SuffixAutomaton, SuffixDrafter, SuffixOptions
+from secondguess.drafters.suffix import (
+    MAX_COUNTED_CONTEXTS,
+    Context,
+    SuffixAutomaton,
+    SuffixDrafter,
+    SuffixOptions,
+)
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
@@ -123,12 +129,17 @@ def test_truncated_counts_give_valid_shares() -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_work_and_memory_grow_linearly(text: str) -> None:
+def test_work_and_memory_grow_linearly(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(
+        Context, "count", lambda self, token, count=Context.count: (counted.append(token), count(self, token))
+    )
     for length in (200, 2000):
+        counted.clear()
         automaton = automaton_of(TEXTS[text](length))
         assert len(automaton.contexts) <= 2 * length
         assert sum(len(context.next) for context in automaton.contexts) <= 3 * length
-        assert automaton.num_steps <= (MAX_COUNTED_CONTEXTS + 6) * length
+        assert len(counted) <= MAX_COUNTED_CONTEXTS * length
 
 
 def propose(drafter: SuffixDrafter, prompt: list[int], budget: int) -> list[int]:

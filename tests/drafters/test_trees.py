@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -83,3 +85,30 @@ def test_controllers_receive_distributions_before_sampling_settings(temperature:
     draft: Draft = drafter.propose(rows, Budgets([2], go_on), KeyedNoise.from_rows(rows))
     assert draft.depths.tolist() == [2]
     assert told == [pytest.approx(float(dist(tuple(rows[0].tokens)).max()))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("widths", [None, [1, 1], [2, 1]], ids=["chain", "path", "tree"])
+def test_a_row_whose_settings_ban_the_narrower_vocabulary_does_not_stop_the_others(
+    widths: list[int] | None, temperature: float
+) -> None:
+    narrow = VOCAB_SIZE - 2
+    params = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(narrow), -math.inf))
+    free = SamplingParams(temperature=temperature)
+
+    def drafted(rows: list[Row]) -> Draft:
+        shape = StaticTree.from_widths(widths) if widths else None
+        drafter = ModelDrafter(TableModel(narrow, random_probs(narrow, 1)), "model:table", VOCAB_SIZE, shape)
+        drafter.begin(rows)
+        drafter.prepare(rows, [0] * len(rows))
+        return drafter.propose(
+            rows, Budgets([2] * len(rows), lambda *_: [True] * len(rows)), KeyedNoise.from_rows(rows)
+        )
+
+    together = drafted([Row([1, 2], params), Row([3], free), Row([4], params)])
+    alone = drafted([Row([3], free)])
+    assert together.lengths.tolist() == [0, *alone.lengths.tolist(), 0]
+    assert together.tokens[1].tolist() == alone.tokens[0].tolist()
+    assert drafted([Row([1, 2], params)]).num_nodes == 0
+    if temperature:
+        torch.testing.assert_close(together.probs[1], alone.probs[0])  # type: ignore[index]

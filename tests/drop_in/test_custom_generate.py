@@ -18,7 +18,7 @@ from secondguess.errors import MismatchWarning
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
-from secondguess.proof.fakes import DistTreeDrafter
+from tree_drafter import DistTreeDrafter
 
 
 @pytest.fixture

@@ -231,10 +231,10 @@ def test_an_error_in_releasing_rows_ends_the_requests_and_not_the_engine(
     client = Client(engine, Request("x", ENDLESS))
     client.wait_for_text()
     with monkeypatch.context() as patched:
-        patched.setattr(llm.target.runtime, "end", lambda _: 1 / 0)
+        patched.setattr(llm.target.runtime, "release", lambda _: 1 / 0)
         patched.setattr(llm.target.runtime, "score", lambda *_: 1 / 0)
         event = client.last_event()
     assert isinstance(event, Failed)
-    llm.target.runtime.end(client.ticket.generation.group.rows[0])
+    llm.target.runtime.release(client.ticket.generation.group.rows[0])
     llm.shared_batch.step()
     assert isinstance(Client(engine, request()).last_event(), Finished)

@@ -140,6 +140,28 @@ def test_an_error_in_a_prefill_ends_the_groups_that_join(
     assert outputs(llm, early) == [plain[0]]
 
 
+@pytest.mark.parametrize("method", ["prefill", "admit"])
+def test_an_error_of_one_row_that_joins_ends_only_its_call(
+    llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    early, broken, late = (group_of(prompt) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[2]))
+    submit(llm, early)
+    llm.shared_batch.take(early)
+    wrapped = getattr(llm.target.runtime, method)
+
+    def failing(rows: list[Row], *arguments: object, **named: object) -> object:
+        if broken.rows[0] in rows:
+            raise OSError("broken")
+        return wrapped(rows, *arguments, **named)
+
+    monkeypatch.setattr(llm.target.runtime, method, failing)
+    submit(llm, broken, late)
+    assert [outputs(llm, late), outputs(llm, early)] == [[plain[2]], [plain[0]]]
+    with pytest.raises(OSError, match="broken"):
+        llm.shared_batch.take(broken)
+    assert not llm.target.runtime.num_live_rows
+
+
 def test_an_error_of_the_receiver_ends_its_group(llm: LLM, plain: list[list[int]]) -> None:
     broken, other = group_of(PROMPTS[0], receive=lambda _: 1 / 0), group_of(PROMPTS[1])
     submit(llm, broken, other)

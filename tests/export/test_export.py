@@ -468,7 +468,7 @@ def test_the_command_prints_the_configuration_and_notes_beside_it(secondguess_co
     settings = LoadSettings(
         model="builtin", drafter="model:builtin-draft", dtype="bfloat16", controller="cost"
     )
-    Configuration(settings, TuningRecord(draft_length=6)).write(path)
+    path.write_text(Configuration(settings, TuningRecord(draft_length=6)).to_toml())
     done = secondguess_command("export", "--to", "vllm", "--config", path)
     assert done.code == 0
     read = read_vllm(done.out)

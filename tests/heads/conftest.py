@@ -9,4 +9,4 @@ from head_formats import TARGET
 @pytest.fixture(autouse=True)
 def forget_rows() -> Iterator[None]:
     yield
-    TARGET.release()
+    TARGET.free()

@@ -77,8 +77,8 @@ def named(name: str, target: Named = NAMED) -> SamplingDrafter:
 
 
 def head_of(drafter: SamplingDrafter) -> Any:
-    """The head of a drafter's stepper."""
-    return getattr(drafter.stepper, "runtime", drafter.stepper).head
+    """The head of a drafter."""
+    return vars(drafter)["head"]
 
 
 def edit(folder: Path, **changes: object) -> Path:

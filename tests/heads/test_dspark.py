@@ -41,7 +41,7 @@ from secondguess.controllers.confidence import ConfidenceController, ConfidenceO
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.decode import Components, decode
-from secondguess.drafters.dspark import DsparkDrafter, DsparkStepper
+from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
@@ -277,7 +277,7 @@ def test_a_saved_head_drafts_the_same(format: str, tmp_path: Path) -> None:
     folder, _ = FORMATS[format](tmp_path / "head")
     read = named(f"dspark:{folder}")
     before = drafted(read, TARGET)
-    TARGET.release()
+    TARGET.free()
     head_of(read).save(tmp_path / "saved", target="tiny")
     assert same_draft(before, drafted(named(f"dspark:{tmp_path / 'saved'}"), TARGET))
 
@@ -348,8 +348,8 @@ def test_rows_of_different_lengths_join_and_leave(tmp_path: Path) -> None:
     texts = [TEXT, TEXT[:2], TEXT[:1], many_texts(1, 40)[0], TEXT[3:9]]
     rows = [ready(drafter, TARGET, text) for text in texts]
     for gone in (rows[1], rows[4], Row([1], SamplingParams())):
-        drafter.end(gone)
-        TARGET.end(gone)
+        drafter.release(gone)
+        TARGET.release(gone)
     for row in (rows[3], rows[0], ready(drafter, TARGET, TEXT[2:8])):
         draft = draft_for(drafter, row, 1)
         expected = formula(parts, block_states(parts, row.tokens)[0], row.pending).softmax(-1)
@@ -632,8 +632,7 @@ def test_stopping_by_confidence_keeps_the_output_distribution() -> None:
     torch.nn.init.normal_(
         head.confidence_head.proj.weight, std=3.0, generator=torch.Generator().manual_seed(4)
     )
-    stepper = DsparkStepper(head.to(target.embedding_and_head().dtype), target)
-    drafter = DsparkDrafter(stepper, "dspark", target.vocab_size)
+    drafter = DsparkDrafter(head.to(target.embedding_and_head().dtype), target, "dspark")
     answers: set[bool] = set()
 
     class Noted(ConfidenceController):

@@ -193,7 +193,7 @@ def test_a_saved_head_drafts_the_same(format: str, tmp_path: Path) -> None:
     folder, _ = FORMATS[format](tmp_path / "head")
     read = named(f"medusa:{folder}")
     before = drafted(read, TARGET)
-    TARGET.release()
+    TARGET.free()
     head_of(read).save(tmp_path / "saved", target="tiny")
     assert same_draft(before, drafted(named(f"medusa:{tmp_path / 'saved'}"), TARGET))
 
@@ -254,15 +254,15 @@ def test_candidates_report_the_number_of_heads(tmp_path: Path) -> None:
         drafter = named(name)
         assert drafter.name == name
         assert drafter.candidates([ready(drafter, TARGET, TEXT)])[0][0].longest == longest
-        TARGET.release()
+        TARGET.free()
 
 
 def test_ended_rows_leave_no_state(tmp_path: Path) -> None:
     folder, _ = vllm(tmp_path / "head")
     drafter = named(f"medusa:{folder}")
     row = ready(drafter, TARGET, TEXT)
-    drafter.end(row)
-    drafter.end(Row([1], SamplingParams()))  # never began
+    drafter.release(row)
+    drafter.release(Row([1], SamplingParams()))  # never began
     assert drafter.candidates([row])[0][0].longest == 0
 
 

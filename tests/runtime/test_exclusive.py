@@ -35,7 +35,7 @@ def two_rounds(runtime, number):
     runtime.rewind([row], [len(tokens)])
     row.tokens += [5, 6]
     second = runtime.score([row], Draft.chains([[7] * (number % 3)])).logits
-    runtime.end(row)
+    runtime.release(row)
     return first, second
 
 
@@ -130,7 +130,7 @@ def forward(num_tokens):
     row = Row([5] * num_tokens, SamplingParams(max_tokens=64))
     runtime.begin([row])
     logits = runtime.score([row], Draft.empty(1)).logits
-    runtime.end(row)
+    runtime.release(row)
     return logits
 """
 
@@ -154,7 +154,7 @@ for _ in range(4):
     child = os.fork()
     if child == 0:
         same = torch.equal(forward(40), expected)
-        runtime.release()
+        runtime.free()
         os._exit(0 if same and torch.equal(forward(40), expected) else 1)
     for _ in range(200):
         done, status = os.waitpid(child, os.WNOHANG)

@@ -48,7 +48,7 @@ def family(request, tmp_path_factory):
 @pytest.fixture
 def runtime(family):
     yield family.runtime
-    family.runtime.release()
+    family.runtime.free()
 
 
 def begun(runtime, tokens):

@@ -26,7 +26,7 @@ from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import fused
 from secondguess.runtime.attention import masked_attention
-from secondguess.runtime.families import can_fuse
+from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.packing import can_pack
 
@@ -96,12 +96,12 @@ def test_a_tokens_bits_do_not_depend_on_the_number_of_scored_tokens(name, num_kv
             twin = row_of(tokens[:place])
             model.begin([neighbour, twin])
             together = model.score([neighbour, twin], Draft.chains([[5], drafted])).logits[1]
-            model.end(neighbour)
-            model.end(twin)
+            model.release(neighbour)
+            model.release(twin)
             for node in range(num_nodes + 1):
                 assert torch.equal(single[node], alone[node])
                 assert torch.equal(together[node], alone[node])
-        model.end(row)
+        model.release(row)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
@@ -182,10 +182,10 @@ def test_modified_layers_use_the_module(checkpoint):
 
 def test_quantised_or_wrapped_layers_use_the_module():
     config = FAMILIES["llama"]()
-    assert can_fuse(config, torch.device("cpu"))
+    assert not why_not_fused(config, torch.device("cpu"))
     config.quantization_config = {"quant_method": "torchao"}
-    assert not can_fuse(config, torch.device("cpu"))
-    assert not can_fuse(FAMILIES["llama"](), torch.device("cuda"))
+    assert why_not_fused(config, torch.device("cpu"))
+    assert why_not_fused(FAMILIES["llama"](), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,10 @@ def test_quantised_or_wrapped_layers_use_the_module():
 def test_undescribed_features_use_the_module(name, changes):
     """A soft cap, for one, hardly shows in the small logits of a probe."""
     config = FAMILIES[name]()
-    assert can_fuse(config, torch.device("cpu"))
+    assert not why_not_fused(config, torch.device("cpu"))
     for field, value in changes.items():
         setattr(config, field, value)
-    assert not can_fuse(config, torch.device("cpu"))
+    assert why_not_fused(config, torch.device("cpu"))
 
 
 def test_undescribed_families_use_the_module(tmp_path):

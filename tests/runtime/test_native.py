@@ -30,7 +30,8 @@ from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder, why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.native.sources import hash_sources
-from secondguess.runtime.native.weights import Arena, interleave_rows, pack_blocks
+from secondguess.runtime.native.weights import Arena, interleave_rows, pack_blocks, quantise
+from secondguess.runtime.weight_format import BFLOAT16, INT8, WeightFormat
 
 pytestmark = needs_kernels
 
@@ -56,9 +57,9 @@ def checkpoint(request, tmp_path_factory):
     return path
 
 
-def native_runtime(path, eight_bits=False, unit=None, **options):
+def native_runtime(path, weight_format=BFLOAT16, unit=None, **options):
     decoder = fuse(read_module(str(path), torch.bfloat16).eval(), packed=False)
-    return NativeRuntime(NativeDecoder(decoder, eight_bits, unit), **options)
+    return NativeRuntime(NativeDecoder(decoder, weight_format, unit), **options)
 
 
 def error(logits, exact):
@@ -82,23 +83,25 @@ def test_the_error_is_that_of_the_module_in_bfloat16(checkpoint, unit):
 )
 def test_int8_is_bit_identical_with_tiles_and_vectors(checkpoint):
     """Sums of whole numbers are exact in either."""
-    tiles, vectors = (native_runtime(checkpoint, eight_bits=True, unit=each) for each in library.units()[:2])
+    tiles, vectors = (
+        native_runtime(checkpoint, weight_format=INT8, unit=each) for each in library.units()[:2]
+    )
     assert torch.equal(tiles.read(TOKENS).logits, vectors.read(TOKENS).logits)
 
 
 def test_int8_differs_by_rounding(checkpoint):
     exact, rounded = (
-        native_runtime(checkpoint, eight_bits=each).read(TOKENS).logits for each in (False, True)
+        native_runtime(checkpoint, weight_format=each).read(TOKENS).logits for each in (BFLOAT16, INT8)
     )
     assert not torch.equal(exact, rounded)
     assert error(exact, rounded) < 0.1 * float(exact.std())
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("eight_bits", [False, True])
-def test_a_tokens_bits_depend_only_on_its_prefix(checkpoint, eight_bits, unit):
+@pytest.mark.parametrize("weight_format", [BFLOAT16, INT8], ids=lambda each: each.name)
+def test_a_tokens_bits_depend_only_on_its_prefix(checkpoint, weight_format, unit):
     """Not on the chunks of a prefill, the neighbours in a batch, the shape of a draft, nor the number of threads."""
-    runtime = native_runtime(checkpoint, eight_bits, unit)
+    runtime = native_runtime(checkpoint, weight_format, unit)
     whole = runtime.read(TOKENS[:1]).logits[0]
     tokens = TOKENS[0].tolist()
     before = torch.get_num_threads()
@@ -118,7 +121,7 @@ def test_a_tokens_bits_depend_only_on_its_prefix(checkpoint, eight_bits, unit):
             for node, depth in ((1, 1), (3, 2), (4, 3)):
                 assert torch.equal(logits[node + 1], whole[place - 1 + depth])
             for each in (row, neighbour):
-                runtime.end(each)
+                runtime.release(each)
     finally:
         torch.set_num_threads(before)
 
@@ -205,7 +208,7 @@ def test_a_released_runtime_can_be_used_again(checkpoint):
         with pytest.raises(BadInputError, match="no row in the cache, got 1"):
             runtime.read(TOKENS)
         logits.append(runtime.score([row], Draft.empty(1)).logits)
-        runtime.release()
+        runtime.free()
         assert runtime.cache.keys == []
     assert torch.equal(*logits)
 
@@ -222,10 +225,10 @@ def test_the_peak_memory_of_loading_int8_is_estimated(checkpoint):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("weight_format", [BFLOAT16, INT8], ids=lambda each: each.name)
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 70])
 @pytest.mark.parametrize("shape", [(96, 64), (33, 200), (300, 48)])
-def test_products_equal_torch(shape, num_rows, eight_bits, unit):
+def test_products_equal_torch(shape, num_rows, weight_format, unit):
     """One product through a decoder without layers: the head alone, against float64."""
     vocab_size, width = shape
     config = FAMILIES["llama"]()
@@ -244,8 +247,10 @@ def test_products_equal_torch(shape, num_rows, eight_bits, unit):
     tokens = torch.arange(num_rows).remainder(vocab_size)[None]
     expected = (states @ model.lm_head.weight.double().T)[tokens[0]]
     decoder = fuse(model, packed=False)
-    found = NativeRuntime(NativeDecoder(decoder, eight_bits, unit)).read(tokens).logits[0].double()
-    assert (found - expected).abs().max() < (0.02 if eight_bits else 0.006) * expected.abs().max()
+    found = NativeRuntime(NativeDecoder(decoder, weight_format, unit)).read(tokens).logits[0].double()
+    assert (found - expected).abs().max() < (
+        0.02 if weight_format.is_quantised else 0.006
+    ) * expected.abs().max()
 
 
 def test_interleaved_rows_are_padded_with_zeros():
@@ -256,11 +261,21 @@ def test_interleaved_rows_are_padded_with_zeros():
 
 def test_a_block_contains_every_weight_once():
     weight = torch.arange(40 * 70).reshape(40, 70).bfloat16()
-    blocks = pack_blocks(weight, None, Arena(), eight_bits=False)
+    blocks = pack_blocks(weight, None, Arena(), weight_format=BFLOAT16)
     assert (blocks.weight.num_outputs, blocks.weight.num_inputs) == (40, 128)
     held = blocks.tensors[-1].view(torch.bfloat16)
     assert held.numel() == 64 * 128
     assert sorted(held[held != 0].tolist()) == sorted(weight[weight != 0].tolist())
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (8, 16), (4, 32)])
+def test_a_quantised_weight_is_within_half_a_step_of_its_group(bits, group_size):
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    found, scale = quantise(weight, WeightFormat("tried", bits, group_size))
+    assert scale.shape == (6, 64 // (group_size or 64))
+    assert found.abs().amax(2).unique().tolist() == [2 ** (bits - 1) - 1]
+    errors = (found * scale[:, :, None]).flatten(1) - weight.float()
+    assert (errors.unflatten(1, (scale.shape[1], -1)).abs().amax(2) <= 0.5001 * scale).all()
 
 
 def test_an_arena_accepts_tensors_larger_than_its_pieces(monkeypatch):
@@ -320,12 +335,15 @@ def test_layers_can_be_run_in_two_parts(checkpoint, unit):
                     # in another order than their slots'
                     parts.run_first_layers(those[::-1], draft.select(torch.tensor([1, 0])), 1)
         expected, found = (runtime.score(those, drafts[-1]) for runtime, those in rows.items())
-        assert torch.equal(found.logits, expected.logits)
+        is_real = torch.cat(
+            (torch.ones(2, 1, dtype=torch.bool), drafts[-1].mask), 1
+        )  # values at padding differ
+        assert torch.equal(found.logits[is_real], expected.logits[is_real])
         for layer in whole.hidden_layers:
-            assert torch.equal(found.hidden[layer], expected.hidden[layer])
+            assert torch.equal(found.hidden[layer][is_real], expected.hidden[layer][is_real])
         for runtime, those in rows.items():
             for row in those:
-                runtime.end(row)
+                runtime.release(row)
 
 
 GROWING = [
@@ -372,9 +390,9 @@ def test_first_layers_are_not_run_again(checkpoint):
     assert calls == [(1, 0, 1), (1, 0, 1), (1, 0, 1), (3, 1, runtime.num_layers)]
 
 
-@pytest.mark.parametrize("eight_bits", [False, True])
-def test_embeddings_and_head_are_shared(checkpoint, eight_bits):
-    runtime = native_runtime(checkpoint, eight_bits, hidden_layers=(0, -1))
+@pytest.mark.parametrize("weight_format", [BFLOAT16, INT8], ids=lambda each: each.name)
+def test_embeddings_and_head_are_shared(checkpoint, weight_format):
+    runtime = native_runtime(checkpoint, weight_format, hidden_layers=(0, -1))
     read, embedding_and_head = runtime.read(TOKENS), runtime.embedding_and_head()
     assert torch.equal(embedding_and_head.embed(TOKENS), read.hidden[0])
     assert torch.equal(embedding_and_head.unembed(read.hidden[-1]), read.logits)
@@ -578,3 +596,36 @@ def test_the_most_probable_token_and_its_probability_equal_torch(width: int, spe
     torch.testing.assert_close(
         torch.tensor(confidences).double(), expected, rtol=1e-5, atol=0, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("hidden_layers", [(), (1, -1)])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chains", "trees"])
+def test_rows_of_different_lengths_are_run_without_padding(checkpoint, hidden_layers, is_tree, monkeypatch):
+    """Drafts of different lengths, and rows that have to catch up: each row's bits are those of the row alone."""
+    runtime = native_runtime(checkpoint, hidden_layers=hidden_layers)
+    call, num_tokens = runtime._call, []
+    monkeypatch.setattr(
+        runtime, "_call", lambda tokens, *rest: num_tokens.append(tokens.numel()) or call(tokens, *rest)
+    )
+    chains = [[5, 9, 2, 7, 3], [], [8], [4, 4, 1]]
+    draft = Draft.chains(chains)
+    if is_tree:
+        parents = torch.tensor([[-1, -1, 0, 1, 1], [-1] * 5, [-1] * 5, [-1, 0, 0, -1, -1]])
+        draft = Draft(draft.tokens, parents, draft.lengths)
+    rows = [row_of(random_tokens(10 + number, seed=number)) for number in range(4)]
+    runtime.begin(rows)
+    rows[2].tokens += [3, 1, 4]
+    del num_tokens[:]
+    together = runtime.score(rows, draft)
+    assert num_tokens == [sum(len(chain) + 1 for chain in chains) + 3]
+    assert torch.isfinite(together.logits).all()
+    for number, row in enumerate(rows):
+        alone_row, alone_draft = row_of(list(row.tokens)), draft.select(torch.tensor([number]))
+        alone_runtime = native_runtime(checkpoint, hidden_layers=hidden_layers)
+        alone_runtime.begin([alone_row])
+        alone = alone_runtime.score([alone_row], alone_draft)
+        num_queries = len(chains[number]) + 1
+        assert torch.equal(together.logits[number, :num_queries], alone.logits[0, :num_queries])
+        for layer in hidden_layers:
+            found, expected = together.hidden[layer][number], alone.hidden[layer][0]
+            assert torch.equal(found[:num_queries], expected[:num_queries])

@@ -67,12 +67,12 @@ def test_rows_join_and_leave(runtime, plain):
     check_round(runtime, plain, [first, second], path=[2, 3])
     runtime.begin([third])
     check_round(runtime, plain, [first, second, third], path=[2])
-    runtime.end(first)
+    runtime.release(first)
     check_round(runtime, plain, [second, third], path=[0, 1])
     runtime.begin([fourth])
     check_round(runtime, plain, [fourth, second, third])
     for row in rows[1:]:
-        runtime.end(row)
+        runtime.release(row)
     assert runtime.num_live_rows == 0
 
 
@@ -90,7 +90,7 @@ def test_ending_a_row_keeps_the_nodes_of_a_moved_row(runtime, plain):
     rows = [row_of([5, 6]), row_of(random_tokens(6, seed=1))]
     runtime.begin(rows)
     runtime.score(rows, trees((NODES, [-1, 0, -1, 2]), (NODES, [-1, 0, -1, 2])))
-    runtime.end(rows[0])
+    runtime.release(rows[0])
     runtime.keep([rows[1]], [[2, 3]])
     rows[1].tokens += [NODES[2], NODES[3], 7]
     check_round(runtime, plain, [rows[1]])

@@ -179,3 +179,33 @@ def test_common_prefix_of_token_lists(first, second, limit):
     while expected < min(len(first), len(second), limit) and first[expected] == second[expected]:
         expected += 1
     assert common_prefix(first, second, limit) == expected
+
+
+def test_a_cache_of_many_short_rows_does_not_grow_for_few_long_ones():
+    held = TokenCache()
+    for row in [held.admit([number, 2, 3]) for number in range(64)]:
+        held.slots.release(row)
+    assert held.slots.num_tokens_to_allocate(8, 4000) == 8 * 4096 - 64 * 256, "what is freed counts"
+    rows = [Row([number] * 1500, SamplingParams(max_tokens=500)) for number in range(2)]
+    held.slots.admit(rows)
+    for row in rows:
+        held.write(row)
+    assert (held.cache.num_slots, held.cache.capacity) == (2, 2048)
+    held.check(rows)
+
+
+def test_a_cache_that_live_rows_use_grows():
+    held = TokenCache()
+    rows = [held.admit([number, 2, 3]) for number in range(8)]
+    assert held.slots.num_tokens_to_allocate(9, 2000) == 16 * 2048
+    rows.append(held.admit([9] * 2000))
+    assert (held.cache.num_slots, held.cache.capacity) == (16, 2048)
+    held.check(rows)
+
+
+def test_a_cache_that_is_long_enough_is_kept():
+    held = TokenCache()
+    for row in [held.admit([number, 2, 3]) for number in range(8)]:
+        held.slots.release(row)
+    held.admit([7, 2, 3, 4])
+    assert (held.cache.num_slots, held.num_written) == (8, 8 * 2 + 1)

@@ -97,7 +97,7 @@ def test_rows_beside_a_grammar_are_not_masked():
 @pytest.mark.parametrize("width", [2, 4, 7])
 def test_a_drafter_of_another_vocabulary_has_the_same_mask(width):
     row = Row([0], with_regex(SAMPLED, "a(b|ca)*"), end_tokens=ENDS, grammar=matcher_of("a(b|ca)*"))
-    probs = compute_draft_probs(torch.zeros(1, width), [row], torch.tensor([[0]]))[0]
+    probs = compute_draft_probs(torch.zeros(1, width), [row], torch.tensor([[0]]))[0][0]
     expected = [*allowed_tokens("a(b|ca)*", (0,)), False, False, False][:width]
     assert (probs > 0).tolist() == expected
 
@@ -113,29 +113,46 @@ def test_what_the_grammar_requires_may_be_banned_and_then_the_text_ends():
         compute_target_probs(torch.zeros(1, 1, 4), [row], Draft.empty(1))
 
 
-def test_a_limit_during_decoding_ends_the_text():
+class Failing:
+    """A matcher of llguidance that reaches a limit."""
+
+    def __init__(self, original):
+        self.original, self.failed = original, False
+
+    def compute_bitmask(self):
+        self.failed = True
+        return self.original.compute_bitmask()
+
+    def is_error(self):
+        return self.failed
+
+    def __getattr__(self, name):
+        return getattr(self.original, name)
+
+
+def test_a_limit_that_drafted_paths_have_reached_does_not_end_the_text():
     matcher = matcher_of("[abc]*")
     matcher.push(0)
-
-    class Failing:
-        def __init__(self, original):
-            self.original, self.failed = original, False
-
-        def compute_bitmask(self):
-            self.failed = True
-            return self.original.compute_bitmask()
-
-        def is_error(self):
-            return self.failed
-
-        def __getattr__(self, name):
-            return getattr(self.original, name)
-
-    assert matcher.allowed(()).all()
     matcher._matcher = Failing(matcher._matcher)
-    assert not matcher.allowed((1,)).any()
-    matcher._masks.clear()
-    assert matcher.allowed(()).tolist() == [True] * 4  # the state has been made anew
+    assert matcher.allowed((1,)).tolist() == [True] * 4
+    assert not matcher.has_failed
+
+
+def test_a_limit_during_decoding_ends_the_text_with_its_own_reason(monkeypatch):
+    """A rule that derives a text in many ways needs more items with each token."""
+    monkeypatch.setitem(module.LIMITS, "step_max_items", 40)
+    grammar = Grammar.lark('start: many\nmany: "a" | many many')
+    matcher = tiny_compiler.__wrapped__(4).matcher(grammar)
+    params = SamplingParams(max_tokens=100, grammar=grammar)
+    row = Row([0], params, end_tokens=ENDS, grammar=matcher)
+    tokens = 0
+    while not row.finished:
+        mask = matcher.allowed(())
+        tokens += 1
+        assert tokens < 50
+        row.commit([], 0 if mask[0] else END)
+    assert row.finish_reason == "grammar"
+    assert row.num_output > 2
 
 
 def test_forced_tokens_are_those_without_a_choice():

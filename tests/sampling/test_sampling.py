@@ -152,7 +152,7 @@ def test_a_drafted_prefix_and_a_committed_one_give_the_same_distribution(name):
         committed.tokens += [*row.output, *path]
         alone = compute_target_probs(logits[:, query : query + 1], [committed], Draft.empty(1))
         assert torch.equal(dists[:, query], alone[:, 0])
-        chain = compute_draft_probs(logits[:, query], [row], torch.tensor([path], dtype=torch.long))
+        chain, _ = compute_draft_probs(logits[:, query], [row], torch.tensor([path], dtype=torch.long))
         assert torch.equal(dists[:, query], chain)
 
 
@@ -289,7 +289,7 @@ def test_end_tokens_are_banned_before_min_tokens_at_any_depth():
 def test_a_drafter_may_have_another_vocabulary():
     params = SamplingParams(temperature=1, repetition_penalty=2.0, logit_bias={1: 1.0, 9: 5.0}, min_tokens=3)
     row = Row([0, 2, 8], params, end_tokens=frozenset({3, 7}))
-    dist = compute_draft_probs(torch.ones(1, 5, dtype=torch.float64), [row], torch.tensor([[8, 4]]))[0]
+    dist = compute_draft_probs(torch.ones(1, 5, dtype=torch.float64), [row], torch.tensor([[8, 4]]))[0][0]
     changes = dist.log() - dist[1].log()
     assert changes.tolist() == pytest.approx([-1.5, 0, -1.5, -math.inf, -1.5])
 

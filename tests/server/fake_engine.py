@@ -27,6 +27,7 @@ from secondguess.stats import Stats
 REPLY = "def add(first, second):\n    return first + second\n\nprint(add(1, 2))\n"
 CONTEXT = 2048
 LOGPROB = -0.25
+QUEUE_SECONDS = 0.5
 
 
 def fake_target(tokenizer=None, name="builtin", context=CONTEXT):
@@ -111,7 +112,7 @@ class FakeEngine:
                     on_event(self._round(row, detokenizer, pieces, logprobs, left, stats))
             rounds += 1
             time.sleep(self.pause)
-        on_event(Finished([self._output(*sample) for sample in samples]))
+        on_event(Finished([self._output(*sample) for sample in samples], QUEUE_SECONDS))
 
     def _sample(self, request, index):
         target = self.llm.target

@@ -1,14 +1,16 @@
 """Keys, request identifiers, body sizes and CORS."""
 
 import json
+import time
 
 import httpx2
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import CONTEXT, FakeEngine
 from starlette.testclient import TestClient
 
 from secondguess.errors import BadInputError
 from secondguess.server.app import create_app
+from secondguess.server.bodies import MAX_VALUES, count_values
 from secondguess.server.settings import ServerSettings, read_api_keys
 
 BODY = {"model": "builtin", "prompt": "x"}
@@ -80,21 +82,54 @@ def test_a_body_without_a_length_is_bounded_too():
 
 def test_hostile_bodies_cost_one_error(http):
     for body in (
-        {f"a{number}": 1 for number in range(50_000)} | BODY,
-        {**BODY, "prompt": [5] * 100_000 + ["x"]},
-        {**BODY, "prompt": [[5]] * 100_000},
-        {**BODY, "logit_bias": {str(number): "x" for number in range(50_000)}},
+        {f"a{number}": 1 for number in range(20_000)} | BODY,
+        {**BODY, "prompt": [5] * 60_000 + ["x"]},
+        {**BODY, "prompt": [[5]] * 30_000},
+        {**BODY, "logit_bias": {str(number): "x" for number in range(20_000)}},
     ):
         reply = http.post("/v1/completions", json=body)
         assert reply.status_code == 400
         assert len(reply.content) < 2000
-    deep = b'{"model": "builtin", "messages": ' + b"[" * 100_000
+    deep = b'{"model": "builtin", "messages": ' + b"[" * 60_000
     assert (
         http.post(
             "/v1/chat/completions", content=deep, headers={"content-type": "application/json"}
         ).status_code
         == 400
     )
+
+
+@pytest.mark.parametrize(
+    "values", ["[],", "{},", "1,", '"",', '{"a":1},', "[[[[[[]]]]]],"], ids=lambda each: each[:-1]
+)
+def test_a_body_of_many_values_is_refused_before_it_is_parsed(http, values):
+    """A body within the limit of bytes could block the event loop for a second."""
+    body = b'{"model": "builtin", "prompt": [' + values.encode() * (10**6 // len(values)) + b"1]}"
+    begun = time.thread_time()
+    found = count_values(body)
+    assert time.thread_time() - begun < 0.05
+    assert found > MAX_VALUES + CONTEXT
+    reply = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert (reply.status_code, "JSON values" in reply.json()["error"]["message"]) == (413, True)
+
+
+@pytest.mark.parametrize(
+    "value", [{"a": ['1,2,[{"', "\\", '\\"', "x"], "b,": {"c": [1, [], {}]}}, [], "a,b", [["\\\\"], "[,"]]
+)
+def test_values_are_counted_outside_of_strings(value):
+    def count(each):
+        if isinstance(each, dict):
+            return 1 + max(2 * len(each) - 1, 0) + sum(count(of) for of in each.values())
+        if isinstance(each, list):
+            return 1 + max(len(each) - 1, 0) + sum(map(count, each))
+        return 0
+
+    assert count_values(json.dumps(value).encode()) == count(value)
+
+
+def test_a_long_text_with_separators_is_no_body_of_many_values(http):
+    reply = http.post("/v1/completions", json={"model": "builtin", "prompt": "[," * 10**5})
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_cors_is_off_unless_asked_for():

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from fake_engine import REPLY, FakeEngine
+from fake_engine import QUEUE_SECONDS, REPLY, FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
@@ -77,6 +77,9 @@ def test_metrics_count_what_was_served_under_the_names_of_vllm():
     ]
     assert sum(by_position) == accepted
     assert by_position == sorted(by_position, reverse=True)
+    assert found["vllm:request_queue_time_seconds_count",] == 2
+    assert found["vllm:request_queue_time_seconds_sum",] == 2 * QUEUE_SECONDS
+    assert found["vllm:engine_sleep_state", "awake"] == 1
     assert found["vllm:time_to_first_token_seconds_count",] == 2
     assert found["vllm:inter_token_latency_seconds_count",] > 0
     assert found["vllm:e2e_request_latency_seconds_count",] == 2

@@ -2,11 +2,17 @@
 
 import json
 
+import openai
 import pytest
 from chat_tokenizer import CALL, TOOL, chat_engine
 from fake_engine import LOGPROB, REPLY
 
 from conftest import openai_client, serving
+from secondguess.core import TokenLogprob
+from secondguess.server.parsing import Delta
+from secondguess.server.response_output import OutputItems
+from secondguess.server.response_schemas import ResponseRequest
+from secondguess.server.schemas import MAX_ENTRIES
 
 FUNCTION = {"type": "function", **TOOL["function"], "strict": False}
 
@@ -103,3 +109,42 @@ def test_items_can_be_sent_back(chatty):
     assert text.count("<|im_start|>assistant") == 2
     assert "<think>I add.</think>Let me see.<tool_call>" in text
     assert "<|im_start|>tool\n3<|im_end|>" in text
+
+
+def test_log_probabilities_of_tokens_without_a_text_of_their_own_are_kept(chatty):
+    """Reasoning and special tokens add no content; their log-probabilities come with the next content."""
+    engine, client = chatty
+    fields = {"model": "chatty", "tools": [FUNCTION], "top_logprobs": 0}
+    reply = respond(client, **fields)
+    events = list(respond(client, **fields, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    streamed = [each.logprob for event in deltas for each in event.logprobs]
+    whole = [each.logprob for each in reply.output[1].content[0].logprobs]
+    num_before_call = len(streamed)
+    assert streamed == whole[:num_before_call] == [LOGPROB] * num_before_call
+    reasoning_and_text = engine.llm.target.tokenizer("<think>I add.</think>Let me see.").input_ids
+    assert num_before_call >= len(reasoning_and_text)
+
+
+def test_log_probabilities_wait_for_their_text():
+    items = OutputItems(with_logprobs=True)
+    logprobs = [TokenLogprob(token, LOGPROB, {}) for token in range(4)]
+    events = [
+        *items.add([], logprobs[:1]),
+        *items.add([Delta("reasoning", "hm")], logprobs[1:2]),
+        *items.add([Delta("content", "yes")], logprobs[2:3]),
+        *items.add([], logprobs[3:]),
+        *items.close(),
+    ]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [(each["delta"], len(each["logprobs"])) for each in deltas] == [("yes", 3), ("", 1)]
+    assert len(items.items[-1]["content"][0]["logprobs"]) == 4
+
+
+def test_many_items_are_validated_by_their_type(client):
+    item = {"type": "function_call", "call_id": "", "name": "", "arguments": "{}"}
+    request = ResponseRequest.model_validate({"model": "builtin", "input": [item] * MAX_ENTRIES})
+    assert len(request.input) == MAX_ENTRIES
+    with pytest.raises(openai.BadRequestError) as caught:
+        respond(client, input=[{**item, "name": 5}])
+    assert caught.value.param == "input"

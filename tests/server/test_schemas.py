@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from secondguess.server.response_schemas import ResponseRequest
-from secondguess.server.schemas import ChatRequest, CompletionRequest
+from secondguess.server.schemas import MAX_DEPTH, ChatRequest, CompletionRequest
 
 MANY = 50_000
 PROMPT = {"model": "m", "prompt": "x"}
@@ -25,3 +25,20 @@ def test_a_large_invalid_body_costs_few_errors(name):
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
     assert caught.value.error_count() <= 8  # one per member of a union
+
+
+def nested(depth):
+    schema = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def test_json_as_deep_as_allowed_can_be_written_and_deeper_json_is_refused():
+    function = {"name": "f", "parameters": nested(MAX_DEPTH)}
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    request = ChatRequest.model_validate({**body, "tools": [{"type": "function", "function": function}]})
+    assert request.model_dump_json().count("items") == MAX_DEPTH - 1
+    function["parameters"] = nested(MAX_DEPTH + 1)
+    with pytest.raises(ValidationError, match=f"at most {MAX_DEPTH} levels"):
+        ChatRequest.model_validate({**body, "tools": [{"type": "function", "function": function}]})

@@ -10,6 +10,7 @@ import pytest
 from conftest import openai_client, serving
 from secondguess import load
 from secondguess.engine import Engine
+from secondguess.sampling.grammar import LIMITS
 from secondguess.server.schemas import Tool
 from secondguess.server.structure import call_schema
 
@@ -202,8 +203,35 @@ def test_a_prediction_is_drafted_from_and_counted(client):
     assert first.usage.completion_tokens_details.accepted_prediction_tokens == 0
 
 
-def test_the_controllers_draft_length_can_be_limited(client):
-    reply = complete(
-        client, temperature=0, extra_body={"speculation": {"max_draft": 1}, "report": True}, max_tokens=60
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_of_the_grammar_during_decoding_is_an_error_and_no_stop(client, monkeypatch, stream):
+    monkeypatch.setitem(LIMITS, "step_max_items", 150)
+    rule = "many" + str(stream).lower()  # compiled grammars are cached with their limits
+    grammar = f'start: {rule}\n{rule}: "a" | {rule} {rule}'
+    extra = {"structured_outputs": {"grammar": grammar}, "min_tokens": 60}
+
+    def read():
+        return list(complete(client, stream=stream, extra_body=extra))
+
+    with pytest.raises(openai.APIError, match="llguidance") as caught:
+        read()
+    assert caught.value.code == "grammar_limit"
+
+
+def test_a_one_of_that_is_refused_is_named_with_the_remedy(client):
+    schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    with pytest.raises(openai.BadRequestError, match=r"oneOf .* write anyOf"):
+        chat(client, response_format=schema_format(schema))
+
+
+def test_a_prediction_is_tokenized_once_for_all_samples(monkeypatch):
+    from secondguess.engine import generation
+
+    llm, calls, original = load(), [], generation._prediction_tokens
+    monkeypatch.setattr(
+        generation, "_prediction_tokens", lambda *given: calls.append(given) or original(*given)
     )
-    assert len(reply.secondguess["samples"][0]["drafted_per_position"]) <= 1
+    params = llm.sampling(prediction="def f(x):", n=4, temperature=1.0, max_tokens=4)
+    rows = generation.Generation(llm, ["def"], [params]).group.rows
+    assert len(rows) == 4
+    assert len([given for given in calls if isinstance(given[1], str)]) == 1

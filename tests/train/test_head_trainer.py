@@ -80,7 +80,7 @@ class TwoAhead(TrainableHead):
             target = embedding_and_head.unembed(training_batch.hidden[-1][:, depth : depth + end])
             counts = training_batch.counts[:, depth + 1 :]
             losses.append(masked_mean(objective(target, draft), counts))
-            accepted.append(masked_mean(overlap(target, draft), counts))
+            accepted.append(masked_mean(overlap(target, draft.detach()), counts))
         return DepthLosses(losses, accepted)
 
     def save(self, folder: Path, target: str = "") -> None:

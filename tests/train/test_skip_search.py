@@ -82,7 +82,7 @@ def test_a_saved_choice_drafts(tmp_path: Path) -> None:
         load_draft_model=lambda _: runtime,
         target=Loaded(),  # type: ignore[arg-type]
     )
-    assert made.stepper.runtime.num_layers == 3  # type: ignore[attr-defined]
+    assert made.runtime.num_layers == 3  # type: ignore[attr-defined]
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="found by"):
         make_drafter(

@@ -21,7 +21,7 @@ from secondguess.api import LLM
 from secondguess.errors import BadInputError
 from secondguess.train.draft_model import project_embeddings
 from secondguess.train.files import write_atomically
-from secondguess.train.losses import mean_hybrid_lk_loss
+from secondguess.train.losses import hybrid_lk_loss
 
 OWN_LENGTH = 256
 TEMPERATURES = (0.0, 1.0, 0.7, 1.0)
@@ -52,7 +52,7 @@ def overlap_loss(target: Decoder) -> LossFunction:
     def loss(drafter: Decoder, rows: Tensor) -> Tensor:
         with torch.no_grad():
             target_logits = target(rows[:, :-1])
-        return mean_hybrid_lk_loss(target_logits, drafter(rows[:, :-1]))
+        return hybrid_lk_loss(target_logits, drafter(rows[:, :-1])).mean()
 
     return loss
 

@@ -14,7 +14,7 @@ from builtin_pair.model import Decoder
 from builtin_pair.tokens import TokenStore
 from secondguess.api import LLM
 from secondguess.errors import BadInputError
-from secondguess.train.losses import overlap
+from secondguess.heads.learning import overlap
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from secondguess.api import default_drafter
-from secondguess.bench.inventory import all_drafters
 from secondguess.bench.server import ServerAddress, is_address
 from secondguess.drafters import draft_model_paths, parse_drafter_name
 from secondguess.errors import BadInputError
@@ -83,16 +82,6 @@ class BenchConfig(Settings):
         """True if all available drafters were requested with `all`."""
         return self.drafters == (ALL,)
 
-    @property
-    def drafters_to_run(self) -> tuple[str, ...]:
-        if self.runs_all:
-            return all_drafters(self.model)
-        if self.drafters is not None:
-            return self.drafters
-        default = default_drafter(self.model)
-        parts = map(str, parse_drafter_name(default))
-        return tuple(dict.fromkeys((default, *parts, "ngram", "suffix")))
-
 
 class TuneConfig(Settings):
     """Model, prompts, candidates and time budget of a tuning.
@@ -103,8 +92,6 @@ class TuneConfig(Settings):
         prompts: one source of prompts (see `load_workload`).
         num_tokens: maximum number of new tokens per prompt; an end token ends a text before.
         minutes: time budget; with less of it, fewer prompts and runs.
-        num_verified: number of the best of each batch size that enter the final runs, beside plain
-            decoding and the default.
 
     Raises:
         BadInputError: an invalid value, or a drafter that does not exist.
@@ -121,8 +108,6 @@ class TuneConfig(Settings):
     device: str = "auto"
     num_threads: Annotated[int, Field(ge=1, le=1024)] = 2
     minutes: Annotated[float, Field(ge=0.01, le=24 * 60)] = 5.0
-    num_verified: Annotated[int, Field(ge=0, le=100)] = 3
-    int8: bool = True
     seed: Seed = 0
 
     def model_post_init(self, context: Any) -> None:

@@ -33,6 +33,9 @@ from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
 
+NUM_SWEEPS = 3
+"""Sweeps over all widths per call of `ForwardTimer.sample`."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -88,8 +91,6 @@ class ForwardTimer:
         draft_models: draft-model runtimes by name.
         context: token ids of a typical row.
         widths: numbers of tokens m for which a target pass is timed.
-        num_sweeps: sweeps over all widths per call of `sample`.
-        num_rows: rows of a pass, all with the same context.
     """
 
     def __init__(
@@ -98,15 +99,11 @@ class ForwardTimer:
         draft_models: Mapping[str, Runtime],
         context: Sequence[int],
         widths: Sequence[int] = tuple(range(1, 10)),
-        num_sweeps: int = 3,
-        num_rows: int = 1,
     ) -> None:
         self._target = target
         self._draft_models = dict(draft_models)
         self._context = list(context)
         self._widths = widths
-        self._num_sweeps = num_sweeps
-        self._num_rows = num_rows
         self._target_seconds: dict[int, list[float]] = defaultdict(list)
         self._draft_seconds: dict[str, list[float]] = defaultdict(list)
 
@@ -122,17 +119,16 @@ class ForwardTimer:
 
     def sample(self) -> None:
         """Time target passes of every width, each after one step of every draft model."""
-        rows = [Row(list(self._context), SamplingParams(max_tokens=1)) for _ in range(self._num_rows)]
+        row = Row(list(self._context), SamplingParams(max_tokens=1))
         runtimes = [self._target, *self._draft_models.values()]
         with torch.inference_mode(), ExitStack() as at_the_end:
             for runtime in runtimes:
-                runtime.begin(rows)
-                for row in rows:
-                    at_the_end.callback(runtime.end, row)
-            for width in self._num_sweeps * list(self._widths):
+                runtime.begin([row])
+                at_the_end.callback(runtime.release, row)
+            for width in NUM_SWEEPS * list(self._widths):
                 for name, runtime in self._draft_models.items():
-                    self._draft_seconds[name].append(_timed_pass(runtime, rows, 1))
-                self._target_seconds[width].append(_timed_pass(self._target, rows, width))
+                    self._draft_seconds[name].append(_timed_pass(runtime, row, 1))
+                self._target_seconds[width].append(_timed_pass(self._target, row, width))
 
     def costs(self, draft_model: str | None = None) -> Costs:
         """Return the median costs so far.
@@ -144,20 +140,18 @@ class ForwardTimer:
         return Costs(target, median(self._draft_seconds[draft_model]) if draft_model else 0.0)
 
 
-def _timed_pass(runtime: Runtime, rows: Sequence[Row], num_tokens: int) -> float:
-    """Time one forward pass over `pending` and `num_tokens - 1` nodes of each row, in seconds.
+def _timed_pass(runtime: Runtime, row: Row, num_tokens: int) -> float:
+    """Time one forward pass over `pending` and `num_tokens - 1` nodes of a row, in seconds.
 
     The KV cache is restored afterwards.
     """
-    draft = Draft.chains(
-        [repeat_to_length(row.tokens, num_tokens - 1) for row in rows], device=runtime.device
-    )
+    draft = Draft.chains([repeat_to_length(row.tokens, num_tokens - 1)], device=runtime.device)
     synchronise(runtime.device)
     start = time.perf_counter()
-    runtime.score(rows, draft)
+    runtime.score([row], draft)
     synchronise(runtime.device)
     seconds = time.perf_counter() - start
-    runtime.rewind(rows, [len(row.tokens) - 1 for row in rows])
+    runtime.rewind([row], [len(row.tokens) - 1])
     return seconds
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
 from secondguess.bench.config import BenchConfig
 from secondguess.bench.costs import Costs, ForwardTimer, typical_context
-from secondguess.bench.encoding import encode_workload
-from secondguess.bench.inventory import drafter_footprint
+from secondguess.bench.encoding import EncodedWorkload, encode_workload
 from secondguess.bench.measurement import Measurement, Progress
 from secondguess.bench.report import Conditions, CostTable, Report
 from secondguess.bench.results import make_results
 from secondguess.bench.roster import coverage_notes, make_systems
 from secondguess.bench.summary import sum_stats
-from secondguess.bench.systems import Models, SecondguessSystem, draft_models, threads
-from secondguess.workloads.loading import load_workload
+from secondguess.bench.systems import Models, SecondguessSystem, System, draft_models, threads
+from secondguess.workloads.loading import Workload, load_workload
 from secondguess.workloads.provenance import public_name
 
 MAX_PASS_TOKENS = 9
@@ -40,42 +40,71 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
         models = Models(config.model, config.dtype, config.device)
         encoded = encode_workload(models.target, workload, config.num_tokens)
         systems = make_systems(config, models)
-        drafting = {name: models.draft_model(name).runtime for name in draft_models(systems)}
-        shortest = min(each.context_length for each in (models.target.runtime, *drafting.values()))
-        probe = ForwardTimer(
-            models.target.runtime,
-            drafting,
-            context=typical_context(encoded.prompts, config.num_tokens, most=shortest - MAX_PASS_TOKENS),
-            widths=tuple(range(1, MAX_PASS_TOKENS + 1)),
+        probe = make_probe(models, systems, encoded, config.num_tokens)
+        measured = Measurement(
+            encoded.prompts,
+            workload.tasks,
+            config.num_tokens,
+            config.temperatures,
+            config.batch_sizes,
+            config.seed,
         )
-        measured = Measurement(systems, encoded.prompts, config, probe, workload.tasks)
-        complete = measured.run(progress)
+        complete = measured.run(systems, probe, progress)
+    report = make_report(config.name, systems, measured, probe, models, workload, encoded, num_threads)
+    notes = [*encoded.notes, *coverage_notes(systems, config), *measured.notes(systems)]
+    return replace(report, complete=complete, workbench=replace(report.workbench, notes=notes))
+
+
+def make_probe(
+    models: Models, systems: Sequence[System], encoded: EncodedWorkload, num_tokens: int
+) -> ForwardTimer:
+    """Return the timer of target passes and of the draft steps of all draft models."""
+    drafting = {name: models.draft_model(name).runtime for name in draft_models(systems)}
+    shortest = min(each.context_length for each in (models.target.runtime, *drafting.values()))
+    return ForwardTimer(
+        models.target.runtime,
+        drafting,
+        context=typical_context(encoded.prompts, num_tokens, most=shortest - MAX_PASS_TOKENS),
+        widths=tuple(range(1, MAX_PASS_TOKENS + 1)),
+    )
+
+
+def make_report(
+    name: str,
+    systems: Sequence[System],
+    measured: Measurement,
+    probe: ForwardTimer,
+    models: Models,
+    workload: Workload,
+    encoded: EncodedWorkload,
+    num_threads: int,
+) -> Report:
+    """Return the report of what was measured, without notes."""
     ours = [system for system in systems if isinstance(system, SecondguessSystem)]
     costs = {system.name: _costs_of(system, probe, measured) for system in ours}
-    tasks, finished = measured.finished_tasks(), measured.finished_prompts
+    tasks, finished = measured.finished_tasks, measured.finished_prompts
     return Report(
-        name=config.name,
-        complete=complete,
+        name=name,
+        complete=True,
         workbench=Conditions(
             workload=workload.name,
             workload_sha256=workload.sha256,
             workload_note=workload.note,
             num_prompts=len(finished),
             num_prompts_asked=len(workload.prompts),
-            num_tokens=config.num_tokens,
+            num_tokens=measured.num_tokens,
             median_prompt_tokens=median(len(encoded.prompts[index]) for index in finished),
             num_prompts_cut=encoded.num_truncated,
             tasks=tasks,
-            notes=[*encoded.notes, *coverage_notes(systems, config), *measured.notes()],
+            notes=[],
         ),
         costs=make_cost_table(
             probe.context_length,
             probe.costs(),
-            {public_name(name): probe.costs(name).draft_step for name in drafting},
+            {public_name(model): probe.costs(model).draft_step for model in draft_models(systems)},
         ),
-        results=make_results(systems, measured.finished_runs(), costs, tasks, config.seed),
-        possessions={system.name: drafter_footprint(system.drafter) for system in ours if system.speculates},
-        provenance=models.provenance(num_threads, config.seed),
+        results=make_results(systems, measured.finished_runs(systems), costs, tasks, measured.seed),
+        provenance=models.provenance(num_threads, measured.seed),
     )
 
 
@@ -89,7 +118,7 @@ def _costs_of(system: SecondguessSystem, probe: ForwardTimer, measured: Measurem
     costs = probe.costs(system.draft_model)
     if system.draft_model is not None or not system.has_draft_probs:
         return costs
-    by_setting = measured.finished_runs()[system.name]
+    by_setting = measured.finished_runs([system])[system.name]
     size = min(setting.batch_size for setting in by_setting)
     stats = [run.stats for setting, runs in by_setting.items() if setting.batch_size == size for run in runs]
     total = sum_stats(each for each in stats if each is not None)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from secondguess.bench.config import BenchConfig
 from secondguess.bench.costs import ForwardTimer
 from secondguess.bench.systems import Run, System
 from secondguess.errors import BadInputError
@@ -64,58 +63,64 @@ def turns(
 
 @dataclass
 class Measurement:
-    """Runs of every system, batch by batch; at batch size 1 a batch is a prompt.
+    """Runs of systems, batch by batch; at batch size 1 a batch is a prompt.
 
     Args:
         prompts: token ids of each prompt.
-        tasks: the task of each prompt; by default all prompts have the same task.
-        finished: by batch size, the batches that every system has decoded, each with its runs by
-            system and temperature.
+        tasks: the task of each prompt.
+        num_tokens: number of new tokens per prompt.
+        seed: seed of the texts of the first batch; the following batches have the following seeds.
+        runs: by batch size, batch, system and temperature, the runs of batches that all systems of
+            their turn have decoded.
     """
 
-    systems: Sequence[System]
     prompts: Sequence[Sequence[int]]
-    config: BenchConfig
-    probe: ForwardTimer
-    tasks: Sequence[str] = ()
+    tasks: Sequence[str]
+    num_tokens: int
+    temperatures: Sequence[float]
+    batch_sizes: Sequence[int]
+    seed: int
     batches: Mapping[int, Sequence[Batch]] = field(init=False)
-    finished: dict[int, list[tuple[Batch, dict[tuple[str, float], Run]]]] = field(init=False)
+    runs: dict[int, dict[int, dict[tuple[str, float], list[Run]]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        tasks = self.tasks or [""] * len(self.prompts)
-        self.batches = {size: make_batches(tasks, size) for size in self.config.batch_sizes}
-        self.finished = {size: [] for size in self.batches}
+        self.batches = {size: make_batches(self.tasks, size) for size in self.batch_sizes}
+        self.forget_runs()
 
-    def run(self, progress: Progress) -> bool:
-        """Run all batches; return False if Ctrl-C came before the last one.
+    def forget_runs(self) -> None:
+        """Forget all runs; controllers keep their experience."""
+        self.runs = {size: {} for size in self.batches}
+
+    def run(self, systems: Sequence[System], probe: ForwardTimer, progress: Progress) -> bool:
+        """Run all batches once; return False if Ctrl-C came before the last one.
 
         Raises:
             KeyboardInterrupt: Ctrl-C before any batch was finished.
             BadInputError: a system that generated another number of tokens than requested.
         """
-        temperatures = self.config.temperatures
         total = sum(
-            len(batches) * len(temperatures) * len(self._systems_at(size))
+            len(batches) * len(self.temperatures) * len(_able(systems, size))
             for size, batches in self.batches.items()
         )
         progress(0, total, "warm-up")
-        self._warm_up()
+        for size in self.batches:
+            self.warm_up(systems, size)
+        probe.warm_up()
         done = 0
+
+        def report(what: str) -> None:
+            nonlocal done
+            progress(done, total, what)
+            done += 1
+
         # Batches of all sizes are interleaved evenly over the run.
         schedule = interleave(
             [[(size, index) for index in range(len(batches))] for size, batches in self.batches.items()]
         )
         try:
             for size, index in schedule:
-                runs = {}
-                for temperature, system in turns(self._systems_at(size), temperatures, index):
-                    what = f"prompt {index + 1}" if size == 1 else f"batch {index + 1} of {size} prompts"
-                    progress(done, total, f"{what}, temperature {temperature:g}: {system.name}")
-                    runs[system.name, temperature] = self._measure(system, size, index, temperature)
-                    done += 1
-                self.probe.sample()
-                # Recorded once all systems ran the batch: medians must be over the same prompts.
-                self.finished[size].append((self.batches[size][index], runs))
+                self.run_batch(systems, size, index, report)
+                probe.sample()
         except KeyboardInterrupt:
             if not self.finished_prompts:
                 raise
@@ -123,32 +128,67 @@ class Measurement:
         progress(total, total, "done")
         return True
 
+    def warm_up(self, systems: Sequence[System], size: int, num_tokens: int = WARM_UP_TOKENS) -> None:
+        """Run the first batch once and discard what was measured and learnt."""
+        prompts = [self.prompts[index] for index in self.batches[size][0].prompts]
+        for temperature, system in turns(_able(systems, size), self.temperatures, 0):
+            system.generate_batch(prompts, min(num_tokens, self.num_tokens), temperature, self.seed)
+            system.reset()
+
+    def run_batch(
+        self,
+        systems: Sequence[System],
+        size: int,
+        index: int,
+        report: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        """Run all systems on one batch, in reverse order on every second batch and every second run of it."""
+        runs = {}
+        past = self.runs[size].get(index, {})
+        turn = index + max(map(len, past.values()), default=0)
+        for temperature, system in turns(_able(systems, size), self.temperatures, turn):
+            what = f"prompt {index + 1}" if size == 1 else f"batch {index + 1} of {size} prompts"
+            report(f"{what}, temperature {temperature:g}: {system.name}")
+            runs[system.name, temperature] = self._measure(system, size, index, temperature)
+        # Recorded once all systems ran the batch: medians must be over the same prompts.
+        for key, run in runs.items():
+            self.runs[size].setdefault(index, {}).setdefault(key, []).append(run)
+
+    def runs_of(self, system: str, setting: Setting, indices: Iterable[int] | None = None) -> list[Run]:
+        """Return the median run of each batch (by default of all) that a system has finished."""
+        of_size, key = self.runs[setting.batch_size], (system, setting.temperature)
+        chosen = sorted(of_size) if indices is None else indices
+        finished = [of_size[index][key] for index in chosen if key in of_size[index]]
+        return [sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] for runs in finished]
+
+    def finished_runs(self, systems: Sequence[System]) -> dict[str, dict[Setting, list[Run]]]:
+        """Return the runs of finished batches by system and setting; a setting without any is absent."""
+        settings = [Setting(temperature, size) for temperature in self.temperatures for size in self.batches]
+        runs = {
+            system.name: {setting: self.runs_of(system.name, setting) for setting in settings}
+            for system in systems
+        }
+        return {name: {setting: each for setting, each in of.items() if each} for name, of in runs.items()}
+
     @property
     def finished_prompts(self) -> set[int]:
         """Indices of the prompts that every system has continued, at some batch size."""
         return {
-            index for of_size in self.finished.values() for batch, _ in of_size for index in batch.prompts
+            prompt
+            for size, finished in self.runs.items()
+            for index in finished
+            for prompt in self.batches[size][index].prompts
         }
 
-    def finished_runs(self) -> dict[str, dict[Setting, list[Run]]]:
-        """Return the runs of finished batches by system and setting; a setting without any is absent."""
-        return {
-            system.name: {
-                Setting(temperature, size): [
-                    runs[system.name, temperature] for _, runs in self.finished[size]
-                ]
-                for temperature in self.config.temperatures
-                for size in self.batches
-                if self.finished[size] and system in self._systems_at(size)
-            }
-            for system in self.systems
-        }
-
+    @property
     def finished_tasks(self) -> dict[int, list[str]]:
-        """Return the task of each finished batch, by batch size."""
-        return {size: [batch.task for batch, _ in of_size] for size, of_size in self.finished.items()}
+        """Task of each finished batch, by batch size."""
+        return {
+            size: [self.batches[size][index].task for index in sorted(finished)]
+            for size, finished in self.runs.items()
+        }
 
-    def notes(self) -> list[str]:
+    def notes(self, systems: Sequence[System]) -> list[str]:
         """Return notes on prompts repeated to fill batches and on texts of other lengths."""
         notes = []
         for size, batches in self.batches.items():
@@ -158,37 +198,27 @@ class Measurement:
                     f"batch size {size}: {repeated} of {rows} rows of the batches repeat a prompt of the same task, to "
                     "fill the last batch"
                 )
-        wanted, runs = self.config.num_tokens, self.finished_runs()
-        for system in self.systems:
-            lengths = [run.num_tokens for of_setting in runs[system.name].values() for run in of_setting]
-            others = [length for length in lengths if length != wanted]
-            if not system.exact_length and others:
+        for name, runs in self.finished_runs(systems).items():
+            lengths = [length for of in runs.values() for run in of for length in run.row_lengths]
+            others = [length for length in lengths if length != self.num_tokens]
+            if others:
                 notes.append(
-                    f"{system.name} wrote {min(others)} to {max(others)} tokens instead of {wanted} in {len(others)} of "
-                    f"{len(lengths)} runs: its tokens/s stand for shorter or longer texts"
+                    f"{name} wrote {min(others)} to {max(others)} tokens instead of {self.num_tokens} in {len(others)} "
+                    f"of {len(lengths)} texts: its tokens/s stand for shorter or longer texts"
                 )
         return notes
 
-    def _systems_at(self, size: int) -> list[System]:
-        return [system for system in self.systems if size == 1 or system.batches]
-
-    def _warm_up(self) -> None:
-        num_tokens = min(WARM_UP_TOKENS, self.config.num_tokens)
-        for size, batches in self.batches.items():
-            prompts = [self.prompts[index] for index in batches[0].prompts]
-            for temperature, system in turns(self._systems_at(size), self.config.temperatures, 0):
-                system.generate_batch(prompts, num_tokens, temperature, self.config.seed)
-        self.probe.warm_up()
-        for system in self.systems:
-            system.reset()
-
     def _measure(self, system: System, size: int, index: int, temperature: float) -> Run:
-        num_tokens = self.config.num_tokens
         prompts = [self.prompts[each] for each in self.batches[size][index].prompts]
-        run = system.generate_batch(prompts, num_tokens, temperature, self.config.seed + index)
-        if system.exact_length and set(run.row_lengths) != {num_tokens}:
+        run = system.generate_batch(prompts, self.num_tokens, temperature, self.seed + index)
+        if system.exact_length and set(run.row_lengths) != {self.num_tokens}:
             got = ", ".join(map(str, sorted(set(run.row_lengths))))
             raise BadInputError(
-                f"expected {num_tokens} tokens from {system.name} to be comparable, got {got}"
+                f"expected {self.num_tokens} tokens from {system.name} to be comparable, got {got}"
             )
         return run
+
+
+def _able(systems: Sequence[System], size: int) -> list[System]:
+    """Return the systems that support a batch size."""
+    return [system for system in systems if size == 1 or system.batches]

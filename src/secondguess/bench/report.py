@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
-from secondguess.bench.inventory import DrafterFootprint
 from secondguess.bench.summary import Ratio
 from secondguess.errors import BadInputError
 from secondguess.validation import describe
 from secondguess.workloads.provenance import Provenance
 
-SCHEMA = 4
+SCHEMA = 5
 """Schema version of the JSON.
 
 2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`.
 3: possessions.
 4: intervals are null for fewer than `MIN_PROMPTS_FOR_INTERVAL` prompts.
+5: without possessions, which are ignored in older files.
 """
 
 Speed = Annotated[FiniteFloat, Field(gt=0)]
@@ -170,7 +170,6 @@ class Report:
 
     Args:
         complete: False if the run was interrupted and the report covers the finished prompts only.
-        possessions: memory and training time of the drafters, by name of our speculating systems.
     """
 
     name: str
@@ -179,7 +178,6 @@ class Report:
     costs: CostTable
     results: list[Result]
     provenance: Provenance
-    possessions: dict[str, DrafterFootprint] = field(default_factory=dict)
     schema: Annotated[int, Field(strict=True, ge=1, le=SCHEMA)] = SCHEMA
 
     def to_json(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from statistics import median
 
 from secondguess.bench.costs import Costs, predicted_seconds
@@ -147,8 +148,7 @@ def compare_texts(runs: Sequence[Run], reference_runs: Sequence[Run], reference:
         for pair in zip(run.texts, expected.texts, strict=True)
     ]
     differences = [
-        [index for index, (ours, theirs) in enumerate(zip(*pair, strict=True)) if ours != theirs]
-        for pair in pairs
+        [index for index, (ours, theirs) in enumerate(zip_longest(*pair)) if ours != theirs] for pair in pairs
     ]
     return TextComparison(
         reference=reference,

@@ -4,15 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
+from secondguess.api import default_drafter
 from secondguess.bench.config import BenchConfig
-from secondguess.bench.systems import Models, SecondguessSystem, System, draft_models, speculator_name
+from secondguess.bench.systems import (
+    Models,
+    SecondguessSystem,
+    System,
+    draft_models,
+    require_different_names,
+    speculator_name,
+)
+from secondguess.builtin import head_path
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.controllers import make_controller
+from secondguess.drafters import DRAFTERS, parse_drafter_name
 from secondguess.errors import BadInputError
+from secondguess.heads.mtp import contains_mtp
 from secondguess.workloads.provenance import public_name
+
+TREE = "tree=2x2x1"
+"""Tree shape in which drafters with draft probabilities are compared, besides the chain."""
+
+
+def drafters_to_run(config: BenchConfig) -> tuple[str, ...]:
+    """Return the drafters of a benchmark: the named ones, all, or the target's default and its components."""
+    if config.runs_all:
+        return all_drafters(config.model)
+    if config.drafters is not None:
+        return config.drafters
+    default = default_drafter(config.model)
+    parts = map(str, parse_drafter_name(default))
+    return tuple(dict.fromkeys((default, *parts, "ngram", "suffix")))
+
+
+def all_drafters(model: str) -> tuple[str, ...]:
+    """Return every drafter available for a target without naming another checkpoint.
+
+    All run as chains, those with draft probabilities also as trees. For the built-in target these
+    are lookups and the built-in draft model and heads; for others, lookups and the
+    multi-token-prediction modules of the target's own checkpoint.
+    """
+    names = ["suffix", "ngram"]
+    if model == "builtin":
+        dists = ["model:builtin-draft"]
+        dists += [kind for kind in DRAFTERS if kind != "model" and head_path(kind) is not None]
+        names += [variant for name in dists for variant in (name, f"{name},{TREE}")]
+        names.append("suffix+model:builtin-draft")
+    elif contains_mtp(Path(find_checkpoint(model))):
+        names += ["mtp", f"mtp,{TREE}"]
+    return tuple(names)
 
 
 def make_systems(config: BenchConfig, models: Models) -> list[System]:
@@ -28,8 +73,9 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
     fixed = [f"fixed:{length}" for length in config.draft_lengths]
     for name in (*config.controllers, *fixed):
         make_controller(name)  # refuses an unknown name
+    drafters = drafters_to_run(config)
     systems: list[System] = [SecondguessSystem(models, "none")]
-    for drafter in config.drafters_to_run:
+    for drafter in drafters:
         default = SecondguessSystem(models, drafter)
         # With `--drafters all`, named controllers replace the default one.
         if not (config.runs_all and config.controllers):
@@ -41,18 +87,19 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
                 systems.append(SecondguessSystem(models, drafter, controller))
     unused = _unused_controllers(systems, config)
     for controller in config.controllers:
-        if all((drafter, controller) in unused for drafter in config.drafters_to_run):
-            found = ", ".join(map(public_name, config.drafters_to_run)) or "none at all"
+        if all((drafter, controller) in unused for drafter in drafters):
+            found = ", ".join(map(public_name, drafters)) or "none at all"
             raise BadInputError(
                 f"expected a drafter that would ask the controller {controller!r}, got {found}; add a drafter with a "
                 "model, or take fixed:K"
             )
     if "transformers" in config.against:
         systems += _transformers_systems(config, models, draft_models(systems))
-    systems += _servers(config, models)
-    names = [system.name for system in systems]
-    if len(set(names)) < len(names):
-        raise BadInputError(f"expected drafters whose names differ in a report, got {', '.join(names)}")
+    if config.servers:
+        from secondguess.bench.server import Server
+
+        systems += [Server(address, models.target.tokenizer) for address in config.servers]
+    require_different_names(systems)
     return systems
 
 
@@ -73,7 +120,7 @@ def _unused_controllers(systems: Sequence[System], config: BenchConfig) -> list[
     names = {system.name for system in systems}
     return [
         (drafter, controller)
-        for drafter in config.drafters_to_run
+        for drafter in drafters_to_run(config)
         for controller in config.controllers
         if speculator_name(drafter, controller) not in names
     ]
@@ -87,18 +134,3 @@ def _transformers_systems(config: BenchConfig, models: Models, draft_names: Sequ
 
     assistants = {name: stock(models.draft_model(name)) for name in draft_names}
     return transformers_systems(stock(models.target), assistants, config.draft_lengths)
-
-
-def _servers(config: BenchConfig, models: Models) -> list[System]:
-    if not config.servers:
-        return []
-    from secondguess.bench.server import Server
-
-    tokenizer = models.target.tokenizer
-
-    def decode(ids: Sequence[int]) -> str:
-        # Without special tokens: the server's own tokenizer adds them.
-        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
-    return [Server(address, decode) for address in config.servers]

@@ -11,9 +11,9 @@ import http.client
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError
@@ -59,8 +59,13 @@ class ServerAddress:
         Raises:
             BadInputError: an invalid address, credentials in it, or an option other than `model`.
         """
-        url, *options = text.split(",")
+        url, comma, option = text.partition(",")
         form = "http://HOST:PORT or http://HOST:PORT,model=NAME"
+        key, _, model = option.partition("=")
+        if comma and (key.strip() != "model" or not model.strip() or "," in model):
+            raise BadInputError(
+                f"expected a server as {form}, got the option {option!r}; give model=NAME once"
+            )
         try:
             parts = urlsplit(url)
             well_formed = bool(parts.hostname) and (parts.port is None or parts.port > 0)
@@ -73,16 +78,8 @@ class ServerAddress:
                 f"expected a server without a name and a password in its address, got one for {parts.hostname}; "
                 f"give its key in {KEY_VARIABLE}"
             )
-        model = None
-        for option in options:
-            key, _, value = option.partition("=")
-            if key.strip() != "model" or not value.strip() or model is not None:
-                raise BadInputError(
-                    f"expected a server as {form}, got the option {option!r}; give model=NAME once"
-                )
-            model = value.strip()
         path = parts.path.rstrip("/").removesuffix("/completions").removesuffix("/v1")
-        return cls(parts.scheme, parts.netloc, path, model)
+        return cls(parts.scheme, parts.netloc, path, model.strip() or None)
 
     @property
     def name(self) -> str:
@@ -121,7 +118,7 @@ class Server(System):
 
     Args:
         address: address of the server.
-        decode: converts a prompt's token ids to text.
+        tokenizer: converts a prompt's token ids to text.
 
     Raises:
         BadInputError: no server at the address, an error status, or a response in another format.
@@ -130,17 +127,19 @@ class Server(System):
     speculates = False
     exact_length = False
 
-    def __init__(self, address: ServerAddress, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, address: ServerAddress, tokenizer: Any) -> None:
         self.family, self.name = address.host, address.name
-        self._address, self._decode = address, decode
-        self._key = os.environ.get(KEY_VARIABLE)
+        self._address, self._tokenizer = address, tokenizer
         self._supports_ignore_eos = True
         self._model = address.model or self._only_model()
 
     def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
         request = {
             "model": self._model,
-            "prompt": self._decode(prompt),
+            # Without special tokens: the server's own tokenizer adds them.
+            "prompt": self._tokenizer.decode(
+                prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ),
             "max_tokens": num_tokens,
             "temperature": temperature,
             "seed": seed,
@@ -165,9 +164,8 @@ class Server(System):
         status, answer, _ = self._ask("GET", "models")
         names = [model.id for model in self._parse(_Models, status, answer, "models").data]
         if len(names) != 1:
-            found = ", ".join(names[:5]) or "none"
             raise BadInputError(
-                f"expected one model at {self._address.shown}, got {found}; "
+                f"expected one model at {self._address.shown}, got {', '.join(names[:5]) or 'none'}; "
                 f"name one: --against {self._address.shown},model=NAME"
             )
         return names[0]
@@ -189,8 +187,8 @@ class Server(System):
         """Send a request; return status, body and seconds from sending to the last byte."""
         content = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        if key := os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
         connection = _SCHEMES[self._address.scheme](self._address.host, timeout=TIMEOUT_SECONDS)
         try:
             connection.connect()

@@ -237,6 +237,7 @@ class SecondguessSystem(System):
     ) -> None:
         self._target = models.target
         self._ends_texts = ends_texts
+        self.exact_length = not ends_texts
 
         def load_draft_model(name: str) -> Runtime:
             self.draft_model = name
@@ -271,7 +272,7 @@ class SecondguessSystem(System):
 
     def release(self) -> None:
         """Free the target's KV cache; it is allocated again for the next text."""
-        self._target.runtime.release()
+        self._target.runtime.free()
 
     def start(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
@@ -314,6 +315,13 @@ def speculator_name(drafter: str, controller: str | None = None) -> str:
     """
     shown = f"{public_name(drafter)} {controller or ''}".strip()
     return f"secondguess {'plain' if drafter == 'none' else shown}"
+
+
+def require_different_names(systems: Sequence[System]) -> None:
+    """Refuse systems with the same name in reports, with a `BadInputError`."""
+    names = [system.name for system in systems]
+    if len(set(names)) < len(names):
+        raise BadInputError(f"expected drafters whose names differ in a report, got {', '.join(names)}")
 
 
 def draft_models(systems: Iterable[System]) -> list[str]:

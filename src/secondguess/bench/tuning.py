@@ -8,32 +8,40 @@ drafters run under the other controllers, and last the best of all batch sizes r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import ClassVar
 
-import torch
-
 from secondguess.api import default_drafter
-from secondguess.bench.choices import PLAIN, Choice, Speed, controllers_for, fastest
 from secondguess.bench.config import TuneConfig
-from secondguess.bench.costs import Costs, ForwardTimer, typical_context
 from secondguess.bench.encoding import encode_workload
-from secondguess.bench.measurement import Progress, make_batches
-from secondguess.bench.systems import Models, Run, SecondguessSystem, threads
+from secondguess.bench.harness import make_probe, make_report
+from secondguess.bench.measurement import Measurement, Progress, Setting
+from secondguess.bench.recommendation import PLAIN, losing_sizes, one_for_all, recommend
+from secondguess.bench.report import Report
+from secondguess.bench.systems import (
+    Models,
+    SecondguessSystem,
+    require_different_names,
+    speculator_name,
+    threads,
+)
 from secondguess.checkpoint.checkpoint import Checkpoint
-from secondguess.errors import SecondGuessError
+from secondguess.configuration import Configuration, LoadSettings, TuningRecord
+from secondguess.controllers import CONTROLLERS, make_controller
 from secondguess.pairing import resolve_drafter
 from secondguess.stats import Clock
 from secondguess.workloads.loading import Workload, load_workload
 
+FIXED_LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 MOST_PASSES = 5
 NUM_DRAFTERS = 2
 """Drafters that run under all controllers."""
-SHARE_OF_DRAFTERS, SHARE_OF_CONTROLLERS, SHARE_OF_INT8 = 0.3, 0.5, 0.3
+NUM_FINALISTS = 3
+"""Systems of each batch size that enter the final runs, beside plain decoding and the default."""
+SHARE_OF_DRAFTERS, SHARE_OF_CONTROLLERS = 0.3, 0.5
 """Largest shares of the time that is left when the step begins."""
-LEAST_FOR_INT8 = 0.05
-"""Share of the whole budget below which the target in 8 bits is not loaded."""
 WARM_UP_TOKENS = 8
 
 
@@ -44,44 +52,96 @@ class Budget:
         self._clock = clock
         self._end = clock() + seconds
 
-    @property
-    def left(self) -> float:
-        return self._end - self._clock()
-
     def until(self, share: float) -> Callable[[], bool]:
         """Return a function that is true until a share of the time left from now on has passed."""
-        end = self.left * (1 - share)
-        return lambda: self.left > max(end, 0.0)
+        left = self._end - self._clock()
+        end = self._end - left * (1 - share) if left > 0 else self._end
+        return lambda: self._clock() < end
 
 
-@dataclass
-class Findings:
+@dataclass(frozen=True)
+class Tuning:
     """Results of a tuning.
 
     Args:
-        speeds: of the final runs, by batch size and choice.
-        dropped: by batch size, speed-ups over plain decoding of choices that were dropped before.
-        int8: by batch size, speeds of a target with weights in 8 bits; empty where that was not run.
-        costs: of target passes at each batch size.
-        notes: remarks for the reader.
+        report: the final runs; its notes contain the recommendation.
+        dropped: by batch size, speed-ups over plain decoding of systems that were dropped before.
+        drafters: drafter and controller of each system by name.
+        load: target, precision and device of the configuration.
     """
 
-    config: TuneConfig
-    workload: Workload
-    models: Models
-    speeds: dict[int, dict[Choice, Speed]] = field(default_factory=dict)
-    dropped: dict[int, dict[Choice, float]] = field(default_factory=dict)
-    int8: dict[int, dict[Choice, Speed]] = field(default_factory=dict)
-    costs: dict[int, Costs] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    report: Report
+    dropped: dict[int, dict[str, float]]
+    drafters: dict[str, tuple[str, str | None]]
+    load: LoadSettings
+
+    @property
+    def speedups(self) -> dict[int, dict[str, float]]:
+        """Speed-ups over plain decoding in the final runs, by batch size and system."""
+        return {
+            size: {
+                each.system: each.against[PLAIN].of_medians if each.speculates else 1.0 for each in results
+            }
+            for (_, size), results in self.report.by_setting().items()
+        }
+
+    def configuration(self) -> Configuration:
+        """Return what `--config` reads: the chosen drafter and controller, and their measurements."""
+        speedups, about, bench = self.speedups, self.report.provenance, self.report.workbench
+        chosen, (temperature, smallest) = one_for_all(speedups), min(self.report.by_setting())
+        rounds = self.report.result(chosen, temperature, smallest).rounds
+        assert rounds is not None  # our systems report their rounds
+        drafter, controller = self.drafters[chosen]
+        losing = losing_sizes(chosen, speedups)
+        return Configuration(
+            self.load.model_copy(update={"drafter": drafter, "controller": controller}),
+            TuningRecord(
+                date=about.date.partition("T")[0],
+                processor=about.processor or None,
+                num_threads=about.num_threads,
+                workload=bench.workload,
+                workload_sha256=bench.workload_sha256,
+                model_sha256=next(iter(about.model_sha256.values())),
+                acceptance_rate=rounds.acceptance_rate,
+                acceptance_by_position=tuple(round(each, 3) for each in rounds.acceptance_by_position)
+                or None,
+                draft_length=self._best_constant_length(chosen, smallest, rounds.draft_length),
+                cost_ratio=round(rounds.cost_ratio, 4) if chosen != PLAIN else None,
+                speedup={
+                    size: round(of_size[chosen], 3)
+                    for size, of_size in speedups.items()
+                    if size not in losing
+                },
+            ),
+        )
+
+    def _best_constant_length(self, chosen: str, batch_size: int, mean: float) -> int:
+        """Return the fastest constant draft length measured for the chosen drafter; 0 for plain decoding.
+
+        Where none was measured, the mean draft length of the chosen controller.
+        """
+        if chosen == PLAIN:
+            return 0
+        lengths = {}
+        for name, speedup in (self.dropped.get(batch_size, {}) | self.speedups[batch_size]).items():
+            drafter, controller = self.drafters[name]
+            if drafter == self.drafters[chosen][0] and (controller or "").startswith("fixed:"):
+                lengths[int((controller or "").removeprefix("fixed:"))] = speedup
+        return max(lengths, key=lengths.__getitem__, default=max(round(mean), 1))
+
+    def to_toml(self) -> str:
+        """Return the configuration, headed by the recommendation as a comment."""
+        lines = recommend(self.speedups)
+        comment = [line if line.isprintable() else repr(line) for line in lines]
+        return "".join(f"# {line}\n" for line in comment) + self.configuration().to_toml()
 
 
 def run_tune(
     config: TuneConfig,
     progress: Progress = lambda done, total, step: None,
     clock: Clock = time.perf_counter,
-) -> Findings:
-    """Find the fastest choices.
+) -> Tuning:
+    """Find the fastest systems.
 
     Raises:
         BadInputError: prompts that cannot be read or do not fit the model's context.
@@ -90,7 +150,7 @@ def run_tune(
     budget = Budget(60 * config.minutes, clock)
     workload = load_workload(config.prompts, config.num_prompts)
     total = len(Tuner.STEPS) + 1
-    with threads(config.num_threads), torch.inference_mode():
+    with threads(config.num_threads):
         progress(0, total, "loading the models")
         checkpoint = Checkpoint.resolve(config.model, dtype=config.dtype, device=config.device)
         for drafter in config.drafters_to_compare:
@@ -100,169 +160,144 @@ def run_tune(
             progress(number, total, step)
             method(tuner)
         progress(total, total, "done")
-    return tuner.findings
-
-
-class Trials:
-    """Runs of choices on batches of prompts, at one batch size.
-
-    A choice keeps its controller over all its runs, as a loaded model does.
-    """
-
-    def __init__(
-        self, models: Models, prompts: Sequence[Sequence[int]], size: int, config: TuneConfig
-    ) -> None:
-        batches = make_batches([""] * len(prompts), size)
-        self.batches = [[prompts[index] for index in batch.prompts] for batch in batches]
-        self._models, self._config = models, config
-        self._systems: dict[Choice, SecondguessSystem] = {}
-        self._num_turns = 0
-        self._runs: dict[Choice, dict[int, list[Run]]] = {}
-
-    def run(self, choices: Sequence[Choice], numbers: Iterable[int]) -> None:
-        """Run all choices on each of these batches, in reverse order on every second one (ABBA)."""
-        for choice in choices:
-            self.system(choice)
-        for number in numbers:
-            self._num_turns += 1
-            for choice in choices if self._num_turns % 2 else reversed(choices):
-                run = self._decode(choice, number, self._config.num_tokens)
-                self._runs.setdefault(choice, {}).setdefault(number, []).append(run)
-
-    def system(self, choice: Choice) -> SecondguessSystem:
-        """Return the system of a choice, warmed up."""
-        if choice not in self._systems:
-            controller = choice.controller if choice.speculates else None
-            system = SecondguessSystem(self._models, choice.drafter, controller, ends_texts=True)
-            self._systems[choice] = system
-            self._decode(choice, 0, min(WARM_UP_TOKENS, self._config.num_tokens))
-        return self._systems[choice]
-
-    def _decode(self, choice: Choice, number: int, num_tokens: int) -> Run:
-        config = self._config
-        return self._systems[choice].generate_batch(
-            self.batches[number], num_tokens, config.temperature, config.seed + number
-        )
-
-    def speeds(self, choices: Iterable[Choice], num_batches: int) -> dict[Choice, Speed]:
-        """Return speeds over the first few batches."""
-        return {
-            choice: Speed.of_runs([self._runs[choice][number] for number in range(num_batches)])
-            for choice in choices
-        }
-
-    def forget_runs(self) -> None:
-        """Forget all runs; controllers keep their experience."""
-        self._runs.clear()
+    return tuner.results()
 
 
 class Tuner:
     """A tuning under way, one method per step."""
 
     def __init__(self, config: TuneConfig, workload: Workload, models: Models, budget: Budget) -> None:
-        self._config, self._models, self._budget = config, models, budget
-        encoded = encode_workload(models.target, workload, config.num_tokens)
-        self._prompts = encoded.prompts
-        self._trials = {size: Trials(models, self._prompts, size, config) for size in config.batch_sizes}
-        self._best: dict[int, list[Choice]] = {}
-        notes = [workload.note] if workload.note else []
-        self.findings = Findings(config, workload, models, notes=[*notes, *encoded.notes])
+        self._config, self._workload, self._models, self._budget = config, workload, models, budget
+        self._encoded = encode_workload(models.target, workload, config.num_tokens)
+        self.measurement = Measurement(
+            self._encoded.prompts,
+            [""] * len(self._encoded.prompts),
+            config.num_tokens,
+            (config.temperature,),
+            config.batch_sizes,
+            config.seed,
+        )
+        self._systems: dict[tuple[str, int], SecondguessSystem] = {}
+        self._drafters: dict[str, tuple[str, str | None]] = {}
+        self._best: dict[int, list[SecondguessSystem]] = {}
+        self.dropped: dict[int, dict[str, float]] = {size: {} for size in config.batch_sizes}
+        self._notes = list(self._encoded.notes)
 
     def compare_drafters(self) -> None:
         """Run every drafter under its default controller."""
-        choices = [Choice(name, "cost") for name in self._config.drafters_to_compare]
         for size in self._config.batch_sizes:
-            self._best[size] = self._halve(size, choices, NUM_DRAFTERS, SHARE_OF_DRAFTERS)
+            systems = [self._system(size, name, "cost") for name in self._config.drafters_to_compare]
+            require_different_names(systems)
+            self._best[size] = self.halve(size, systems, NUM_DRAFTERS, SHARE_OF_DRAFTERS)
 
     def compare_controllers(self) -> None:
-        """Run the best drafters under all controllers."""
+        """Run the best drafters under all controllers that suit them."""
         for size, best in self._best.items():
-            choices = [
-                Choice(each.drafter, controller)
+            systems = [
+                self._system(size, each.drafter, controller)
                 for each in best
-                for controller in controllers_for(
-                    deterministic=not self._trials[size].system(each).has_draft_probs
-                )
+                for controller in controllers_for(deterministic=not each.has_draft_probs)
             ]
-            keep = self._config.num_verified
-            self._best[size] = self._halve(size, choices, keep, SHARE_OF_CONTROLLERS) if keep else []
+            self._best[size] = self.halve(size, systems, NUM_FINALISTS, SHARE_OF_CONTROLLERS)
 
-    def _halve(self, size: int, choices: Sequence[Choice], keep: int, share: float) -> list[Choice]:
+    def halve(
+        self, size: int, systems: Sequence[SecondguessSystem], keep: int, share: float
+    ) -> list[SecondguessSystem]:
         """Return the fastest few by successive halving; plain decoding runs beside them."""
-        trials, has_time = self._trials[size], self._budget.until(share / len(self._trials))
-        dropped = self.findings.dropped.setdefault(size, {})
-        alive, done, step = list(choices), 0, 1
-        while len(alive) > keep and done < len(trials.batches) and (not done or has_time()):
-            numbers = range(done, min(done + step, len(trials.batches)))
-            trials.run([PLAIN, *alive], numbers)
-            done, step = done + len(numbers), 2 * step
-            speeds = trials.speeds([PLAIN, *alive], done)
-            dropped |= {choice: speeds[choice].over(speeds[PLAIN]) for choice in alive}
-            alive = fastest(speeds)[: max(keep, (len(alive) + 1) // 2)]
-        for choice in alive[:keep]:
-            dropped.pop(choice, None)
+        has_time = self._budget.until(share / len(self._config.batch_sizes))
+        dropped, num_batches = self.dropped[size], len(self.measurement.batches[size])
+        plain = self._system(size, "none", None)
+        alive, done, step = list(systems), 0, 1
+        while len(alive) > keep and done < num_batches and (not done or has_time()):
+            end = min(done + step, num_batches)
+            for index in range(done, end):
+                self.measurement.run_batch([plain, *alive], size, index)
+            done, step = end, 2 * step
+            speeds = {each.name: self._speed(each.name, size, done) for each in (plain, *alive)}
+            dropped |= {each.name: speeds[each.name] / speeds[PLAIN] for each in alive}
+            alive.sort(key=lambda each: -speeds[each.name])
+            alive = alive[: max(keep, (len(alive) + 1) // 2)]
+        for each in alive[:keep]:
+            dropped.pop(each.name, None)
         return alive[:keep]
 
     def run_best(self) -> None:
         """Run plain decoding, the default and the best of all batch sizes in turns, at every batch size."""
-        default = Choice(default_drafter(self._config.model), "cost")
-        found = [choice for best in self._best.values() for choice in best]
-        choices = list(dict.fromkeys([PLAIN, default, *found]))
-        context = typical_context(self._prompts, self._config.num_tokens)
-        share = 1 - SHARE_OF_INT8 if self._config.int8 else 1.0
-        for index, (size, trials) in enumerate(self._trials.items()):
-            has_time = self._budget.until(share / (len(self._trials) - index))
-            trials.forget_runs()
-            probe = ForwardTimer(self._models.target.runtime, {}, context, num_sweeps=1, num_rows=size)
-            probe.warm_up()
-            num_batches, num_runs = len(trials.batches), 0
+        found = [("none", None), (default_drafter(self._config.model), "cost")]
+        found += [self._drafters[each.name] for best in self._best.values() for each in best]
+        found = list(dict.fromkeys(found))
+        self.measurement.forget_runs()
+        sizes = self._config.batch_sizes
+        self._finalists = [self._system(sizes[0], *each) for each in found]
+        self._probe = make_probe(self._models, self._finalists, self._encoded, self._config.num_tokens)
+        self._probe.warm_up()
+        for number, size in enumerate(sizes):
+            has_time = self._budget.until(1 / (len(sizes) - number))
+            systems = [self._system(size, *each) for each in found]
+            num_batches, num_runs = len(self.measurement.batches[size]), 0
             while num_runs < MOST_PASSES * num_batches and (not num_runs or has_time()):
-                trials.run(choices, [num_runs % num_batches])
+                self.measurement.run_batch(systems, size, num_runs % num_batches)
                 if num_runs % num_batches == 0:
-                    probe.sample()
+                    self._probe.sample()
                 num_runs += 1
-            num_done = min(num_runs, num_batches)
-            if num_done < num_batches:
-                self.findings.notes.append(
-                    f"time was short: the best ran on {num_done} of {num_batches} batches of {size}"
+            if num_runs < num_batches:
+                self._notes.append(
+                    f"time was short: the best ran on {num_runs} of {num_batches} batches of {size}"
                 )
-            self.findings.speeds[size] = trials.speeds(choices, num_done)
-            self.findings.costs[size] = probe.costs()
-            for choice in choices:
-                self.findings.dropped.get(size, {}).pop(choice, None)
+            for each in systems:
+                self.dropped[size].pop(each.name, None)
 
-    def run_int8(self) -> None:
-        """Run plain decoding and the best choice of each batch size with the target's weights in 8 bits."""
-        config, notes = self._config, self.findings.notes
-        if not config.int8:
-            return
-        if self._models.target.checkpoint.quantize is not None:
-            notes.append("the target is in 8 bits already")
-            return
-        if self._budget.left < LEAST_FOR_INT8 * 60 * config.minutes:
-            notes.append("time was short: 8 bits were not run")
-            return
-        try:
-            models = Models(config.model, config.dtype, config.device, quantize="int8")
-        except SecondGuessError as error:
-            notes.append(f"8 bits were not run: {error}")
-            return
-        for index, (size, speeds) in enumerate(self.findings.speeds.items()):
-            trials = Trials(models, self._prompts, size, config)
-            has_time = self._budget.until(1 / (len(self.findings.speeds) - index))
-            choices = [PLAIN, *fastest(speeds)[:1]]
-            done = 0
-            while done < len(trials.batches) and (not done or has_time()):
-                trials.run(choices, [done])
-                done += 1
-            self.findings.int8[size] = {
-                Choice(choice.drafter, choice.controller, "int8"): speed
-                for choice, speed in trials.speeds(choices, done).items()
-            }
+    def results(self) -> Tuning:
+        """Return the report of the final runs, with the recommendation among its notes."""
+        report = make_report(
+            "tune",
+            self._finalists,
+            self.measurement,
+            self._probe,
+            self._models,
+            self._workload,
+            self._encoded,
+            self._config.num_threads,
+        )
+        target = self._models.target
+        load = LoadSettings(
+            model=self._config.model, verifier="auto", dtype=target.dtype, device=target.device
+        )
+        tuning = Tuning(report, self.dropped, self._drafters, load)
+        notes = [*self._notes, *(line.strip("- .:") for line in recommend(tuning.speedups))]
+        for size, dropped in self.dropped.items():
+            if shown := ", ".join(f"{name} {speedup:.2f}x" for name, speedup in dropped.items()):
+                notes.append(f"dropped at batch size {size}, with speed over plain: {shown}")
+        return replace(tuning, report=replace(report, workbench=replace(report.workbench, notes=notes)))
+
+    def _speed(self, name: str, size: int, num_batches: int) -> float:
+        """Return the median tokens/s over the first few batches."""
+        runs = self.measurement.runs_of(name, Setting(self._config.temperature, size), range(num_batches))
+        return median(run.tokens_per_second for run in runs)
+
+    def _system(self, size: int, drafter: str, controller: str | None) -> SecondguessSystem:
+        """Return a system that was warmed up at this batch size."""
+        key = (speculator_name(drafter, controller), size)
+        if key not in self._systems:
+            system = SecondguessSystem(self._models, drafter, controller, ends_texts=True)
+            self.measurement.warm_up([system], size, WARM_UP_TOKENS)
+            self._systems[key] = system
+            self._drafters[system.name] = drafter, controller
+        return self._systems[key]
 
     STEPS: ClassVar[dict[str, Callable[[Tuner], None]]] = {
         "drafters": compare_drafters,
         "controllers": compare_controllers,
         "the best": run_best,
-        "8 bits": run_int8,
     }
+
+
+def controllers_for(deterministic: bool) -> list[str]:
+    """Return the names of all controllers that suit a drafter.
+
+    Args:
+        deterministic: the drafter has no distributions.
+    """
+    adaptive = [kind for kind in CONTROLLERS if kind != "fixed"]
+    usable = [name for name in adaptive if not (deterministic and make_controller(name).needs_probs)]
+    return [*(f"fixed:{length}" for length in FIXED_LENGTHS), *usable]

@@ -58,7 +58,6 @@ def as_markdown(report: Report) -> str:
             for (temperature, size), results in report.by_setting().items()
             for block in _blocks_at(temperature, size, results)
         ),
-        _footprints(report),
         *_costs(report.costs),
         _provenance(report),
     ]
@@ -162,20 +161,6 @@ def _text_table(results: Sequence[Result]) -> str:
     ]
     header = ["system", "compared with", "texts that differ"]
     return table([*header, "tokens that differ, including all after the first difference"], rows)
-
-
-def _footprints(report: Report) -> str:
-    """Return the table of weights and training time per drafter; empty if there are none."""
-    rows = [
-        [
-            system,
-            f"{each.num_bytes / 1e6:.1f} MB",
-            "" if each.training_minutes is None else f"{each.training_minutes:.0f} min",
-        ]
-        for system, each in report.possessions.items()
-    ]
-    shown = table(["system", "weights beside the target's", "training"], rows)
-    return f"## Memory and training time\n\n{shown}" if rows else ""
 
 
 def _costs(costs: CostTable) -> list[str]:

@@ -28,18 +28,17 @@ from secondguess.checkpoint.resolve import check_dtype, check_quantization, chec
 from secondguess.checkpoint.weights import count_parameters
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.families import can_fuse
+from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.fused import FusedRuntime, fuse
-from secondguess.runtime.native.decoder import can_run_native
+from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import can_pack, pack_linears
 from secondguess.runtime.support import context_length_of, has_bfloat16
 from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.weight_format import BFLOAT16, INT8, QUANTIZATIONS, WeightFormat
 
 DEFAULT_CONTEXT = 4096
 """Cached tokens, over all rows, that must fit into memory beside the weights by default."""
-INT8_BYTES = 1.02
-"""Bytes per weight with int8: one, plus the scales of the output channels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +102,7 @@ class Checkpoint:
         check_loadable(config, path)
         needs_kernels = False
         if dtype == "auto":
-            by_kernels = runtime in ("auto", "native") and can_run_native(config, torch.bfloat16, picked)
+            by_kernels = runtime in ("auto", "native") and not why_not_native(config, torch.bfloat16, picked)
             needs_kernels = by_kernels and not has_bfloat16(picked)
             dtype = "bfloat16" if by_kernels or has_bfloat16(picked) else "float32"
         found = cls(
@@ -140,14 +139,24 @@ class Checkpoint:
             UnsupportedModelError: if there is none.
         """
         covers = {
-            "native": can_run_native(self.config, self.dtype, self.device),
-            "fused": self.quantize is None and can_fuse(self.config, self.device),
+            "native": not why_not_native(self.config, self.dtype, self.device),
+            "fused": self.quantize is None and not why_not_fused(self.config, self.device),
             "transformers": True,
         }
         found = [name for name, covered in covers.items() if covered and self.runtime in ("auto", name)]
         if not found:
             raise self._not_covered()
         return found
+
+    @property
+    def weight_formats(self) -> list[WeightFormat]:
+        """Encodings in which the kernels hold the weights, in the order in which loading tries them.
+
+        A draft model whose probe fails in 8 bits is tried in bfloat16, still faster than elsewhere.
+        """
+        if self.quantize is not None:
+            return [QUANTIZATIONS[self.quantize]]
+        return [INT8, BFLOAT16] if self.drafts else [BFLOAT16]
 
     def _not_covered(self) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -210,9 +219,10 @@ class Checkpoint:
         if (by_kernels or self.is_packed) and text.tie_word_embeddings:  # the head becomes a copy of its own
             num_parameters += num_embedded
         weights = num_parameters * size
-        if self.quantize is not None or (self.drafts and by_kernels):
+        stored_as = self.weight_formats[0]
+        if stored_as.is_quantised and (by_kernels or self.quantize is not None):
             # except the embeddings, with a head that shares them
-            weights = int((num_parameters - num_embedded) * INT8_BYTES) + num_embedded * size
+            weights = int((num_parameters - num_embedded) * stored_as.bytes_per_weight) + num_embedded * size
         if (by_kernels or self.is_packed) and not text.tie_word_embeddings:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
@@ -276,12 +286,9 @@ class Checkpoint:
         """
         for name in self.runtimes:
             if name == "native":
-                # A draft model whose probe fails in 8 bits is tried in bfloat16, still faster than
-                # elsewhere.
-                in_eight_bits = [True, False] if self.drafts else [False]
-                for eight_bits in in_eight_bits if self.quantize is None else [True]:
+                for weight_format in self.weight_formats:
                     unpacked = fuse(model.eval(), packed=False)
-                    native = to_native(unpacked, eight_bits) if unpacked else None
+                    native = to_native(unpacked, weight_format) if unpacked else None
                     if native is not None:
                         return NativeRuntime(native)
                     model = reload_model()

@@ -17,6 +17,7 @@ from secondguess.runtime.families import FAMILIES
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import check_supported
+from secondguess.runtime.weight_format import INT8
 
 with quiet():
     from transformers import AutoModelForCausalLM
@@ -228,7 +229,7 @@ def plan_memory(
 def _in_int8(checkpoint: Checkpoint) -> Checkpoint:
     # The fused runtime does not run weights in 8 bits.
     runtime = "auto" if checkpoint.runtime == "fused" else checkpoint.runtime
-    return replace(checkpoint, quantize="int8", runtime=runtime)
+    return replace(checkpoint, quantize=INT8.name, runtime=runtime)
 
 
 def _memory_of_rows(checkpoint: Checkpoint, rows: int, context: int) -> MemoryEstimate:

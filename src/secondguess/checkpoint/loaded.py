@@ -58,12 +58,17 @@ class LoadedModel:
 
     @property
     def runtime_description(self) -> str:
-        """Name of the runtime, with a note if the kernels hold weights in 8 bits."""
-        return f"{self.kind}, weights in 8 bits" if self._is_rounded else self.kind
+        """Name of the runtime, with the number of bits of weights that the kernels have quantised."""
+        bits = self._quantised_bits
+        return self.kind if bits is None else f"{self.kind}, weights in {bits} bits"
 
     @property
-    def _is_rounded(self) -> bool:
-        return isinstance(self.runtime, NativeRuntime) and self.runtime.decoder.eight_bits
+    def _quantised_bits(self) -> int | None:
+        """Bits per weight if the kernels have quantised the weights."""
+        if not isinstance(self.runtime, NativeRuntime):
+            return None
+        weight_format = self.runtime.decoder.weight_format
+        return weight_format.bits if weight_format.is_quantised else None
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds."""
@@ -79,9 +84,9 @@ class LoadedModel:
             UnsupportedModelError: if the kernels quantised the weights, which no module
                 reproduces.
         """
-        if self._is_rounded:
+        if (bits := self._quantised_bits) is not None:
             raise UnsupportedModelError(
-                f"expected a model that a Transformers module computes, got {self.name} with weights in 8 bits of our own; "
+                f"expected a model that a Transformers module computes, got {self.name} with weights in {bits} bits of our own; "
                 "load it without quantize, or with runtime transformers"
             )
         if isinstance(self.runtime, TransformersRuntime):

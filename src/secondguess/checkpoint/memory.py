@@ -100,7 +100,7 @@ def check_cache_memory(num_tokens: int, bytes_per_token: int, device: torch.devi
     """Check that the KV caches of prompts fit into memory; outputs are allocated as they grow.
 
     Args:
-        num_tokens: tokens that the cache would have to allocate (`KeyValueCache.num_tokens_to_allocate`).
+        num_tokens: tokens that the cache would have to allocate (`CachedRuntime.num_tokens_to_allocate`).
         bytes_per_token: bytes of a token in the caches of all models.
         device: device of the caches.
 

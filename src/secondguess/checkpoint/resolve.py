@@ -11,9 +11,9 @@ from pathlib import Path
 
 from secondguess.builtin import builtin_paths
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.runtime.weight_format import QUANTIZATIONS
 
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8",)
 RUNTIMES = ("auto", "native", "fused", "transformers")
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Context, Option, Typer
+from typer import Argument, Context, Typer
 
 from secondguess.cli import options
 from secondguess.cli.exit_codes import INTERRUPTED
+from secondguess.cli.options import model_option, output_option, panel
 from secondguess.cli.output import print_note
 from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 from secondguess.names import ALL
 
-WORKLOAD = "What is measured"
+if TYPE_CHECKING:
+    from secondguess.bench import Report
+
+workload_option = panel("What is measured")
+PROMPTS_DEFAULT = "humaneval if its file is in the folder SECONDGUESS_DATA, else builtin"
 
 
 def _check_drafters(names: list[str] | None) -> list[str] | None:
@@ -32,95 +37,69 @@ def bench(
     context: Context,
     against: Annotated[
         list[str] | None,
-        Option(
-            help="System to compare with: transformers, or a server that speaks OpenAI's protocol, "
-            "http://HOST:PORT[,model=NAME] (its key in OPENAI_API_KEY); repeatable.",
-            rich_help_panel=WORKLOAD,
+        workload_option(
+            "System to compare with: transformers, or a server that speaks OpenAI's protocol, "
+            "http://HOST:PORT[,model=NAME] (its key in OPENAI_API_KEY); repeatable."
         ),
     ] = None,
     prompts: Annotated[
         list[str] | None,
-        Option(
-            help="spec-bench, humaneval or gsm8k (its file in the folder SECONDGUESS_DATA, or NAME:PATH), builtin "
+        workload_option(
+            "spec-bench, humaneval or gsm8k (its file in the folder SECONDGUESS_DATA, or NAME:PATH), builtin "
             "for a small built-in set, or a file: JSON lines with prompt, question, turns or messages each, or "
             "plain text with blank lines between prompts; repeatable.",
-            show_default="humaneval if its file is in the folder SECONDGUESS_DATA, else builtin",
-            rich_help_panel=WORKLOAD,
+            show_default=PROMPTS_DEFAULT,
         ),
     ] = None,
     task: Annotated[
-        list[str] | None,
-        Option(help="Only prompts of this task; repeatable.", show_default="all", rich_help_panel=WORKLOAD),
+        list[str] | None, workload_option("Only prompts of this task; repeatable.", show_default="all")
     ] = None,
-    num_prompts: Annotated[
-        int, Option(help="Number of prompts, evenly spread within each task.", rich_help_panel=WORKLOAD)
-    ] = 40,
-    max_tokens: Annotated[
-        int, Option(help="New tokens per prompt, exactly.", rich_help_panel=WORKLOAD)
-    ] = 128,
+    num_prompts: Annotated[int, workload_option("Number of prompts, evenly spread within each task.")] = 40,
+    max_tokens: Annotated[int, workload_option("New tokens per prompt, exactly.")] = 128,
     temperature: Annotated[
         list[float] | None,
-        Option(
-            help="Temperature, each with its own table; repeatable.",
-            show_default="0 and 1",
-            rich_help_panel=WORKLOAD,
-        ),
+        workload_option("Temperature, each with its own table; repeatable.", show_default="0 and 1"),
     ] = None,
     batch_size: Annotated[
         list[int] | None,
-        Option(
-            help="Batch size of secondguess (other systems run at 1); repeatable.",
-            show_default="1",
-            rich_help_panel=WORKLOAD,
-        ),
+        workload_option("Batch size of secondguess (other systems run at 1); repeatable.", show_default="1"),
     ] = None,
     draft_length: Annotated[
         list[int] | None,
-        Option(
-            help="Constant draft length to measure beside the default controller; repeatable.",
+        workload_option(
+            "Constant draft length to measure beside the default controller; repeatable.",
             show_default="3, 5 and 8",
-            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     controller: Annotated[
         list[str] | None,
-        Option(
-            help="A controller to try with every drafter, beside its default one (with --drafters all instead of it); "
+        workload_option(
+            "A controller to try with every drafter, beside its default one (with --drafters all instead of it); "
             "repeatable.",
             callback=options.check_controller,
             show_default="none",
-            rich_help_panel=WORKLOAD,
         ),
     ] = None,
-    seed: Annotated[int, Option(help="Seed of sampled texts and intervals.", rich_help_panel=WORKLOAD)] = 0,
+    seed: Annotated[int, workload_option("Seed of sampled texts and intervals.")] = 0,
     model: options.Model = "builtin",
     drafter: Annotated[
         list[str] | None,
-        Option(
+        model_option(
+            f"A drafter to compare: {options.DRAFTER_NAMES}; or all for every one that there is for the target; "
+            "repeatable.",
             "--drafter",
             "--drafters",
-            help=f"A drafter to compare: {options.DRAFTER_NAMES}; or all for every one that there is for the target; "
-            "repeatable.",
             callback=_check_drafters,
             show_default="the target's own, ngram and suffix",
-            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    threads: Annotated[
-        int | None,
-        Option(
-            help="CPU threads, for all systems.",
-            show_default="PyTorch's own",
-            rich_help_panel=options.MODEL_OPTIONS,
-        ),
-    ] = None,
-    output: Annotated[
-        Path,
-        Option(help="Folder for the report as JSON, Markdown and charts.", rich_help_panel=options.OUTPUT),
-    ] = Path("benchmarks/results"),
-    name: Annotated[str, Option(help="Name of the saved files.", rich_help_panel=options.OUTPUT)] = "bench",
+    threads: options.Threads = None,
+    output: Annotated[Path, output_option("Folder for the report as JSON, Markdown and charts.")] = Path(
+        "benchmarks/results"
+    ),
+    name: Annotated[str, output_option("Name of the saved files.")] = "bench",
     json: options.Json = False,
 ) -> int:
     """Compare drafters, and other libraries, on the same prompts and weights.
@@ -132,7 +111,7 @@ def bench(
         _refuse_options(context)
         return 0
 
-    from secondguess.bench import BenchConfig, as_markdown, run_bench, save_report
+    from secondguess.bench import BenchConfig, as_markdown, run_bench
     from secondguess.train.files import require_folder
 
     given = {
@@ -164,15 +143,7 @@ def bench(
         )
     with progress_bar("loading") as progress:
         report = run_bench(config, progress)
-    # Print before saving, so that a full disk does not lose the results.
-    print(report.to_json() if json else as_markdown(report), end="", flush=True)
-    saved = save_report(report, output)
-    *others, last = map(str, saved)
-    print_note(f"saved {', '.join(others)} and {last}")
-    if not any(path.suffix == ".png" for path in saved):
-        from secondguess.bench.charts import MATPLOTLIB_HINT
-
-        print_note(MATPLOTLIB_HINT)
+    save_and_print(report, output, report.to_json() if json else as_markdown(report))
     return 0 if report.complete else INTERRUPTED
 
 
@@ -188,6 +159,18 @@ def compare(
     comparison = compare_files(before, after)
     print(comparison.to_json() if json else comparison.to_markdown(), end="")
     return 0
+
+
+def save_and_print(report: Report, folder: Path, text: str) -> None:
+    """Print a report and write its files."""
+    from secondguess.bench import save_report
+    from secondguess.bench.charts import MATPLOTLIB_HINT, can_draw
+
+    # Print before saving, so that a full disk does not lose the results.
+    print(text, end="", flush=True)
+    print_note(f"saved {', '.join(map(str, save_report(report, folder)))}")
+    if not can_draw():
+        print_note(MATPLOTLIB_HINT)
 
 
 def _refuse_options(context: Context) -> None:

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Context
 
 from secondguess.cli import options
-from secondguess.cli.generate import write_rounds
-from secondguess.cli.options import model_option, output_option, sampling_option
+from secondguess.cli.generate import sampling_params, write_rounds
+from secondguess.cli.options import output_option, sampling_option
 from secondguess.cli.output import JsonWriter, TerminalWriter, Writer, print_note
-from secondguess.cli.prompts import Request, decode
+from secondguess.cli.prompts import Request, decode, read_text
 from secondguess.errors import BadInputError, SecondGuessError
 
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ def chat(
         str | None,
         output_option("Instructions at the beginning of every conversation.", show_default="none"),
     ] = None,
-    chat_template: Annotated[
-        Path | None,
-        output_option("Jinja file in place of the tokenizer's chat template.", show_default="none"),
-    ] = None,
+    chat_template: options.ChatTemplate = None,
     json: options.Json = False,
     config: options.Config = None,
     model: options.Model = "builtin",
@@ -51,36 +48,16 @@ def chat(
     device: options.Device = "auto",
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
-    runtime: Annotated[
-        str,
-        model_option(
-            "Runtime of the target: auto, native, fused or transformers.", callback=options.check_runtime
-        ),
-    ] = "auto",
+    runtime: options.Runtime = "auto",
     max_tokens: Annotated[int, sampling_option("Maximum number of tokens of a reply.")] = 512,
     temperature: options.Temperature = 0.0,
-    top_k: Annotated[int, sampling_option("Keep the K most probable tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, sampling_option("Keep the smallest set with this mass; 1 keeps all.")] = 1.0,
-    min_p: Annotated[
-        float, sampling_option("Keep tokens with this share of the top one's probability.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, sampling_option("Above 1: avoid tokens of conversation and reply.")
-    ] = 1.0,
-    stop: Annotated[list[str] | None, sampling_option("End a reply before this string; repeatable.")] = None,
-    seed: Annotated[
-        int | None,
-        sampling_option(
-            "Reproducible replies, the same for the same conversation.", show_default="fresh each time"
-        ),
-    ] = None,
-    draft_length: Annotated[
-        int | None,
-        sampling_option(
-            "Draft this many tokens per round, overriding the controller; 0 is plain decoding.",
-            show_default="the controller decides",
-        ),
-    ] = None,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    stop: options.Stop = None,
+    seed: options.RequestSeed = None,
+    draft_length: options.DraftLength = None,
 ) -> int:
     """Chat with a model.
 
@@ -90,7 +67,7 @@ def chat(
     """
     from secondguess.api import load
 
-    params = _sampling_params(context.params)
+    params = sampling_params(context.params)
     llm = load(**options.load_settings_and_tuned(context, config)[0])
     _set_template(llm, chat_template)
     conversation = Conversation(llm, params, JsonWriter(llm) if json else TerminalWriter(llm), system)
@@ -229,12 +206,7 @@ def _set_template(llm: LLM, path: Path | None) -> None:
 
     tokenizer = llm.target.tokenizer
     if path is not None:
-        try:
-            tokenizer.chat_template = decode(path.read_bytes(), str(path))
-        except OSError as error:
-            raise BadInputError(
-                f"expected a readable chat template, got {path}: {error.strerror}; choose another --chat-template"
-            ) from None
+        tokenizer.chat_template = read_text(path)
     elif not tokenizer.chat_template and llm.target.path == str(builtin_paths().target):
         tokenizer.chat_template = CHAT_TEMPLATE
     if not tokenizer.chat_template:
@@ -242,10 +214,3 @@ def _set_template(llm: LLM, path: Path | None) -> None:
             f"expected a model with a chat template, got {llm.target.name}, whose tokenizer has none; "
             "give one with --chat-template FILE, or use `secondguess generate`"
         )
-
-
-def _sampling_params(given: dict[str, Any]) -> SamplingParams:
-    from secondguess.sampling import SamplingParams
-
-    settings = {name: given[name] for name in SamplingParams.__dataclass_fields__ if name in given}
-    return SamplingParams(**settings | {"stop": tuple(settings["stop"] or ())})

@@ -10,7 +10,7 @@ from typer import Argument, Context
 
 from secondguess.cli import options
 from secondguess.cli.interruption import DeferredInterrupt
-from secondguess.cli.options import model_option, output_option, sampling_option
+from secondguess.cli.options import output_option, sampling_option
 from secondguess.cli.output import JsonWriter, TerminalWriter, Writer
 from secondguess.cli.prompts import Request, error_source, read_logit_bias, read_requests, read_text
 from secondguess.errors import BadInputError
@@ -53,23 +53,14 @@ def generate(
     device: options.Device = "auto",
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
-    runtime: Annotated[
-        str,
-        model_option(
-            "Runtime of the target: auto, native, fused or transformers.", callback=options.check_runtime
-        ),
-    ] = "auto",
+    runtime: options.Runtime = "auto",
     max_tokens: Annotated[int, sampling_option("Maximum number of tokens to generate.")] = 128,
     min_tokens: Annotated[int, sampling_option("Minimum number of tokens to generate.")] = 0,
     temperature: options.Temperature = 0.0,
-    top_k: Annotated[int, sampling_option("Keep the K most probable tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, sampling_option("Keep the smallest set with this mass; 1 keeps all.")] = 1.0,
-    min_p: Annotated[
-        float, sampling_option("Keep tokens with this share of the top one's probability.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, sampling_option("Above 1: avoid tokens of prompt and output.")
-    ] = 1.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
     frequency_penalty: Annotated[
         float, sampling_option("Subtracted once per occurrence in the output.")
     ] = 0.0,
@@ -80,20 +71,14 @@ def generate(
         list[str] | None,
         sampling_option("Add to a token id's logit; -inf bans it; repeatable.", metavar="TOKEN=VALUE"),
     ] = None,
-    stop: Annotated[list[str] | None, sampling_option("End before this string; repeatable.")] = None,
+    stop: options.Stop = None,
     stop_token_ids: Annotated[
         list[int] | None, sampling_option("End at this token id; repeatable.", "--stop-token-id")
     ] = None,
     n: Annotated[
         int, sampling_option("Samples per prompt; more than 1 needs a temperature above 0.", "--n")
     ] = 1,
-    seed: Annotated[
-        int | None,
-        sampling_option(
-            "Reproducible text; with verifier auto or coupled the same with any drafter (see the README on precision).",
-            show_default="fresh each time",
-        ),
-    ] = None,
+    seed: options.RequestSeed = None,
     logprobs: Annotated[
         int | None,
         sampling_option("With --json: each token's log-probability and this many alternatives."),
@@ -107,16 +92,17 @@ def generate(
         Path | None,
         sampling_option("A guess of the text, to draft from: faster where it is right.", metavar="FILE"),
     ] = None,
-    draft_length: Annotated[
-        int | None,
-        sampling_option(
-            "Draft this many tokens per round, overriding the controller; 0 is plain decoding.",
-            show_default="the controller decides",
-        ),
-    ] = None,
+    draft_length: options.DraftLength = None,
     max_draft_length: Annotated[
         int | None,
         sampling_option("Draft at most this many tokens per round.", show_default="no limit"),
+    ] = None,
+    draft_with: Annotated[
+        str | None,
+        sampling_option(
+            "Draft with these parts of the drafter alone: their kinds joined by +, ngram, or none.",
+            show_default="all of them",
+        ),
     ] = None,
 ) -> int:
     """Continue a prompt, or every prompt of a file.
@@ -132,7 +118,7 @@ def generate(
 
     from secondguess.api import LLM, load
 
-    base = _sampling_params(context.params)
+    base = sampling_params(context.params)
     params = []
     for request in requests:
         with error_source(request.source):
@@ -206,14 +192,15 @@ def write_rounds(generation: Generation, writer: Writer) -> None:
     writer.end(generation.outputs())
 
 
-def _sampling_params(given: dict[str, Any]) -> SamplingParams:
+def sampling_params(given: dict[str, Any]) -> SamplingParams:
+    """Return the sampling settings among the parameters of a command."""
     from secondguess.sampling import SamplingParams
 
     settings = {name: given[name] for name in SamplingParams.__dataclass_fields__ if name in given}
-    settings["grammar"] = _grammar(given["json_schema"], given["regex"])
-    if given["prediction"] is not None:
+    settings["grammar"] = _grammar(given.get("json_schema"), given.get("regex"))
+    if given.get("prediction") is not None:
         settings["prediction"] = read_text(given["prediction"])
-    settings["logit_bias"] = read_logit_bias(given["logit_bias"] or [])
+    settings["logit_bias"] = read_logit_bias(given.get("logit_bias") or [])
     for name in ("stop", "stop_token_ids"):
-        settings[name] = tuple(given[name] or ())
+        settings[name] = tuple(given.get(name) or ())
     return SamplingParams(**settings)

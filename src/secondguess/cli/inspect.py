@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Context, Option
+from typer import Argument, Context
 
 from secondguess.cli import options
 from secondguess.cli.output import print_json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from secondguess.pairing import DrafterInfo
 
 MIB = 2**20
-MEMORY = "How much at once"
+memory_option = options.panel("How much at once")
 RUNTIMES = {
     "native": "native, if its logits match the module's (checked at loading)",
     "fused": "fused, if its logits match the module's (checked at loading)",
@@ -42,14 +42,13 @@ def inspect(
     device: options.Device = "auto",
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
-    rows: Annotated[int, Option(help="Prompts that decode together.", rich_help_panel=MEMORY)] = 1,
+    rows: Annotated[int, memory_option("Prompts that decode together.")] = 1,
     num_tokens: Annotated[
         int | None,
-        Option(
+        memory_option(
+            "Tokens of each, prompt and output together.",
             "--context",
-            help="Tokens of each, prompt and output together.",
             show_default="4096, or the model's context if that is less",
-            rich_help_panel=MEMORY,
         ),
     ] = None,
     json: options.Json = False,

@@ -105,7 +105,37 @@ DrafterQuantize = Annotated[
     str | None,
     model_option("int8: store the draft model's weights in 8 bits.", callback=check_quantization),
 ]
+Runtime = Annotated[
+    str,
+    model_option("Runtime of the target: auto, native, fused or transformers.", callback=check_runtime),
+]
+Threads = Annotated[
+    int | None, model_option("CPU threads, for all systems.", show_default="PyTorch's own number")
+]
+ChatTemplate = Annotated[
+    Path | None,
+    output_option("Jinja file in place of the tokenizer's chat template.", show_default="none"),
+]
 Temperature = Annotated[float, sampling_option("0 is greedy, 1 the model's own distribution.")]
+TopK = Annotated[int, sampling_option("Keep the K most probable tokens; 0 keeps all.")]
+TopP = Annotated[float, sampling_option("Keep the smallest set with this mass; 1 keeps all.")]
+MinP = Annotated[float, sampling_option("Keep tokens with this share of the top one's probability.")]
+RepetitionPenalty = Annotated[float, sampling_option("Above 1: avoid tokens of prompt and output.")]
+Stop = Annotated[list[str] | None, sampling_option("End before this string; repeatable.")]
+RequestSeed = Annotated[
+    int | None,
+    sampling_option(
+        "Reproducible text; with verifier auto or coupled the same with any drafter (see the README on precision).",
+        show_default="fresh each time",
+    ),
+]
+DraftLength = Annotated[
+    int | None,
+    sampling_option(
+        "Draft this many tokens per round, overriding the controller; 0 is plain decoding.",
+        show_default="the controller decides",
+    ),
+]
 Json = Annotated[bool, output_option("Print JSON only.", "--json")]
 
 DRAFTER_SPECIFIC_SETTINGS = ("controller", "drafter_quantize")

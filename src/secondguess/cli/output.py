@@ -23,7 +23,11 @@ _CONTROL_ESCAPES = {
     code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
 }
 
-FINISH_PREFIXES: dict[FinishReason | None, str] = {None: "interrupted: ", "context": "context full: "}
+FINISH_PREFIXES: dict[FinishReason | None, str] = {
+    None: "interrupted: ",
+    "context": "context full: ",
+    "grammar": "grammar left no token: ",
+}
 """Prefix of the closing line, by finish reason."""
 
 Pieces: TypeAlias = "Sequence[tuple[int, Piece]]"

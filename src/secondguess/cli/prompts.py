@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +75,9 @@ def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]
 
 
 def _read_file(path: Path) -> list[Request]:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise BadInputError(f"expected a readable prompt file, got {path}: {error.strerror}") from None
     requests = []
     # Split at \n only: JSON strings may contain the other Unicode line separators.
-    for number, line in enumerate(decode(content, str(path)).removeprefix("\ufeff").split("\n"), start=1):
+    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), start=1):
         source = f"{path} line {number}"
         if line.strip():
             with error_source(source):
@@ -103,7 +97,12 @@ def _read_line(line: str, source: str) -> Request:
     if not isinstance(record, dict):
         raise BadInputError(f'expected an object such as {{"prompt": "..."}}, got {line.strip()[:40]}')
     names = list(SamplingParams.__dataclass_fields__)
-    _refuse_unknown_fields(record, names)
+    for name in record:
+        if name not in (*FIELDS, *names):
+            raise BadInputError(
+                f"expected the fields {', '.join(FIELDS)} and sampling settings ({', '.join(names)}), got {name!r}; "
+                f"data of your own goes under metadata, an option of the command is --{name.replace('_', '-')}"
+            )
     settings = {name: record[name] for name in names if name in record}
     if isinstance(settings.get("logit_bias"), dict):
         # JSON object keys are strings.
@@ -124,29 +123,6 @@ def _prompt(record: Mapping[str, Any]) -> str | list[dict[str, str]]:
     if not isinstance(prompt, str) or not prompt:
         raise BadInputError(f"expected a field prompt with at least one character, got {prompt!r}")
     return _encodable(prompt)
-
-
-def _refuse_unknown_fields(record: Mapping[str, object], settings: list[str]) -> None:
-    """Refuse fields that are not sampling settings, with a hint for options of `load`."""
-    from secondguess.api import load
-
-    known = [*FIELDS, *settings]
-    for name in record:
-        if name in known:
-            continue
-        if name in signature(load).parameters:
-            raise BadInputError(
-                f"expected sampling settings, got {name!r}, which is the same for every line; "
-                f"use --{name.replace('_', '-')}"
-            )
-        meant = get_close_matches(name, known, n=1, cutoff=0.8)
-        advice = (
-            f"did you mean {meant[0]!r}?" if meant else "if it is data of your own, put it under metadata"
-        )
-        raise BadInputError(
-            f"expected the fields {', '.join(FIELDS)} and sampling settings ({', '.join(settings)}), "
-            f"got {name!r}; {advice}"
-        )
 
 
 def read_logit_bias(entries: list[str]) -> dict[int, float]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Context
 
 from secondguess.cli import options
-from secondguess.cli.options import model_option, panel
+from secondguess.cli.options import panel
 from secondguess.cli.output import print_note
+from secondguess.cli.prompts import read_text
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -33,10 +34,7 @@ def serve(
         list[str] | None,
         server_option("Name of the model in requests; repeatable.", show_default="the model's own"),
     ] = None,
-    chat_template: Annotated[
-        Path | None,
-        server_option("Jinja file in place of the tokenizer's chat template.", show_default="none"),
-    ] = None,
+    chat_template: options.ChatTemplate = None,
     cors_origin: Annotated[
         list[str] | None,
         server_option(
@@ -46,6 +44,15 @@ def serve(
     drain_seconds: Annotated[
         float, server_option("Time to finish requests after the first signal.", min=0, max=86_400)
     ] = 30.0,
+    sleep_idle: Annotated[
+        float | None,
+        server_option(
+            "Seconds without a request after which the weights are released; the next request loads them.",
+            min=0.001,
+            max=2_592_000,
+            show_default="never",
+        ),
+    ] = None,
     max_body_bytes: Annotated[
         int | None,
         limit_option(
@@ -71,12 +78,7 @@ def serve(
     device: options.Device = "auto",
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
-    runtime: Annotated[
-        str,
-        model_option(
-            "Runtime of the target: auto, native, fused or transformers.", callback=options.check_runtime
-        ),
-    ] = "auto",
+    runtime: options.Runtime = "auto",
 ) -> int:
     """Serve a model with OpenAI's API.
 
@@ -91,13 +93,13 @@ def serve(
         model_names=tuple(served_model_name or ()),
         api_keys=read_api_keys(api_key_file),
         cors_origins=tuple(cors_origin or ()),
-        chat_template=_read_template(chat_template),
+        chat_template=None if chat_template is None else read_text(chat_template),
         max_body_bytes=max_body_bytes,
         max_samples=max_samples,
         max_output_tokens=max_output_tokens,
         request_seconds=request_seconds,
     )
-    _run(context, config, settings, (host, port), max_waiting, drain_seconds)
+    _run(context, config, settings, (host, port), max_waiting, drain_seconds, sleep_idle)
     return 0
 
 
@@ -108,17 +110,23 @@ def _run(
     address: tuple[str, int],
     max_waiting: int,
     drain_seconds: float,
+    sleep_idle: float | None,
 ) -> None:
     from secondguess.api import load
     from secondguess.engine import Engine, EngineLimits
     from secondguess.server.app import create_app
     from secondguess.server.run import open_socket, serve_until_signal
+    from secondguess.server.sleep import SleepingEngine
 
     # Opened first: a port in use is cheap to find, weights are expensive to load.
     opened = open_socket(*address)
     try:
-        llm = load(**options.load_settings_and_tuned(context, config)[0])
-        engine = Engine(llm, EngineLimits(max_waiting))
+        loading = options.load_settings_and_tuned(context, config)[0]
+
+        def make_engine() -> Engine:
+            return Engine(load(**loading), EngineLimits(max_waiting))
+
+        engine = make_engine() if sleep_idle is None else SleepingEngine(make_engine, sleep_idle)
         app = create_app(engine, settings)
         if not settings.api_keys and address[0] not in ("127.0.0.1", "localhost", "::1"):
             print_note(
@@ -127,15 +135,6 @@ def _run(
         serve_until_signal(app, engine, opened, drain_seconds)
     finally:
         opened.close()
-
-
-def _read_template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"expected a readable chat template, got {path}: {error}") from None
 
 
 def _require_libraries() -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from secondguess.cli import options
+from secondguess.cli.bench import PROMPTS_DEFAULT, save_and_print, workload_option
+from secondguess.cli.options import model_option, output_option
 from secondguess.cli.output import print_note
 from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 
-if TYPE_CHECKING:
-    from secondguess.bench.tune_report import TuneReport
-
-WORKLOAD = "What is measured"
 CONFIGURATION = Path("secondguess.toml")
 
 
@@ -32,59 +30,36 @@ def tune(
     ],
     drafter: Annotated[
         list[str] | None,
-        Option(
-            help=f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
+        model_option(
+            f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
             callback=options.check_drafter,
             show_default="the target's own, suffix, ngram, and suffix+model:PATH",
-            rich_help_panel=options.MODEL_OPTIONS,
         ),
     ] = None,
     prompts: Annotated[
         str | None,
-        Option(
-            help="A file of prompts, as bench takes it, or builtin for a small built-in set.",
-            show_default="humaneval if its file is in the folder SECONDGUESS_DATA, else builtin",
-            rich_help_panel=WORKLOAD,
+        workload_option(
+            "A file of prompts, as bench takes it, or builtin for a small built-in set.",
+            show_default=PROMPTS_DEFAULT,
         ),
     ] = None,
     num_prompts: Annotated[
-        int, Option(help="Maximum number of prompts, evenly spread over the file.", rich_help_panel=WORKLOAD)
+        int, workload_option("Maximum number of prompts, evenly spread over the file.")
     ] = 12,
-    max_tokens: Annotated[
-        int, Option(help="Maximum number of new tokens per prompt.", rich_help_panel=WORKLOAD)
-    ] = 96,
+    max_tokens: Annotated[int, workload_option("Maximum number of new tokens per prompt.")] = 96,
     temperature: options.Temperature = 0.0,
     batch_size: Annotated[
-        list[int] | None,
-        Option(help="Batch size; repeatable.", show_default="1, 4 and 16", rich_help_panel=WORKLOAD),
+        list[int] | None, workload_option("Batch size; repeatable.", show_default="1, 4 and 16")
     ] = None,
-    minutes: Annotated[
-        float, Option(help="Time budget; with less, fewer prompts and runs.", rich_help_panel=WORKLOAD)
-    ] = 5.0,
-    verify: Annotated[
-        int,
-        Option(
-            help="How many of the best of each batch size enter the final runs, beside plain decoding and the default.",
-            rich_help_panel=WORKLOAD,
-        ),
-    ] = 3,
-    int8: Annotated[
-        bool, Option(help="Run the best with weights in 8 bits too.", rich_help_panel=WORKLOAD)
-    ] = True,
-    seed: Annotated[int, Option(help="Of sampled texts.", rich_help_panel=WORKLOAD)] = 0,
+    minutes: Annotated[float, workload_option("Time budget; with less, fewer prompts and runs.")] = 5.0,
+    seed: Annotated[int, workload_option("Of sampled texts.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    threads: Annotated[
-        int | None,
-        Option(help="CPU threads.", show_default="all cores", rich_help_panel=options.MODEL_OPTIONS),
-    ] = None,
+    threads: Annotated[int | None, model_option("CPU threads.", show_default="all cores")] = None,
     output: Annotated[
-        Path | None,
-        Option(help="Folder for the JSON report and charts.", rich_help_panel=options.OUTPUT),
+        Path | None, output_option("Folder for the report as JSON, Markdown and charts.", show_default="none")
     ] = None,
-    config_out: Annotated[
-        Path, Option(help="Where to write the configuration.", rich_help_panel=options.OUTPUT)
-    ] = CONFIGURATION,
+    config_out: Annotated[Path, output_option("Where to write the configuration.")] = CONFIGURATION,
     json: options.Json = False,
 ) -> int:
     """Find the fastest settings for your prompts and write them to a configuration file.
@@ -106,16 +81,13 @@ def tune(
         device=device,
         num_threads=threads if threads is not None else os.cpu_count() or 1,
         minutes=minutes,
-        num_verified=verify,
-        int8=int8,
         seed=seed,
     )
-
     _check_output_paths(output, config_out)
 
-    from secondguess.bench.charts import MATPLOTLIB_HINT, can_draw
-    from secondguess.bench.tune_report import make_report
-    from secondguess.bench.tuning import run_tune
+    from secondguess.bench import as_markdown, tuning
+    from secondguess.bench.recommendation import recommend
+    from secondguess.train.files import write_atomically
 
     doing = "loading"
     try:
@@ -126,15 +98,17 @@ def tune(
                 doing = f"step {done} of {total}, {what}"
                 bar(done, total, what)
 
-            report = make_report(run_tune(config, progress))
+            tuned = tuning.run_tune(config, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted at {doing}; nothing was written") from None
-    # Print before saving, so that a full disk does not lose the results.
-    print(report.to_json() if json else report.to_text(), end="", flush=True)
-    saved = _save(report, output, config_out)
-    if output is not None and not can_draw():
-        print_note(MATPLOTLIB_HINT)
-    print_note(f"saved {', '.join(map(str, saved))}")
+    page = tuned.report.to_json() if json else as_markdown(tuned.report)
+    if output is None:
+        print(page, end="", flush=True)
+    else:
+        save_and_print(tuned.report, output, page)
+    with write_atomically(config_out) as stream:
+        stream.write(tuned.to_toml().encode())
+    print_note("\n".join([*recommend(tuned.speedups), f"saved {config_out}"]))
     return 0
 
 
@@ -153,20 +127,3 @@ def _check_output_paths(output: Path | None, config_out: Path) -> None:
             f"expected --config-out in a folder that exists, got {config_out}; make {config_out.parent} first"
         )
     require_folder(config_out.parent, "--config-out")
-
-
-def _save(report: TuneReport, output: Path | None, config_out: Path) -> list[Path]:
-    """Write the configuration and, with an output folder, the JSON report and a chart; return the paths."""
-    from secondguess.bench.charts import can_draw, to_png
-    from secondguess.train.files import write_atomically
-
-    files = {config_out: report.to_toml().encode()}
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        if can_draw():
-            files[output / "tune-speedups.png"] = to_png(report.draw())
-        files[output / "tune.json"] = report.to_json().encode()
-    for path, content in files.items():
-        with write_atomically(path) as stream:
-            stream.write(content)
-    return list(files)

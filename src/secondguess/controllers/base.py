@@ -72,5 +72,5 @@ class Controller(ABC):
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         """Update the controller after a round, for later rounds. Rounds run in inference mode."""
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         """Release the state kept for a row."""

@@ -10,11 +10,12 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from secondguess.names import Name, parse_name
 
 if TYPE_CHECKING:
+    from secondguess.core import DraftSource
     from secondguess.drafters.base import Drafter
     from secondguess.runtime.base import Runtime
 
@@ -31,6 +32,9 @@ DRAFTERS = {
     "dspark": "secondguess.drafters.dspark:DsparkDrafter",
 }
 """Import path of the class of each kind of drafter; imported on first use."""
+
+SOURCES = {"ngram": "secondguess.drafters.ngram:NgramSource"}
+"""The same for drafters that need nothing but the row's text, which a request can name at any time."""
 
 
 def parse_drafter_name(text: str) -> list[Name]:
@@ -113,8 +117,36 @@ def _find_head(target: Target, found: dict[str, Path], name: Name) -> Path:
     return found[name.kind]
 
 
+def select_parts(drafter: Drafter, text: str) -> tuple[frozenset[int], tuple[DraftSource, ...]]:
+    """Return the parts of a drafter that a request names, and draft sources for names that it lacks.
+
+    Args:
+        drafter: the drafter that was loaded.
+        text: kinds joined by `+`, or `none`.
+
+    Raises:
+        BadInputError: other names; the message has the available ones.
+    """
+    from secondguess.errors import BadInputError
+
+    kinds, wanted = drafter.kinds, text.split("+")
+    available = list(dict.fromkeys(("none", *kinds, *SOURCES)))
+    is_valid = set(wanted) <= {*available} and len(set(wanted)) == len(wanted)
+    if not is_valid or ("none" in wanted and len(wanted) > 1):
+        raise BadInputError(
+            f"expected draft_with to be {', '.join(available)}, or several of them joined by +, got {text!r:.60}; "
+            "others must be named when the model is loaded"
+        )
+    sources = [_imported(SOURCES[kind])() for kind in wanted if kind in SOURCES and kind not in kinds]
+    return frozenset(kinds.index(kind) for kind in wanted if kind in kinds), tuple(sources)
+
+
 def drafter_class(kind: str) -> type[Drafter]:
     """Import and return the class of a kind of drafter."""
-    module, _, class_name = DRAFTERS[kind].partition(":")
-    found: type[Drafter] = getattr(import_module(module), class_name)
+    found: type[Drafter] = _imported(DRAFTERS[kind])
     return found
+
+
+def _imported(path: str) -> Any:
+    module, _, class_name = path.partition(":")
+    return getattr(import_module(module), class_name)

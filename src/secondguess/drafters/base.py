@@ -92,6 +92,11 @@ class Drafter(ABC):
     hidden_layers: Sequence[int] = ()
     uses_target_layers: bool = False
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of its parts, by part number (`Candidate.part`)."""
+        return (self.name.partition(",")[0].partition(":")[0],)
+
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         """Check a user's name and return what it requires, before anything is loaded.
@@ -182,7 +187,7 @@ class Drafter(ABC):
                 by layer.
         """
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         """Release the state held for a row."""
 
     def reset_prefix_cache(self) -> None:

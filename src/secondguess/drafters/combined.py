@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 from torch.nn.functional import one_hot
 
 from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
@@ -55,6 +56,10 @@ class CombinedDrafter(Drafter):
         )
         self._vocab_size = vocab_size
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(kind for part in self.parts for kind in part.kinds)
+
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
         limits = zip(*(part.admit(rows) for part in self.parts), strict=True)
         return [min((limit for limit in of_row if limit is not None), default=None) for of_row in limits]
@@ -77,30 +82,18 @@ class CombinedDrafter(Drafter):
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         drafts = [self._draft_of(number, rows, budgets, noise) for number in range(len(self.parts))]
         deterministic = self.deterministic or noise.all_greedy
-        if not any(draft.num_nodes for draft in drafts):
-            return replace(drafts[0], probs=None) if deterministic else self._with_probs(drafts[0])
-        # At most one part drafts for a row: take each row from the part that gave it nodes.
-        widest = max(drafts, key=lambda draft: draft.num_nodes)
-        merged = [self._padded(draft, widest.num_nodes, deterministic) for draft in drafts]
-        whose = torch.stack([draft.lengths for draft in drafts]).argmax(0)
-        everyone = torch.arange(len(rows), device=whose.device)
-        tokens, parents, lengths = (
-            torch.stack([getattr(draft, name) for draft in merged])[whose, everyone]
-            for name in ("tokens", "parents", "lengths")
-        )
-        if deterministic:
-            return Draft(tokens, parents, lengths)
-        without_replacement = self._siblings_without_replacement(drafts)
-        dists = torch.stack([draft.probs for draft in merged if draft.probs is not None])
-        return Draft(tokens, parents, lengths, dists[whose, everyone], without_replacement)
+        merged = merge_drafts(drafts, None if deterministic else self._vocab_size)
+        if deterministic or not merged.num_nodes:
+            return merged
+        return replace(merged, without_replacement=self._siblings_without_replacement(drafts))
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         for part in self.parts:
             part.observe(rows, verdict, hidden)
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         for part in self.parts:
-            part.end(row)
+            part.release(row)
 
     def reset_prefix_cache(self) -> None:
         for part in self.parts:
@@ -131,23 +124,34 @@ class CombinedDrafter(Drafter):
             return part.empty_draft(len(rows), noise, self._vocab_size)
         return part.propose(rows, replace(budgets, lengths=lengths, parts=()), noise)
 
-    def _padded(self, draft: Draft, num_nodes: int, deterministic: bool) -> Draft:
-        missing = num_nodes - draft.num_nodes
-        pad = torch.nn.functional.pad
-        wide = replace(
-            draft, tokens=pad(draft.tokens, (0, missing)), parents=pad(draft.parents, (0, missing), value=-1)
-        )
-        if deterministic:
-            return replace(wide, probs=None)
-        if draft.probs is None:
-            return self._with_probs(wide)
-        return replace(wide, probs=pad(draft.probs, (0, 0, 0, missing)))
 
-    def _with_probs(self, draft: Draft) -> Draft:
-        """Add one-hot probabilities to a deterministic draft, to merge it with sampled drafts."""
-        if draft.probs is not None:
-            return draft
-        return replace(draft, probs=one_hot(draft.tokens, self._vocab_size).float())
+def merge_drafts(drafts: Sequence[Draft], vocab_size: int | None) -> Draft:
+    """Merge drafts of the same rows, of which at most one has nodes in each row.
+
+    Args:
+        vocab_size: width of `probs`, which are one-hot for the nodes of deterministic drafts; None
+            for a merged draft without them.
+    """
+    widest = max(drafts, key=lambda draft: draft.num_nodes)
+    dtype = next((draft.probs.dtype for draft in drafts if draft.probs is not None), torch.float32)
+    shape = (widest.num_rows, widest.num_nodes)
+    tokens, lengths = torch.zeros_like(widest.tokens), torch.zeros_like(widest.lengths)
+    parents = torch.full_like(tokens, -1)
+    probs = None if vocab_size is None else tokens.new_zeros(*shape, vocab_size, dtype=dtype)
+    for draft in drafts:
+        rows, count = draft.lengths.nonzero()[:, 0], draft.num_nodes
+        tokens[rows, :count] = draft.tokens[rows]
+        parents[rows, :count] = draft.parents[rows]
+        lengths[rows] = draft.lengths[rows]
+        if probs is not None and vocab_size is not None:
+            own = one_hot_probs(draft.tokens[rows], vocab_size) if draft.probs is None else draft.probs[rows]
+            probs[rows, :count] = own.to(dtype)
+    return Draft(tokens, parents, lengths, probs, widest.without_replacement)
+
+
+def one_hot_probs(tokens: Tensor, vocab_size: int) -> Tensor:
+    """Return the distribution `[..., vocab]` that each of these deterministic tokens was drawn from."""
+    return one_hot(tokens, vocab_size).float()
 
 
 @lru_cache(maxsize=4096)

@@ -11,34 +11,26 @@ when the row is next drafted for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Draft, Row, Verdict
-from secondguess.drafters.base import DrafterResources
 from secondguess.drafters.hidden_states import HiddenStateBuffer
 from secondguess.drafters.sampling_drafter import (
     PREFILL_THRESHOLD,
-    SamplingDrafter,
-    Stepper,
+    HeadDrafter,
     at_least_float32,
     expand_to_batch,
 )
+from secondguess.drafters.trees import TreeShape
+from secondguess.heads.base import TargetModel
 from secondguess.heads.context import FeatureCache
 from secondguess.heads.dspark import DsparkHead
-from secondguess.names import Name
 from secondguess.runtime.base import HiddenStates, Runtime
-
-
-class DsparkDrafter(SamplingDrafter):
-    """Drafter that uses a DSpark or DFlash head."""
-
-    @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> Self:
-        return cls.build_with_head(name, resources, DsparkHead.load, DsparkStepper)
 
 
 class Block(NamedTuple):
@@ -53,17 +45,13 @@ class Block(NamedTuple):
     base: Tensor
 
 
-class DsparkStepper(Stepper):
-    """Stepper over the positions of a block.
+class DsparkDrafter(HeadDrafter):
+    """Drafter that uses a DSpark or DFlash head: its levels are the positions of a block."""
 
-    Args:
-        head: on the target's device.
-        target: target whose hidden states the head reads.
-    """
+    head: DsparkHead
 
-    def __init__(self, head: DsparkHead, target: Runtime) -> None:
-        self.head = head.eval().requires_grad_(False)
-        self.device = target.device
+    def __init__(self, head: DsparkHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
+        super().__init__(head, target, name, shape)
         self.hidden_layers = head.hidden_layers
         self._context = FeatureCache(target.device)
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
@@ -71,10 +59,14 @@ class DsparkStepper(Stepper):
         self._block: Block | None = None
         self._previous: list[list[int]] = []
 
+    @classmethod
+    def load_head(cls, folder: Path, target: TargetModel) -> DsparkHead:
+        return DsparkHead.load(folder, target)
+
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
         return list(self._context.admit(rows))
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
             num_reused = len(row.tokens) - 1 - (len(of_row[self.hidden_layers[0]]) if of_row else 0)
@@ -83,11 +75,12 @@ class DsparkStepper(Stepper):
             self._context.crop(row, num_reused)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
+        super().observe(rows, verdict, hidden)
         self._hidden_buffer.observe(rows, verdict, hidden)
 
-    def end(self, row: Row) -> None:
-        self._hidden_buffer.end(row)
-        self._context.end(row)
+    def release(self, row: Row) -> None:
+        self._hidden_buffer.release(row)
+        self._context.release(row)
 
     def reset_prefix_cache(self) -> None:
         self._context.reset_prefix_cache()
@@ -102,7 +95,7 @@ class DsparkStepper(Stepper):
     def num_uncached(self, row: Row) -> int:
         return len(row.tokens) - 1 - self._context.length(row)
 
-    def prepare(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[Row]) -> None:
         """Compute keys and values from the hidden states received since the last draft."""
         behind = [row for row in rows if self._hidden_buffer.has(row)]
         far = [row for row in behind if self.num_uncached(row) > PREFILL_THRESHOLD]

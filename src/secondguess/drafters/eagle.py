@@ -6,18 +6,17 @@ EAGLE-1 to 3, arXiv 2401.15077, 2406.16858, 2503.01840. Use `eagle:PATH`, or
 
 from __future__ import annotations
 
-from typing import Self
+from pathlib import Path
 
-from secondguess.drafters.base import DrafterResources
-from secondguess.drafters.mirroring import FeatureStepper
-from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.drafters.mirroring import FeatureDrafter
+from secondguess.heads.base import TargetModel
 from secondguess.heads.eagle import load_eagle
-from secondguess.names import Name
+from secondguess.heads.feature import FeatureHead
 
 
-class EagleDrafter(SamplingDrafter):
+class EagleDrafter(FeatureDrafter):
     """Drafter that uses a trained EAGLE head, in any of the published formats."""
 
     @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> Self:
-        return cls.build_with_head(name, resources, load_eagle, FeatureStepper)
+    def load_head(cls, folder: Path, target: TargetModel) -> FeatureHead:
+        return load_eagle(folder, target)

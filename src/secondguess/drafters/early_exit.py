@@ -17,8 +17,8 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row
 from secondguess.drafters.base import DrafterResources, Requirements
-from secondguess.drafters.sampling_drafter import SamplingDrafter, Stepper, at_least_float32
-from secondguess.drafters.trees import read_tree_options
+from secondguess.drafters.sampling_drafter import SamplingDrafter, at_least_float32, load_trained
+from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.names import Name
@@ -26,9 +26,44 @@ from secondguess.runtime.base import Runtime
 
 
 class EarlyExitDrafter(SamplingDrafter):
-    """Drafter that runs the target's first layers, an optional adapter, and the target's LM head."""
+    """Drafter that runs the target's first layers, an optional adapter, and the target's LM head.
+
+    Args:
+        target: target whose layers run; it must support `run_first_layers`.
+        num_layers: number of layers to run.
+        name, shape: as in `SamplingDrafter`.
+        finish: maps the hidden states to the input of the LM head: an adapter; None for the
+            target's final norm.
+
+    Raises:
+        BadInputError: no such exit layer.
+        UnsupportedModelError: a runtime whose layers cannot be run separately.
+    """
 
     uses_target_layers = True
+
+    def __init__(
+        self,
+        target: Runtime,
+        num_layers: int,
+        name: str,
+        shape: TreeShape | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        # Checked before any weights are used, so that a name can be rejected before they are loaded.
+        target.require_partial_forward()
+        if not 0 < num_layers < target.num_layers:
+            raise BadInputError(
+                f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
+                f"got {num_layers}"
+            )
+        super().__init__(name, target.vocab_size, target.device, shape)
+        shared = target.embedding_and_head()
+        self._target = target
+        self._num_layers = num_layers
+        self._finish = finish or shared.normalise
+        self._unembed = shared.unembed
+        self._chains: list[list[int]] = []
 
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
@@ -42,52 +77,13 @@ class EarlyExitDrafter(SamplingDrafter):
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> EarlyExitDrafter:
-        if name.argument is None or not name.argument.isdecimal():
-            if resources.target is not None:
-                resources.target.require_partial_forward()
-            return cls.build_with_head(name, resources, EarlyExitHead.load, EarlyExitStepper.with_head)
-        options, shape = read_tree_options(name)
-        target = resources.require_target(name)
-        stepper = EarlyExitStepper(target, int(name.argument))
-        return cls(stepper, f"{name.kind}:{name.argument}{options}", target.vocab_size, shape)
-
-
-class EarlyExitStepper(Stepper):
-    """Stepper that runs the target's first layers.
-
-    Args:
-        target: target whose layers run; it must support `run_first_layers`.
-        num_layers: number of layers to run.
-        finish: maps their hidden states to the input of the LM head: an adapter; None for the
-            target's final norm.
-
-    Raises:
-        BadInputError: no such exit layer.
-        UnsupportedModelError: a runtime whose layers cannot be run separately.
-    """
-
-    def __init__(
-        self, target: Runtime, num_layers: int, finish: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        # Checked before any weights are used, so that a name can be rejected before they are loaded.
-        target.require_partial_forward()
-        if not 0 < num_layers < target.num_layers:
-            raise BadInputError(
-                f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
-                f"got {num_layers}"
-            )
-        shared = target.embedding_and_head()
-        self.device = target.device
-        self._target = target
-        self._num_layers = num_layers
-        self._finish = finish or shared.normalise
-        self._unembed = shared.unembed
-        self._chains: list[list[int]] = []
-
-    @classmethod
-    def with_head(cls, head: EarlyExitHead, target: Runtime) -> EarlyExitStepper:
-        """Return the stepper of an adapter."""
-        return cls(target, head.exit_layer, head.eval().requires_grad_(False))
+        shown, shape = read_tree_options(name)
+        if name.argument is not None and name.argument.isdecimal():
+            return cls(resources.require_target(name), int(name.argument), shown, shape)
+        if resources.target is not None:
+            resources.target.require_partial_forward()
+        head, target = load_trained(EarlyExitHead.load, name, resources)
+        return cls(target, head.exit_layer, shown, shape, head.eval().requires_grad_(False))
 
     def start(self, rows: Sequence[Row], longest: int) -> None:
         self._chains = [[] for _ in rows]

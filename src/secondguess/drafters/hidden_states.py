@@ -55,5 +55,5 @@ class HiddenStateBuffer:
         pieces, self._pieces[row] = self._pieces[row], []
         return {layer: torch.cat([piece[layer].flatten(0, -2) for piece in pieces]) for layer in self.layers}
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self._pieces.pop(row, None)

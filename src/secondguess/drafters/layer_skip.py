@@ -12,15 +12,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from secondguess.drafters.base import DrafterResources, Requirements
-from secondguess.drafters.mirroring import ModelStepper
-from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.trees import read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.skip import read_skipped
 from secondguess.names import Name
 
 
-class LayerSkipDrafter(SamplingDrafter):
+class LayerSkipDrafter(TokenDrafter):
     """Drafter that runs the target without some of its layers."""
 
     uses_target_layers = True
@@ -37,14 +36,12 @@ class LayerSkipDrafter(SamplingDrafter):
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> LayerSkipDrafter:
-        options, shape = read_tree_options(name)
+        shown, shape = read_tree_options(name)
         skipped = _parse(name.argument)
         if skipped is None:
             skipped = read_skipped(resources.find_head_folder(name))
         target = resources.require_target(name)
-        stepper = ModelStepper(target.skip_layers(skipped))
-        argument = f":{name.argument}" if name.argument else ""
-        return cls(stepper, f"{name.kind}{argument}{options}", resources.target_vocab_size, shape)
+        return cls(target.skip_layers(skipped), shown, resources.target_vocab_size, shape)
 
 
 def _parse(argument: str | None) -> list[int] | None:

@@ -10,52 +10,39 @@ paper's typical acceptance changes the output distribution and is not offered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
-from secondguess.drafters.base import DrafterResources
-from secondguess.drafters.sampling_drafter import (
-    SamplingDrafter,
-    Stepper,
-    at_least_float32,
-    expand_to_batch,
-)
+from secondguess.drafters.sampling_drafter import HeadDrafter, at_least_float32, expand_to_batch
+from secondguess.drafters.trees import TreeShape
+from secondguess.heads.base import TargetModel
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.heads.medusa import MedusaHead
-from secondguess.names import Name
 from secondguess.runtime.base import HiddenStates, Runtime
 
 
-class MedusaDrafter(SamplingDrafter):
-    """Drafter that uses a set of Medusa heads."""
+class MedusaDrafter(HeadDrafter):
+    """Drafter that uses a set of Medusa heads; it keeps one hidden state per row."""
 
-    @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> Self:
-        return cls.build_with_head(name, resources, MedusaHead.load, MedusaStepper)
+    head: MedusaHead
 
-
-class MedusaStepper(Stepper):
-    """Stepper over a set of Medusa heads; it keeps one hidden state per row.
-
-    Args:
-        head: on the target's device.
-        target: target whose hidden states the heads read.
-    """
-
-    def __init__(self, head: MedusaHead, target: Runtime) -> None:
-        self.head = head.eval().requires_grad_(False)
-        self.device = target.device
+    def __init__(self, head: MedusaHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
+        super().__init__(head, target, name, shape)
         self.hidden_layers = head.hidden_layers
         self._states: dict[Row, Tensor] = {}
         self._depth = 0
 
+    @classmethod
+    def load_head(cls, folder: Path, target: TargetModel) -> MedusaHead:
+        return MedusaHead.load(folder, target)
+
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
         return [max(0, len(row.tokens) - 2) for row in rows]
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             if of_row:
                 self._states[row] = of_row[LAST_HIDDEN][-1].clone()
@@ -65,6 +52,7 @@ class MedusaStepper(Stepper):
 
         That token is the last of the accepted path or, if the path is empty, the old pending one.
         """
+        super().observe(rows, verdict, hidden)
         if hidden[LAST_HIDDEN].shape[:2] == (1, 1):
             self._states[rows[0]] = hidden[LAST_HIDDEN][0, 0]
             return
@@ -72,7 +60,7 @@ class MedusaStepper(Stepper):
             # A view would keep the states of the whole round in memory.
             self._states[row] = hidden[LAST_HIDDEN][index, path[-1] + 1 if path else 0].clone()
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self._states.pop(row, None)
 
     def room(self, row: Row) -> int:

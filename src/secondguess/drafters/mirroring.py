@@ -1,6 +1,6 @@
-"""Steppers that run a model with its own KV cache: draft models, layer skipping, feature heads.
+"""Drafters that run a model with its own KV cache: draft models, layer skipping, feature heads.
 
-The stepper's runtime has the same interface as the target. Each target row has a *mirror row* in
+The model's runtime has the same interface as the target. Each target row has a *mirror row* in
 it: the committed tokens plus, in a chain, the tokens drafted this round. A draft step scores the
 mirror rows; the runtime forwards the tokens that it has not cached yet: normally one, or two after
 a draft was accepted in full. The nodes of a tree are scored as nodes, all levels again for each
@@ -20,9 +20,16 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.drafters.hidden_states import HiddenStateBuffer
-from secondguess.drafters.sampling_drafter import PREFILL_THRESHOLD, Stepper, expand_to_batch
+from secondguess.drafters.sampling_drafter import (
+    PREFILL_THRESHOLD,
+    HeadDrafter,
+    SamplingDrafter,
+    expand_to_batch,
+)
+from secondguess.drafters.trees import TreeShape
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.native import feature_runtime
+from secondguess.heads.runtime import FeatureRuntime
 from secondguess.runtime.base import HiddenStates, Runtime
 
 UNKNOWN_TOKEN = 0
@@ -47,19 +54,20 @@ class MirrorRow:
         return len(self.row.tokens) - self.num_committed > PREFILL_THRESHOLD
 
 
-class MirroringStepper(Stepper):
-    """Base class of steppers whose runtime has a mirror row for each target row.
+class MirroringDrafter(SamplingDrafter):
+    """Base class of drafters whose runtime has a mirror row for each target row.
 
-    Args:
-        runtime: the draft model, for the exclusive use of this stepper.
+    Subclasses set `runtime`, the draft model, for the exclusive use of this drafter.
     """
 
+    runtime: Runtime
     min_tokens = 1
     """Number of tokens from which on a row can be drafted for."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.device = runtime.device
+    def __init__(
+        self, name: str, vocab_size: int, device: torch.device, shape: TreeShape | None = None
+    ) -> None:
+        super().__init__(name, vocab_size, device, shape)
         self._mirror_rows: dict[Row, MirrorRow] = {}
 
     def num_uncached(self, row: Row) -> int:
@@ -82,10 +90,10 @@ class MirroringStepper(Stepper):
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         return expand_to_batch(self._score(rows, active, tree), len(rows), active)
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         mirror = self._mirror_rows.pop(row, None)
         if mirror is not None:
-            self.runtime.end(mirror.row)
+            self.runtime.release(mirror.row)
 
     def reset_prefix_cache(self) -> None:
         self.runtime.reset_prefix_cache()
@@ -105,13 +113,21 @@ class MirroringStepper(Stepper):
         self.runtime.rewind([each.row for each in mirrors], [each.num_committed for each in mirrors])
 
 
-class ModelStepper(MirroringStepper):
-    """Stepper that runs a draft model.
+class TokenDrafter(MirroringDrafter):
+    """Drafter that runs a language model.
 
     A token outside the draft model's vocabulary is read as token 0.
+
+    Args:
+        runtime: the draft model, for the exclusive use of this drafter.
+        name, vocab_size, shape: as in `SamplingDrafter`.
     """
 
-    def prepare(self, rows: Sequence[Row]) -> None:
+    def __init__(self, runtime: Runtime, name: str, vocab_size: int, shape: TreeShape | None = None) -> None:
+        super().__init__(name, vocab_size, runtime.device, shape)
+        self.runtime = runtime
+
+    def catch_up(self, rows: Sequence[Row]) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
         new, known = self._split(rows)
         mirrors = [self._mirror_rows[row] for row in known]
@@ -122,7 +138,7 @@ class ModelStepper(MirroringStepper):
         if far:
             self.runtime.prefill(far)
         for row in new:
-            # Registered before the prefill, so that `end` releases them even if it is interrupted.
+            # Registered before the prefill, so that `release` frees them even if it is interrupted.
             mirror_row = Row([self._known_token(token) for token in row.tokens], row.params)
             self._mirror_rows[row] = MirrorRow(mirror_row, num_committed=len(row.tokens))
         if new:
@@ -147,24 +163,22 @@ class ModelStepper(MirroringStepper):
         return token if token < self.runtime.vocab_size else UNKNOWN_TOKEN
 
 
-class FeatureStepper(MirroringStepper):
-    """Stepper that runs a head which takes a feature with each token: EAGLE, MTP.
+class FeatureDrafter(HeadDrafter, MirroringDrafter):
+    """Drafter with a head that takes a feature with each token: EAGLE, MTP.
 
     A mirror row is the row without its first token, which has no feature. The features of
     committed tokens come from the target, those of draft nodes from the head itself. So accepted
     tokens are run through the head again with the target's features, in the first step of the next
     draft.
-
-    Args:
-        head: on the target's device and in its dtype.
-        target: target whose hidden states the head reads.
     """
 
+    head: FeatureHead
+    runtime: FeatureRuntime
     min_tokens = 2
 
-    def __init__(self, head: FeatureHead, target: Runtime) -> None:
-        self.head_runtime = feature_runtime(head.eval().requires_grad_(False), target)
-        super().__init__(self.head_runtime)
+    def __init__(self, head: FeatureHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
+        super().__init__(head, target, name, shape)
+        self.runtime = feature_runtime(self.head, target)
         self.hidden_layers = head.hidden_layers
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
 
@@ -175,13 +189,13 @@ class FeatureStepper(MirroringStepper):
 
     def _admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> None:
         mirrors = [MirrorRow(Row(row.tokens[1:], row.params)) for row in rows]
-        # Registered first, so that `end` releases them even if this is interrupted.
+        # Registered first, so that `release` frees them even if this is interrupted.
         self._mirror_rows.update(zip(rows, mirrors, strict=True))
         nums_reused = self.runtime.admit([mirror.row for mirror in mirrors], reuse_limits)
         for mirror, num_reused in zip(mirrors, nums_reused, strict=True):
             mirror.num_committed = num_reused
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
             if of_row:
@@ -191,9 +205,10 @@ class FeatureStepper(MirroringStepper):
                 self._mirror_rows[row].num_committed = num_reused
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
+        super().observe(rows, verdict, hidden)
         self._hidden_buffer.observe(rows, verdict, hidden)
 
-    def prepare(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[Row]) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
         new = [row for row in rows if row not in self._mirror_rows]
         self._admit(new, [0] * len(new))
@@ -204,15 +219,15 @@ class FeatureStepper(MirroringStepper):
             mirror.row.tokens[:] = row.tokens[1:]
             if mirror.is_far:
                 far.append(mirror.row)
-            features = self.head_runtime.features(self._hidden_buffer.take(row))
-            self.head_runtime.set_features(mirror.row, mirror.num_committed, features)
+            features = self.runtime.features(self._hidden_buffer.take(row))
+            self.runtime.set_features(mirror.row, mirror.num_committed, features)
             mirror.num_committed = len(mirror.row.tokens)
         if far:
             self.runtime.prefill(far)
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         mirror = self._mirror_rows.get(row)
-        if mirror is not None and mirror.row in self.head_runtime.slots:
+        if mirror is not None and mirror.row in self.runtime.slots:
             self._rewind([mirror])  # entries of draft nodes have features of the head's own: not reused
-        super().end(row)
-        self._hidden_buffer.end(row)
+        super().release(row)
+        self._hidden_buffer.release(row)

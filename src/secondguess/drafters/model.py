@@ -8,38 +8,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from secondguess.drafters.base import DrafterResources, Requirements
-from secondguess.drafters.mirroring import ModelStepper
+from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.optimal_tree import OptimalTree, measure_costs
-from secondguess.drafters.sampling_drafter import SamplingDrafter
-from secondguess.drafters.trees import TreeOptions, TreeShape
+from secondguess.drafters.trees import TreeOptions
 from secondguess.errors import BadInputError
-from secondguess.names import Name, read_options
-from secondguess.runtime.base import Runtime
+from secondguess.names import Name
 
 
-class ModelDrafter(SamplingDrafter):
-    """Drafter that samples from a draft model.
-
-    Args:
-        runtime: the draft model, for the exclusive use of this drafter.
-        name, vocab_size, shape: as in `SamplingDrafter`.
-    """
-
-    def __init__(self, runtime: Runtime, name: str, vocab_size: int, shape: TreeShape | None = None) -> None:
-        super().__init__(ModelStepper(runtime), name, vocab_size, shape)
-        self.runtime = runtime
+class ModelDrafter(TokenDrafter):
+    """Drafter that samples from a draft model."""
 
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         if not name.argument:
             raise BadInputError("expected the path of a draft model, as in model:PATH, got none")
-        read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        TreeOptions.of(name)
         return Requirements(draft_model=name.argument)
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> ModelDrafter:
         assert name.argument is not None  # by `requirements`
-        options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
+        options = TreeOptions.of(name)
         runtime = resources.load_draft_model(name.argument)
         shown = f"{name.kind}:{name.argument}{options}"
         if options.is_optimal:

@@ -6,18 +6,17 @@ that was trained for it, and `mtp,tree=3x2x1` for trees.
 
 from __future__ import annotations
 
-from typing import Self
+from pathlib import Path
 
-from secondguess.drafters.base import DrafterResources
-from secondguess.drafters.mirroring import FeatureStepper
-from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.drafters.mirroring import FeatureDrafter
+from secondguess.heads.base import TargetModel
+from secondguess.heads.feature import FeatureHead
 from secondguess.heads.mtp import MtpHead
-from secondguess.names import Name
 
 
-class MtpDrafter(SamplingDrafter):
+class MtpDrafter(FeatureDrafter):
     """Drafter that applies one MTP module repeatedly, each step to the token drafted before."""
 
     @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> Self:
-        return cls.build_with_head(name, resources, MtpHead.load, FeatureStepper)
+    def load_head(cls, folder: Path, target: TargetModel) -> FeatureHead:
+        return MtpHead.load(folder, target)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
-from secondguess.drafters.base import Drafter, DrafterResources, Requirements
+from secondguess.core import Candidate, Row
+from secondguess.drafters.lookup import LookupDrafter
+from secondguess.drafters.row_sources import LOOKUP_PART
 from secondguess.errors import BadInputError
-from secondguess.names import Name, check_range, format_options, read_options, refuse_argument
-from secondguess.runtime.base import HiddenStates
-from secondguess.sampling.noise import Noise
+from secondguess.names import check_range
 
 MAX_NGRAM = 32
 
@@ -55,6 +53,10 @@ class NgramIndex:
                     followers[tuple(self.tokens[position - length :])] = position
             self.tokens.append(token)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
     def continuation(self, limit: int) -> list[int]:
         """Return the tokens after the latest earlier occurrence of the longest matching n-gram.
 
@@ -84,47 +86,38 @@ class NgramIndex:
 SOMETHING, NOTHING = Candidate(deterministic=True), Candidate(longest=0, deterministic=True)
 
 
-class NgramDrafter(Drafter):
-    """Deterministic drafter that copies from the row's own text, never from other rows."""
+class NgramDrafter(LookupDrafter[NgramIndex]):
+    """Deterministic drafter that copies from the row's own text."""
 
-    deterministic = True
+    kind = "ngram"
+    options_type = NgramOptions
+    options: NgramOptions
 
-    def __init__(self, options: NgramOptions = NgramOptions()) -> None:
-        self.options = options
-        self.name = f"ngram{format_options(options)}"
-        self._indices: dict[Row, NgramIndex] = {}
-
-    @classmethod
-    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
-        refuse_argument(name, "drafter")
-        options = read_options(NgramOptions, name.options, "drafter ngram")
-        return Requirements(options=asdict(options))
-
-    @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> NgramDrafter:
-        return cls(read_options(NgramOptions, name.options, "drafter ngram"))
-
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row in rows:
-            self._indices[row] = NgramIndex(self.options)
-        self._read(rows)
+    def make_index(self) -> NgramIndex:
+        return NgramIndex(self.options)
 
     def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
         """Return one candidate per row, of length 0 if no n-gram matches."""
         return [(SOMETHING if self._indices[row].has_match else NOTHING,) for row in rows]
 
-    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        limits = zip(rows, budgets.lengths, strict=True)
-        chains = [self._indices[row].continuation(limit) for row, limit in limits]
-        return Draft.chains(chains, device=noise.device)
+    def chain(self, index: NgramIndex, limit: int) -> list[int]:
+        return index.continuation(limit)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        self._read(rows)
 
-    def end(self, row: Row) -> None:
-        self._indices.pop(row, None)
+FOUND, NOT_FOUND = (each._replace(part=LOOKUP_PART, kind="ngram") for each in (SOMETHING, NOTHING))
 
-    def _read(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            index = self._indices[row]
-            index.extend(row.tokens[len(index.tokens) :])
+
+class NgramSource:
+    """The same look-up as a row's own draft source, for a request that names it."""
+
+    part = LOOKUP_PART
+
+    def __init__(self) -> None:
+        self._index = NgramIndex(NgramOptions())
+
+    def candidate(self, row: Row) -> Candidate:
+        self._index.extend(row.tokens[len(self._index.tokens) :])
+        return FOUND if self._index.has_match else NOT_FOUND
+
+    def chain(self, limit: int) -> list[int]:
+        return self._index.continuation(limit)

@@ -256,7 +256,7 @@ def _time_passes(runtime: Runtime, counts: Sequence[int], clock: Callable[[], fl
     try:
         return [_time_pass(runtime, row, count, clock) for count in counts]
     finally:
-        runtime.end(row)
+        runtime.release(row)
 
 
 def _time_pass(runtime: Runtime, row: Row, num_queries: int, clock: Callable[[], float]) -> float:

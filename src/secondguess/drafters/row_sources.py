@@ -1,4 +1,4 @@
-"""Deterministic draft sources that belong to a row: forced tokens of its grammar, and its prediction.
+"""Deterministic draft sources that belong to a row: forced tokens of its grammar, its prediction, look-ups.
 
 They stand beside the drafter, whatever it is: a row that has one offers its drafts as further
 candidates, with negative part numbers (`Candidate.part`), and rows without any cost nothing. As
@@ -8,17 +8,17 @@ deterministic drafts, they do not change the output distribution.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
-from torch import arange
-from torch.nn.functional import one_hot, pad
-
-from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Row, token_tensor
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Row
 from secondguess.sampling.grammar import GrammarMatcher
 
 FORCED_PART = -1
 PREDICTION_PART = -2
+LOOKUP_PART = -3
+NO_DRAFT = Candidate(part=-4, longest=0, deterministic=True)
+"""Candidate of a row for which nothing may draft: no source has its part number."""
 
 MAX_COMPARED = 32
 """Number of places of the prediction that are compared with the output to resynchronise."""
@@ -125,38 +125,22 @@ def _predicted_candidate(kind: int, longest: int) -> Candidate:
 def with_sources(
     rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]
 ) -> Sequence[Sequence[Candidate]]:
-    """Return the candidates of each row, those of its own sources first."""
-    if not any([row.sources for row in rows]):
+    """Return the candidates of each row: those of its own sources, then those of its parts of the drafter."""
+    if not any([row.sources or row.parts is not None for row in rows]):
         return candidates
     return [
-        (*(own for source in row.sources if (own := source.candidate(row)).longest), *choices)
+        (
+            *(own for source in row.sources if (own := source.candidate(row)).longest),
+            *(choice for choice in choices if row.parts is None or choice.part in row.parts),
+        )
+        or (NO_DRAFT,)
         for row, choices in zip(rows, candidates, strict=True)
     ]
 
 
-def chains_of_sources(
-    rows: Sequence[Row], lengths: Sequence[int], parts: Sequence[int]
-) -> dict[int, list[int]]:
-    """Return by row index the drafts of rows whose own source was chosen (a negative part)."""
-    return {
-        index: source.chain(lengths[index])
-        for index, part in enumerate(parts)
-        if part < 0 and lengths[index]
-        for source in rows[index].sources
-        if source.part == part
-    }
-
-
-def with_chains(draft: Draft, chains: Mapping[int, list[int]]) -> Draft:
-    """Return a draft with these chains in place of the (empty) drafts of some rows."""
-    missing = max(0, max(map(len, chains.values())) - draft.num_nodes)
-    tokens, lengths = pad(draft.tokens, (0, missing)).clone(), draft.lengths.clone()
-    parents = pad(draft.parents, (0, missing), value=-1).clone()
-    probs = None if draft.probs is None else pad(draft.probs, (0, 0, 0, missing)).clone()
-    for row, chain in chains.items():
-        num_nodes = lengths[row] = len(chain)
-        tokens[row, :num_nodes] = token_tensor(chain, tokens.device)
-        parents[row, :num_nodes] = arange(-1, num_nodes - 1, device=tokens.device)
-        if probs is not None:
-            probs[row, :num_nodes] = one_hot(tokens[row, :num_nodes], probs.shape[-1]).to(probs.dtype)
-    return Draft(tokens, parents, lengths, probs, draft.without_replacement)
+def chains_of_sources(rows: Sequence[Row], lengths: Sequence[int], parts: Sequence[int]) -> list[list[int]]:
+    """Return per row the draft of its own source, if one was chosen (a negative part); else []."""
+    return [
+        next((source.chain(length) for source in row.sources if source.part == part), []) if length else []
+        for row, length, part in zip(rows, lengths, parts, strict=True)
+    ]

@@ -1,16 +1,12 @@
-"""Drafter that samples its nodes, as chains or trees, from the logits of a stepper.
-
-The drafter applies sampling settings and budgets, and adapts vocabulary widths. A `Stepper`
-supplies the logits: after a chain that is extended token by token, or after every node of a tree.
-"""
+"""Base classes of drafters that sample their nodes, as chains or trees, from logits."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +15,6 @@ from torch.nn.functional import pad
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements, single_candidate
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
-from secondguess.errors import BadInputError
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
 from secondguess.runtime.base import HiddenStates, Runtime
@@ -38,32 +33,38 @@ tokens in multiples of it.
 """
 
 
-class Stepper(ABC):
-    """Forward passes of a sampling drafter, and the state that they need per row.
+class SamplingDrafter(Drafter):
+    """Base class of drafters that sample chains, or trees of one shape, from logits.
 
-    Attributes:
+    It applies each row's sampling settings, the budgets, and the width of the target's vocabulary.
+    Subclasses supply logits: after a chain that is extended token by token, and after every node of a
+    tree.
+
+    Args:
+        name: as given to `--drafter`.
+        vocab_size: width of the target's logits. The drafter's may be wider (the extra tokens are
+            never drafted) or narrower (the missing tokens get probability zero).
         device: device of the logits.
-        hidden_layers: layers of the target whose hidden states `begin` and `observe` receive.
+        shape: shape of the trees; None for chains.
     """
 
-    device: torch.device
-    hidden_layers: Sequence[int] = ()
+    deterministic = False
 
-    def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        """Add rows; see `Drafter.admit`."""
-        return [0 if self.hidden_layers else None] * len(rows)
+    def __init__(
+        self, name: str, vocab_size: int, device: torch.device, shape: TreeShape | None = None
+    ) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self.device = device
+        self.shape = shape
+        self.can_draft_trees = shape is not None
+        self._tree_parents: Sequence[Sequence[int]] = ()
 
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
-        """Begin to draft for prefilled rows; see `Drafter.begin`."""
-
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        """Process the committed tokens; see `Drafter.observe`."""
-
-    def end(self, row: Row) -> None:
-        """Release the state held for a row."""
-
-    def reset_prefix_cache(self) -> None:
-        """Forget the cache entries of released rows, if any are kept."""
+    @classmethod
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
+        """Accept the options of trees, and require a trained head."""
+        read_tree_options(name)
+        return Requirements(head=True)
 
     def room(self, row: Row) -> int:
         """Return the largest number of levels that can be drafted for a row."""
@@ -73,7 +74,7 @@ class Stepper(ABC):
         """Return the number of tokens to prefill before the first level can be drafted."""
         return 0
 
-    def prepare(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[Row]) -> None:
         """Prefill rows that are about to be drafted for."""
 
     def start(self, rows: Sequence[Row], longest: int) -> None:
@@ -102,107 +103,38 @@ class Stepper(ABC):
     def acceptance_probs(self, depth: int) -> list[float] | None:
         """Return per row the acceptance probability of the node at this depth of its chain.
 
-        It is conditional on the acceptance of the nodes before. None for steppers that were not
+        It is conditional on the acceptance of the nodes before. None for drafters that were not
         trained to predict it. The node has already been drawn, but the prediction must not depend
         on its token.
         """
         return None
 
-
-class SamplingDrafter(Drafter):
-    """Drafter that samples chains, or trees of one shape, under each row's own sampling settings.
-
-    Args:
-        stepper: source of the logits.
-        name: as given to `--drafter`.
-        vocab_size: width of the target's logits. The stepper's may be wider (the extra tokens are
-            never drafted) or narrower (the missing tokens get probability zero).
-        shape: shape of the trees; None for chains.
-    """
-
-    deterministic = False
-
-    def __init__(self, stepper: Stepper, name: str, vocab_size: int, shape: TreeShape | None = None) -> None:
-        self.stepper = stepper
-        self.name = name
-        self.vocab_size = vocab_size
-        self.device = stepper.device
-        self.hidden_layers = stepper.hidden_layers
-        self.shape = shape
-        self.can_draft_trees = shape is not None
-        self._tree_parents: Sequence[Sequence[int]] = ()
-
-    @classmethod
-    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
-        """Accept the options of trees, and require a trained head."""
-        read_tree_options(name)
-        return Requirements(head=True)
-
-    @classmethod
-    def build_with_head(
-        cls,
-        name: Name,
-        resources: DrafterResources,
-        load: Callable[[Path, TargetModel], HeadT],
-        make_stepper: Callable[[HeadT, Runtime], Stepper],
-    ) -> Self:
-        """Build the drafter for a name whose argument, if any, is the folder of a trained head.
-
-        Args:
-            name, resources: as in `Drafter.build`.
-            load: reads the head (`Head.load`).
-            make_stepper: returns the stepper for the head, on the target's device and in its dtype.
-        """
-        options, shape = read_tree_options(name)
-        folder = resources.find_head_folder(name)
-        target = resources.require_target(name)
-        model = TargetModel.of(target)
-        head = load(folder, model).to(target.device, model.dtype)
-        argument = f":{name.argument}" if name.argument else ""
-        stepper = make_stepper(head, target)
-        return cls(stepper, f"{name.kind}{argument}{options}", target.vocab_size, shape)
-
-    def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        return self.stepper.admit(rows)
-
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        self.stepper.begin(rows, hidden)
-
     def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
-        """Return one candidate per row, of length 0 if the stepper has no room for it."""
+        """Return one candidate per row, of length 0 if there is no room to draft for it."""
         return [self._candidate(row) for row in rows]
 
     def _candidate(self, row: Row) -> tuple[Candidate]:
-        num_uncached = self.stepper.num_uncached(row)
+        num_uncached = self.num_uncached(row)
         # Rounded, so that few values occur and the cache of `single_candidate` is hit.
         coarse = num_uncached // PREFILL_THRESHOLD * PREFILL_THRESHOLD
         max_depth = MAX_DRAFT_LENGTH if self.shape is None else self.shape.depth
-        longest = min(self.stepper.room(row), max_depth)
+        longest = min(self.room(row), max_depth)
         return single_candidate(longest, coarse if num_uncached > PREFILL_THRESHOLD else 0)
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
-        self.stepper.prepare([row for row in rows if self.stepper.room(row) > 0])
+        self.catch_up([row for row in rows if self.room(row) > 0])
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        limits = [
-            min(limit, self.stepper.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)
-        ]
-        self.stepper.start(rows, budgets.longest)
+        limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
+        self.start(rows, budgets.longest)
         if self.shape is None:
             return self._draw_chains(rows, limits, budgets, noise)
         return self._draw_trees(rows, self.shape, limits, budgets, noise)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        self.stepper.observe(rows, verdict, hidden)
         if self.shape is not None and self._tree_parents:
             self.shape.learn(self._tree_parents, verdict.path_lists())
         self._tree_parents = ()
-
-    def end(self, row: Row) -> None:
-        self.stepper.end(row)
-
-    def reset_prefix_cache(self) -> None:
-        self.stepper.reset_prefix_cache()
 
     def _draw_chains(self, rows: Sequence[Row], limits: list[int], budgets: Budgets, noise: Noise) -> Draft:
         active = [index for index, limit in enumerate(limits) if limit > 0]
@@ -213,30 +145,30 @@ class SamplingDrafter(Drafter):
         dists: list[Tensor] = []
         while active:
             depth = max(map(len, chains))
-            logits = self._of_target_width(self.stepper.chain_logits(rows, active))
+            logits = self._of_target_width(self.chain_logits(rows, active))
             confidences = None
             if plain and not budgets.uses_probs:
                 as_list = most_likely(logits).tolist()
             elif plain:
                 as_list, confidences = with_confidences(logits)
             else:
-                try:
-                    dist = compute_draft_probs(
-                        logits, rows, _stack_tokens(drawn if edits else [], len(rows), logits.device)
-                    )
-                except BadInputError:
-                    # A row's settings may ban every token of a narrower vocabulary: stop drafting.
-                    break
+                dist, banned = compute_draft_probs(
+                    logits, rows, _stack_tokens(drawn if edits else [], len(rows), logits.device)
+                )
+                if banned is not None:
+                    active = [index for index in active if not banned[index]]
+                    if not active:
+                        break
                 tokens = noise.draft(dist, depth)
                 dists.append(dist)
                 drawn.append(tokens)
                 as_list = tokens.tolist()
             for index in active:
                 chains[index].append(as_list[index])
-            self.stepper.extend(rows, active, as_list)
+            self.extend(rows, active, as_list)
             active = [index for index in active if depth + 1 < limits[index]]
             if active and budgets.uses_probs:
-                going_on = budgets.go_on(logits, depth, self.stepper.acceptance_probs(depth), confidences)
+                going_on = budgets.go_on(logits, depth, self.acceptance_probs(depth), confidences)
                 active = [index for index in active if going_on[index]]
         probs = None if noise.all_greedy else self._probs(dists, len(rows))
         return Draft.chains(chains, probs, self.device)
@@ -245,7 +177,7 @@ class SamplingDrafter(Drafter):
         self, rows: Sequence[Row], shape: TreeShape, limits: list[int], budgets: Budgets, noise: Noise
     ) -> Draft:
         def level_logits(active: list[int], tree: Draft) -> Tensor:
-            return self._of_target_width(self.stepper.tree_logits(rows, active, tree))
+            return self._of_target_width(self.tree_logits(rows, active, tree))
 
         go_on = budgets.go_on if budgets.uses_probs else None
         draft = draft_trees(rows, shape, limits, noise, level_logits, go_on)
@@ -268,6 +200,41 @@ class SamplingDrafter(Drafter):
     def _padded(self, probs: Tensor) -> Tensor:
         missing = self.vocab_size - probs.shape[-1]
         return pad(probs, (0, missing)) if missing else probs
+
+
+class HeadDrafter(SamplingDrafter):
+    """Base class of drafters with a trained head.
+
+    Args:
+        head: on the target's device and in its dtype.
+        target: target that the head was trained for.
+        name, shape: as in `SamplingDrafter`.
+    """
+
+    def __init__(self, head: Any, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
+        super().__init__(name, target.vocab_size, target.device, shape)
+        self.head = head.eval().requires_grad_(False)
+
+    @classmethod
+    @abstractmethod
+    def load_head(cls, folder: Path, target: TargetModel) -> Head:
+        """Read the head in a folder."""
+
+    @classmethod
+    def build(cls, name: Name, resources: DrafterResources) -> Self:
+        """Build the drafter for a name whose argument, if any, is the folder of a trained head."""
+        shown, shape = read_tree_options(name)
+        return cls(*load_trained(cls.load_head, name, resources), shown, shape)
+
+
+def load_trained(
+    load_head: Callable[[Path, TargetModel], HeadT], name: Name, resources: DrafterResources
+) -> tuple[HeadT, Runtime]:
+    """Return the trained head for a name, on the target's device and in its dtype, and the target."""
+    folder = resources.find_head_folder(name)
+    target = resources.require_target(name)
+    model = TargetModel.of(target)
+    return load_head(folder, model).to(target.device, model.dtype), target
 
 
 def _stack_tokens(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:

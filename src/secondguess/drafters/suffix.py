@@ -8,15 +8,12 @@ transitions while they are probable enough (SuffixDecoding, arXiv 2411.04975).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 
-from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
-from secondguess.drafters.base import Drafter, DrafterResources, Requirements
-from secondguess.names import Name, check_range, format_options, read_options, refuse_argument
-from secondguess.runtime.base import HiddenStates
-from secondguess.sampling.noise import Noise
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Row
+from secondguess.drafters.lookup import LookupDrafter
+from secondguess.names import check_range
 
 MAX_COUNTED_CONTEXTS = 32
 """Number of contexts counted per position, longest first; bounds the work per token."""
@@ -100,13 +97,16 @@ class SuffixAutomaton:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.num_steps = 0
-        """Links followed, contexts counted and transitions copied so far; must grow linearly."""
         self.contexts = [Context(0, NO_STATE)]
         self.num_matched = 0
         """Length of the longest suffix of the text that occurred before."""
         self._match = self.contexts[ROOT]
         self._last = ROOT
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            self.append(token)
 
     def append(self, token: int) -> None:
         """Append one token to the text."""
@@ -141,7 +141,6 @@ class SuffixAutomaton:
                 break
             self.contexts[state].count(token)
             state = self.contexts[state].suffix
-            self.num_steps += 1
 
     def _grow(self, token: int) -> None:
         contexts = self.contexts
@@ -152,7 +151,6 @@ class SuffixAutomaton:
         while state != NO_STATE and token not in contexts[state].next:
             contexts[state].next[token] = new
             state = contexts[state].suffix
-            self.num_steps += 1
         if state == NO_STATE:
             return
         target = contexts[state].next[token]
@@ -166,64 +164,33 @@ class SuffixAutomaton:
         shorter = len(contexts)
         contexts.append(contexts[target].split(contexts[state].length + 1))
         contexts[target].suffix = shorter
-        self.num_steps += len(contexts[shorter].next)
         while state != NO_STATE and contexts[state].next.get(token) == target:
             contexts[state].next[token] = shorter
             state = contexts[state].suffix
-            self.num_steps += 1
         return shorter
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(LookupDrafter[SuffixAutomaton]):
     """Deterministic drafter that continues the longest repeated suffix of the row's own text."""
 
-    deterministic = True
+    kind = "suffix"
+    options_type = SuffixOptions
+    options: SuffixOptions
 
     def __init__(self, options: SuffixOptions = SuffixOptions()) -> None:
-        self.options = options
-        self.name = f"suffix{format_options(options)}"
-        self._automata: dict[Row, SuffixAutomaton] = {}
+        super().__init__(options)
         # Cached, as it is called in every round.
         self._choices = lru_cache(maxsize=4096)(self._choices_for)
 
-    @classmethod
-    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
-        refuse_argument(name, "drafter")
-        options = read_options(SuffixOptions, name.options, "drafter suffix")
-        return Requirements(options=asdict(options))
-
-    @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> SuffixDrafter:
-        return cls(read_options(SuffixOptions, name.options, "drafter suffix"))
-
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row in rows:
-            self._automata[row] = SuffixAutomaton()
-        self._read(rows)
+    def make_index(self) -> SuffixAutomaton:
+        return SuffixAutomaton()
 
     def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
         """Return one candidate per row, of length 0 if the match is shorter than `min`.
 
         Its `kind` groups matches of similar length, which have similar acceptance.
         """
-        return [self._choices(self._automata[row].num_matched) for row in rows]
-
-    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        limits = zip(rows, budgets.lengths, strict=True)
-        chains = [self._chain(self._automata[row], limit) for row, limit in limits]
-        return Draft.chains(chains, device=noise.device)
-
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        self._read(rows)
-
-    def end(self, row: Row) -> None:
-        self._automata.pop(row, None)
-
-    def _read(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            automaton = self._automata[row]
-            for token in row.tokens[automaton.num_tokens :]:
-                automaton.append(token)
+        return [self._choices(self._indices[row].num_matched) for row in rows]
 
     def _choices_for(self, num_matched: int) -> tuple[Candidate]:
         # Powers of two: matches of 9 and 12 tokens are about equally good, one of 3 is worse.
@@ -235,11 +202,11 @@ class SuffixDrafter(Drafter):
             return 0
         return min(int(self.options.factor * num_matched) + self.options.offset, MAX_DRAFT_LENGTH)
 
-    def _chain(self, automaton: SuffixAutomaton, limit: int) -> list[int]:
-        limit = min(limit, self._longest(automaton.num_matched))
+    def chain(self, index: SuffixAutomaton, limit: int) -> list[int]:
+        limit = min(limit, self._longest(index.num_matched))
         chain: list[int] = []
         survival = 1.0
-        for token, chance in automaton.continuation(self.options.min):
+        for token, chance in index.continuation(self.options.min):
             survival *= chance
             if len(chain) == limit or survival < self.options.threshold:
                 break

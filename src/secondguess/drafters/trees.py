@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from secondguess.core import MAX_DRAFT_LENGTH, Draft, GoOn, Row
 from secondguess.errors import BadInputError
 from secondguess.names import Name, check_range, read_options
 from secondguess.sampling.noise import Noise
-from secondguess.sampling.probs import compute_target_probs
+from secondguess.sampling.probs import compute_tree_draft_probs
 
 NodePath = tuple[int, ...]
 """Path of a node: rank among siblings of each of its ancestors and of itself, root first."""
@@ -216,7 +217,7 @@ class TreeOptions:
         depth: largest number of levels of a dynamic tree; reduced to `nodes` if larger.
 
     Raises:
-        BadInputError: a value out of range, or an option that the chosen tree does not use.
+        BadInputError: a value out of range.
     """
 
     tree: str = ""
@@ -230,15 +231,25 @@ class TreeOptions:
         check_range("depth of a dynamic tree", self.depth, 1, MAX_DRAFT_LENGTH)
         if self.tree not in ("", "dynamic", "optimal"):
             self._widths()
-        is_default = (self.nodes, self.width, self.depth) == (12, 3, 5)
-        if self.tree == "optimal":
+        if self.is_optimal:
             check_range("nodes of an optimal tree", self.nodes, 1, MAX_OPTIMAL_NODES)
-            is_default = (self.width, self.depth) == (3, 5)
-        if self.tree != "dynamic" and not is_default:
-            raise BadInputError(
-                "expected nodes, width and depth beside tree=dynamic, or nodes beside tree=optimal, "
-                f"got tree={self.tree or 'nothing'}"
-            )
+
+    @classmethod
+    def of(cls, name: Name) -> Self:
+        """Read the options of a drafter's name.
+
+        Raises:
+            BadInputError: an unknown option, a wrong value, or an option that the tree does not use.
+        """
+        options = read_options(cls, name.options, f"drafter {name.kind}")
+        used = {"dynamic": ("nodes", "width", "depth"), "optimal": ("nodes",)}.get(options.tree, ())
+        for key in name.options:
+            if key not in ("tree", *used):
+                raise BadInputError(
+                    "expected nodes, width and depth beside tree=dynamic, or nodes beside tree=optimal, "
+                    f"got {key} beside tree={options.tree or 'nothing'}"
+                )
+        return options
 
     @property
     def is_optimal(self) -> bool:
@@ -277,14 +288,15 @@ class TreeOptions:
         return f",tree={self.tree}" if self.tree else ""
 
 
-def read_tree_options(name: Name) -> tuple[TreeOptions, TreeShape | None]:
-    """Return the options and the tree shape of a drafter that cannot plan optimal trees.
+def read_tree_options(name: Name) -> tuple[str, TreeShape | None]:
+    """Return a drafter's full name and its tree shape, for drafters that cannot plan optimal trees.
 
     Raises:
         BadInputError: an unknown option, a wrong value, or an optimal tree.
     """
-    options = read_options(TreeOptions, name.options, f"drafter {name.kind}")
-    return options, options.shape
+    options = TreeOptions.of(name)
+    argument = f":{name.argument}" if name.argument else ""
+    return f"{name.kind}{argument}{options}", options.shape
 
 
 LevelLogits = Callable[[list[int], Draft], Tensor]
@@ -350,11 +362,15 @@ class TreeBuilder:
             Logits `[row, vocab]` after the most probable parent of each row, from which `go_on`
             decides about another level.
         """
-        dists = compute_target_probs(logits, self.rows, tree)
+        dists, banned = compute_tree_draft_probs(logits, self.rows, tree)
         parent_logits = logits[:, 0].clone()
         for row in active:
             best = max(self.frontiers[row], key=lambda index: self._node(row, index).log_prob)
             parent_logits[row] = logits[row, best + 1]
+        if banned is not None:
+            dead = banned.tolist()
+            for row in active:
+                self.frontiers[row] = [index for index in self.frontiers[row] if not dead[row][index + 1]]
         parents = self._parents(active, dists, logits)
         for row in active:
             self.frontiers[row] = []
@@ -379,7 +395,7 @@ class TreeBuilder:
             if greedy and not self.noise.all_greedy:
                 # Beside sampled rows, a greedy row's one-hot distribution allows a single child.
                 counts = [min(count, 1) for count in counts]
-            elif max(counts) > 1:
+            elif max(counts, default=0) > 1:
                 counts = list(map(min, counts, (of_frontier > 0).sum(-1).tolist()))
             first = len(self.nodes[row])
             for index, node, count in zip(frontier, nodes, counts, strict=True):
@@ -491,11 +507,7 @@ def draft_trees(
     while active:
         tree = grove.draft(with_probs=False)
         logits = level_logits(active, tree)
-        try:
-            parent_logits = grove.grow(active, logits, tree, depth)
-        except BadInputError:
-            # A row's settings may ban every token of a narrower vocabulary: stop drafting.
-            break
+        parent_logits = grove.grow(active, logits, tree, depth)
         depth += 1
         active = [index for index in active if depth < grove.limits[index] and grove.frontiers[index]]
         if active and go_on is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.core import Commit, DraftSource, FinishReason, Row, StopChecker, TokenLogprob
+from secondguess.drafters import select_parts
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.engine.shared_batch import RowGroup
 from secondguess.errors import BadInputError
@@ -104,13 +105,19 @@ class Generation:
             )
         for prompt, settings in zip(prompts, params, strict=True):
             ids = encode(llm.target, prompt)
+            if isinstance(settings.prediction, str):  # tokenized once for all samples
+                tokens = tuple(_prediction_tokens(llm.target, settings.prediction))
+                settings = replace(settings, prediction=tokens)
             for sample in range(settings.n):
                 detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
                 row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample)
+                if settings.draft_with is not None:
+                    row.parts, sources = select_parts(llm.drafter, settings.draft_with)
+                    row.sources += sources
                 self._samples[row] = _Sample(len(self._samples), row, detokenizer)
         self.group = RowGroup(list(self._samples), self._receive, eager=False)
         longest = max((len(row.tokens) for row in self._samples), default=0)
-        num_new = llm.target.runtime.cache.num_tokens_to_allocate(min(len(self._samples), 1), longest)
+        num_new = llm.target.runtime.num_tokens_to_allocate(min(len(self._samples), 1), longest)
         memory.check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
 
     def run(self) -> list[Output]:
@@ -181,11 +188,15 @@ class Generation:
 
 
 def fits_memory(runtime: CachedRuntime, cache_bytes: int, num_rows: int, longest: int) -> bool:
-    """Return whether so many rows can decode together, the longest of which has so many tokens."""
+    """Return whether so many rows can decode together, the longest of which has so many tokens.
+
+    Rows count with the length that they may reach, `max_tokens` included: a row that decodes keeps
+    its entries until it ends, so memory that it may need later cannot be given to another.
+    """
     available = memory.available_memory(runtime.device)
     if available is None:
         return True
-    cached = runtime.cache.num_tokens_to_allocate(num_rows, longest) * cache_bytes
+    cached = runtime.num_tokens_to_allocate(num_rows, longest) * cache_bytes
     return cached + num_rows * runtime.vocab_size * PROBS_BYTES <= MEMORY_SHARE * available
 
 

@@ -73,9 +73,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Finished:
-    """Last event of a request: its outputs, by index; those of a cancelled request are incomplete."""
+    """Last event of a request: its outputs, by index; those of a cancelled request are incomplete.
+
+    Args:
+        outputs: the outputs.
+        queue_seconds: time that the request waited for admission.
+    """
 
     outputs: list[Output]
+    queue_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,12 +103,14 @@ class EngineStatus:
         num_running, num_waiting: rows that decode, and rows that wait for admission.
         num_requests: requests that are not finished.
         is_draining: True if no request is accepted any more.
+        is_asleep: True if the models are released until the next request.
     """
 
     num_running: int
     num_waiting: int
     num_requests: int
     is_draining: bool
+    is_asleep: bool = False
 
 
 class Ticket:
@@ -125,6 +133,13 @@ class Ticket:
         self._request = request
         self._on_event = on_event
         self._wake = wake
+        self._submitted_at = time.monotonic()
+
+    @property
+    def queue_seconds(self) -> float:
+        """Time between submission and admission, or until now."""
+        admitted_at = self.generation.group.admitted_at
+        return (time.monotonic() if admitted_at is None else admitted_at) - self._submitted_at
 
     @property
     def is_late(self) -> bool:
@@ -265,5 +280,5 @@ class Engine:
         elif group.is_cancelled and ticket.is_late and not ticket.is_cancelled:
             ticket.send(Failed(DeadlineError("the deadline of the request has passed")))
         else:
-            ticket.send(Finished(ticket.generation.outputs()))
+            ticket.send(Finished(ticket.generation.outputs(), ticket.queue_seconds))
         return True

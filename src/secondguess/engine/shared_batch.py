@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
@@ -43,6 +43,7 @@ class RowGroup(Generic[ResultT]):
         results: results per round that the caller has not taken.
         num_open: number of rows whose last commit has not been received.
         error: exception that ended the group; its rows are released.
+        admitted_at: `time.monotonic()` when the first row was admitted.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RowGroup(Generic[ResultT]):
         self.receive = receive
         self.results: deque[ResultT] = deque()
         self.error: BaseException | None = None
+        self.admitted_at: float | None = None
         self.is_eager = eager
         self.num_callers_waiting = 0
         self.is_cancelled = False
@@ -195,9 +197,12 @@ class SharedBatch:
             return
         present = [*self._batch.decoding, *self._batch.prefilling]
         joining = self.scheduler.admit(sum([self._group_of[row].takes_part for row in present]))
-        if joining:
-            with self._failing_together(joining):
-                self._batch.add(joining)
+        groups = self._by_group(joining)
+        with self._failing(groups):
+            for group, rows in groups.items():
+                group.admitted_at = group.admitted_at or time.monotonic()
+                with self._failing([group]):
+                    self._batch.add(rows)
 
     def _prefill(self) -> None:
         """Prefill rows that have joined, as many tokens as other rows can wait for."""
@@ -206,20 +211,26 @@ class SharedBatch:
             return
         batch, target = self._batch, self.components.target
         batch.max_prefill_tokens = self._budget.max_tokens(len(self._taking_part(batch.decoding)))
-        before, start = sum(map(target.num_to_prefill, rows)), time.perf_counter()
-        with self._failing_together(rows):
-            batch.prefill(rows)
-            num_tokens = before - sum(map(target.num_to_prefill, rows))
-            self._budget.add_prefill(num_tokens, time.perf_counter() - start)
+        before, start = target.num_prefilled, time.perf_counter()
+        groups = self._by_group(rows)
+        with self._failing(groups):
+            try:
+                batch.prefill(rows)
+                self._budget.add_prefill(target.num_prefilled - before, time.perf_counter() - start)
+            except Exception as error:
+                if len(groups) == 1:
+                    raise
+                logger.warning("a prefill of %d calls failed; each runs its own", len(groups), exc_info=error)
+                for group, of_group in groups.items():
+                    with self._failing([group]):
+                        batch.prefill(of_group)
 
     def _run(self) -> None:
         """Run a round, and end only the group for which it fails."""
         rows = self._taking_part(self._batch.decoding)
         if not rows:
             return
-        groups: dict[RowGroup[Any], list[Row]] = {}
-        for row in rows:
-            groups.setdefault(self._group_of[row], []).append(row)
+        groups = self._by_group(rows)
         lengths = {row: len(row.tokens) for row in rows}
         start = time.perf_counter()
         try:
@@ -252,6 +263,12 @@ class SharedBatch:
     def _taking_part(self, rows: Sequence[Row]) -> list[Row]:
         return [row for row in rows if self._group_of[row].takes_part]
 
+    def _by_group(self, rows: Sequence[Row]) -> dict[RowGroup[Any], list[Row]]:
+        groups: dict[RowGroup[Any], list[Row]] = {}
+        for row in rows:
+            groups.setdefault(self._group_of[row], []).append(row)
+        return groups
+
     def _deliver(self, commits: Sequence[Commit]) -> None:
         by_group: dict[RowGroup[Any], list[Commit]] = {}
         for commit in commits:
@@ -266,14 +283,14 @@ class SharedBatch:
                 self._fail(group, error)
 
     @contextmanager
-    def _failing_together(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Return a context whose exception ends the groups of these rows."""
+    def _failing(self, groups: Iterable[RowGroup[Any]]) -> Iterator[None]:
+        """Return a context whose exception ends these groups."""
         try:
             yield
         except BaseException as error:
             is_interrupted = not isinstance(error, Exception)
             found = InterruptedRoundError("another thread was interrupted") if is_interrupted else error
-            for group in {self._group_of[row] for row in rows}:
+            for group in groups:
                 self._fail(group, found)
             if is_interrupted:
                 raise

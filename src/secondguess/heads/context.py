@@ -74,7 +74,7 @@ class FeatureCache:
 
         return attend
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         """Release a row; does nothing for an unknown row."""
         self._slots.release(row)
 

@@ -14,7 +14,7 @@ of layer k.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary, Head, TargetModel
+from secondguess.heads.feature import default_layer_config
 from secondguess.heads.files import (
     config_errors,
     get_bool,
@@ -223,7 +224,7 @@ class DsparkHead(Head):
             # its bias; the difference cancels the bias.
             gains = (target.normalise(signs) - target.normalise(-signs)) / 2 * signs
         shape = DsparkConfig(
-            layer=_default_layer_config(target.width),
+            layer=replace(default_layer_config(target.width, group=2), has_qk_norm=True),
             num_layers=num_layers,
             hidden_layers=tuple(hidden_layers) or evenly_spaced_layers(target.num_layers, 4),
             block_size=block_size,
@@ -379,7 +380,7 @@ class DsparkHead(Head):
             states = training_batch.hidden[LAST_HIDDEN][rows, before]
             target_logits = self.vocabulary.select(target.unembed(states))
         logits = self.add_markov_bias(self.base_logits(outputs), previous)
-        agreed = overlap(target_logits, logits)
+        agreed = overlap(target_logits, logits.detach())
         losses, accepted = [], []
         for depth in range(self.shape.num_drafted):
             counted = counts[..., depth]
@@ -449,17 +450,3 @@ def evenly_spaced_layers(num_layers: int, most: int) -> tuple[int, ...]:
     count = min(most, last - first + 1)
     steps = [index / max(1, count - 1) for index in range(count)]
     return tuple(round(first + (last - first) * step) for step in steps)
-
-
-def _default_layer_config(width: int) -> LayerConfig:
-    """Return the default shape of a Qwen3 layer for a hidden size."""
-    head_size = next((size for size in (64, 32, 16, 8, 4) if width % size == 0 and width >= 2 * size), width)
-    num_heads = width // head_size
-    return LayerConfig(
-        width=width,
-        num_heads=num_heads,
-        num_kv_heads=num_heads // 2 if num_heads % 2 == 0 else num_heads,
-        head_size=head_size,
-        mlp_size=3 * width,
-        has_qk_norm=True,
-    )

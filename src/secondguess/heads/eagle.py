@@ -42,7 +42,7 @@ from secondguess.heads.files import (
     require_same,
     write_head,
 )
-from secondguess.heads.layer import Attention, AttentionFunction, CosSin, DecoderLayer, LayerConfig, Mlp, Norm
+from secondguess.heads.layer import AttentionFunction, CosSin, DecoderLayer, LayerConfig, Norm
 from secondguess.heads.mtp import MtpHead, TensorNames
 from secondguess.heads.speculators import (
     checkpoint_tensors,
@@ -102,27 +102,20 @@ class EagleConfig:
             raise BadInputError("expected one of norm_before_fc and fc_norm, got both")
 
 
-class FirstLayer(nn.Module):
+class FirstLayer(DecoderLayer):
     """First decoder layer of EAGLE-3, whose attention input is the embedding and the feature."""
 
     def __init__(self, shape: LayerConfig, norm_before_residual: bool) -> None:
-        super().__init__()
+        super().__init__(shape, input_width=2 * shape.width)
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = Norm(shape.width, shape.norm_eps)
         self.hidden_norm = Norm(shape.width, shape.norm_eps)
-        self.self_attn = Attention(shape, 2 * shape.width)
-        self.post_attention_layernorm = Norm(shape.width, shape.norm_eps)
-        self.mlp = Mlp(shape)
 
-    def forward(
-        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
-    ) -> Tensor:
+    def run(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction) -> Tensor:
+        """Return the output for token embeddings and features `[row, position, width]`."""
         normed = self.hidden_norm(features)
         joined = torch.cat((self.input_layernorm(embedded), normed), -1)
         kept = normed if self.norm_before_residual else features
-        states = kept + self.self_attn(joined, cos_sin, attend, 0)
-        output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return output
+        return self.add_mlp(kept + self.self_attn(joined, cos_sin, attend, 0))
 
 
 class EagleHead(FeatureHead):
@@ -278,7 +271,8 @@ class EagleHead(FeatureHead):
         self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
     ) -> Tensor:
         first, *deeper = self.layers
-        states: Tensor = first(embedded, features, cos_sin, attend)
+        assert isinstance(first, FirstLayer)
+        states: Tensor = first.run(embedded, features, cos_sin, attend)
         for index, layer in enumerate(deeper, start=1):
             states = layer(states, cos_sin, attend, index)
         return states

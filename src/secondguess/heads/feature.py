@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,10 +92,10 @@ class FeatureParts:
             attention carries the normalised feature, not the feature itself.
     """
 
-    token_norm: nn.Module
-    feature_norm: nn.Module
+    token_norm: Any
+    feature_norm: Any
     projection: nn.Linear | None
-    layers: Sequence[Any]
+    layers: Iterable[Any]
     residual_is_normalised: bool = False
 
 
@@ -252,16 +252,16 @@ class FeatureHead(Head):
         return DepthLosses(losses + missing, accepted + missing)
 
 
-def default_layer_config(width: int) -> LayerConfig:
+def default_layer_config(width: int, group: int = 4) -> LayerConfig:
     """Return the default layer shape for a hidden size.
 
-    Attention heads have size 64 and every four query heads share a key-value head, as far as the
-    hidden size is divisible; otherwise smaller powers of two are used.
+    Attention heads have size 64 and every `group` query heads (2 or 4) share a key-value head, as far
+    as the hidden size is divisible; otherwise smaller powers of two are used.
     """
     head_size = next(size for size in (64, 32, 16, 8, 4, 2, 1) if width % size == 0)
     num_heads = width // head_size
     num_kv_heads = next(
-        num for num in (num_heads // 4, num_heads // 2, num_heads) if num and num_heads % num == 0
+        num for num in (num_heads // group, num_heads // 2, num_heads) if num and num_heads % num == 0
     )
     return LayerConfig(width, num_heads, num_kv_heads, head_size, mlp_size=3 * width)
 

@@ -187,17 +187,21 @@ class DecoderLayer(nn.Module):
         shape: shape of the layer.
         has_input_norm: whether there is a norm before the attention; False for EAGLE-1, whose only
             layer has none.
+        input_width: input width of the attention; 0 for the hidden size.
     """
 
-    def __init__(self, shape: LayerConfig, has_input_norm: bool = True) -> None:
+    def __init__(self, shape: LayerConfig, has_input_norm: bool = True, input_width: int = 0) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape.width, shape.norm_eps) if has_input_norm else nn.Identity()
-        self.self_attn = Attention(shape, shape.width)
+        self.self_attn = Attention(shape, input_width or shape.width)
         self.post_attention_layernorm = Norm(shape.width, shape.norm_eps)
         self.mlp = Mlp(shape)
 
     def forward(self, states: Tensor, cos_sin: CosSin, attend: AttentionFunction, layer: int = 0) -> Tensor:
-        states = states + self.self_attn(self.input_layernorm(states), cos_sin, attend, layer)
+        return self.add_mlp(states + self.self_attn(self.input_layernorm(states), cos_sin, attend, layer))
+
+    def add_mlp(self, states: Tensor) -> Tensor:
+        """Return the states after the feed-forward network and its residual connection."""
         output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return output
 

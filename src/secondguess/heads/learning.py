@@ -129,6 +129,5 @@ def masked_mean(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def overlap(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Return `sum_x min(p(x), q(x))` `[...]`, the acceptance probability of a sampled token."""
-    with torch.no_grad():
-        return torch.minimum(target_logits.float().softmax(-1), draft_logits.float().softmax(-1)).sum(-1)
+    """Return `sum_x min(p(x), q(x))` `[...]`, the acceptance rate at temperature 1."""
+    return torch.minimum(target_logits.float().softmax(-1), draft_logits.float().softmax(-1)).sum(-1)

@@ -21,8 +21,9 @@ from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.fused import Rotary, probe_passes
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import ACTIVATIONS, NativeDecoder, PackedDecoder
-from secondguess.runtime.native.forward import KernelForward, kernel_step
+from secondguess.runtime.native.forward import KernelForward, even_layout, in_rows, kernel_step
 from secondguess.runtime.native.runtime import PROBE_TOLERANCE, PROBE_WIDTH, NativeRuntime
+from secondguess.runtime.weight_format import BFLOAT16
 
 
 def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
@@ -43,7 +44,7 @@ def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
         expected = plain.read_with(tokens, features.to(head.target.dtype)).logits
         found = native.read_with(tokens, features).logits
     covered = expected.isfinite()  # the draft vocabulary
-    tolerance = PROBE_TOLERANCE[target.decoder.eight_bits and head.lm_head is None]
+    tolerance = PROBE_TOLERANCE[target.decoder.weight_format if head.lm_head is None else BFLOAT16]
     passes = probe_passes("native (drafter head)", found[covered], expected[covered], tolerance)
     return native if passes else plain
 
@@ -116,14 +117,14 @@ class PackedFeatureHead(PackedDecoder):
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         return self._pack(weight, torch.cat(biases) if biases else None, gated=gated).weight
 
-    def _norm(self, norm: nn.Module) -> library.Norm:
+    def _norm(self, norm: Any) -> library.Norm:
         if isinstance(norm, nn.Identity):
             return library.Norm()
         return self._keep_norm(norm.weight, norm.eps, rounds_first=False)
 
 
 class PackedLinear(PackedDecoder):
-    """Linear layer without bias on the kernels, in bfloat16; thread-safe as `KernelForward` is.
+    """Linear layer without bias on the kernels, in bfloat16; for one thread at a time.
 
     Args:
         linear: the layer.
@@ -168,8 +169,8 @@ class NativeFeatureRuntime(FeatureRuntime):
         joined = self._join_states(hidden)
         return (joined if self._fusion is None else self._fusion(joined)).bfloat16()
 
-    def release(self) -> None:
-        super().release()
+    def free(self) -> None:
+        super().free()
         self._forward.forget_cache()
 
     def _step(
@@ -179,14 +180,10 @@ class NativeFeatureRuntime(FeatureRuntime):
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         last = (self.num_layers,) if with_hidden else ()
-        output = self._forward(
-            self.cache,
-            tokens,
-            step,
-            range(self.num_layers),
-            num_logits,
-            last,
-            features=self._forward_features,
+        layout = even_layout(*tokens.shape, num_logits)
+        layers, features = range(self.num_layers), self._forward_features
+        output = in_rows(
+            self._forward(self.cache, tokens, layout, step, layers, last, features=features), tokens
         )
         hidden = {FEATURE_KEY: output.hidden[self.num_layers]} if with_hidden else {}
         return Output(self._vocabulary.to_target(output.logits), hidden)

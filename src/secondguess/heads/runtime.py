@@ -88,8 +88,8 @@ class FeatureRuntime(CachedRuntime):
                 self.set_features(row, len(row.tokens), outputs)
         return output
 
-    def end(self, row: Row) -> None:
-        super().end(row)
+    def release(self, row: Row) -> None:
+        super().release(row)
         self._features.pop(row, None)
         self._outputs.pop(row, None)
 

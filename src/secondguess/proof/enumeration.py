@@ -26,6 +26,8 @@ from secondguess.sampling.noise import Noise
 from secondguess.stats import StatsRecorder
 
 MAX_BRANCHES = 300_000
+COMPLETE = 1e-9
+"""Largest error of the sum of all branches' probabilities."""
 
 Decision = tuple[int, str, int]
 """Key of a random decision: (round, kind, index).
@@ -51,20 +53,20 @@ class OutcomeScript:
     """Scripted outcomes of the random decisions of every row.
 
     Args:
-        num_rows: rows of the batch, one per branch and original row.
-        outcomes: number of outcomes of each known decision.
-        digits: `[row]` outcome of each of these decisions.
+        origins: `[row]` index of the original row that each row is a branch of.
+        digits: `[row]` outcome of each scripted decision.
+        outcomes: number of outcomes of each decision seen so far, in the order of their first use.
 
     Attributes:
-        probabilities: `[row]` probability of the outcomes used so far.
+        probabilities: `[row]` probability of the scripted outcomes used so far.
         asked: `[row]` bool for each decision, True for rows that have used it.
         coupled_drafts: by round and depth, the draft distributions `[row, vocab]` and tokens
             `[row]` of coupled rows; token -1 for other rows.
     """
 
-    num_rows: int
-    outcomes: dict[Decision, int]
-    digits: dict[Decision, Tensor]
+    origins: Tensor
+    digits: dict[Decision, Tensor] = field(default_factory=dict)
+    outcomes: dict[Decision, int] = field(default_factory=dict)
     probabilities: Tensor = field(init=False)
     asked: dict[Decision, Tensor] = field(init=False, default_factory=dict)
     coupled_drafts: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
@@ -72,27 +74,9 @@ class OutcomeScript:
     def __post_init__(self) -> None:
         self.probabilities = torch.ones(self.num_rows, dtype=torch.float64)
 
-    @classmethod
-    def of(cls, outcomes: dict[Decision, int], num_input_rows: int) -> OutcomeScript:
-        """Return a script with all combinations of outcomes for each original row.
-
-        Consecutive rows are different original rows with the same outcomes.
-
-        Raises:
-            BadInputError: there are more than `MAX_BRANCHES` rows.
-        """
-        num_rows = num_input_rows
-        digits = {}
-        for question, count in outcomes.items():
-            digits[question] = num_rows
-            num_rows *= count
-        if num_rows > MAX_BRANCHES:
-            raise BadInputError(
-                f"expected at most {MAX_BRANCHES} branches to enumerate, got {num_rows}; "
-                "use a smaller vocabulary or shorter drafts"
-            )
-        index = torch.arange(num_rows)
-        return cls(num_rows, dict(outcomes), {q: index // digits[q] % outcomes[q] for q in digits})
+    @property
+    def num_rows(self) -> int:
+        return len(self.origins)
 
     def answer(self, question: Decision, rows: Tensor, num_outcomes: int) -> Tensor:
         """Return the scripted outcomes `[n]` of a decision for some rows.
@@ -116,10 +100,11 @@ class OutcomeScript:
             )
         return self.digits[question][rows] if question in self.digits else torch.zeros_like(rows)
 
-    def weigh(self, rows: Tensor, chances: Tensor) -> None:
-        """Multiply the probabilities of some rows by those `[n]` of their latest outcomes."""
-        so_far = self.probabilities[rows]
-        self.probabilities[rows] = torch.where(so_far > 0, so_far * chances.double(), 0.0)
+    def weigh(self, question: Decision, rows: Tensor, chances: Tensor) -> None:
+        """Multiply the probabilities of some rows by those `[n]` of their outcomes of a scripted decision."""
+        if question in self.digits:
+            so_far = self.probabilities[rows]
+            self.probabilities[rows] = torch.where(so_far > 0, so_far * chances.double(), 0.0)
 
     def real(self) -> Tensor:
         """Return the `[row]` bool mask of distinct branches of positive probability.
@@ -131,6 +116,37 @@ class OutcomeScript:
             asked = self.asked.get(question)
             real &= (digits == 0) if asked is None else (asked | (digits == 0))
         return real
+
+    def expanded(self, prunes: bool) -> OutcomeScript | None:
+        """Return the script of the next repetition, or None if every decision used is in this one.
+
+        Each row is followed by all outcomes of the first of the new decisions, and of those of the same round and kind.
+
+        Args:
+            prunes: whether rows that are not `real`, and outcomes of decisions that a row did not use, are left out.
+
+        Raises:
+            BadInputError: there are more than `MAX_BRANCHES` branches.
+        """
+        every = torch.ones(self.num_rows, dtype=torch.bool)
+        kept = (self.real() if prunes else every).nonzero()[:, 0]
+        used = self.asked if prunes else dict.fromkeys(self.outcomes, every)
+        new = [each for each in used if each not in self.digits and bool(used[each][kept].any())]
+        if not new:
+            return None
+        digits = {question: digits[kept] for question, digits in self.digits.items()}
+        for question in (each for each in new if each[:2] == new[0][:2]):
+            counts = torch.where(used[question][kept], self.outcomes[question], 1)
+            if int(counts.sum()) > MAX_BRANCHES:
+                raise BadInputError(
+                    f"expected at most {MAX_BRANCHES} branches to enumerate, got {int(counts.sum())}; "
+                    "use a smaller vocabulary or shorter drafts"
+                )
+            copies = torch.arange(len(kept)).repeat_interleave(counts)
+            digits = {each: digits[copies] for each, digits in digits.items()}
+            digits[question] = torch.arange(len(copies)) - (counts.cumsum(0) - counts)[copies]
+            kept = kept[copies]
+        return OutcomeScript(self.origins[kept], digits, self.outcomes)
 
 
 class EnumeratingNoise(Noise):
@@ -201,13 +217,15 @@ class EnumeratingNoise(Noise):
         )
 
     def _decide(self, what: str, where: int, dists: Tensor) -> Tensor:
-        answers = self.script.answer((self.number, what, where), self.rows, dists.shape[-1])
-        self.script.weigh(self.rows, _at(dists, answers)[:, 0])
+        question = self.number, what, where
+        answers = self.script.answer(question, self.rows, dists.shape[-1])
+        self.script.weigh(question, self.rows, _at(dists, answers)[:, 0])
         return answers
 
     def _race(self, query: int, dists: Tensor, depths: Tensor) -> Tensor:
         dists = dists.double()
-        tokens = self.script.answer((self.number, "race", query), self.rows, dists.shape[-1])
+        question = self.number, "race", query
+        tokens = self.script.answer(question, self.rows, dists.shape[-1])
         chances = _at(dists, tokens)[:, 0]
         for (number, depth), (draft_dists, drafted) in self.script.coupled_drafts.items():
             if number == self.number:
@@ -216,7 +234,7 @@ class EnumeratingNoise(Noise):
                 both = joint_race_probability(q, dists[joined], x, tokens[joined])
                 alone = _at(q, x)[:, 0]
                 chances[joined] = torch.where(alone > 0, both / alone, 0.0)
-        self.script.weigh(self.rows, chances)
+        self.script.weigh(question, self.rows, chances)
         return tokens
 
 
@@ -263,9 +281,9 @@ def enumerate_rounds(
 ) -> list[list[Branch]]:
     """Enumerate all outcomes of the first rounds of the decoding loop.
 
-    The rounds are repeated until no new decision appears. Every repetition starts with a copy of
-    the given controller, which may be in any state, and uses a clock with constant ticks; the
-    controller must decide the same in every repetition.
+    The rounds are repeated until no new decision appears, without branches of probability zero.
+    Every repetition starts with a copy of the given controller, which may be in any state, and
+    uses a clock with constant ticks; the controller must decide the same in every repetition.
 
     Args:
         components: target, drafter, verifier and controller; `make_noise` and recorder are replaced.
@@ -279,21 +297,33 @@ def enumerate_rounds(
     Raises:
         BadInputError: there are more than `MAX_BRANCHES` branches, or coupled rows with trees.
     """
-    outcomes: dict[Decision, int] = {}
+    branches = _enumerate(components, make_rows, num_rounds, prunes=True)
+    if all(abs(sum(branch.probability for branch in of_row) - 1) < COMPLETE for of_row in branches):
+        return branches
+    # A controller that learns from the whole batch can use a decision that was pruned in a smaller batch.
+    return _enumerate(components, make_rows, num_rounds, prunes=False)
+
+
+def _enumerate(
+    components: Components, make_rows: Callable[[], Sequence[Row]], num_rounds: int, prunes: bool
+) -> list[list[Branch]]:
+    script = OutcomeScript(torch.arange(len(make_rows())))
     while True:
-        script = OutcomeScript.of(outcomes, len(make_rows()))
         branches = _run_rounds(components, make_rows, num_rounds, script)
-        if script.outcomes == outcomes:
+        following = script.expanded(prunes)
+        if following is None:
             return branches
-        outcomes = script.outcomes
+        script = following
 
 
 def _run_rounds(
     components: Components, make_rows: Callable[[], Sequence[Row]], num_rounds: int, script: OutcomeScript
 ) -> list[list[Branch]]:
-    num_input_rows = len(make_rows())
     components = replace(components, controller=copy.deepcopy(components.controller))
-    rows = [row for _ in range(script.num_rows // num_input_rows) for row in make_rows()]
+    origins = script.origins.tolist()
+    num_input_rows = len(make_rows())
+    fresh = [[make_rows()[index] for _ in range(origins.count(index))] for index in range(num_input_rows)]
+    rows = [fresh[index].pop() for index in origins]
     num_accepted = dict.fromkeys(rows, 0)
     batch = Batch(replace(components, recorder=StatsRecorder()))
     try:
@@ -309,7 +339,7 @@ def _run_rounds(
     for index in script.real().nonzero()[:, 0].tolist():
         row = rows[index]
         branch = Branch(float(script.probabilities[index]), tuple(row.output), num_accepted[row])
-        branches[index % num_input_rows].append(branch)
+        branches[origins[index]].append(branch)
     return branches
 
 

@@ -71,6 +71,7 @@ class Runtime(ABC):
         num_layers: number of decoder layers.
         device: device of the input tensors.
         supports_partial_forward: True if `run_first_layers` and `skip_layers` are supported.
+        num_prefilled: number of tokens that prefills have run through the model so far.
     """
 
     vocab_size: int
@@ -78,6 +79,7 @@ class Runtime(ABC):
     num_layers: int
     device: torch.device
     supports_partial_forward: bool = False
+    num_prefilled: int = 0
 
     def request_hidden_states(self, layers: Sequence[int]) -> None:
         """Set the layers whose hidden states `begin` and `score` return from now on.
@@ -154,14 +156,19 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
+    def prefill(
+        self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
+    ) -> list[HiddenStates]:
         """Cache the uncached tokens of rows, except each row's last token.
 
         `score` would process these tokens too, which makes all rows of its batch wait.
 
         Args:
             rows: admitted rows.
-            max_tokens: maximum number of tokens, over all rows; None for no limit.
+            max_tokens: maximum number of tokens to run through the model, over all rows; None for
+                no limit.
+            with_hidden: whether to return the requested hidden states. If there are none to
+                return, the entries of tokens that another live row has cached are copied.
 
         Returns:
             Per row, the requested hidden states of the tokens cached by this call, `[position,
@@ -207,7 +214,7 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         """Release the cache slot of a row; do nothing for a row that was never admitted."""
 
 

@@ -154,6 +154,10 @@ class KeyValueCache:
         for block in (*self.keys, *self.values):
             block[[first, second], :, :length] = block[[second, first], :, :length]
 
+    def clear(self) -> None:
+        """Free all memory; the next `place` or `reserve` allocates what it needs."""
+        self.keys, self.values, self.num_slots, self.capacity = [], [], 0, 0
+
     def num_tokens_to_allocate(self, num_slots: int, num_positions: int) -> int:
         """Return the tokens to allocate for so many slots and positions, 0 if they fit already."""
         if num_slots <= self.num_slots and num_positions <= self.capacity:

@@ -140,7 +140,9 @@ class CachedRuntime(Runtime):
             BadInputError: if there are rows in the cache.
         """
         if len(self.slots):
-            raise BadInputError(f"expected no row in the cache, got {len(self.slots)}; call end(row) first")
+            raise BadInputError(
+                f"expected no row in the cache, got {len(self.slots)}; call release(row) first"
+            )
         self.slots.forget()
         num_rows, width = tokens.shape
         starts = [0] * num_rows
@@ -150,10 +152,14 @@ class CachedRuntime(Runtime):
             return self.run(tokens, step, width, with_hidden=bool(self.hidden_layers))
 
     @exclusive
-    def release(self) -> None:
+    def free(self) -> None:
         """Remove every row and free the cache."""
         self.cache = KeyValueCache(self.device)
         self.slots = SlotTable(self.cache)
+
+    def num_tokens_to_allocate(self, num_rows: int, longest: int) -> int:
+        """Return by how many tokens the cache grows for so many rows, the longest of which has so many."""
+        return self.slots.num_tokens_to_allocate(num_rows, longest)
 
     @property
     def num_live_rows(self) -> int:
@@ -165,7 +171,7 @@ class CachedRuntime(Runtime):
         return [state.length for state in self.slots.admit(rows, reuse_limits)]
 
     @exclusive
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self.slots.release(row)
 
     @exclusive
@@ -212,32 +218,43 @@ class CachedRuntime(Runtime):
 
     def _score(self, states: Sequence[CachedRow], draft: Draft) -> ForwardOutput:
         num_uncached = self._catch_up(states)
-        queries = build_queries(states, num_uncached, draft)
-        num_queries = draft.num_nodes + 1
-        width = queries.tokens.shape[1]
-        # Logits are needed from this column on. Only rows with less to catch up must be gathered.
-        first = min(num_uncached) - 1
-        starts = [state.length for state in states]
-        num_keys = -(-(max(starts) + width) // self._key_block) * self._key_block
         with torch.inference_mode():
-            self._place(states, starts, width, num_keys)
-            step = self._step(starts, queries, num_keys)
-            output = self.run(queries.tokens, step, width - first, with_hidden=bool(self.hidden_layers))
-            offsets = None
-            if min(num_uncached) != max(num_uncached):
-                shift = torch.tensor(num_uncached, device=self.device)[:, None] - 1
-                offsets = shift + torch.arange(num_queries, device=self.device)
-            logits = _columns(output.logits, num_queries, width, offsets)
-            hidden = {
-                layer: _columns(states_of_layer, num_queries, width, offsets)
-                for layer, states_of_layer in output.hidden.items()
-            }
+            logits, hidden = self._run_queries(states, num_uncached, draft)
             if logits.dtype != torch.float64:
                 logits = logits.float()
         for state in states:
             state.length = len(state.row.tokens)
             state.num_nodes = draft.num_nodes
         return ForwardOutput(logits, hidden)
+
+    def _run_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
+    ) -> tuple[Tensor, HiddenStates]:
+        """Return logits and hidden states `[row, node + 1, ...]` of pending and the nodes."""
+        tokens, step = self._prepare(states, num_uncached, draft)
+        num_queries, width = draft.num_nodes + 1, tokens.shape[1]
+        # Logits are needed from this column on. Only rows with less to catch up must be gathered.
+        first = min(num_uncached) - 1
+        output = self.run(tokens, step, width - first, with_hidden=bool(self.hidden_layers))
+        offsets = None
+        if min(num_uncached) != max(num_uncached):
+            shift = torch.tensor(num_uncached, device=self.device)[:, None] - 1
+            offsets = shift + torch.arange(num_queries, device=self.device)
+        hidden = {
+            layer: _columns(states_of_layer, num_queries, width, offsets)
+            for layer, states_of_layer in output.hidden.items()
+        }
+        return _columns(output.logits, num_queries, width, offsets), hidden
+
+    def _prepare(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
+    ) -> tuple[Tensor, ForwardStep]:
+        """Place a forward pass over each row's uncached tokens and its nodes; return its inputs."""
+        queries = build_queries(states, num_uncached, draft)
+        starts, width = [state.length for state in states], queries.tokens.shape[1]
+        num_keys = -(-(max(starts) + width) // self._key_block) * self._key_block
+        self._place(states, starts, width, num_keys)
+        return queries.tokens, self._step(starts, queries, num_keys)
 
     def _catch_up(self, states: Sequence[CachedRow]) -> list[int]:
         """Return the uncached tokens per row, at least 1; rows beyond a chunk are prefilled."""
@@ -248,19 +265,27 @@ class CachedRuntime(Runtime):
         return [len(state.row.tokens) - state.length for state in states]
 
     @exclusive
-    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
-        hidden = self._prefill([self.slots[row] for row in rows], max_tokens, bool(self.hidden_layers))
+    def prefill(
+        self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
+    ) -> list[HiddenStates]:
+        with_hidden = with_hidden and bool(self.hidden_layers)
+        hidden = self._prefill([self.slots[row] for row in rows], max_tokens, with_hidden, can_copy=True)
         return [hidden.get(row, {}) for row in rows]
 
     def num_to_prefill(self, row: Row) -> int:
         return self.slots[row].num_to_prefill
 
     def _prefill(
-        self, states: Sequence[CachedRow], max_tokens: int | None = None, with_hidden: bool = False
+        self,
+        states: Sequence[CachedRow],
+        max_tokens: int | None = None,
+        with_hidden: bool = False,
+        can_copy: bool = False,
     ) -> dict[Row, HiddenStates]:
         """Cache tokens but the last, in forward passes of at most `prefill_chunk` tokens.
 
         Rows with similar numbers of uncached tokens are run together.
+        With `can_copy`, entries of other live rows are copied, unless hidden states are needed.
 
         Returns:
             The hidden states of the tokens cached now, by row; empty unless `with_hidden`.
@@ -269,6 +294,9 @@ class CachedRuntime(Runtime):
         left = math.inf if max_tokens is None else max_tokens
         waiting = sorted(states, key=_num_to_prefill)
         while left > 0 and waiting and waiting[-1].num_to_prefill > 0:
+            if can_copy and not with_hidden and self.slots.extend(waiting[-1]):
+                waiting.sort(key=_num_to_prefill)
+                continue
             most = int(min(left, self.prefill_chunk))
             width = min(waiting[-1].num_to_prefill, most)
             num_rows = most // width if self._prefills_together else 1
@@ -282,6 +310,7 @@ class CachedRuntime(Runtime):
                 hidden = self._prefill_forward(group, torch.tensor(texts, device=self.device), with_hidden)
             for place, (state, count) in enumerate(zip(group, counts, strict=True)):
                 state.length += count
+                self.num_prefilled += count
                 left -= count
                 if with_hidden:
                     piece = {

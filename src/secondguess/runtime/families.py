@@ -112,11 +112,6 @@ UNSUPPORTED_FIELDS = ("attn_logit_softcapping", "final_logit_softcapping", "use_
 """Configuration fields that, when set, enable features the fused decoder does not implement."""
 
 
-def can_fuse(config: Any, device: torch.device) -> bool:
-    """Return whether the fused decoder covers models with this configuration on this device."""
-    return why_not_fused(config, device) is None
-
-
 def why_not_fused(config: Any, device: torch.device) -> str | None:
     """Return why the fused decoder does not cover this configuration on this device, else None."""
     if device.type != "cpu":

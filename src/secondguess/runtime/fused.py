@@ -53,7 +53,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
     The module must not be used afterwards in either case.
 
     Args:
-        model: a causal language model for which `can_fuse` holds, in evaluation mode.
+        model: a causal language model that `why_not_fused` does not refuse, in evaluation mode.
         packed: whether to pack its weights (see `packing.can_pack`).
     """
     if not all(type(linear) is nn.Linear for linear in _linears(model)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import ForwardOutput, HiddenStates
+from secondguess.runtime.base import HiddenStates
 from secondguess.runtime.cached import CachedRuntime, Output, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.slots import CachedRow
@@ -105,9 +105,9 @@ class LayeredRuntime(CachedRuntime):
     # An interrupted round leaves `_partial` behind. It must be dropped below: rows, lengths and
     # draft may match again after the cache has been overwritten.
     @exclusive
-    def release(self) -> None:
+    def free(self) -> None:
         self._partial = None
-        super().release()
+        super().free()
 
     @exclusive
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
@@ -115,14 +115,16 @@ class LayeredRuntime(CachedRuntime):
         return super().admit(rows, reuse_limits)
 
     @exclusive
-    def prefill(self, rows: Sequence[Row], max_tokens: int | None = None) -> list[HiddenStates]:
+    def prefill(
+        self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
+    ) -> list[HiddenStates]:
         self._partial = None
-        return super().prefill(rows, max_tokens)
+        return super().prefill(rows, max_tokens, with_hidden)
 
     @exclusive
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self._partial = None
-        super().end(row)
+        super().release(row)
 
     @exclusive
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
@@ -171,17 +173,15 @@ class LayeredRuntime(CachedRuntime):
         self._place(members, starts, tokens.shape[1], num_keys)
         return tokens, step, states
 
-    def _score(self, states: Sequence[CachedRow], draft: Draft) -> ForwardOutput:
+    def _run_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
+    ) -> tuple[Tensor, HiddenStates]:
         ahead, self._partial = self._partial, None
         if ahead is None or not ahead.is_prefix_of(states, draft):
-            return super()._score(states, draft)
+            return super()._run_queries(states, num_uncached, draft)
         if any(0 < layer % (self.num_layers + 1) < ahead.num_layers for layer in self.hidden_layers):
-            return super()._score(states, draft)  # needs hidden states that were not kept
-        with torch.inference_mode():
-            tokens, step, read = self._extend_first_layers(states, draft, ahead.states, ahead.num_layers)
-            output = self.run_remaining_layers(tokens, read, step, ahead.num_layers)
-        for state in states:
-            state.length = len(state.row.tokens)
-            state.num_nodes = draft.num_nodes
-        logits = output.logits if output.logits.dtype == torch.float64 else output.logits.float()
-        return ForwardOutput(logits, output.hidden)
+            # needs hidden states that were not kept
+            return super()._run_queries(states, num_uncached, draft)
+        tokens, step, read = self._extend_first_layers(states, draft, ahead.states, ahead.num_layers)
+        output = self.run_remaining_layers(tokens, read, step, ahead.num_layers)
+        return output.logits, output.hidden

@@ -22,6 +22,12 @@ MAX_REMEMBERED = 64
 
 None is added while more rows are live.
 """
+MAX_EXCESS = 4
+"""Largest size of a cache that grows for new rows alone, relative to the size that they need.
+
+The cache is as long as the longest row for as many rows as ever decoded together: without a bound, a
+few long rows after many short ones would need memory for many long rows.
+"""
 
 
 @dataclass(eq=False)
@@ -81,9 +87,14 @@ class SlotTable:
         """
         for row in rows:
             if row in self._rows:
-                raise BadInputError("expected a new row, got one that has begun already; call end(row) first")
+                raise BadInputError(
+                    "expected a new row, got one that has begun already; call release(row) first"
+                )
             if not row.tokens:
                 raise BadInputError("expected a row of at least one token, got an empty one")
+        if rows and self._is_cleared_for(len(rows), max(len(row.tokens) + row.room for row in rows)):
+            self.forget()
+            self._cache.clear()
         limits = reuse_limits or [None] * len(rows)
         # Of the rows of this call, only those that take over entries have any.
         live = [state for state in self._by_slot if state.length]
@@ -103,6 +114,41 @@ class SlotTable:
         self._by_slot.append(state)
         self._rows[row] = state
         return state
+
+    def num_tokens_to_allocate(self, num_rows: int, longest: int) -> int:
+        """Return by how many tokens the cache grows for so many rows, the longest of which has so many."""
+        if self._is_cleared_for(num_rows, longest):
+            held = self._cache.num_slots * self._cache.capacity
+            return max(0, KeyValueCache(self._cache.device).num_tokens_to_allocate(num_rows, longest) - held)
+        return self._cache.num_tokens_to_allocate(num_rows, longest)
+
+    def _is_cleared_for(self, num_rows: int, longest: int) -> bool:
+        """Return whether the cache is freed when so many rows are admitted, as no other row uses it."""
+        needed = KeyValueCache(self._cache.device).num_tokens_to_allocate(num_rows, longest)
+        grown = self._cache.num_tokens_to_allocate(num_rows, longest)
+        return not self._by_slot and grown > MAX_EXCESS * needed
+
+    def extend(self, state: CachedRow) -> bool:
+        """Copy the entries of a row's next tokens from the live row that has most of them.
+
+        Returns:
+            False if no live row has cached the row's next token after the same tokens.
+        """
+        tokens, length = state.row.tokens[:-1], state.length
+        others = [
+            each
+            for each in self._by_slot
+            if each.length > length and each.row.tokens[length] == tokens[length]
+        ]
+        lengths = [common_prefix(tokens, other.row.tokens, other.length) for other in others]
+        longest = max(lengths, default=0)
+        if longest <= length:
+            return False
+        with torch.inference_mode():
+            self._cache.reserve(state.slot + 1, longest)
+            self._cache.move(others[lengths.index(longest)].slot, state.slot, longest)
+        state.length = longest
+        return True
 
     def release(self, row: Row) -> None:
         """Free the slot of a row, whose entries stay in the cache; do nothing for an unknown row."""

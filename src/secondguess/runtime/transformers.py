@@ -55,7 +55,7 @@ class TransformersRuntime(CachedRuntime):
         self.model.set_attn_implementation(self._found_attention)
         for module, training in self._found_training.items():
             module.training = training
-        self.release()
+        self.free()
 
     def __enter__(self) -> TransformersRuntime:
         return self

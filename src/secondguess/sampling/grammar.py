@@ -205,6 +205,8 @@ def _source(grammar: Grammar) -> str:
 def _invalid(grammar: Grammar, reason: str) -> BadInputError:
     if reason.startswith("NoExtensionBias"):
         reason = "no text of this vocabulary matches it"
+    if "coerce_one_of" in reason:
+        reason = "oneOf whose alternatives can both match is not supported; write anyOf"
     shown = " ".join(reason.split())[:300]
     return BadInputError(
         f"expected a valid {grammar.kind} as grammar, got one that llguidance refuses: {shown}"
@@ -229,13 +231,17 @@ class GrammarMatcher:
         self._committed: list[int] = []
         self._path: tuple[int, ...] = ()  # drafted tokens that the matcher has consumed
         self._masks: dict[tuple[int, ...], Mask | None] = {}
+        self._beyond_limits: set[tuple[int, ...]] = set()  # paths whose mask could not be computed
+        self.has_failed = False
 
     def push(self, token: int) -> bool:
         """Add the next output token; return True if the text is complete and nothing can follow."""
         self._move_to(())
         self._masks.clear()
         self._committed.append(token)
-        return bool(self._matcher.consume_token(token) and self._matcher.is_stopped())
+        self.has_failed = () in self._beyond_limits or not self._matcher.consume_token(token)
+        self._beyond_limits = {path[1:] for path in self._beyond_limits if path[:1] == (token,)}
+        return bool(not self.has_failed and self._matcher.is_stopped())
 
     def allowed(self, path: tuple[int, ...]) -> Mask | None:
         """Return the tokens `[vocab]` that may follow the committed tokens and a drafted path.
@@ -258,16 +264,19 @@ class GrammarMatcher:
             above = self.allowed(path[:-1])
             if above is None or path[-1] >= len(above) or not above[path[-1]]:
                 return None
-        self._move_to(path)
-        matcher = self._matcher
-        if path and matcher.is_stopped() and not matcher.is_error():
-            return None
-        bits = numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8)
-        mask = numpy.unpackbits(bits, count=self._vocab_size, bitorder="little").view(numpy.bool_)
-        if matcher.is_error():  # a limit was reached: no token is known to be right, and the text ends
+        for _ in range(2):
+            self._move_to(path)
+            matcher = self._matcher
+            if path and matcher.is_stopped() and not matcher.is_error():
+                return None
+            bits = numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8)
+            if not matcher.is_error():
+                return numpy.unpackbits(bits, count=self._vocab_size, bitorder="little").view(numpy.bool_)
+            # A limit was reached, perhaps on drafted paths, on which the text must not depend: try once
+            # more with a matcher that has read this text alone.
             self._restart()
-            return numpy.zeros_like(mask)
-        return mask
+        self._beyond_limits.add(path)
+        return numpy.zeros(self._vocab_size, numpy.bool_)  # no token is known to be right: the text ends
 
     def _move_to(self, path: tuple[int, ...]) -> None:
         """Consume the tokens of a drafted path, which are allowed, in place of those of the last one."""

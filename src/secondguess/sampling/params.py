@@ -74,6 +74,9 @@ class SamplingParams:
         draft_length: draft this many levels per round for this request, in place of the
             controller's choice; 0 is plain decoding. It does not change the output distribution.
         max_draft_length: draft at most this many levels per round for this request.
+        draft_with: draft for this request with these parts of the loaded drafter alone, such as
+            `suffix` of `suffix+model:PATH`. `ngram` is available with any drafter; with `none`, only
+            the prediction and the grammar's forced tokens are drafted.
 
     Raises:
         BadInputError: a value of the wrong type or out of range.
@@ -98,6 +101,7 @@ class SamplingParams:
     prediction: str | tuple[int, ...] | None = None
     draft_length: int | None = None
     max_draft_length: int | None = None
+    draft_with: str | None = None
 
     def __post_init__(self) -> None:
         self._check_integer("max_tokens", 1, 2**31 - 1)
@@ -132,6 +136,8 @@ class SamplingParams:
             self._check_integer("draft_length", 0, MAX_DRAFT_LENGTH, advice)
         if self.max_draft_length is not None:
             self._check_integer("max_draft_length", 0, MAX_DRAFT_LENGTH, "leave it out for no limit")
+        if self.draft_with is not None and not isinstance(self.draft_with, str):
+            raise _invalid("draft_with", "a name", self.draft_with, "leave it out for the loaded drafter")
         if self.prediction is not None and not isinstance(self.prediction, str):
             self._set("prediction", _checked_tokens("prediction", self.prediction))
 

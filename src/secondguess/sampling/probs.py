@@ -42,13 +42,19 @@ def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> T
         BadInputError: the settings ban every token.
         SecondGuessError: the model's logits are not finite.
     """
-    # Query 0 follows `pending`: no drafted node precedes it.
-    return _probs(
-        logits, rows, draft.tokens, lambda: torch.nn.functional.pad(draft.ancestors(), (0, 0, 1, 0))
-    )
+    dists = _probs(logits, rows, draft.tokens, _ancestors_of(draft))
+    if _has_nan(dists):
+        _require_finite(logits)
+        raise BadInputError(
+            "expected at least one possible token, got settings that ban every token; "
+            "relax logit_bias, min_tokens or grammar"
+        )
+    return dists
 
 
-def compute_draft_probs(logits: Tensor, rows: Sequence[Row], drafted: Tensor) -> Tensor:
+def compute_draft_probs(
+    logits: Tensor, rows: Sequence[Row], drafted: Tensor
+) -> tuple[Tensor, list[bool] | None]:
     """Return the probabilities from which a chain drafter draws its next node, per row.
 
     Args:
@@ -58,21 +64,57 @@ def compute_draft_probs(logits: Tensor, rows: Sequence[Row], drafted: Tensor) ->
         drafted: `[row, i]` nodes drawn so far in this round.
 
     Returns:
-        Probabilities `[row, vocab]`; dtype and errors as in `compute_target_probs`.
+        Probabilities `[row, vocab]`, in the dtype of `compute_target_probs`, and for each row
+        whether no token is possible: a narrower vocabulary may lack all that the settings allow. Such
+        a row has the one-hot distribution of token 0. None if every row has a possible token.
+
+    Raises:
+        SecondGuessError: the model's logits are not finite.
     """
-    return _probs(
+    dists = _probs(
         logits[:, None], rows, drafted, lambda: torch.ones_like(drafted, dtype=torch.bool)[:, None]
-    )[:, 0]
+    )
+    dists, banned = _without_banned(dists, logits)
+    return dists[:, 0], None if banned is None else banned[:, 0].tolist()
+
+
+def compute_tree_draft_probs(
+    logits: Tensor, rows: Sequence[Row], draft: Draft
+) -> tuple[Tensor, Tensor | None]:
+    """Return the probabilities from which a tree drafter draws the children of each query.
+
+    As `compute_draft_probs`, for logits `[row, node + 1, vocab]` at all queries of a draft; the
+    second result is `[row, node + 1]` bool, True where no token is possible.
+    """
+    return _without_banned(_probs(logits, rows, draft.tokens, _ancestors_of(draft)), logits)
 
 
 def _probs(logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Callable[[], Tensor]) -> Tensor:
-    """Return probabilities `[row, query, vocab]`; arguments as in `LogitProcessors.apply`."""
+    """Return probabilities `[row, query, vocab]`, NaN where no token is possible.
+
+    Arguments as in `LogitProcessors.apply`.
+    """
     params = tuple([row.params for row in rows])
     edits, rule = _setting_tensors(params, logits.shape[-1], logits.device)
     scores = _at_least_float32(logits)
     if edits.change_logits(rows):
         scores = edits.apply(scores, rows, nodes, visible())
-    return _check_finite(rule(scores), logits)
+    return rule(scores)
+
+
+def _ancestors_of(draft: Draft) -> Callable[[], Tensor]:
+    """Return the function that computes which nodes precede each query; none precede query 0."""
+    return lambda: torch.nn.functional.pad(draft.ancestors(), (0, 0, 1, 0))
+
+
+def _without_banned(dists: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Replace undefined distributions by the one-hot one of token 0; return also where they were."""
+    if not _has_nan(dists):
+        return dists, None
+    _require_finite(logits)
+    banned = dists[..., 0].isnan()
+    first = torch.nn.functional.one_hot(torch.zeros_like(banned, dtype=torch.long), dists.shape[-1])
+    return torch.where(banned[..., None], first.to(dists.dtype), dists), banned
 
 
 def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Commit:
@@ -116,17 +158,15 @@ def _at_least_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
-def _check_finite(dists: Tensor, logits: Tensor) -> Tensor:
+def _has_nan(dists: Tensor) -> bool:
     # An undefined distribution is NaN in every entry, and one NaN makes the sum below NaN.
     first = dists[..., 0]
-    if math.isnan(first.item() if first.numel() == 1 else first.sum().item()):
-        if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
-            raise SecondGuessError(
-                "expected finite logits from the model, got NaN or infinity; its weights are broken, or "
-                "overflow in this precision: try another dtype"
-            )
-        raise BadInputError(
-            "expected at least one possible token, got settings that ban every token; "
-            "relax logit_bias, min_tokens or grammar"
+    return math.isnan(first.item() if first.numel() == 1 else first.sum().item())
+
+
+def _require_finite(logits: Tensor) -> None:
+    if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
+        raise SecondGuessError(
+            "expected finite logits from the model, got NaN or infinity; its weights are broken, or "
+            "overflow in this precision: try another dtype"
         )
-    return dists

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from secondguess import __version__
-from secondguess.engine import DrainingError, Engine, QueueFullError
+from secondguess.engine import DrainingError, QueueFullError
 from secondguess.errors import SecondGuessError
 from secondguess.server import chats, completions, model_routes, responses
 from secondguess.server.errors import ApiError, api_error, validation_error
@@ -22,12 +22,13 @@ from secondguess.server.gate import Gate, KeyRing
 from secondguess.server.playground import playground_routes
 from secondguess.server.service import Service
 from secondguess.server.settings import ServerSettings
+from secondguess.server.sleep import ServerEngine
 from secondguess.server.streams import error_response
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(engine: ServerEngine, settings: ServerSettings | None = None) -> FastAPI:
     """Return the ASGI application of a server.
 
     Args:

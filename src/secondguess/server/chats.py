@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from secondguess.core import TokenLogprob
 from secondguess.engine import Output
+from secondguess.server.bodies import BoundedRoute
 from secondguess.server.convert import Job
 from secondguess.server.parsing import Delta, ReplyParser
 from secondguess.server.replies import (
@@ -28,7 +29,7 @@ from secondguess.server.schemas import ChatRequest
 from secondguess.server.service import Service, check_finished
 from secondguess.server.streams import Generation, streamed, to_event
 
-router = APIRouter(tags=["chat"])
+router = APIRouter(tags=["chat"], route_class=BoundedRoute)
 
 
 @router.post("/v1/chat/completions")

@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from secondguess.engine import NewPiece, Output
+from secondguess.server.bodies import BoundedRoute
 from secondguess.server.convert import Job
 from secondguess.server.replies import (
     Head,
@@ -24,7 +25,7 @@ from secondguess.server.schemas import CompletionRequest
 from secondguess.server.service import Service, check_finished
 from secondguess.server.streams import Generation, streamed, to_event
 
-router = APIRouter(tags=["completions"])
+router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 
 
 @router.post("/v1/completions")

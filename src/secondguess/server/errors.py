@@ -22,7 +22,12 @@ _CODES = {
     "none_required": "unsupported_parameter",
     "literal_error": "unsupported_value",
 }
-
+SPECULATION = {
+    "draft_with": "speculation.drafter",
+    "draft_length": "speculation.draft_length",
+    "max_draft_length": "speculation.max_draft",
+}
+"""Setting -> the field of a request that it comes from."""
 
 _UNION_MEMBERS = {"str", "int", "list", "bool", "float", "literal"}
 
@@ -90,7 +95,8 @@ def api_error(error: Exception, fields: Mapping[str, object] | None = None) -> A
         return ApiError(503, str(error), code="out_of_memory", retry_after=RETRY_SECONDS)
     if isinstance(error, BadInputError):
         named = re.match(r"expected (\w+)", str(error))
-        param = named[1] if named and fields and named[1] in fields else None
+        name = named[1] if named and fields else ""
+        param = SPECULATION.get(name, name if fields and name in fields else None)
         return ApiError(400, str(error), param, "invalid_value")
     return ApiError(
         500, "the server failed to process the request; its log has the cause", code="internal_error"

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from secondguess.engine import Engine, NewPiece, Output
+from secondguess.engine import Finished, NewPiece
+from secondguess.server.sleep import ServerEngine
 from secondguess.stats import PHASES, Stats
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -22,7 +23,7 @@ LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 class Metrics:
     """Metrics of one application, with a registry of their own."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: ServerEngine, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         self.registry.register(_EngineGauges(engine, model))
@@ -35,6 +36,9 @@ class Metrics:
             "vllm:request_success", "Samples that ended, by reason.", "finished_reason"
         )
         self.replies = self._counter("secondguess:http_requests", "HTTP requests.", "route", "status")
+        self.queue = self._histogram(
+            "vllm:request_queue_time_seconds", "From submission to admission of a request."
+        )
         self.first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From receipt to the first token."
         )
@@ -112,7 +116,7 @@ class _WithModel:
 class _EngineGauges(Collector):
     """State of the engine at the time of a scrape."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: ServerEngine, model: str) -> None:
         self._engine = engine
         self._model = model
 
@@ -126,6 +130,14 @@ class _EngineGauges(Collector):
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))
             gauge.add_metric([self._model], value)
             yield gauge
+        sleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for the present state: awake, or with discarded weights.",
+            labels=("model_name", "sleep_state"),
+        )
+        sleep.add_metric([self._model, "awake"], not status.is_asleep)
+        sleep.add_metric([self._model, "discard_all"], status.is_asleep)
+        yield sleep
 
 
 class Observer:
@@ -155,11 +167,12 @@ class Observer:
         self._metrics.prompt_tokens.inc(num_tokens)
         self._metrics.prompt_length.observe(num_tokens)
 
-    def on_outputs(self, outputs: Sequence[Output]) -> None:
+    def on_outputs(self, event: Finished) -> None:
         """Count the outputs of a prompt."""
-        self._metrics.cached_tokens.inc(outputs[0].stats.num_reused)
+        self._metrics.queue.observe(event.queue_seconds)
+        self._metrics.cached_tokens.inc(event.outputs[0].stats.num_reused)
         self._metrics.whole.observe(time.monotonic() - self._start)
-        for output in outputs:
+        for output in event.outputs:
             self._metrics.requests.labels(output.finish_reason or "cancelled").inc()
             self._metrics.output_length.observe(len(output.token_ids))
             self._metrics.count_stats(output.stats)

@@ -9,7 +9,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from secondguess.engine import EngineStatus
 from secondguess.prompts import encode
+from secondguess.server.bodies import BoundedRoute
 from secondguess.server.chat import Conversation, to_messages
 from secondguess.server.errors import RETRY_SECONDS, ApiError, refused
 from secondguess.server.replies import Json
@@ -17,7 +19,7 @@ from secondguess.server.schemas import DetokenizeRequest, TokenizeRequest
 from secondguess.server.service import Service
 from secondguess.server.streams import JsonReply
 
-router = APIRouter(tags=["server"])
+router = APIRouter(tags=["server"], route_class=BoundedRoute)
 STARTED = int(time.time())
 
 
@@ -48,20 +50,26 @@ def _model(service: Service, name: str) -> Json:
 
 
 @router.get("/health")
-async def health() -> Response:
-    """Reply while the process serves requests."""
-    return JsonReply({"status": "ok"})
+async def health(http: HttpRequest) -> Response:
+    """Reply while the process serves requests; `model` is `asleep` while its weights are released."""
+    service: Service = http.app.state.service
+    return JsonReply({"status": "ok", "model": _state(service.engine.status())})
 
 
 @router.get("/ready")
 async def ready(http: HttpRequest) -> Response:
     """Reply 200 while new requests are accepted, 503 while the server drains."""
     service: Service = http.app.state.service
-    if service.engine.status().is_draining:
+    status = service.engine.status()
+    if status.is_draining:
         raise ApiError(
             503, "the server drains and accepts no more requests", code="draining", retry_after=RETRY_SECONDS
         )
-    return JsonReply({"status": "ready"})
+    return JsonReply({"status": "ready", "model": _state(status)})
+
+
+def _state(status: EngineStatus) -> str:
+    return "asleep" if status.is_asleep else "loaded"
 
 
 @router.get("/metrics")

@@ -23,18 +23,22 @@ class OutputItems:
     def __init__(self, with_logprobs: bool = False) -> None:
         self.items: list[Json] = []
         self._with_logprobs = with_logprobs
+        self._logprobs: list[Json] = []  # of tokens whose text has not come yet
         self._open: str | None = None
 
     def add(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Json]:
-        """Add to the reply and yield the events; the first text gets all log-probabilities."""
-        found = [chat_logprob(each) for each in logprobs] if self._with_logprobs else []
+        """Add to the reply and yield the events.
+
+        The next content gets the log-probabilities: their tokens need not have a text of their own.
+        """
+        if self._with_logprobs:
+            self._logprobs += [chat_logprob(each) for each in logprobs]
         for delta in deltas:
             if delta.kind == "tool_call":
                 yield from self.close()
                 yield from self._call(delta)
-            elif delta.text or found:
-                yield from self._text(delta, found)
-                found = []
+            elif delta.text:
+                yield from self._text(delta)
 
     def close(self, status: str = "completed") -> Iterator[Json]:
         """End the open item and yield the events."""
@@ -43,6 +47,8 @@ class OutputItems:
         item = self.items[-1]
         item["status"] = status
         (part,) = item["content"]
+        if self._open == "content" and self._logprobs:
+            yield self._text_event("")
         name = "response.output_text" if self._open == "content" else "response.reasoning_text"
         more = {"logprobs": part["logprobs"]} if self._open == "content" else {}
         self._open = None
@@ -50,7 +56,7 @@ class OutputItems:
         yield self._event("response.content_part.done", content_index=0, part=part)
         yield self._item_event("done")
 
-    def _text(self, delta: Delta, logprobs: list[Json]) -> Iterator[Json]:
+    def _text(self, delta: Delta) -> Iterator[Json]:
         if self._open != delta.kind:
             yield from self.close()
             yield from self._begin(delta.kind)
@@ -59,8 +65,12 @@ class OutputItems:
         if delta.kind == "reasoning":
             yield self._event("response.reasoning_text.delta", content_index=0, delta=delta.text)
             return
-        part["logprobs"] += logprobs
-        yield self._event("response.output_text.delta", content_index=0, delta=delta.text, logprobs=logprobs)
+        yield self._text_event(delta.text)
+
+    def _text_event(self, text: str) -> Json:
+        logprobs, self._logprobs = self._logprobs, []
+        self.items[-1]["content"][0]["logprobs"] += logprobs
+        return self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def _begin(self, kind: str) -> Iterator[Json]:
         if kind == "content":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from secondguess.server.schemas import (
     STATELESS,
@@ -16,11 +16,12 @@ from secondguess.server.schemas import (
     JsonObject,
     JsonSchemaFields,
     Limit,
-    Metadata,
     NumLogprobs,
     OtherService,
+    SharedFields,
     StreamOptions,
     ToolName,
+    Tools,
     Values,
     unsupported,
 )
@@ -56,7 +57,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: str | Values[Annotated[InputText | OutputText, Field(discriminator="type")]]
+    content: str | Bounded[Annotated[InputText | OutputText, Field(discriminator="type")]]
     id: str | None = None
     status: Status | None = None
     phase: None = unsupported("replies have one phase")
@@ -78,7 +79,7 @@ class FunctionCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Values[InputText]
+    output: str | Bounded[InputText]
     id: str | None = None
     status: Status | None = None
 
@@ -89,12 +90,25 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
     id: str | None = None
     summary: Values[JsonObject] | None = Field(default=None, max_length=0)
-    content: Values[ReasoningText] | None = None
+    content: Bounded[ReasoningText] | None = None
     status: Status | None = None
     encrypted_content: None = unsupported("reasoning is sent as text")
 
 
-InputItem = InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem
+def _kind_of_item(item: object) -> str:
+    """Return the `type` of an item; messages may leave it out."""
+    if isinstance(item, Body):
+        return str(getattr(item, "type", ""))
+    return str(item.get("type", "message")) if isinstance(item, dict) else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind_of_item),
+]
 
 
 class ResponseTool(FunctionParameters):
@@ -138,7 +152,7 @@ class ReasoningOptions(Body):
     context: None = unsupported("the chat template decides which reasoning it reads")
 
 
-class ResponseRequest(Extensions):
+class ResponseRequest(Extensions, SharedFields):
     """Body of `/v1/responses`."""
 
     model: str
@@ -151,20 +165,11 @@ class ResponseRequest(Extensions):
     include: Values[Literal["message.output_text.logprobs"]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: Values[ResponseTool] | None = None
+    tools: Tools[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = None
-    parallel_tool_calls: Literal[True] | None = Field(default=None, description="the model decides")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: Metadata | None = Field(default=None, description="repeated in the reply")
     user: str | None = Field(default=None, description="written to the server's log with the request's id")
-    safety_identifier: str | None = Field(default=None, description="written to the server's log, as `user`")
-    prompt_cache_key: str | None = Field(
-        default=None, description="satisfied for any key: prompts that begin alike share their cache"
-    )
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = Field(default=None, description="replies are not stored")
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     access_programs: None = unsupported(OtherService)
@@ -173,7 +178,5 @@ class ResponseRequest(Extensions):
     conversation: None = unsupported(STATELESS)
     image: None = unsupported("this server reads text")
     max_tool_calls: None = unsupported("it counts calls of OpenAI's own tools")
-    moderation: None = unsupported(OtherService)
     previous_response_id: None = unsupported(STATELESS)
     prompt: None = unsupported(STATELESS)
-    prompt_cache_options: None = unsupported("prompts that begin alike always share their cache")

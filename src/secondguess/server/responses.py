@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from secondguess.engine import Output
 from secondguess.errors import BadInputError
+from secondguess.server.bodies import BoundedRoute
 from secondguess.server.convert import Job
 from secondguess.server.errors import ApiError, api_error
 from secondguess.server.parsing import ReplyParser
@@ -30,7 +31,7 @@ from secondguess.server.streams import Generation, streamed, to_event
 logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
-router = APIRouter(tags=["responses"])
+router = APIRouter(tags=["responses"], route_class=BoundedRoute)
 
 
 @router.post("/v1/responses")

@@ -10,8 +10,8 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from secondguess.engine import Engine
 from secondguess.errors import BadInputError
+from secondguess.server.sleep import ServerEngine
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -22,7 +22,7 @@ class DrainingServer(uvicorn.Server):
     While it drains, new requests get 503 and `/ready` says so. A second signal ends it at once.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: ServerEngine, drain_seconds: float) -> None:
         super().__init__(config)
         self._engine = engine
         self._drain_seconds = drain_seconds
@@ -77,7 +77,9 @@ def open_socket(host: str, port: int) -> socket.socket:
     return opened
 
 
-def serve_until_signal(app: FastAPI, engine: Engine, opened: socket.socket, drain_seconds: float) -> None:
+def serve_until_signal(
+    app: FastAPI, engine: ServerEngine, opened: socket.socket, drain_seconds: float
+) -> None:
     """Serve an application on a socket until a signal, then close the engine."""
     host, port, *_ = opened.getsockname()
     config = uvicorn.Config(

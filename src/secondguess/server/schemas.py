@@ -19,15 +19,29 @@ JsonValue = Any
 
 MAX_ENTRIES = 4096
 """Entries of an object or a conversation: bounds the time that validation takes on the event loop."""
+MAX_TOOLS = 512
+
+
+MAX_DEPTH = 100
+"""Levels of nested JSON, below the limit of pydantic's serializer."""
 
 
 def _check_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Refuse what JSON cannot repeat in a reply: NaN, infinities and lone surrogates."""
+    """Refuse what JSON cannot repeat in a reply: NaN, infinities, lone surrogates and deep nesting."""
+    if _is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"should have at most {MAX_DEPTH} levels")
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ValueError("should be JSON with finite numbers and valid Unicode") from None
     return value
+
+
+def _is_deeper(value: JsonValue, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    children = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(_is_deeper(child, depth - 1) for child in children)
 
 
 def _check_size(value: object) -> object:
@@ -40,6 +54,7 @@ Item = TypeVar("Item")
 Values = Annotated[list[Item], Field(fail_fast=True)]
 """List of which the first invalid item is reported alone: a large body must not cost an error per item."""
 Bounded = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ENTRIES)]
+Tools = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Map = Annotated[dict[str, Item], BeforeValidator(_check_size)]
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_check_json)]
 Metadata = Annotated[Map[str], AfterValidator(_check_json)]
@@ -88,7 +103,9 @@ class SpeculationOptions(Body):
         default=None, description="tokens drafted per round; 0 is plain decoding"
     )
     max_draft: int | None = Field(default=None, description="limit of the tokens that the controller drafts")
-    drafter: None = unsupported("the drafter is chosen when the server starts")
+    drafter: str | None = Field(
+        default=None, description="parts of the server's drafter, such as suffix; ngram; or none"
+    )
 
 
 class TextPart(Body):
@@ -273,7 +290,23 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFields | None = None
 
 
-class ChatRequest(Sampling):
+class SharedFields(Body):
+    """Fields of chats and responses alike, besides those of sampling."""
+
+    parallel_tool_calls: Literal[True] | None = Field(default=None, description="the model decides")
+    metadata: Metadata | None = Field(default=None, description="repeated in the reply")
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = Field(default=None, description="replies are not stored")
+    prompt_cache_key: str | None = Field(
+        default=None, description="satisfied for any key: prompts that begin alike share their cache"
+    )
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    safety_identifier: str | None = Field(default=None, description="written to the server's log, as `user`")
+    moderation: None = unsupported(OtherService)
+    prompt_cache_options: None = unsupported("prompts that begin alike always share their cache")
+
+
+class ChatRequest(Sampling, SharedFields):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[Bounded[Message], Field(min_length=1)]
@@ -281,29 +314,18 @@ class ChatRequest(Sampling):
     top_logprobs: NumLogprobs | None = None
     max_completion_tokens: Limit | None = None
     max_tokens: Limit | None = None
-    tools: Values[Tool] | None = None
+    tools: Tools[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: Literal[True] | None = Field(default=None, description="the model decides")
     response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = Field(default=None, description="needs a chat template that reads it")
     chat_template_kwargs: JsonObject | None = Field(
         default=None, description="variables of the chat template; others are refused"
     )
-    metadata: Metadata | None = Field(default=None, description="repeated in the reply")
     modalities: Values[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = Field(default=None, description="replies are not stored")
     verbosity: Literal["medium"] | None = None
-    prompt_cache_key: str | None = Field(
-        default=None, description="satisfied for any key: prompts that begin alike share their cache"
-    )
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    safety_identifier: str | None = Field(default=None, description="written to the server's log, as `user`")
     audio: None = unsupported(NoAudio)
     function_call: None = unsupported("it is deprecated; use tool_choice")
     functions: None = unsupported("it is deprecated; use tools")
-    moderation: None = unsupported(OtherService)
-    prompt_cache_options: None = unsupported("prompts that begin alike always share their cache")
     web_search_options: None = unsupported(OtherService)
 
 

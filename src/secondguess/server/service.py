@@ -6,11 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from secondguess.engine import Engine, Output
+from secondguess.engine import Output
 from secondguess.sampling.text import Piece
 from secondguess.server.chat import ChatTemplate
 from secondguess.server.convert import Converter, Job
@@ -21,6 +22,7 @@ from secondguess.server.replies import finish_reason
 from secondguess.server.response_schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest, CompletionRequest
 from secondguess.server.settings import ServerSettings
+from secondguess.server.sleep import ServerEngine
 from secondguess.server.streams import Generation, JsonReply, deadline_after, unless_disconnected
 from secondguess.server.structure import ForcedCallParser
 
@@ -31,13 +33,24 @@ SENDER_FIELDS = ("user", "safety_identifier")
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ModelLimits:
+    """Properties of a runtime that requests are checked against."""
+
+    context_length: int
+    vocab_size: int
+
+
 class Service:
     """One engine behind HTTP."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engine: ServerEngine, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
-        self.target = engine.llm.target
+        loaded = engine.llm.target
+        limits = ModelLimits(loaded.runtime.context_length, loaded.runtime.vocab_size)
+        # The runtime is not kept: it holds the weights, which a sleeping engine releases.
+        self.target = replace(loaded, runtime=limits)  # type: ignore[arg-type]
         self.model_names = settings.model_names or (self.target.name,)
         self.template = ChatTemplate(self.target, settings.chat_template)
         self.convert = Converter(self.target, settings, self.template)
@@ -142,9 +155,16 @@ def check_finished(outputs: Sequence[Output]) -> None:
     """Refuse outputs that were cut off by the server rather than by a limit.
 
     Raises:
-        ApiError: generation was cancelled, for instance because the server stops.
+        ApiError: generation was cancelled, for instance because the server stops, or a grammar left no
+            token to go on with.
     """
     for output in outputs:
+        if output.finish_reason == "grammar":
+            message = (
+                "expected a grammar within llguidance's limits, got one that reached them after "
+                f"{len(output.token_ids) - 1} tokens; simplify it"
+            )
+            raise ApiError(400, message, code="grammar_limit")
         if finish_reason(output) is None:
             message = f"the server ended the generation before its end ({output.finish_reason}); try again"
             raise ApiError(503, message, code="cancelled", retry_after=RETRY_SECONDS)

@@ -15,10 +15,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from secondguess.engine import Engine, Event, Failed, NewPiece, Output, Request, Ticket
+from secondguess.engine import Event, Failed, NewPiece, Output, Request, Ticket
 from secondguess.server.convert import Job
 from secondguess.server.errors import ApiError, api_error
 from secondguess.server.metrics import Observer
+from secondguess.server.sleep import ServerEngine
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Generation:
         observer: receives pieces and outputs as they come, for the metrics.
     """
 
-    def __init__(self, engine: Engine, observer: Observer) -> None:
+    def __init__(self, engine: ServerEngine, observer: Observer) -> None:
         self._engine = engine
         self._observer = observer
         self._loop = asyncio.get_running_loop()
@@ -87,7 +88,7 @@ class Generation:
             if isinstance(event, Failed):
                 raise event.error
             self._outputs[place] = event.outputs
-            self._observer.on_outputs(event.outputs)
+            self._observer.on_outputs(event)
 
     async def finish(self) -> list[Output]:
         """Wait for the end and return the outputs, prompt by prompt."""

@@ -70,7 +70,7 @@ class LiveCapture:
         rows = [Row([*text, 0], SamplingParams(max_tokens=1)) for text in texts]
         with ExitStack() as at_the_end:
             for row in reversed(rows):
-                at_the_end.callback(self.target.end, row)
+                at_the_end.callback(self.target.release, row)
             seen = self.target.begin(rows)
             return [{layer: hidden[layer] for layer in self.layers} for hidden in seen]
 

@@ -10,31 +10,15 @@ where the distributions hardly overlap, the hybrid form begins as a divergence a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from secondguess.errors import BadInputError
-
-
-def _check_same_shape(target_logits: Tensor, draft_logits: Tensor) -> None:
-    if target_logits.shape != draft_logits.shape:
-        raise BadInputError(
-            f"target and draft logits must have one shape [..., vocab], got {tuple(target_logits.shape)} and "
-            f"{tuple(draft_logits.shape)}; both models must share one vocabulary"
-        )
-
-
-def overlap(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Return ``sum_x min(p(x), q(x))`` per position: the acceptance rate at temperature 1."""
-    _check_same_shape(target_logits, draft_logits)
-    return torch.minimum(target_logits.float().softmax(-1), draft_logits.float().softmax(-1)).sum(-1)
+from secondguess.heads.learning import Objective, overlap
 
 
 def forward_divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """Return ``KL(p || q)`` per position, in nats: the usual distillation loss."""
-    _check_same_shape(target_logits, draft_logits)
     target_log = target_logits.float().log_softmax(-1)
     draft_log = draft_logits.float().log_softmax(-1)
     return (target_log.exp() * (target_log - draft_log)).sum(-1)
@@ -46,18 +30,12 @@ def hybrid_lk_loss(target_logits: Tensor, draft_logits: Tensor, sharpness: float
     It is ``lam KL(p || q) + (1 - lam) (1 - alpha)`` with ``lam = exp(-sharpness alpha)`` held
     constant, so each position moves from divergence to overlap at its own rate.
     """
-    _check_same_shape(target_logits, draft_logits)
     # One log-softmax per model serves both terms: with a large vocabulary it is most of the cost.
     target_log, draft_log = (logits.float().log_softmax(-1) for logits in (target_logits, draft_logits))
     alpha = torch.minimum(target_log, draft_log).exp().sum(-1)
     weight = torch.exp(-sharpness * alpha.detach())
     divergence = (target_log.exp() * (target_log - draft_log)).sum(-1)
     return weight * divergence + (1.0 - weight) * (1.0 - alpha)
-
-
-def mean_hybrid_lk_loss(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
-    """Return ``hybrid_lk_loss`` averaged over positions."""
-    return hybrid_lk_loss(target_logits, draft_logits, sharpness).mean()
 
 
 def total_variation(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
@@ -74,12 +52,11 @@ def top_token_cross_entropy(target_logits: Tensor, draft_logits: Tensor) -> Tens
     This is the token that greedy decoding accepts. Cross-entropy against the target's whole
     distribution would have the gradient of ``forward_divergence``.
     """
-    _check_same_shape(target_logits, draft_logits)
     top = target_logits.argmax(-1, keepdim=True)
     return -draft_logits.float().log_softmax(-1).gather(-1, top)[..., 0]
 
 
-OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+OBJECTIVES: dict[str, Objective] = {
     "lk": hybrid_lk_loss,
     "kl": forward_divergence,
     "tv": total_variation,
@@ -91,7 +68,7 @@ Each maps the logits of target and drafter ``[..., vocab]`` to a loss per positi
 """
 
 
-def objective(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+def objective(name: str) -> Objective:
     """Return the loss function of a name.
 
     Raises:

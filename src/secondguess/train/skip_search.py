@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from secondguess.errors import BadInputError
+from secondguess.heads.learning import overlap
 from secondguess.runtime.fused import FusedRuntime
-from secondguess.train.losses import overlap
 
 MOST_NODES = 12
 Report = Callable[[str], None]

@@ -73,7 +73,7 @@ class WholeModel(TrainableHead):
             losses.append(objective(before, logits).sum() / num_counted)
             # Exits draft for the new model; the new model is compared with the original one.
             reference = before if index == len(self._exits) - 1 else now
-            accepted.append(overlap(reference, logits).sum() / num_counted)
+            accepted.append(overlap(reference, logits.detach()).sum() / num_counted)
         self._exits.clear()
         return DepthLosses(losses, accepted)
 

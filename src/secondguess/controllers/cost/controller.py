@@ -400,12 +400,12 @@ class CostController(Controller):
         """Return the mean seconds of a plain round, disturbed ones included."""
         return self.times.plain(num_rows) * self.times.load_detector.slowdown
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self._learn_drafted()
         self._learn_buffered()
         self._backoffs.forget(row)
         self.expectations.row_histories.pop(row, None)
-        self.guard.end(row)
+        self.guard.release(row)
 
 
 def _net(proposal: DraftProposal) -> float:

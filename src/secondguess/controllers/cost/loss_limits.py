@@ -289,7 +289,7 @@ class LossGuard:
         self._booked.clear()
         self._review = None
 
-    def end(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         """Book the outstanding prefill of a row that has ended."""
         due = self._amortised.settle(row)
         if due:

@@ -9,6 +9,7 @@
 
 #include <exception>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "attention.h"
@@ -41,23 +42,27 @@ struct Decoder {
     Weight projection;
 };
 
-// Arguments of a forward pass through layers `first_layer` to `last_layer - 1`. These layers have
-// already run the first `num_known` tokens of each row's step; `num_tokens` follow. An index
-// counts from the first token of the step, including the known ones.
+// Arguments of a forward pass through layers `first_layer` to `last_layer - 1`. The tokens of all rows
+// follow each other without padding. These layers have already run the first `num_known` tokens of
+// each row's step. An index counts from the first token of a row's step, including the known ones.
 struct Forward {
-    int64_t num_rows, num_tokens, num_known, num_logits, first_layer, last_layer, capacity, context_length, num_threads;
+    int64_t num_rows, num_tokens, num_known, num_indices, num_logits, first_layer, last_layer, capacity, context_length;
+    int64_t num_threads;
     int64_t hidden_is_float32;   // `hidden` is float32, for processors with slow bfloat16 in torch
-    const int64_t* tokens;       // [row][token]
-    const bf16* states;          // [row][token][width], input of the first layer; null: embeddings
-    const bf16* features;        // [row][token][width], read beside the tokens
+    const int64_t* tokens;       // [token]
+    const bf16* states;          // [token][width], input of the first layer; null: embeddings
+    const bf16* features;        // [token][width], read beside the tokens
+    const int64_t* firsts;       // [row + 1], first token of each row, then the number of tokens
     const int64_t* starts;       // [row], cached positions before index 0
     const int64_t* slots;        // [row]
-    const uint8_t* closure;      // [row][index][index], 1 at ancestors and itself; null for chains
+    const int64_t* selected;     // [num_logits], tokens whose logits are computed
+    const int64_t* places;       // [num_logits], where they are written
+    const uint8_t* closure;      // [row][num_indices][num_indices], 1 at ancestors and itself; null for chains
     const bf16* const* cos_sin;  // rotary tables [position][2 * head_size], cosines then sines
     bf16* const* keys;           // per layer [slot][head][capacity][size]
     bf16* const* values;
-    void* const* hidden;         // per level 0..num_layers the output [row][token][width], or null
-    float* logits;               // [row][num_logits][vocabulary]
+    void* const* hidden;         // per level 0..num_layers the output [token][width], or null
+    float* logits;               // [place][vocabulary]
 };
 
 static int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
@@ -159,9 +164,10 @@ struct Worker {
     const Forward& forward;
     Workspace& space;
     const int thread, num_threads;
-    const int64_t num_rows = forward.num_rows * forward.num_tokens;  // all tokens of all rows
-    const int64_t num_indices = forward.num_known + forward.num_tokens;
+    const int64_t num_rows = forward.num_tokens;  // of the matrices: all tokens of all rows
     const bool normalises_all = num_rows <= TILE;  // each thread normalises all rows for itself
+
+    int64_t num_tokens_of(int64_t row) const { return forward.firsts[row + 1] - forward.firsts[row]; }
 
     void wait() const { Team::get().barrier(); }
 
@@ -234,7 +240,7 @@ struct Worker {
     }
 
     const uint8_t* ancestors(int64_t row, int64_t index) const {
-        return forward.closure ? forward.closure + (row * num_indices + index) * num_indices : nullptr;
+        return forward.closure ? forward.closure + (row * forward.num_indices + index) * forward.num_indices : nullptr;
     }
 
     // Text position of an index: the number of cached tokens plus the number of its ancestors.
@@ -242,7 +248,7 @@ struct Worker {
         int64_t depth = index;
         if (const uint8_t* line = ancestors(row, index)) {
             depth = -1;
-            for (int64_t other = 0; other < num_indices; other++) depth += line[other];
+            for (int64_t other = 0; other < forward.num_indices; other++) depth += line[other];
         }
         return forward.starts[row] + depth;
     }
@@ -280,8 +286,8 @@ struct Worker {
     void write_cache(const Layer& layer, int64_t index, int64_t row, int64_t head) const {
         const int64_t size = decoder.head_size;
         const Block at = block_of(index, row, head);
-        for (int64_t token = 0; token < forward.num_tokens; token++) {
-            bf16* qkv = space.qkv.row(row * forward.num_tokens + token);
+        for (int64_t token = 0; token < num_tokens_of(row); token++) {
+            bf16* qkv = space.qkv.row(forward.firsts[row] + token);
             const int64_t index_of_token = forward.num_known + token, place = (forward.starts[row] + index_of_token) * size;
             rotate_head(layer, qkv + (decoder.num_queries + head) * size, layer.key_norm, row, index_of_token, at.keys + place);
             std::memcpy(at.values + place, qkv + (decoder.num_queries + decoder.num_keys + head) * size, size * sizeof(bf16));
@@ -297,7 +303,7 @@ struct Worker {
         for (int64_t token = first; token < last; token++) {
             const int64_t index_of_token = forward.num_known + token;
             const int64_t count = list_visible(row, index_of_token, layer.window, positions);
-            const int64_t line = row * forward.num_tokens + token;
+            const int64_t line = forward.firsts[row] + token;
             for (int64_t query = head * group; query < (head + 1) * group; query++) {
                 rotate_head(layer, space.qkv.row(line) + query * size, layer.query_norm, row, index_of_token, turned);
                 attend(turned, at.keys, at.values, size, positions, count, decoder.scaling, space.scores[thread].data(),
@@ -313,15 +319,17 @@ struct Worker {
         const int64_t num_heads = forward.num_rows * decoder.num_keys;
         const int64_t first = thread * num_heads / num_threads, last = (thread + 1) * num_heads / num_threads;
         for (int64_t item = first; item < last; item++) write_cache(layer, index, item / decoder.num_keys, item % decoder.num_keys);
-        if (num_heads % num_threads == 0 || forward.num_tokens < num_threads) {
-            for (int64_t item = first; item < last; item++)
-                attend_tokens(layer, index, item / decoder.num_keys, item % decoder.num_keys, 0, forward.num_tokens);
+        if (num_heads % num_threads == 0 || forward.num_tokens < num_threads * forward.num_rows) {
+            for (int64_t item = first; item < last; item++) {
+                const int64_t row = item / decoder.num_keys;
+                attend_tokens(layer, index, row, item % decoder.num_keys, 0, num_tokens_of(row));
+            }
             return;
         }
         wait();
         // tokens alternate between threads, because later ones attend to more keys
         for (int64_t item = 0; item < num_heads; item++)
-            for (int64_t token = thread; token < forward.num_tokens; token += num_threads)
+            for (int64_t token = thread; token < num_tokens_of(item / decoder.num_keys); token += num_threads)
                 attend_tokens(layer, index, item / decoder.num_keys, item % decoder.num_keys, token, token + 1);
     }
 
@@ -398,18 +406,18 @@ struct Worker {
 
     void compute_logits() const {
         Rows& rows = normalised_rows();
-        const int64_t num_selected = forward.num_rows * forward.num_logits, skipped = forward.num_tokens - forward.num_logits;
+        const int64_t num_selected = forward.num_logits;
         const int64_t first = normalises_all ? 0 : thread * num_selected / num_threads;
         const int64_t last = normalises_all ? num_selected : (thread + 1) * num_selected / num_threads;
         for (int64_t selected = first; selected < last; selected++) {
-            const int64_t row = selected / forward.num_logits * forward.num_tokens + skipped + selected % forward.num_logits;
+            const int64_t row = forward.selected[selected];
             normalise_if(decoder.norm, space.states.row(row), decoder.width, rows.row(selected));
             rows.form(selected, decoder.head);
         }
         if (!normalises_all) wait();
         const int64_t vocab = decoder.head.num_outputs;
         product(rows.values(num_selected), decoder.head, [&](int64_t selected, int64_t block, Floats low, Floats high) {
-            float* at = forward.logits + selected * vocab + block * BLOCK;
+            float* at = forward.logits + forward.places[selected] * vocab + block * BLOCK;
             store(at, rounded(low), lanes(vocab - block * BLOCK));
             store(at + TILE, rounded(high), lanes(vocab - block * BLOCK - TILE));
         });
@@ -494,13 +502,13 @@ void secondguess_most_likely(const float* logits, int64_t num_rows, int64_t widt
 // Returns 0 on success, 1 if the workspace cannot be allocated, 2 if a token id is out of range.
 int secondguess_run(const Decoder* decoder, const Forward* forward, void* workspace) {
     Workspace& space = *(Workspace*)workspace;
-    for (int64_t i = 0; !forward->states && i < forward->num_rows * forward->num_tokens; i++)
+    for (int64_t i = 0; !forward->states && i < forward->num_tokens; i++)
         if (forward->tokens[i] < 0 || forward->tokens[i] >= decoder->num_embedded) return 2;
     int64_t longest = 0;
-    for (int64_t row = 0; row < forward->num_rows; row++) longest = std::max(longest, forward->starts[row]);
+    for (int64_t row = 0; row < forward->num_rows; row++)
+        longest = std::max(longest, forward->starts[row] + forward->firsts[row + 1] - forward->firsts[row]);
     try {
-        space.reserve(*decoder, forward->num_rows * forward->num_tokens, forward->num_threads,
-                      longest + forward->num_known + forward->num_tokens);
+        space.reserve(*decoder, forward->num_tokens, forward->num_threads, longest + forward->num_known);
     } catch (const std::exception&) {
         return 1;
     }
@@ -517,13 +525,14 @@ int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_
     Decoder head = *decoder;
     head.norm.weight = nullptr;
     Forward forward{};
-    forward.num_rows = num_rows, forward.num_tokens = forward.num_logits = 1, forward.num_threads = num_threads;
+    forward.num_tokens = forward.num_logits = num_rows, forward.num_threads = num_threads;
     forward.first_layer = forward.last_layer = decoder->num_layers;
     forward.states = states, forward.logits = logits;
     try {
-        const std::vector<int64_t> starts(num_rows, 0);
+        std::vector<int64_t> each(num_rows);
+        std::iota(each.begin(), each.end(), 0);
         const std::vector<void*> hidden(decoder->num_layers + 1, nullptr);
-        forward.starts = starts.data(), forward.hidden = hidden.data();
+        forward.selected = forward.places = each.data(), forward.hidden = hidden.data();
         return secondguess_run(&head, &forward, workspace);
     } catch (const std::exception&) {
         return 1;

@@ -17,18 +17,14 @@ from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks
 from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 MAX_HEAD_SIZE = 512
 
 
-def can_run_native(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernels can run a model, in bfloat16 or quantised from it."""
-    return why_not_native(config, dtype, device) is None
-
-
 def why_not_native(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the kernels cannot run a model, or None if they can."""
+    """Return why the kernels cannot run a model, in bfloat16 or quantised from it; None if they can."""
     if obstacle := why_not_fused(config, device):
         return obstacle
     if dtype != torch.bfloat16:
@@ -69,10 +65,14 @@ class PackedDecoder:
         self._kept: list[Any] = []
 
     def _pack(
-        self, weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False, gated: bool = False
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        weight_format: WeightFormat = BFLOAT16,
+        gated: bool = False,
     ) -> Blocks:
         """Return a packed weight, which stays allocated as long as this object."""
-        blocks = pack_blocks(weight, bias, self._arena, eight_bits, gated)
+        blocks = pack_blocks(weight, bias, self._arena, weight_format, gated)
         self._kept.append(blocks)
         return blocks
 
@@ -87,17 +87,20 @@ class NativeDecoder(PackedDecoder):
 
     Args:
         decoder: unpacked, in bfloat16; its weights are released as they are packed, except a tied head.
-        eight_bits: whether to quantise the weights of linear layers to 8 bits, with a scale per
-            output, and their inputs to 8 bits, with a scale per row.
+        weight_format: encoding of the weights of linear layers. With a quantised one their inputs
+            are quantised to 8 bits too, with a scale per row.
         unit: as in `PackedDecoder`.
     """
 
     def __init__(
-        self, decoder: FusedDecoder, eight_bits: bool = False, unit: library.Unit | None = None
+        self,
+        decoder: FusedDecoder,
+        weight_format: WeightFormat = BFLOAT16,
+        unit: library.Unit | None = None,
     ) -> None:
         super().__init__(unit)
         self.config = decoder.config
-        self.eight_bits = eight_bits
+        self.weight_format = weight_format
         self.rotaries = list(decoder.rotaries.values())
         self.num_layers = len(decoder.layers)
         self.embedding = decoder.embedding
@@ -186,7 +189,7 @@ class NativeDecoder(PackedDecoder):
         )
 
     def _weight(self, product: PackableLinear, gated: bool = False) -> Blocks:
-        blocks = self._pack(product.weight, product.bias, self.eight_bits, gated)
+        blocks = self._pack(product.weight, product.bias, self.weight_format, gated)
         product.release()
         return blocks
 

@@ -6,6 +6,9 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,6 +30,63 @@ NO_POSITIONS = torch.empty(0, dtype=torch.long)
 def kernel_step(starts: Sequence[int], queries: Queries, num_keys: int) -> ForwardStep:
     """Return the positions and ancestors of a forward pass, from which the kernels derive masks."""
     return ForwardStep(None, NO_POSITIONS, num_keys, starts=starts, closure=queries.closure)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tokens of the rows of a forward pass, which follow each other without padding.
+
+    Args:
+        firsts: first token of each row, then the number of tokens.
+        selected: tokens whose logits are computed.
+        places: place of each of these logits in a tensor `[row, column]`, flattened.
+        num_columns: number of columns of that tensor.
+    """
+
+    firsts: ctypes.Array[c_int64]
+    selected: ctypes.Array[c_int64]
+    places: ctypes.Array[c_int64]
+    num_columns: int
+
+    @classmethod
+    def of(
+        cls, firsts: Sequence[int], selected: Sequence[int], places: Sequence[int], num_columns: int
+    ) -> Layout:
+        return cls(_array(firsts), _array(selected), _array(places), num_columns)
+
+
+def _array(numbers: Sequence[int]) -> ctypes.Array[c_int64]:
+    return (c_int64 * len(numbers))(*numbers)
+
+
+@lru_cache(maxsize=256)
+def even_layout(num_rows: int, width: int, num_logits: int) -> Layout:
+    """Return the layout of rows of one width, with logits of the last columns; cached, as sizes recur."""
+    selected = [
+        row * width + column for row in range(num_rows) for column in range(width - num_logits, width)
+    ]
+    return Layout.of(range(0, (num_rows + 1) * width, width), selected, range(len(selected)), num_logits)
+
+
+def uneven_layout(counts: Sequence[int], lengths: Sequence[int], num_nodes: int) -> Layout:
+    """Return the layout of rows with these numbers of tokens, the last ones being pending and nodes.
+
+    Args:
+        counts: per row, the number of tokens.
+        lengths: per row, the number of nodes, which are the last tokens.
+        num_nodes: number of nodes of the padded draft.
+    """
+    firsts = [0, *accumulate(counts)]
+    queries = [(row, node) for row, length in enumerate(lengths) for node in range(length + 1)]
+    selected = [firsts[row + 1] - 1 - lengths[row] + node for row, node in queries]
+    return Layout.of(firsts, selected, [row * (num_nodes + 1) + node for row, node in queries], num_nodes + 1)
+
+
+def in_rows(output: Output, tokens: Tensor) -> Output:
+    """Return an output with hidden states `[row, query, width]` for tokens `[row, query]`."""
+    return Output(
+        output.logits, {layer: each.view(*tokens.shape, -1) for layer, each in output.hidden.items()}
+    )
 
 
 class KernelForward:
@@ -85,33 +145,33 @@ class KernelForward:
         self,
         cache: KeyValueCache,
         tokens: Tensor,
+        layout: Layout,
         step: ForwardStep,
         layers: range,
-        num_logits: int,
         wanted: Sequence[int],
         num_known: int = 0,
         states: Tensor | None = None,
         features: Tensor | None = None,
     ) -> Output:
-        """Run some layers in one call of the kernels, writing to the placement of `cache`.
+        """Run some layers in one call of the kernels; return hidden states `[token, width]`.
 
         Args:
-            cache: keys and values; always the same object between calls of `forget_cache`.
-            tokens: `[row, token]`, preceded by `num_known` other tokens of the same step.
+            cache: keys and values, written at its placement.
+            tokens: tokens of all rows, in order; `num_known` other tokens of a row's step precede it.
+            layout: the tokens of each row, and those whose logits are returned.
             step: starts and ancestors of all tokens of the step.
             layers: consecutive layers to run.
-            num_logits: number of last columns whose logits are returned.
             wanted: layers whose hidden states are returned: the input of the first of `layers`, or
                 any of their outputs.
-            num_known: number of preceding tokens that these layers have run already.
+            num_known: number of preceding tokens of each row that these layers have run already.
             states: input of the first of `layers`; None for the embeddings of `tokens`.
-            features: `[row, token, width]` in bfloat16, read beside the tokens by a drafter head.
+            features: `[..., width]` in bfloat16, read beside the tokens by a drafter head.
 
         Raises:
             OutOfMemoryError: no memory for the workspace.
             BadInputError: a token id outside the vocabulary.
         """
-        rows, width = tokens.shape
+        rows, num_tokens = len(layout.firsts) - 1, tokens.numel()
         tokens = tokens.contiguous()
         self._reach_cache(cache)
         # held during the call: a runtime that shares the decoder may replace a table
@@ -120,8 +180,8 @@ class KernelForward:
             self._tables[index] = table.data_ptr()
         # the last layer has two numbers
         asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
-        addresses, shown = self._room_for(rows, width, asked) if asked else (self._no_levels, None)
-        logits = torch.empty(rows, num_logits, self.decoder.described.head.num_outputs)
+        addresses, shown = self._room_for(num_tokens, asked) if asked else (self._no_levels, None)
+        logits = torch.empty(rows, layout.num_columns, self.decoder.described.head.num_outputs)
         slots = cache.placement.slots
         if slots is None:
             slots = self._in_order if rows <= NUM_PREALLOCATED_SLOTS else torch.arange(rows)
@@ -130,7 +190,10 @@ class KernelForward:
         states = None if states is None else states.contiguous()
         features = None if features is None else features.contiguous()
         forward = self._arguments
-        forward.num_rows, forward.num_tokens, forward.num_logits = rows, width, num_logits
+        forward.num_rows, forward.num_tokens, forward.num_logits = rows, num_tokens, len(layout.selected)
+        forward.firsts = ctypes.addressof(layout.firsts)
+        forward.selected, forward.places = ctypes.addressof(layout.selected), ctypes.addressof(layout.places)
+        forward.num_indices = 0 if closure is None else closure.shape[-1]
         forward.num_known, forward.first_layer, forward.last_layer = num_known, layers.start, layers.stop
         forward.capacity, forward.num_threads = cache.capacity, num_threads()
         forward.tokens, forward.slots, forward.logits = tokens.data_ptr(), slots.data_ptr(), logits.data_ptr()
@@ -141,7 +204,7 @@ class KernelForward:
         failure = self._kernels.secondguess_run(self.decoder.described, forward, self._workspace)
         if failure == NO_MEMORY:
             raise OutOfMemoryError(
-                f"expected memory for a forward over {rows * width} tokens, got none; decode fewer at once"
+                f"expected memory for a forward over {num_tokens} tokens, got none; decode fewer at once"
             )
         if failure == UNKNOWN_TOKEN:
             raise BadInputError(
@@ -153,17 +216,16 @@ class KernelForward:
         of_levels = dict(zip(asked, shown.unbind(), strict=True))
         return Output(logits, {layer: of_levels[self._level(layer)] for layer in wanted})
 
-    def _room_for(self, rows: int, width: int, asked: Sequence[int]) -> tuple[ctypes.Array[c_void_p], Tensor]:
+    def _room_for(self, num_tokens: int, asked: Sequence[int]) -> tuple[ctypes.Array[c_void_p], Tensor]:
         """Allocate the hidden states of these levels for the kernels.
 
         Returns:
             The addresses by level, null if not requested, and the states of the requested levels
-            `[level, row, query, width]`.
+            `[level, token, width]`.
         """
         addresses = (c_void_p * (self.decoder.num_layers + 1))()
-        states = torch.empty(
-            len(asked), rows, width, self.decoder.embedding.shape[1], dtype=self._dtype_of_states
-        )
+        width = self.decoder.embedding.shape[1]
+        states = torch.empty(len(asked), num_tokens, width, dtype=self._dtype_of_states)
         address, size = states.data_ptr(), states.nbytes // len(asked)
         for number, level in enumerate(asked):
             addresses[level] = address + number * size

@@ -8,39 +8,48 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from secondguess.core import Draft
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import EmbeddingAndHead
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime, probe_passes
 from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.forward import KernelForward, kernel_step
+from secondguess.runtime.native.forward import (
+    KernelForward,
+    even_layout,
+    in_rows,
+    kernel_step,
+    uneven_layout,
+)
+from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import context_length_of, has_bfloat16
+from secondguess.runtime.weight_format import BFLOAT16, INT8, WeightFormat
 
 PROBE_WIDTH = 16
-PROBE_TOLERANCE = {False: 0.03, True: 0.12}
-"""Largest relative root-mean-square error of the logits attributed to rounding, by `eight_bits`.
+PROBE_TOLERANCE = {BFLOAT16: 0.03, INT8: 0.12}
+"""Largest relative root-mean-square error of the logits attributed to rounding.
 
 Trained and tiny random models have errors of 0.01 in bfloat16 and 0.03 to 0.05 in 8 bits; a wrong
 computation has an error of about 1.
 """
 
 
-def to_native(decoder: FusedDecoder, eight_bits: bool = False) -> NativeDecoder | None:
+def to_native(decoder: FusedDecoder, weight_format: WeightFormat = BFLOAT16) -> NativeDecoder | None:
     """Return a fused decoder in the layout of the kernels, or None if they would not reproduce it.
 
     The fused decoder must not be used afterwards in either case.
 
     Args:
         decoder: unpacked, in bfloat16.
-        eight_bits: as in `NativeDecoder`.
+        weight_format: as in `NativeDecoder`.
     """
     tokens = torch.arange(2 * PROBE_WIDTH).remainder(decoder.embedding.shape[0]).reshape(2, PROBE_WIDTH)
     expected = FusedRuntime(decoder).read(tokens).logits
-    native = NativeDecoder(decoder, eight_bits)
+    native = NativeDecoder(decoder, weight_format)
     found = NativeRuntime(native).read(tokens).logits
-    name = "native (8 bits)" if eight_bits else "native"
-    return native if probe_passes(name, found, expected, PROBE_TOLERANCE[eight_bits]) else None
+    name = f"native ({weight_format.name})"
+    return native if probe_passes(name, found, expected, PROBE_TOLERANCE[weight_format]) else None
 
 
 class NativeRuntime(LayeredRuntime):
@@ -104,8 +113,8 @@ class NativeRuntime(LayeredRuntime):
     def skip_layers(self, skipped: Sequence[int]) -> NativeRuntime:
         return NativeRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
-    def release(self) -> None:
-        super().release()
+    def free(self) -> None:
+        super().free()
         self._forward.forget_cache()
 
     def _step(
@@ -115,20 +124,52 @@ class NativeRuntime(LayeredRuntime):
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         wanted = self.hidden_layers if with_hidden else ()
-        return self._forward(self.cache, tokens, step, range(self.num_layers), num_logits, wanted)
+        layout = even_layout(*tokens.shape, num_logits)
+        return in_rows(
+            self._forward(self.cache, tokens, layout, step, range(self.num_layers), wanted), tokens
+        )
+
+    def _run_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
+    ) -> tuple[Tensor, HiddenStates]:
+        if len(states) == 1 or self._partial is not None:
+            return super()._run_queries(states, num_uncached, draft)
+        lengths = draft.lengths.tolist()
+        counts = [count + length for count, length in zip(num_uncached, lengths, strict=True)]
+        if min(counts) == max(counts):
+            return super()._run_queries(states, num_uncached, draft)
+        # Rows differ: their tokens follow each other without padding.
+        tokens, step = self._prepare(states, num_uncached, draft)
+        is_real = torch.arange(tokens.shape[1]) < torch.tensor(counts)[:, None]
+        layout = uneven_layout(counts, lengths, draft.num_nodes)
+        output = self._forward(
+            self.cache, tokens[is_real], layout, step, range(self.num_layers), self.hidden_layers
+        )
+        padding = ~torch.cat((torch.ones(len(states), 1, dtype=torch.bool), draft.mask), 1)
+        output.logits[padding] = 0
+        hidden = {}
+        for layer, of_tokens in output.hidden.items():
+            hidden[layer] = of_tokens.new_zeros(*padding.shape, of_tokens.shape[-1])
+            hidden[layer][~padding] = of_tokens[torch.tensor(layout.selected[:])]
+        return output.logits, hidden
 
     def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
-        layers = range(num_layers)
-        output = self._forward(self.cache, tokens, step, layers, 0, (num_layers,), num_known=num_known)
-        return output.hidden[num_layers]
+        layout = even_layout(*tokens.shape, 0)
+        output = self._forward(
+            self.cache, tokens, layout, step, range(num_layers), (num_layers,), num_known=num_known
+        )
+        return in_rows(output, tokens).hidden[num_layers]
 
     def run_remaining_layers(
         self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
     ) -> Output:
         wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
         layers = range(num_layers, self.num_layers)
-        states = states.to(torch.bfloat16)
-        output = self._forward(self.cache, tokens, step, layers, tokens.shape[1], wanted, states=states)
+        layout = even_layout(*tokens.shape, tokens.shape[1])
+        output = self._forward(
+            self.cache, tokens, layout, step, layers, wanted, states=states.to(torch.bfloat16)
+        )
+        output = in_rows(output, tokens)
         of_tokens = {
             layer: self.embedding_and_head().embed(tokens)
             for layer in self.hidden_layers

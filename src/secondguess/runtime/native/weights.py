@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.runtime.native import library
+from secondguess.runtime.weight_format import WeightFormat
 
 BLOCK, TILE = 32, 16
 INPUT_MULTIPLE = 64
@@ -63,7 +64,7 @@ class Blocks:
 
 
 def pack_blocks(
-    weight: Tensor, bias: Tensor | None, arena: Arena, eight_bits: bool, gated: bool = False
+    weight: Tensor, bias: Tensor | None, arena: Arena, weight_format: WeightFormat, gated: bool = False
 ) -> Blocks:
     """Return a linear layer's weight in the layout of the kernels.
 
@@ -73,7 +74,7 @@ def pack_blocks(
         weight: `[output, input]`.
         bias: `[output]` or None.
         arena: allocator of the blocks.
-        eight_bits: whether to quantise to 8 bits, with one scale per output.
+        weight_format: encoding of the weight.
         gated: whether the first half of the outputs are gates, which are interleaved with the
             values that they multiply.
     """
@@ -84,33 +85,37 @@ def pack_blocks(
     if bias is not None:
         bias = interleave_rows(*bias.chunk(2)) if gated else bias
         blocks.weight.bias = blocks.keep(_padded(bias.float(), num_lines))
-    dtype = torch.int8 if eight_bits else weight.dtype
+    dtype = torch.int8 if weight_format.is_quantised else weight.dtype
     per_line = 4 // dtype.itemsize
     data = arena.allocate(num_lines * num_inputs * dtype.itemsize)
     tiles = data.view(dtype).view(-1, num_inputs // (TILE * per_line), BLOCK // TILE, TILE, TILE, per_line)
-    scale, sums = torch.zeros(num_lines), torch.zeros(num_lines, dtype=torch.int32)
+    num_groups = num_inputs // (weight_format.group_size or num_inputs)
+    scale, sums = torch.zeros(num_lines, num_groups), torch.zeros(num_lines, num_groups, dtype=torch.int32)
     num_blocks = max(1, NUMBERS_AT_ONCE // (num_inputs * BLOCK))
     slices = (torch.split(half, num_blocks * BLOCK // len(halves)) for half in halves)
     for number, parts in enumerate(zip(*slices, strict=True)):
         rows = interleave_rows(*parts) if gated else parts[0]
         rows = _padded(rows, _round_up(rows.shape[0], BLOCK), num_inputs)
         first = number * num_blocks
-        if eight_bits:
+        if weight_format.is_quantised:
             lines = slice(first * BLOCK, first * BLOCK + rows.shape[0])
-            rows, scale[lines] = _quantise(rows)
-            sums[lines] = rows.sum(1, dtype=torch.int32)
+            groups, scale[lines] = quantise(rows, weight_format)
+            sums[lines] = groups.sum(2, dtype=torch.int32)
+            rows = groups.flatten(1)
         in_tiles = rows.view(-1, BLOCK // TILE, TILE, tiles.shape[1], TILE, per_line)
         tiles[first : first + in_tiles.shape[0]] = in_tiles.permute(0, 3, 1, 4, 2, 5)
-    if eight_bits:
+    if weight_format.is_quantised:
         blocks.weight.scale, blocks.weight.sum = blocks.keep(scale), blocks.keep(sums)
     blocks.weight.data = blocks.keep(data)
     return blocks
 
 
-def _quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows in 8 bits, and the scale of each."""
-    scale = rows.abs().amax(1).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return (rows.float() / scale[:, None]).round().to(torch.int8), scale
+def quantise(rows: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Return rows `[row, input]` as integers `[row, group, input]`, and scales `[row, group]`."""
+    groups = rows.float().reshape(len(rows), -1, weight_format.group_size or rows.shape[1])
+    largest = 2 ** (weight_format.bits - 1) - 1
+    scale = groups.abs().amax(2).clamp_min(torch.finfo(torch.float32).tiny) / largest
+    return (groups / scale[:, :, None]).round().to(torch.int8), scale
 
 
 def _padded(values: Tensor, *sizes: int) -> Tensor:

@@ -4,11 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from head_cases import tiny_target
 
-from checkpoints import tiny_target
 from secondguess.core import Draft, Row
-from secondguess.drafters.mirroring import FeatureStepper
-from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.drafters.eagle import EagleDrafter
 from secondguess.heads import native
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead
@@ -138,6 +137,5 @@ def test_a_head_that_the_kernels_do_not_reproduce_runs_in_torch(monkeypatch: pyt
 
 def test_built_drafters_use_the_kernels_of_their_target() -> None:
     target = native_target()
-    stepper = FeatureStepper(random_head("eagle", target), target)
-    drafter = SamplingDrafter(stepper, "eagle", VOCAB_SIZE)
-    assert isinstance(drafter.stepper.runtime, NativeFeatureRuntime)
+    drafter = EagleDrafter(random_head("eagle", target), target, "eagle")
+    assert isinstance(drafter.runtime, NativeFeatureRuntime)

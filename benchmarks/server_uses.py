@@ -1,0 +1,189 @@
+"""Measure what a server saves in edits of code, structured replies and further turns of a chat.
+
+    python benchmarks/server_uses.py --output uses.json
+
+- Edit: the reply is a text of which the request's `prediction` is a version with one identifier
+  renamed. Target passes with and without it.
+- Structured reply: a JSON object by schema. Target passes and tokens/s without a drafter, with the
+  tokens that the schema forces drafted or not.
+- Second turn: tokens and seconds of prefill of a chat's first turn, with 400 tokens of history, and
+  of its second.
+
+All with the built-in models, over HTTP. Passes do not depend on the machine; seconds do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import keyword
+import re
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from server_process import ServerProcess, serve
+
+from secondguess.bench.tables import table
+from secondguess.workloads.loading import BUILTIN_PROMPTS
+from secondguess.workloads.provenance import collect_provenance
+
+Json = dict[str, Any]
+
+EDIT_PROMPT = "def parse(text):\n    lines = text.split()\n    for line in lines:\n        line = line.strip()\n        if"
+CUSTOMER = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer"},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string", "maxLength": 12}, "country": {"enum": ["NO", "PE"]}},
+            "required": ["street", "country"],
+            "additionalProperties": False,
+        },
+        "subscribed": {"type": "boolean"},
+    },
+    "required": ["name", "age", "address", "subscribed"],
+    "additionalProperties": False,
+}
+
+
+def post(server: ServerProcess, path: str, **fields: object) -> Json:
+    """Return the reply to a request, with statistics."""
+    body = json.dumps({"model": "builtin", "report": True, **fields}).encode()
+    request = urllib.request.Request(server.address + path, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as reply:
+        found: Json = json.load(reply)
+    return found
+
+
+def statistics(reply: Json) -> Json:
+    """Return the counters of a reply's sample."""
+    (sample,) = reply["secondguess"]["samples"]
+    found: Json = sample
+    return found
+
+
+def with_renamed_identifier(text: str) -> str:
+    """Return a text with another name for the identifier that it uses most."""
+    names = re.findall(r"[A-Za-z_]{3,}", text)
+    name = max(set(names) - set(keyword.kwlist), key=lambda each: (names.count(each), each))
+    return re.sub(rf"\b{name}\b", "amount", text)
+
+
+def measure_edit(server: ServerProcess) -> Json:
+    """Return the number of passes of edits, over several texts."""
+    passes = {"plain": 0, "default": 0, "prediction": 0, "prediction, draft_length 16": 0}
+    for seed, temperature in ((2, 0.8), (3, 0.8), (2, 0.6), (4, 0.6)):
+        fields = {"prompt": EDIT_PROMPT, "max_tokens": 200, "seed": seed, "temperature": temperature}
+        plain = post(server, "/v1/completions", **fields, speculation="off")
+        text = plain["choices"][0]["text"]
+        guess = {"prediction": {"type": "content", "content": with_renamed_identifier(text)}}
+        replies = {
+            "plain": plain,
+            "default": post(server, "/v1/completions", **fields),
+            "prediction": post(server, "/v1/completions", **fields, **guess),
+            "prediction, draft_length 16": post(
+                server, "/v1/completions", **fields, **guess, speculation={"draft_length": 16}
+            ),
+        }
+        for name, reply in replies.items():
+            if reply["choices"][0]["text"] != text:
+                raise SystemExit(f"expected the same text with {name}")
+            passes[name] += statistics(reply)["num_rounds"]
+    saved = {f"fewer_than_{name}": passes[name] / passes["prediction"] for name in ("plain", "default")}
+    return {"passes": passes, **saved}
+
+
+def measure_structured(server: ServerProcess, repeats: int) -> Json:
+    """Return passes and seconds of structured replies, with and without forced tokens as drafts."""
+    passes = {"off": 0, "auto": 0}
+    ratios = []
+    for seed in range(repeats):
+        seconds = {}
+        for speculation in passes:
+            start = time.perf_counter()
+            reply = post(
+                server,
+                "/v1/completions",
+                prompt="A customer as JSON:\n",
+                max_tokens=150,
+                seed=seed,
+                structured_outputs={"json": CUSTOMER},
+                speculation=speculation,
+            )
+            seconds[speculation] = time.perf_counter() - start
+            passes[speculation] += statistics(reply)["num_rounds"]
+        ratios.append(seconds["off"] / seconds["auto"])
+    return {"passes": passes, "fewer_passes": passes["off"] / passes["auto"], "faster": median(ratios)}
+
+
+def measure_second_turn(server: ServerProcess) -> Json:
+    """Return the prefill of two turns of a chat; the first has about 400 tokens of history."""
+    history = "\n".join(BUILTIN_PROMPTS)
+    messages = [{"role": "user", "content": history}]
+    turns = []
+    for question in ("Now write a test of the first function.", ""):
+        reply = post(
+            server, "/v1/chat/completions", messages=messages, max_tokens=48, temperature=0, speculation="off"
+        )
+        usage = reply["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        turns.append(
+            {
+                "prompt_tokens": usage["prompt_tokens"],
+                "prefilled_tokens": usage["prompt_tokens"] - cached,
+                "prefill_seconds": statistics(reply)["seconds"]["prefill"],
+            }
+        )
+        messages += [
+            {"role": "assistant", "content": reply["choices"][0]["message"]["content"]},
+            {"role": "user", "content": question},
+        ]
+    first, second = turns
+    return {
+        "turns": turns,
+        "share_of_tokens": second["prefilled_tokens"] / first["prefilled_tokens"],
+        "share_of_seconds": second["prefill_seconds"] / first["prefill_seconds"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
+    options = parser.parse_args()
+    with serve([]) as server:
+        report: Json = {"second_turn": measure_second_turn(server), "edit": measure_edit(server)}
+    with serve(["--drafter", "none"]) as server:
+        report["structured"] = measure_structured(server, options.repeats)
+    edit, structured, turn = report["edit"], report["structured"], report["second_turn"]
+    rows = [
+        ["edit: passes, plain / with prediction", f"{edit['fewer_than_plain']:.2f}", "4"],
+        ["edit: passes, default / with prediction", f"{edit['fewer_than_default']:.2f}", ""],
+        ["structured: passes, without / with forced tokens", f"{structured['fewer_passes']:.2f}", ""],
+        ["structured: speed, with / without forced tokens", f"{structured['faster']:.2f}", "1.3"],
+        ["second turn: share of the first's prefill, tokens", f"{turn['share_of_tokens']:.3f}", "below 0.2"],
+        [
+            "second turn: share of the first's prefill, seconds",
+            f"{turn['share_of_seconds']:.3f}",
+            "below 0.2",
+        ],
+    ]
+    print(table(["figure", "value", "goal"], rows))
+    print(json.dumps(report, indent=1))
+    if options.output is not None:
+        about = collect_provenance(num_threads=0, device="cpu", dtype="auto", seed=0, models={}, runtimes={})
+        stored = {**report, "provenance": about.as_dict()}
+        options.output.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Recommendation of a drafter and a controller from measured speed-ups, by system name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from secondguess.bench.systems import speculator_name
+
+PLAIN = speculator_name("none")
+WORTH_IT = 1.02
+"""Least speed-up over plain decoding for which speculation is recommended; less is noise."""
+
+Speedups = Mapping[str, float]
+"""Speed-up over plain decoding by system name; that of `PLAIN` is 1."""
+
+
+def fastest(speedups: Speedups) -> str:
+    """Return the fastest system, or plain decoding if no speed-up exceeds `WORTH_IT`."""
+    best = max(speedups, key=speedups.__getitem__)
+    return best if speedups[best] > WORTH_IT else PLAIN
+
+
+def one_for_all(speedups: Mapping[int, Speedups]) -> str:
+    """Return the one system for a configuration.
+
+    It speeds up the smallest batch size by more than `WORTH_IT`, and is slower than plain decoding at as few batch
+    sizes as possible (`losing_sizes`). Of those within `WORTH_IT` of the best of these at the smallest batch size,
+    it has the largest geometric mean of speed-ups at the sizes where it gains.
+    """
+    paying = {name: gain for name, gain in speedups[min(speedups)].items() if gain > WORTH_IT}
+    if not paying:
+        return PLAIN
+    lost = {name: len(losing_sizes(name, speedups)) for name in paying}
+    able = {name: gain for name, gain in paying.items() if lost[name] == min(lost.values())}
+    near = [name for name, gain in able.items() if gain >= max(able.values()) / WORTH_IT]
+    return max(near, key=lambda name: _mean_gain(name, speedups))
+
+
+def losing_sizes(name: str, speedups: Mapping[int, Speedups]) -> list[int]:
+    """Return the batch sizes at which a system is slower than plain decoding, or was not measured."""
+    return [size for size, of_size in speedups.items() if of_size.get(name, 0) < 1]
+
+
+def recommend(speedups: Mapping[int, Speedups]) -> list[str]:
+    """Return lines with the system for a configuration, and the fastest of each batch size beside it."""
+    chosen = one_for_all(speedups)
+    lines = [f"The configuration has {_short(chosen)} for all batch sizes. The best for each:"]
+    for size, of_size in speedups.items():
+        best = fastest(of_size)
+        if best == PLAIN:
+            line = f"plain (--drafter none), nothing is faster by more than {WORTH_IT - 1:.0%}"
+        else:
+            line = f"{_short(best)}, {of_size[best]:.2f} times as fast as plain"
+        relative = of_size[chosen] / of_size[best]
+        same = "the configuration has it"
+        other = f"the configuration's choice has {relative:.2f} of its speed"
+        lines.append(f"- batch size {size}: {line}; {same if best == chosen else other}.")
+    return lines
+
+
+def _mean_gain(name: str, speedups: Mapping[int, Speedups]) -> float:
+    lost = losing_sizes(name, speedups)
+    gains = [math.log(of_size[name]) for size, of_size in speedups.items() if size not in lost]
+    return sum(gains) / len(gains)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("secondguess ")

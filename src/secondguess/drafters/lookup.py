@@ -1,0 +1,91 @@
+"""Base class of deterministic drafters that look up continuations in the row's own text."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.drafters.base import Drafter, DrafterResources, Requirements
+from secondguess.names import Name, format_options, read_options, refuse_argument
+from secondguess.runtime.base import HiddenStates
+from secondguess.sampling.noise import Noise
+
+
+class TextIndex(Protocol):
+    """Index of a growing text."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the text."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        ...
+
+
+IndexT = TypeVar("IndexT", bound=TextIndex)
+
+
+class LookupDrafter(Drafter, Generic[IndexT]):
+    """Drafter that keeps an index of each row's text and drafts from it; never from other rows.
+
+    Args:
+        options: instance of `options_type`, the options of the name.
+    """
+
+    deterministic = True
+    kind: ClassVar[str]
+    options_type: ClassVar[type[Any]]
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options or self.options_type()
+        self.name = f"{self.kind}{format_options(self.options)}"
+        self._indices: dict[Row, IndexT] = {}
+
+    @classmethod
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
+        refuse_argument(name, "drafter")
+        return Requirements(options=asdict(cls._read_options(name)))
+
+    @classmethod
+    def build(cls, name: Name, resources: DrafterResources) -> Self:
+        return cls(cls._read_options(name))
+
+    @classmethod
+    def _read_options(cls, name: Name) -> Any:
+        return read_options(cls.options_type, name.options, f"drafter {cls.kind}")
+
+    @abstractmethod
+    def make_index(self) -> IndexT:
+        """Return the index of an empty text."""
+
+    @abstractmethod
+    def chain(self, index: IndexT, limit: int) -> list[int]:
+        """Return a draft of at most `limit` tokens after an indexed text."""
+
+    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
+        for row in rows:
+            self._indices[row] = self.make_index()
+        self._read(rows)
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        limits = zip(rows, budgets.lengths, strict=True)
+        return Draft.chains(
+            [self.chain(self._indices[row], limit) for row, limit in limits], device=noise.device
+        )
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
+        self._read(rows)
+
+    def release(self, row: Row) -> None:
+        self._indices.pop(row, None)
+
+    def _read(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            index = self._indices[row]
+            index.extend(row.tokens[index.num_tokens :])

@@ -1,0 +1,90 @@
+"""Every drafter, verifier, controller, engine and stored format has a test that is named here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from secondguess.cli.train_heads import LOSSES
+from secondguess.controllers import CONTROLLERS
+from secondguess.drafters import DRAFTERS
+from secondguess.export import ENGINES
+from secondguess.verifiers import VERIFIERS
+from secondguess.workloads.loading import DATA_SETS
+
+TESTS = Path(__file__).parent
+
+EVERY_DRAFTER = "drafters/test_every_drafter.py::test_greedy_text_equals_plain_decoding"
+EVERY_HEAD = "drafters/test_every_head.py::test_output_distribution_equals_the_targets"
+DISTRIBUTION = "test_distributions.py::test_output_distribution_equals_the_targets"
+TREES = "test_tree_distributions.py::test_output_distribution_equals_the_targets"
+EXPORT = "export/test_export.py::test_the_output_matches_the_schema_and_the_recommendation"
+
+NAMES = {
+    "drafters": {
+        "none": "test_distributions.py::test_plain_decoding_has_the_target_distribution",
+        "model": "drafters/test_model_drafter.py::test_drafts_of_the_target_itself_are_always_accepted",
+        "ngram": EVERY_DRAFTER,
+        "suffix": EVERY_DRAFTER,
+        "early-exit": EVERY_HEAD,
+        "layer-skip": EVERY_HEAD,
+        "medusa": EVERY_HEAD,
+        "mtp": EVERY_HEAD,
+        "eagle": EVERY_HEAD,
+        "dspark": EVERY_HEAD,
+    },
+    "verifiers": {
+        "auto": "test_tree_distributions.py::test_auto_verifies_trees_by_traversal",
+        "greedy": "test_lossless.py::test_greedy_output_of_every_verifier_equals_plain_decoding",
+        "rejection": DISTRIBUTION,
+        "block": DISTRIBUTION,
+        "recursive": TREES,
+        "traversal": TREES,
+        "coupled": "test_distributions.py::test_output_distribution_of_coupled_rows_equals_the_targets",
+    },
+    "controllers": dict.fromkeys(("fixed", "confidence", "entropy", "cost", "learned"), DISTRIBUTION),
+    "engines": dict.fromkeys(("vllm", "sglang", "llama.cpp", "transformers", "tensorrt-llm"), EXPORT),
+    "losses": dict.fromkeys(
+        ("lk", "kl", "tv", "ce"), "train/test_losses.py::test_the_objectives_equal_values_computed_by_hand"
+    ),
+    "datasets": {
+        "spec-bench": "workloads/test_workloads.py::test_the_eight_categories_of_mt_bench_are_one_task_of_spec_bench",
+        "humaneval": "workloads/test_workloads.py::test_humaneval_is_the_default_if_present",
+        "gsm8k": "workloads/test_workloads.py::test_prompts_of_gsm8k_are_its_questions",
+    },
+}
+REGISTRIES = {
+    "drafters": DRAFTERS, "verifiers": VERIFIERS, "controllers": CONTROLLERS, "engines": ENGINES, "losses": LOSSES,
+    "datasets": DATA_SETS,
+}  # fmt: skip
+
+FORMATS = {
+    "secondguess.toml": "test_configuration.py::test_the_documented_file_is_valid",
+    "bench report": "bench/test_compare.py::test_the_results_in_the_repository_are_read",
+    "bench report of schema 1": "bench/test_compare.py::test_reports_of_the_first_schema_are_read",
+    "learned controller": "controllers/test_learned.py::test_a_saved_predictor_is_loaded_unchanged",
+    "early-exit adapter": "drafters/test_early_exit.py::test_a_saved_adapter_is_loaded_unchanged",
+    "medusa, original and vLLM's": "heads/test_medusa.py::test_every_published_format_drafts_as_in_the_paper",
+    "eagle, authors' and speculators'": "heads/test_eagle.py::test_a_published_head_has_the_logits_of_its_paper",
+    "mtp in a target or a folder": "heads/test_mtp.py::test_a_published_module_has_the_logits_of_its_paper",
+    "dspark and dflash": "heads/test_dspark.py::test_every_published_format_drafts_as_in_the_paper",
+    "heads written for speculators": "heads/test_speculators.py::test_speculators_reads_written_heads",
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_every_name_is_in_the_table_and_in_the_readme_or_the_documentation(kind):
+    assert set(NAMES[kind]) == set(REGISTRIES[kind])
+    pages = [TESTS.parent / "README.md", *(TESTS.parent / "docs").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    assert [name for name in NAMES[kind] if not re.search(rf"`{re.escape(name)}\b", text)] == []
+
+
+@pytest.mark.parametrize(
+    "test", sorted({*FORMATS.values(), *(each for of in NAMES.values() for each in of.values())})
+)
+def test_every_named_test_exists(test):
+    file, _, name = test.partition("::")
+    assert f"\ndef {name}(" in (TESTS / file).read_text(encoding="utf-8")
