@@ -510,10 +510,13 @@ def grammar_skips_the_bonus(patch: Patch) -> None:
 def grammar_keeps_rejected_nodes(patch: Patch) -> None:
     """A rejected draft is not rolled back: the state is no longer that of the committed text."""
     original = GrammarMatcher.push
+    patch.setattr(GrammarMatcher, "_restart", lambda self: None)  # it would read the committed text again
 
     def push(self, token):
         self._path = ()
-        return original(self, token)
+        is_complete = original(self, token)
+        self.has_failed = False  # it would end the text, which the enumeration continues
+        return is_complete
 
     patch.setattr(GrammarMatcher, "push", push)
 

@@ -250,7 +250,7 @@ def test_a_configuration_that_load_refuses_is_refused(
 ):
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
     path = tmp_path / "secondguess.toml"
-    Configuration(LoadSettings(model=str(tiny_checkpoint), **settings)).write(path)
+    path.write_text(Configuration(LoadSettings(model=str(tiny_checkpoint), **settings)).to_toml())
     done = secondguess_command("inspect", "--config", path)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:
@@ -262,7 +262,7 @@ def test_the_runtime_of_a_configuration_is_the_one_that_is_described(
     inspected, tiny_checkpoint, tmp_path, runtime
 ):
     path = tmp_path / "secondguess.toml"
-    Configuration(LoadSettings(model=str(tiny_checkpoint), runtime=runtime)).write(path)
+    path.write_text(Configuration(LoadSettings(model=str(tiny_checkpoint), runtime=runtime)).to_toml())
     assert inspected("--config", path)["runtime"] == runtime
 
 
@@ -292,7 +292,8 @@ def test_a_model_without_a_context_limit_uses_the_default_context(tiny_checkpoin
 def test_a_configuration_is_inspected(inspected, secondguess_command, tiny_checkpoint, tmp_path):
     path = tmp_path / "secondguess.toml"
     settings = LoadSettings(model=str(tiny_checkpoint), drafter="ngram", controller="fixed:4")
-    Configuration(settings, TuningRecord(processor="Some CPU", speedup={1: 2.25})).write(path)
+    configuration = Configuration(settings, TuningRecord(processor="Some CPU", speedup={1: 2.25}))
+    path.write_text(configuration.to_toml())
     record = inspected("--config", path)
     assert (record["name"], record["drafter"]["name"]) == (str(tiny_checkpoint), "ngram")
     assert record["configuration"]["load"]["controller"] == "fixed:4"

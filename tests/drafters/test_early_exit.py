@@ -12,6 +12,7 @@ import pytest
 import torch
 from head_cases import tiny_target
 from torch import Tensor
+from torch.nn import Parameter
 
 from secondguess import custom_generate, load
 from secondguess.controllers import make_controller
@@ -98,7 +99,9 @@ def held_bytes() -> int:
     gc.collect()
     storages = {
         storage.data_ptr(): storage.nbytes()
-        for storage in (each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), Tensor))
+        for storage in (
+            each.untyped_storage() for each in gc.get_objects() if type(each) in (Tensor, Parameter)
+        )
     }
     return sum(storages.values())
 
