@@ -80,11 +80,11 @@ def test_a_table_in_use_outlives_its_replacement(checkpoint, monkeypatch):
     """Runtimes that skip layers share the rotary tables, which one may replace while another computes."""
     runtime = runtime_of(checkpoint, "native")
     rotary = runtime.decoder.rotaries[0]
-    run = runtime._kernels.secondguess_run
+    run = runtime._forward._kernels.secondguess_run
     held = []
 
     class Meanwhile:
-        secondguess_free = runtime._kernels.secondguess_free
+        secondguess_free = runtime._forward._kernels.secondguess_free
 
         @staticmethod
         def secondguess_run(*arguments):
@@ -94,7 +94,7 @@ def test_a_table_in_use_outlives_its_replacement(checkpoint, monkeypatch):
             return run(*arguments)
 
     expected = two_rounds(runtime, 3)
-    monkeypatch.setattr(runtime, "_kernels", Meanwhile)
+    monkeypatch.setattr(runtime._forward, "_kernels", Meanwhile)
     assert all(map(torch.equal, two_rounds(runtime, 3), expected))
     assert held == [True] * len(held) != []
 
@@ -175,9 +175,9 @@ os._exit(0)
 @needs_kernels
 def test_the_interpreter_ends_after_the_forward_of_a_daemon_thread(checkpoint):
     script = """
-run = runtime._kernels.secondguess_run
+run = runtime._forward._kernels.secondguess_run
 class Slow:
-    secondguess_free = runtime._kernels.secondguess_free
+    secondguess_free = runtime._forward._kernels.secondguess_free
     @staticmethod
     def secondguess_run(*arguments):
         entered.set()
@@ -185,7 +185,7 @@ class Slow:
         failed = run(*arguments)
         print("finished", flush=True)
         return failed
-runtime._kernels, entered = Slow, threading.Event()
+runtime._forward._kernels, entered = Slow, threading.Event()
 threading.Thread(target=lambda: [forward(20) for _ in iter(int, 1)], daemon=True).start()
 entered.wait()
 """

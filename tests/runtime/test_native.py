@@ -371,10 +371,10 @@ padding is made of."""
 def test_first_layers_are_not_run_again(checkpoint):
     runtime = native_runtime(checkpoint)
     calls = []
-    run = runtime._kernels.secondguess_run
+    run = runtime._forward._kernels.secondguess_run
 
     class Counting:
-        secondguess_free = runtime._kernels.secondguess_free
+        secondguess_free = runtime._forward._kernels.secondguess_free
 
         @staticmethod
         def secondguess_run(decoder, forward, workspace):
@@ -383,7 +383,7 @@ def test_first_layers_are_not_run_again(checkpoint):
 
     row = row_of(TOKENS[0].tolist()[:20])
     runtime.begin([row])
-    runtime._kernels = Counting
+    runtime._forward._kernels = Counting
     for draft in GROWING[0][:3]:
         runtime.run_first_layers([row], draft.select(torch.tensor([0])), 1)
     runtime.score([row], GROWING[0][2].select(torch.tensor([0])))
@@ -511,9 +511,9 @@ def test_a_failed_probe_is_logged(checkpoint, monkeypatch, caplog):
 
 def test_threads_of_a_forward_are_those_of_the_quota(checkpoint, monkeypatch):
     runtime = native_runtime(checkpoint)
-    monkeypatch.setattr("secondguess.runtime.native.runtime.num_threads", lambda: 3)
+    monkeypatch.setattr("secondguess.runtime.native.forward.num_threads", lambda: 3)
     runtime.read(TOKENS)
-    assert runtime._forward.num_threads == 3
+    assert runtime._forward._arguments.num_threads == 3
 
 
 def test_auto_without_matching_kernels_is_as_without_kernels(checkpoint, monkeypatch):
@@ -546,13 +546,13 @@ def test_running_out_of_memory_between_layers_is_reported(checkpoint, monkeypatc
     runtime = native_runtime(checkpoint)
 
     class Full:
-        secondguess_free = runtime._kernels.secondguess_free
+        secondguess_free = runtime._forward._kernels.secondguess_free
 
         @staticmethod
         def secondguess_run(*_):
             return 1
 
-    monkeypatch.setattr(runtime, "_kernels", Full)
+    monkeypatch.setattr(runtime._forward, "_kernels", Full)
     with pytest.raises(OutOfMemoryError, match="forward over 80 tokens"):
         runtime.read(TOKENS)
 
@@ -603,9 +603,11 @@ def test_the_most_probable_token_and_its_probability_equal_torch(width: int, spe
 def test_rows_of_different_lengths_are_run_without_padding(checkpoint, hidden_layers, is_tree, monkeypatch):
     """Drafts of different lengths, and rows that have to catch up: each row's bits are those of the row alone."""
     runtime = native_runtime(checkpoint, hidden_layers=hidden_layers)
-    call, num_tokens = runtime._call, []
+    call, num_tokens = runtime._forward, []
     monkeypatch.setattr(
-        runtime, "_call", lambda tokens, *rest: num_tokens.append(tokens.numel()) or call(tokens, *rest)
+        runtime,
+        "_forward",
+        lambda cache, tokens, *rest: num_tokens.append(tokens.numel()) or call(cache, tokens, *rest),
     )
     chains = [[5, 9, 2, 7, 3], [], [8], [4, 4, 1]]
     draft = Draft.chains(chains)
