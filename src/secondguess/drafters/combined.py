@@ -132,6 +132,12 @@ def merge_drafts(drafts: Sequence[Draft], vocab_size: int | None) -> Draft:
         vocab_size: width of `probs`, which are one-hot for the nodes of deterministic drafts; None
             for a merged draft without them.
     """
+    drafted = [draft for draft in drafts if draft.num_nodes] or [drafts[0]]
+    if len(drafted) == 1:  # as in every batch of one row
+        (only,) = drafted
+        if vocab_size is None or only.probs is not None:
+            return only if vocab_size is not None else replace(only, probs=None)
+        return replace(only, probs=one_hot_probs(only.tokens, vocab_size))
     widest = max(drafts, key=lambda draft: draft.num_nodes)
     dtype = next((draft.probs.dtype for draft in drafts if draft.probs is not None), torch.float32)
     shape = (widest.num_rows, widest.num_nodes)
