@@ -64,7 +64,7 @@ MOST_LETTERS_TO_THE_END = 4
 
 
 def viable(regex: str, text: str) -> bool:
-    """Whether some text of the grammar begins like this."""
+    """Return True if some text of the grammar begins like this."""
     return any(
         re.fullmatch(regex, text + "".join(rest))
         for length in range(MOST_LETTERS_TO_THE_END + 1)
@@ -83,7 +83,7 @@ def allowed_tokens(regex: str, output: tuple[int, ...]) -> tuple[bool, ...]:
 def masked_dist(
     dist: NextTokenDist, regex: str, prompt: tuple[int, ...], greedy: bool = False
 ) -> Callable[[tuple[int, ...]], Tensor]:
-    """What plain decoding draws from behind an output; only the end where nothing else is possible."""
+    """Return the distribution of plain decoding after an output; only the end where nothing else is possible."""
 
     def next_dist(output: tuple[int, ...]) -> Tensor:
         probs = dist((*prompt, *output)) * torch.tensor(allowed_tokens(regex, output))

@@ -245,7 +245,7 @@ def test_sampling_settings_apply_inside_a_draft(verifier, drafter, setting):
     ],
 )
 def test_a_grammar_holds_inside_a_draft(drafter, verifier, controller, temperature, regex):
-    """The law is plain decoding's with the mask of an oracle, which tries all texts of the grammar."""
+    """The distribution is plain decoding's with the mask of an oracle, which tries all texts of the grammar."""
     pair, params = PAIRS_WITH_END["four-zeros"], SamplingParams(temperature=temperature, max_tokens=20)
     params = with_regex(params, REGEXES[regex])
     if drafter == "sampled-tree":

@@ -29,6 +29,7 @@ LAYERS = [
         "controllers",
     ),
     ("rounds", "configuration", "pairing", "prompts", "workloads"),
+    ("prefilling",),
     ("decode",),
     ("engine",),
     ("api", "proof"),
@@ -186,7 +187,7 @@ def test_the_decoding_loop_is_short(module):
         and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         for line in (node.lineno, node.end_lineno)
     }
-    assert len(lines) <= 112, "lines of statements"
+    assert len(lines) <= 95, "lines of statements"
     assert len((PACKAGE / module).read_text().splitlines()) <= 200
 
 

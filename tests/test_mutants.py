@@ -100,7 +100,7 @@ def dist_holds(
 
 
 def grammar_holds(drafter: str, regex: str, verifier: str = "auto", num_rounds: int = 1) -> bool:
-    """The enumerated law of the text is plain decoding's with the mask of an oracle."""
+    """The enumerated distribution of the text is plain decoding's with the mask of an oracle."""
     pair, params = PAIRS_WITH_END["four"], with_regex(SAMPLED, REGEXES[regex])
     length = "fixed:2" if num_rounds == 1 else "fixed:1"
     branches = play(
@@ -522,7 +522,7 @@ def grammar_keeps_rejected_nodes(patch: Patch) -> None:
 
 
 def grammar_ends_only_between_rounds(patch: Patch) -> None:
-    """What is drafted behind the end of the grammar is committed."""
+    """Nodes after the end of the grammar are committed."""
     original = Row.commit
 
     def commit(self, accepted, next_token):

@@ -14,6 +14,7 @@ from torch import inference_mode
 
 from secondguess.core import Commit, Row
 from secondguess.errors import BadInputError
+from secondguess.prefilling import prefill_rows
 from secondguess.rounds import Components as Components
 from secondguess.rounds import release, run_round
 from secondguess.runtime.base import HiddenStates, join_hidden
@@ -104,7 +105,7 @@ class Batch:
         recorder = self.components.recorder
         try:
             with recorder.round([*self._decoding, *rows]), recorder.phase("prefill"):
-                ready = self._prefill(rows)
+                ready = prefill_rows(self.components, rows, self._prefilling, self.max_prefill_tokens)
                 self.components.drafter.begin(ready, [join_hidden(self._prefilling[row]) for row in ready])
         except BaseException:
             self.components.target.rewind(rows, [recorder.of(row).num_reused for row in rows])
@@ -113,50 +114,6 @@ class Batch:
         self._decoding += ready
         for row in ready:
             del self._prefilling[row]
-
-    def _prefill(self, rows: Sequence[Row]) -> list[Row]:
-        """Prefill rows as far as the limit allows; return those whose prompts are cached now."""
-        target = self.components.target
-        by_prompt: dict[tuple[int, ...], list[Row]] = {}
-        for row in rows:
-            by_prompt.setdefault(tuple(row.tokens), []).append(row)
-        firsts = [equal[0] for equal in by_prompt.values()]
-        whole, left = self._within_limit(firsts)
-        self._store(whole, target.prefill(whole))
-        if left:
-            following = [firsts[len(whole)]]
-            self._store(following, target.prefill(following, left))
-        for first, *others in by_prompt.values():
-            if others and not target.num_to_prefill(first):
-                self._copy_prefill(first, others)
-        return [row for row in rows if not target.num_to_prefill(row)]
-
-    def _copy_prefill(self, first: Row, others: Sequence[Row]) -> None:
-        """Give rows the cache entries and hidden states of a row with the same prompt."""
-        target, recorder = self.components.target, self.components.recorder
-        # The drafter needs hidden states of a row from the first token that its target has not reused.
-        num_reused = recorder.of(first).num_reused
-        members = [row for row in others if recorder.of(row).num_reused >= num_reused]
-        target.prefill(members, with_hidden=False)
-        for row in members:
-            self._prefilling[row] = self._prefilling[first]
-
-    def _within_limit(self, rows: Sequence[Row]) -> tuple[list[Row], int]:
-        """Return the first rows that can be prefilled whole, and the tokens left for the next one."""
-        left = self.max_prefill_tokens
-        if left is None:
-            return list(rows), 0
-        for index, row in enumerate(rows):
-            needed = self.components.target.num_to_prefill(row)
-            if needed > left:
-                return list(rows[:index]), left
-            left -= needed
-        return list(rows), 0
-
-    def _store(self, rows: Sequence[Row], hidden: Sequence[HiddenStates]) -> None:
-        for row, of_row in zip(rows, hidden, strict=True):
-            if of_row:
-                self._prefilling[row].append(of_row)
 
 
 def decode(

@@ -143,8 +143,6 @@ def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise:
         [max(part, 0) for _, part in pairs],
     )
     draft = _draft_by_drafter(components, rows, replace(budgets, lengths=lengths, parts=parts), noise)
-    if not any(chains):
-        return draft
     own = Draft.chains(chains, device=draft.tokens.device)
     return merge_drafts([draft, own], None if draft.probs is None else draft.probs.shape[-1])
 

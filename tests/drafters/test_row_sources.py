@@ -29,7 +29,7 @@ GREEDY = SamplingParams(max_tokens=40)
 
 
 def said(prediction, output, limit=4):
-    """What a prediction drafts behind an output, read token by token, and its candidate."""
+    """Return the draft of a prediction after an output, read token by token, and its candidate."""
     row, source = Row([0], GREEDY), Prediction(prediction)
     for token in output:
         source.candidate(row)

@@ -31,7 +31,7 @@ QUEUE_SECONDS = 0.5
 
 
 def fake_target(tokenizer=None, name="builtin", context=CONTEXT):
-    """What the server needs of a loaded model; by default the tokenizer of the built-in one."""
+    """Return the parts of a loaded model that the server needs; by default the tokenizer of the built-in one."""
     path = str(builtin_paths().target)
     tokenizer = tokenizer or read_tokenizer(path)
     runtime = SimpleNamespace(context_length=context, vocab_size=len(tokenizer))
