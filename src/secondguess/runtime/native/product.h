@@ -17,9 +17,10 @@ constexpr int TILE = 16;           // rows, or outputs
 constexpr int TILE_BYTES = 1024;   // 16 rows of 64 bytes
 constexpr long PREFETCH_BYTES = 4096;  // prefetch distance in bytes
 
-// Prefetch the two tiles that one step reads.
+// Prefetch the tiles that one step reads.
+template <int TILES = 2>
 inline void prefetch(const char* tiles) {
-    for (int line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(tiles + line, _MM_HINT_T0);
+    for (int line = 0; line < TILES * TILE_BYTES; line += 64) _mm_prefetch(tiles + line, _MM_HINT_T0);
 }
 
 inline int four_bytes(const void* from) {
@@ -51,10 +52,16 @@ struct Values {
     int64_t num_rows;
 };
 
+// Split rows evenly: 6 rows, at most 5 at once, are 3 and 3, which is faster than 5 and 1.
+inline int even_share(int64_t left, int most) {
+    const int64_t parts = (left + most - 1) / most;
+    return (int)((left + parts - 1) / parts);
+}
+
 // A unit multiplies at most ROWS rows of its values with one block into `sums[row][output]`, in
 // float32 for bfloat16 weights and in int32 for 8-bit weights. The int32 sums are too large by
 // SHIFT times the sum of the output's weights. WIDE: the unit reads float32 values instead of
-// bfloat16.
+// bfloat16. `next(left)`: how many of the rows that are left it multiplies at once.
 #ifdef __AVX512BF16__
 #include "product_avx512.h"
 #else
@@ -75,8 +82,8 @@ inline void multiply(const Values& values, const Weight& weight, int thread, int
     const Unit unit(values);
     for (int64_t block = first; block < last; block++) {
         const char* data = weight.data + block * num_steps * 2 * TILE_BYTES;
-        for (int64_t start = 0; start < values.num_rows; start += Unit::ROWS) {
-            const int count = std::min<int64_t>(Unit::ROWS, values.num_rows - start);
+        for (int64_t start = 0, count; start < values.num_rows; start += count) {
+            count = Unit::next(values.num_rows - start);
             if (weight.scale)
                 unit.add_up(start, count, data, num_steps, whole_sums);
             else

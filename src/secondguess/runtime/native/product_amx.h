@@ -37,6 +37,7 @@ inline void tile_sums(const Number* rows, int64_t stride, bool two, const char* 
 
 struct MatrixUnit {
     static constexpr int ROWS = 2 * TILE;
+    static int next(int64_t left) { return (int)std::min<int64_t>(left, ROWS); }
     static constexpr int32_t SHIFT = 0;
 
     const Values& values;

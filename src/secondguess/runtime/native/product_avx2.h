@@ -1,36 +1,62 @@
-// Products by the vector units of AVX2: one row with both tiles of a block at once, or up to four
-// rows with one tile after the other, which is what sixteen registers can hold.
+// Products by the vector units of AVX2. Sixteen registers hold the sums of up to two rows with both
+// tiles of a block, or of up to five rows with one tile. (GCC spills a sum with three, and with six.)
 #pragma once
 
-// Products of the first and of the second number of a pair are added to the same sum, in that
-// order. Values are in float32.
-template <int COUNT, int TILES>
-inline void vector_sums(const float* rows, int64_t stride, const char* first_tile, int64_t num_steps, float* sums) {
-    __m256 found[COUNT][2 * TILES];
-    for (int row = 0; row < COUNT; row++)
-        for (int part = 0; part < 2 * TILES; part++) found[row][part] = _mm256_setzero_ps();
-    for (int64_t step = 0; step < num_steps; step++) {
-        const char* tile = first_tile + step * 2 * TILE_BYTES;
-        prefetch(tile + PREFETCH_BYTES);
-        for (int pair = 0; pair < 16; pair++) {
-            __m256i pairs[2 * TILES];
-            for (int part = 0; part < 2 * TILES; part++)
-                pairs[part] = _mm256_loadu_si256((const __m256i*)(tile + part / 2 * TILE_BYTES + pair * 64 + part % 2 * 32));
-            const float* values = rows + step * 32 + pair * 2;
-            for (int row = 0; row < COUNT; row++) {
-                const __m256 value = _mm256_broadcast_ss(values + row * stride);
-                for (int part = 0; part < 2 * TILES; part++)
-                    found[row][part] = _mm256_fmadd_ps(value, first_of(pairs[part]), found[row][part]);
-            }
-            for (int row = 0; row < COUNT; row++) {
-                const __m256 value = _mm256_broadcast_ss(values + row * stride + 1);
-                for (int part = 0; part < 2 * TILES; part++)
-                    found[row][part] = _mm256_fmadd_ps(value, second_of(pairs[part]), found[row][part]);
-            }
+// Sums are kept in registers only if GCC unrolls the loops over them early.
+#define UNROLLED _Pragma("GCC unroll 5")
+
+constexpr int STEPS_AT_ONCE = 4;  // steps of one tile before the other: both stay in the first-level cache
+
+inline __m256i load_pairs(const char* pairs, int part) {
+    return _mm256_loadu_si256((const __m256i*)(pairs + part / 2 * TILE_BYTES + part % 2 * 32));
+}
+
+// Add the products of one value of each row with the weights of PARTS vectors of 8 outputs. The
+// fewer of the two stay in registers.
+template <int COUNT, int PARTS, class Weights>
+[[gnu::always_inline]] inline void add_half(__m256 (&found)[COUNT][PARTS], const float* values, int64_t stride, Weights weights) {
+    if constexpr (COUNT < PARTS) {
+        __m256 of_rows[COUNT];
+        UNROLLED for (int row = 0; row < COUNT; row++) of_rows[row] = _mm256_broadcast_ss(values + row * stride);
+        UNROLLED for (int part = 0; part < PARTS; part++) {
+            const __m256 of_part = weights(part);
+            UNROLLED for (int row = 0; row < COUNT; row++)
+                found[row][part] = _mm256_fmadd_ps(of_rows[row], of_part, found[row][part]);
+        }
+    } else {
+        __m256 of_parts[PARTS];
+        UNROLLED for (int part = 0; part < PARTS; part++) of_parts[part] = weights(part);
+        UNROLLED for (int row = 0; row < COUNT; row++) {
+            const __m256 value = _mm256_broadcast_ss(values + row * stride);
+            UNROLLED for (int part = 0; part < PARTS; part++)
+                found[row][part] = _mm256_fmadd_ps(value, of_parts[part], found[row][part]);
         }
     }
-    for (int row = 0; row < COUNT; row++)
-        for (int part = 0; part < 2 * TILES; part++) _mm256_storeu_ps(sums + row * BLOCK + part * 8, found[row][part]);
+}
+
+// Add the products of COUNT rows with some steps of TILES tiles to `sums`. Products of the first
+// and of the second number of a pair are added to the same sum, in that order. Values are in
+// float32.
+template <int COUNT, int TILES>
+inline void vector_sums(const float* rows, int64_t stride, const char* first_tile, int64_t num_steps, float* sums) {
+    constexpr int PARTS = 2 * TILES;
+    __m256 found[COUNT][PARTS];
+    UNROLLED for (int row = 0; row < COUNT; row++)
+        UNROLLED for (int part = 0; part < PARTS; part++)
+            found[row][part] = _mm256_loadu_ps(sums + row * BLOCK + part * 8);
+    for (int64_t step = 0; step < num_steps; step++) {
+        const char* tile = first_tile + step * 2 * TILE_BYTES;
+        prefetch<TILES>(tile + PREFETCH_BYTES);
+        for (int pair = 0; pair < 16; pair++) {
+            const char* pairs = tile + pair * 64;
+            const float* values = rows + step * 32 + pair * 2;
+            add_half<COUNT, PARTS>(found, values, stride, [pairs](int part) { return first_of(load_pairs(pairs, part)); });
+            add_half<COUNT, PARTS>(found, values + 1, stride, [pairs](int part) { return second_of(load_pairs(pairs, part)); });
+        }
+    }
+    UNROLLED for (int row = 0; row < COUNT; row++)
+        UNROLLED for (int part = 0; part < PARTS; part++)
+            _mm256_storeu_ps(sums + row * BLOCK + part * 8, found[row][part]);
 }
 
 // The instruction multiplies unsigned by signed bytes and adds two products in 16 bits: magnitudes
@@ -38,19 +64,21 @@ inline void vector_sums(const float* rows, int64_t stride, const char* first_til
 // two products fit.
 template <int COUNT, int TILES>
 inline void vector_sums(const int8_t* rows, int64_t stride, const char* first_tile, int64_t num_steps, int32_t* sums) {
-    __m256i found[COUNT][2 * TILES];
-    for (int row = 0; row < COUNT; row++)
-        for (int part = 0; part < 2 * TILES; part++) found[row][part] = _mm256_setzero_si256();
+    constexpr int PARTS = 2 * TILES;
+    __m256i found[COUNT][PARTS];
+    UNROLLED for (int row = 0; row < COUNT; row++)
+        UNROLLED for (int part = 0; part < PARTS; part++)
+            found[row][part] = _mm256_loadu_si256((const __m256i*)(sums + row * BLOCK + part * 8));
     const __m256i ones = _mm256_set1_epi16(1);
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = first_tile + step * 2 * TILE_BYTES;
-        prefetch(tile + PREFETCH_BYTES);
+        prefetch<TILES>(tile + PREFETCH_BYTES);
         for (int four = 0; four < 16; four++) {
-            for (int part = 0; part < 2 * TILES; part++) {
+            UNROLLED for (int part = 0; part < PARTS; part++) {
                 const char* at = tile + part / 2 * TILE_BYTES + four * 64 + part % 2 * 32;
                 const __m256i weights = _mm256_loadu_si256((const __m256i*)at);
                 const __m256i sizes = _mm256_abs_epi8(weights);
-                for (int row = 0; row < COUNT; row++) {
+                UNROLLED for (int row = 0; row < COUNT; row++) {
                     const __m256i values = _mm256_set1_epi32(four_bytes(rows + row * stride + step * 64 + four * 4));
                     const __m256i twos = _mm256_maddubs_epi16(sizes, _mm256_sign_epi8(values, weights));
                     found[row][part] = _mm256_add_epi32(found[row][part], _mm256_madd_epi16(twos, ones));
@@ -58,13 +86,25 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* first_ti
             }
         }
     }
-    for (int row = 0; row < COUNT; row++)
-        for (int part = 0; part < 2 * TILES; part++)
+    UNROLLED for (int row = 0; row < COUNT; row++)
+        UNROLLED for (int part = 0; part < PARTS; part++)
             _mm256_storeu_si256((__m256i*)(sums + row * BLOCK + part * 8), found[row][part]);
 }
 
+// The same for one tile after the other. One step reads NUMBERS values of a row.
+template <int COUNT, int NUMBERS, class Number, class Sum>
+inline void vector_sums_of_tiles(const Number* rows, int64_t stride, const char* block, int64_t num_steps, Sum* sums) {
+    for (int64_t step = 0; step < num_steps; step += STEPS_AT_ONCE) {
+        const int64_t count = std::min<int64_t>(STEPS_AT_ONCE, num_steps - step);
+        const Number* values = rows + step * NUMBERS;
+        for (int tile = 0; tile < 2; tile++)
+            vector_sums<COUNT, 1>(values, stride, block + (2 * step + tile) * TILE_BYTES, count, sums + tile * TILE);
+    }
+}
+
 struct VectorUnit {
-    static constexpr int ROWS = 4;
+    static constexpr int ROWS = 5;
+    static int next(int64_t left) { return even_share(left, ROWS); }
     static constexpr int32_t SHIFT = 0;
     static constexpr bool WIDE = true;
 
@@ -73,23 +113,26 @@ struct VectorUnit {
     explicit VectorUnit(const Values& values) : values(values) {}
 
     void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
-        add_up(values.wide + start * values.stride, values.stride, count, block, num_steps, sums);
-    }
-    void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
-        add_up(values.small + start * values.stride, values.stride, count, block, num_steps, sums);
+        std::fill_n(sums, count * BLOCK, 0.0f);
+        const float* rows = values.wide + start * values.stride;
+        switch (count) {
+            case 1: return vector_sums<1, 2>(rows, values.stride, block, num_steps, sums);
+            case 2: return vector_sums<2, 2>(rows, values.stride, block, num_steps, sums);
+            case 3: return vector_sums_of_tiles<3, 32>(rows, values.stride, block, num_steps, sums);
+            case 4: return vector_sums_of_tiles<4, 32>(rows, values.stride, block, num_steps, sums);
+            default: return vector_sums_of_tiles<5, 32>(rows, values.stride, block, num_steps, sums);
+        }
     }
 
-    template <class Number, class Sum>
-    static void add_up(const Number* rows, int64_t stride, int count, const char* block, int64_t num_steps, Sum* sums) {
-        if (count == 1) return vector_sums<1, 2>(rows, stride, block, num_steps, sums);
-        for (int tile = 0; tile < 2; tile++) {
-            const char* data = block + tile * TILE_BYTES;
-            Sum* to = sums + tile * TILE;
-            switch (count) {
-                case 2: vector_sums<2, 1>(rows, stride, data, num_steps, to); break;
-                case 3: vector_sums<3, 1>(rows, stride, data, num_steps, to); break;
-                default: vector_sums<4, 1>(rows, stride, data, num_steps, to);
-            }
+    void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
+        std::fill_n(sums, count * BLOCK, 0);
+        const int8_t* rows = values.small + start * values.stride;
+        switch (count) {
+            case 1: return vector_sums<1, 2>(rows, values.stride, block, num_steps, sums);
+            case 2: return vector_sums<2, 2>(rows, values.stride, block, num_steps, sums);
+            case 3: return vector_sums_of_tiles<3, 64>(rows, values.stride, block, num_steps, sums);
+            case 4: return vector_sums_of_tiles<4, 64>(rows, values.stride, block, num_steps, sums);
+            default: return vector_sums_of_tiles<5, 64>(rows, values.stride, block, num_steps, sums);
         }
     }
 };

@@ -53,6 +53,7 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
 
 struct VectorUnit {
     static constexpr int ROWS = 8;
+    static int next(int64_t left) { return even_share(left, ROWS); }
     static constexpr int32_t SHIFT = 128;
     static constexpr bool WIDE = false;
 
