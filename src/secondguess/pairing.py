@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from secondguess.checkpoint.checkpoint import Checkpoint
-from secondguess.checkpoint.weights import weight_files
+from secondguess.checkpoint.weights import count_parameters
 from secondguess.drafters import drafter_class, parse_drafter_name
 from secondguess.drafters.combined import check_parts
 from secondguess.errors import BadInputError
@@ -30,8 +30,8 @@ class DrafterInfo:
         needs_target: True if it uses parts of the target, so that not all of it can be checked
             before the target is loaded.
         trained: path of a trained head, if the name gives one.
-        head_bytes: size of the trained head's weights, where known; 0 for a head in the target's
-            own folder, which is counted with the target.
+        head_bytes: bytes of the trained head's weights in the target's dtype, where known; 0 for a
+            head in the target's own folder, which is counted with the target.
         options: values of all its options.
         given: options in the name, as written.
         parts: descriptions of the component drafters, if the name joins several; else empty.
@@ -85,7 +85,7 @@ def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
             folder = find_head_folder(name, target.name, target.path)
             required = drafter.requirements(name, folder)
             if folder != Path(target.path):
-                head_bytes = sum(file.stat().st_size for file in weight_files(folder))
+                head_bytes = count_parameters(folder) * target.dtype.itemsize
         if drafter.uses_target_layers and target.runtimes[0] == "transformers":
             raise partial_forward_error()
         if target.num_layers < required.num_target_layers:

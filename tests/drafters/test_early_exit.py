@@ -50,10 +50,10 @@ TARGET = TargetModel.of(fused_target())
 def drafter_of(
     target: Runtime,
     num_layers: int,
-    finish: Callable[[Tensor], Tensor] | None = None,
+    head: EarlyExitHead | None = None,
     shape: TreeShape | None = None,
 ) -> EarlyExitDrafter:
-    return EarlyExitDrafter(target, num_layers, f"early-exit:{num_layers}", shape, finish)
+    return EarlyExitDrafter(target, num_layers, f"early-exit:{num_layers}", shape, head)
 
 
 def play(
@@ -160,7 +160,7 @@ def test_an_interrupted_round_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -
         components = Components(target, drafter, make_verifier("auto"), make_controller("fixed:3"))
         if interrupted:
             with monkeypatch.context() as patched:
-                patched.setattr(drafter, "_finish", interrupt)
+                patched.setattr(drafter, "_exit_logits", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     next(decode(components, rows))
         for _ in decode(components, rows):

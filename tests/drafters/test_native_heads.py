@@ -1,6 +1,10 @@
 """Drafter heads on the compiled kernels compute what their modules compute."""
 
+import copy
+import weakref
 from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -10,11 +14,23 @@ from secondguess.core import Draft, Row
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.heads import native
 from secondguess.heads.base import DraftVocabulary, TargetModel
+from secondguess.heads.blocks import TorchBlockRuntime
+from secondguess.heads.dspark import DsparkConfig, DsparkHead
 from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead
+from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.layer import LayerConfig
+from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.mtp import MtpHead
-from secondguess.heads.native import NativeFeatureRuntime, feature_runtime
+from secondguess.heads.native import (
+    NativeBlockRuntime,
+    NativeFeatureRuntime,
+    block_runtime,
+    exit_logits,
+    feature_runtime,
+    medusa_logits,
+)
+from secondguess.heads.packed import PackedHead
 from secondguess.heads.runtime import TorchFeatureRuntime
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library
@@ -25,6 +41,7 @@ from secondguess.sampling.params import SamplingParams
 pytestmark = pytest.mark.skipif(not library.units(), reason="no compiled kernels on this machine")
 
 VOCAB_SIZE = 50
+HeadT = TypeVar("HeadT", bound=torch.nn.Module)
 
 
 def eagle(target: TargetModel, *, num_draft_tokens: int | None = None, **fields: object) -> EagleHead:
@@ -63,22 +80,25 @@ def native_target() -> NativeRuntime:
 
 
 def random_head(name: str, target: NativeRuntime) -> FeatureHead:
-    model = TargetModel.of(target)
-    head = HEADS[name](model)
+    return randomised(HEADS[name](TargetModel.of(target)), target)
+
+
+def randomised(head: HeadT, target: NativeRuntime) -> HeadT:
+    """Fill a head with random weights that bfloat16 represents, the same at every call."""
     torch.manual_seed(4)
     for parameter in head.parameters():
         spread = 0.2 if parameter.dim() > 1 else 1.0
         torch.nn.init.normal_(parameter, std=spread)
-        parameter.data = parameter.data.bfloat16().to(model.dtype)
+        parameter.data = parameter.data.bfloat16().to(target.embedding_and_head().dtype)
     return head.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_native_heads_compute_the_logits_and_features_of_the_module(name: str) -> None:
     target = native_target()
-    head = random_head(name, target)
-    runtime = feature_runtime(head, target)
+    runtime = feature_runtime(random_head(name, target), target)
     assert isinstance(runtime, NativeFeatureRuntime)
+    head = random_head(name, target)
     plain = TorchFeatureRuntime(head, target.context_length, target.device)
     tokens, width = torch.randint(VOCAB_SIZE, (3, 9)), head.shape.width
     features = torch.randn(3, 9, width).bfloat16()
@@ -100,12 +120,12 @@ def test_native_heads_compute_the_logits_and_features_of_the_module(name: str) -
 @pytest.mark.parametrize("name", ["eagle", "mtp"])
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
     target = native_target()
-    head = random_head(name, target)
-    tokens, features = torch.randint(VOCAB_SIZE, (2, 6)), torch.randn(2, 6, head.shape.width).bfloat16()
+    width = random_head(name, target).shape.width
+    tokens, features = torch.randint(VOCAB_SIZE, (2, 6)), torch.randn(2, 6, width).bfloat16()
 
     def step(indices: list[int], sizes: list[int]) -> torch.Tensor:
         """Return the logits after the last of `sizes` tokens of each row, run in two steps."""
-        runtime = feature_runtime(head, target)
+        runtime = feature_runtime(random_head(name, target), target)
         rows = [
             Row(tokens[i, :size].tolist(), SamplingParams()) for i, size in zip(indices, sizes, strict=True)
         ]
@@ -122,20 +142,176 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
 
 def test_a_head_that_the_kernels_do_not_reproduce_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     target = native_target()
-    original = native.PackedFeatureHead._norm
+    original = PackedHead._norm
 
-    def doubled(self: native.PackedFeatureHead, norm: torch.nn.Module) -> library.Norm:
+    def doubled(self: PackedHead, norm: torch.nn.Module) -> library.Norm:
         norm.weight.data = 2 * norm.weight.data + 1
         return original(self, norm)
 
-    monkeypatch.setattr(native.PackedFeatureHead, "_norm", doubled)
+    monkeypatch.setattr(PackedHead, "_norm", doubled)
     head = random_head("mtp", target)
     copied = random_head("mtp", target)
     monkeypatch.setattr(native, "TorchFeatureRuntime", lambda _, *rest: TorchFeatureRuntime(copied, *rest))
     assert isinstance(feature_runtime(head, target), TorchFeatureRuntime)
 
 
-def test_built_drafters_use_the_kernels_of_their_target() -> None:
+def relative_error(exact: torch.Tensor, rounded: torch.Tensor) -> float:
+    return float((exact.float() - rounded.float()).norm() / exact.float().norm())
+
+
+MEDUSA_CONFIGS = {
+    "the target's output matrix": MedusaConfig(num_heads=3, num_layers=2),
+    "one output matrix, bias": MedusaConfig(num_heads=2, num_layers=1, has_bias=True, num_outputs=1),
+    "output matrices": MedusaConfig(num_heads=2, num_layers=1, num_outputs=2),
+}
+
+
+def medusa(name: str, target: NativeRuntime) -> MedusaHead:
+    config = MEDUSA_CONFIGS[name]
+    vocabulary = DraftVocabulary(VOCAB_SIZE, torch.arange(0, 34, 2)) if config.num_outputs == 2 else None
+    return randomised(MedusaHead(config, TargetModel.of(target), vocabulary), target)
+
+
+@pytest.mark.parametrize("name", MEDUSA_CONFIGS)
+def test_native_medusa_heads_compute_the_logits_of_the_module(name: str) -> None:
     target = native_target()
-    drafter = EagleDrafter(random_head("eagle", target), target, "eagle")
+    head = medusa(name, target)
+    found = medusa_logits(medusa(name, target), target)
+    assert found.__name__ == "native"
+    states = torch.randn(7, head.target.width)
+    for depth in range(head.shape.num_heads):
+        expected = head.logits(states.to(head.target.dtype), depth)
+        covered = expected.isfinite()
+        together = found(states, depth)
+        assert torch.equal(covered, together.isfinite())
+        assert relative_error(expected[covered], together[covered]) < 0.03
+        for row in range(7):
+            assert torch.equal(found(states[row : row + 1], depth), together[row : row + 1])
+
+
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_native_exits_compute_the_logits_of_the_module(has_adapter: bool) -> None:
+    target = native_target()
+    shared = target.embedding_and_head()
+
+    def adapter() -> EarlyExitHead | None:
+        return randomised(EarlyExitHead(1, shared.width, 72), target) if has_adapter else None
+
+    found, head = exit_logits(adapter(), target), adapter()
+    assert isinstance(found, partial)
+    states = torch.randn(2, 3, shared.width)
+    exact = states.to(shared.dtype)
+    expected = shared.unembed(shared.normalise(exact) if head is None else head(exact))
+    together = found(states)
+    assert relative_error(expected, together) < 0.03
+    assert torch.equal(found(states[1:, 2:]), together[1:, 2:])
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dspark": {"markov_rank": 6, "has_confidence": True, "confidence_reads_markov": True},
+    "dspark without a Markov head": {"has_confidence": True},
+    "dflash with an output matrix": {"samples_from_anchor": False, "has_output": True, "mask_token": 3},
+}
+
+
+def dspark(name: str, target: NativeRuntime) -> DsparkHead:
+    model = TargetModel.of(target)
+    # The queries do not end at a block of the kernels.
+    layer = LayerConfig(model.width, 2, 1, 24, 40, has_qk_norm=True)
+    config = DsparkConfig(layer, num_layers=2, hidden_layers=(0, 2), block_size=5, **BLOCKS[name])
+    vocabulary = DraftVocabulary(VOCAB_SIZE, torch.arange(0, 34, 2)) if config.has_output else None
+    return randomised(DsparkHead(config, model, vocabulary), target)
+
+
+def block_rows() -> list[Row]:
+    return [Row(torch.arange(start, end).tolist(), SamplingParams()) for start, end in ((3, 12), (20, 24))]
+
+
+def received_by(rows: list[Row], start: int, width: int) -> list[dict[int, torch.Tensor]]:
+    """Return random target states of the tokens of rows from `start` on, the same at every call."""
+    states = torch.randn(2, 40, width, generator=torch.Generator().manual_seed(2)).bfloat16().float()
+    return [
+        {layer: states[layer // 2, row.tokens[0] + start : row.tokens[-1]] for layer in (0, 2)}
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_native_block_drafters_compute_the_logits_of_the_module(name: str) -> None:
+    target = native_target()
+    head = dspark(name, target)
+    width, dtype = head.shape.layer.width, head.target.dtype
+    found = block_runtime(dspark(name, target), target)
+    assert isinstance(found, NativeBlockRuntime)
+    runtimes = (TorchBlockRuntime(head, target.device), found)
+    rows = block_rows()
+    previous = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    outputs = []
+    with torch.inference_mode():
+        for runtime in runtimes:
+            # two calls: later tokens attend to earlier ones
+            runtime.append(
+                rows, [{k: v[:2].to(dtype) for k, v in each.items()} for each in received_by(rows, 0, width)]
+            )
+            runtime.append(
+                rows, [{k: v.to(dtype) for k, v in each.items()} for each in received_by(rows, 2, width)]
+            )
+            block = runtime.run(rows, 3)
+            logits = runtime.add_markov_bias(block.base, previous)
+            scores = runtime.confidence(block.hidden, previous) if head.shape.has_confidence else None
+            outputs.append((block.hidden, logits, scores))
+    (hidden, logits, scores), (found_hidden, found_logits, found_scores) = outputs
+    assert relative_error(hidden, found_hidden) < 0.03
+    assert relative_error(logits, found_logits) < 0.03
+    assert (scores is None) == (found_scores is None)
+    if scores is not None and found_scores is not None:
+        assert relative_error(scores, found_scores) < 0.06
+
+
+def test_blocks_have_the_same_bits_alone_and_in_a_batch() -> None:
+    target = native_target()
+    width = dspark("dspark", target).shape.layer.width
+
+    def run(indices: list[int]) -> torch.Tensor:
+        runtime = block_runtime(dspark("dspark", target), target)
+        rows = [block_rows()[index] for index in indices]
+        with torch.inference_mode():
+            runtime.append(rows, received_by(rows, 0, width))
+            block = runtime.run(rows, 5)
+            previous = torch.tensor([[1, 2, 3, 4, 5]] * len(rows))
+            logits = runtime.add_markov_bias(block.base, previous)
+            return torch.cat((logits, runtime.confidence(block.hidden, previous)[..., None]), -1)
+
+    together = run([0, 1])
+    assert torch.equal(together[:1], run([0]))
+    assert torch.equal(together[1:], run([1]))
+
+
+def test_other_heads_that_the_kernels_do_not_reproduce_run_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = native_target()
+    pack = PackedHead._linear
+
+    def doubled(self: PackedHead, *linears: torch.nn.Linear, gated: bool = False) -> library.Weight:
+        copies = [copy.deepcopy(linear) for linear in linears]
+        for each in copies:
+            each.weight.data *= 2
+        return pack(self, *copies, gated=gated)
+
+    monkeypatch.setattr(PackedHead, "_linear", doubled)
+    head = medusa("output matrices", target)
+    assert medusa_logits(head, target) == head.logits
+    adapter = randomised(EarlyExitHead(1, head.target.width, 72), target)
+    assert not isinstance(exit_logits(adapter, target), partial)
+    block = dspark("dspark", target)
+    assert isinstance(block_runtime(block, target), TorchBlockRuntime)
+    assert all(weight.numel() for each in (head, adapter, block) for weight in each.parameters())
+
+
+def test_built_drafters_use_the_kernels_of_their_target_and_keep_no_matrices_beside_them() -> None:
+    target = native_target()
+    head = random_head("eagle", target)
+    matrices = [weakref.ref(weight) for weight in head.parameters() if weight.dim() > 1]
+    drafter = EagleDrafter(head, target, "eagle")
     assert isinstance(drafter.runtime, NativeFeatureRuntime)
+    assert matrices
+    assert not any(matrix() is not None for matrix in matrices)

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.drafters.hidden_states import HiddenStateBuffer
@@ -28,21 +26,10 @@ from secondguess.drafters.sampling_drafter import (
 )
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.base import TargetModel
-from secondguess.heads.context import FeatureCache
+from secondguess.heads.blocks import Block
 from secondguess.heads.dspark import DsparkHead
+from secondguess.heads.native import block_runtime
 from secondguess.runtime.base import HiddenStates, Runtime
-
-
-class Block(NamedTuple):
-    """Output of the backbone in a round, for every row (zeros for rows that are not drafted for).
-
-    Args:
-        backbone_hidden: `[row, position, width]`, hidden states at the draft positions.
-        base: `[row, position, word]`, logits before the Markov head, over the head's vocabulary.
-    """
-
-    backbone_hidden: Tensor
-    base: Tensor
 
 
 class DsparkDrafter(HeadDrafter):
@@ -53,7 +40,7 @@ class DsparkDrafter(HeadDrafter):
     def __init__(self, head: DsparkHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(head, target, name, shape)
         self.hidden_layers = head.hidden_layers
-        self._context = FeatureCache(target.device)
+        self.runtime = block_runtime(head, target)
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
         self._longest = 0
         self._block: Block | None = None
@@ -64,15 +51,15 @@ class DsparkDrafter(HeadDrafter):
         return DsparkHead.load(folder, target)
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        return list(self._context.admit(rows))
+        return list(self.runtime.context.admit(rows))
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
             num_reused = len(row.tokens) - 1 - (len(of_row[self.hidden_layers[0]]) if of_row else 0)
-            if row not in self._context:
-                self._context.admit([row], [num_reused])
-            self._context.crop(row, num_reused)
+            if row not in self.runtime.context:
+                self.runtime.context.admit([row], [num_reused])
+            self.runtime.context.crop(row, num_reused)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         super().observe(rows, verdict, hidden)
@@ -80,10 +67,10 @@ class DsparkDrafter(HeadDrafter):
 
     def release(self, row: Row) -> None:
         self._hidden_buffer.release(row)
-        self._context.release(row)
+        self.runtime.context.release(row)
 
     def reset_prefix_cache(self) -> None:
-        self._context.reset_prefix_cache()
+        self.runtime.context.reset_prefix_cache()
 
     def room(self, row: Row) -> int:
         """Return how many levels fit a block and the row.
@@ -93,7 +80,7 @@ class DsparkDrafter(HeadDrafter):
         return min(self.head.shape.num_drafted, row.room) if len(row.tokens) > 1 else 0
 
     def num_uncached(self, row: Row) -> int:
-        return len(row.tokens) - 1 - self._context.length(row)
+        return len(row.tokens) - 1 - self.runtime.context.length(row)
 
     def catch_up(self, rows: Sequence[Row]) -> None:
         """Compute keys and values from the hidden states received since the last draft."""
@@ -106,14 +93,7 @@ class DsparkDrafter(HeadDrafter):
                 self._read(group)
 
     def _read(self, rows: Sequence[Row]) -> None:
-        layers = self.head.hidden_layers
-        received = [self._hidden_buffer.take(row) for row in rows]
-        counts = [len(states[layers[0]]) for states in received]
-        together = {layer: pad_sequence([states[layer] for states in received], True) for layer in layers}
-        starts = torch.tensor([self._context.length(row) for row in rows], device=self.device)
-        positions = starts[:, None] + torch.arange(max(counts), device=self.device)
-        keys_values = self.head.context(self.head.features(together), positions)
-        self._context.append(rows, counts, keys_values)
+        self.runtime.append(rows, [self._hidden_buffer.take(row) for row in rows])
 
     def start(self, rows: Sequence[Row], longest: int) -> None:
         self._block = None
@@ -123,20 +103,15 @@ class DsparkDrafter(HeadDrafter):
     def _block_of(self, rows: Sequence[Row], active: list[int]) -> Block:
         """Return the block of this round; the backbone runs once, for the rows active at first."""
         if self._block is None:
-            members = [rows[index] for index in active]
-            attend = self._context.attend(members, self.head.shape.block_size)
-            anchors = torch.tensor([row.pending for row in members], device=self.device)
-            positions = torch.tensor([len(row.tokens) - 1 for row in members], device=self.device)
-            outputs = self.head.run_backbone(anchors[:, None], positions[:, None], attend)
-            backbone_hidden = outputs[:, 0, : self._longest]
-            base = at_least_float32(self.head.base_logits(backbone_hidden))
+            block = self.runtime.run([rows[index] for index in active], self._longest)
             self._block = Block(
-                expand_to_batch(backbone_hidden, len(rows), active), expand_to_batch(base, len(rows), active)
+                expand_to_batch(block.hidden, len(rows), active),
+                expand_to_batch(at_least_float32(block.base), len(rows), active),
             )
         return self._block
 
     def _logits(self, base: Tensor, previous: Tensor) -> Tensor:
-        return self.head.vocabulary.to_target(self.head.add_markov_bias(base, previous))
+        return self.head.vocabulary.to_target(self.runtime.add_markov_bias(base, previous))
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         block = self._block_of(rows, active)
@@ -151,7 +126,7 @@ class DsparkDrafter(HeadDrafter):
         if self._block is None or not self.head.shape.has_confidence:
             return None
         previous = torch.tensor(self._previous[depth], device=self.device)
-        logits = self.head.confidence(self._block.backbone_hidden[:, depth], previous)
+        logits = self.runtime.confidence(self._block.hidden[:, depth], previous)
         probs: list[float] = logits.sigmoid().tolist()
         return probs
 

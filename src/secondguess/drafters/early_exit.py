@@ -10,7 +10,7 @@ after it was drawn is computed again.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from secondguess.drafters.sampling_drafter import SamplingDrafter, at_least_floa
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.early_exit import EarlyExitHead
+from secondguess.heads.native import exit_logits
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
 
@@ -32,8 +33,8 @@ class EarlyExitDrafter(SamplingDrafter):
         target: target whose layers run; it must support `run_first_layers`.
         num_layers: number of layers to run.
         name, shape: as in `SamplingDrafter`.
-        finish: maps the hidden states to the input of the LM head: an adapter; None for the
-            target's final norm.
+        head: adapter that maps the hidden states to the input of the LM head; None for the target's
+            last norm.
 
     Raises:
         BadInputError: no such exit layer.
@@ -48,7 +49,7 @@ class EarlyExitDrafter(SamplingDrafter):
         num_layers: int,
         name: str,
         shape: TreeShape | None = None,
-        finish: Callable[[Tensor], Tensor] | None = None,
+        head: EarlyExitHead | None = None,
     ) -> None:
         # Checked before any weights are used, so that a name can be rejected before they are loaded.
         target.require_partial_forward()
@@ -58,11 +59,9 @@ class EarlyExitDrafter(SamplingDrafter):
                 f"got {num_layers}"
             )
         super().__init__(name, target.vocab_size, target.device, shape)
-        shared = target.embedding_and_head()
         self._target = target
         self._num_layers = num_layers
-        self._finish = finish or shared.normalise
-        self._unembed = shared.unembed
+        self._exit_logits = exit_logits(head, target)
         self._chains: list[list[int]] = []
 
     @classmethod
@@ -103,4 +102,4 @@ class EarlyExitDrafter(SamplingDrafter):
         return self._target.run_first_layers(rows, draft, self._num_layers)
 
     def _logits(self, states: Tensor) -> Tensor:
-        return at_least_float32(self._unembed(self._finish(states)))
+        return at_least_float32(self._exit_logits(states))

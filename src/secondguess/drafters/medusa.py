@@ -21,6 +21,7 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.heads.base import TargetModel
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.heads.medusa import MedusaHead
+from secondguess.heads.native import medusa_logits
 from secondguess.runtime.base import HiddenStates, Runtime
 
 
@@ -32,6 +33,7 @@ class MedusaDrafter(HeadDrafter):
     def __init__(self, head: MedusaHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(head, target, name, shape)
         self.hidden_layers = head.hidden_layers
+        self._logits = medusa_logits(head, target)
         self._states: dict[Row, Tensor] = {}
         self._depth = 0
 
@@ -83,4 +85,4 @@ class MedusaDrafter(HeadDrafter):
     def _level_logits(self, rows: Sequence[Row], active: list[int], level: int) -> Tensor:
         """Return logits `[row, vocab]` for the nodes of one level; zeros for inactive rows."""
         states = torch.stack([self._states[rows[index]] for index in active])
-        return expand_to_batch(at_least_float32(self.head.logits(states, level)), len(rows), active)
+        return expand_to_batch(at_least_float32(self._logits(states, level)), len(rows), active)

@@ -21,8 +21,8 @@ class FeatureCache:
     """KV caches of all rows, one tensor of keys and one of values per layer."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cache = KeyValueCache(device)
-        self._slots = SlotTable(self._cache)
+        self.cache = KeyValueCache(device)
+        self._slots = SlotTable(self.cache)
 
     def __contains__(self, row: Row) -> bool:
         return row in self._slots
@@ -48,11 +48,19 @@ class FeatureCache:
             keys_values: keys and values per layer, `[row, kv_head, position, size]` each; entries
                 beyond a row's count are padding.
         """
+        self.place_new(rows, keys_values[0][0].shape[2])
+        for layer, (keys, values) in enumerate(keys_values):
+            self.cache.update(keys, values, layer)
+        self.advance(rows, counts)
+
+    def place_new(self, rows: Sequence[Row], width: int) -> tuple[list[int], int]:
+        """Place the next cache update as `place` does; new rows are admitted."""
         new = [row for row in rows if row not in self._slots]
         self.admit(new, [0] * len(new))
-        self._place(rows, keys_values[0][0].shape[2])
-        for layer, (keys, values) in enumerate(keys_values):
-            self._cache.update(keys, values, layer)
+        return self.place(rows, width)
+
+    def advance(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Count `counts[i]` tokens that have been written for row i."""
         for row, count in zip(rows, counts, strict=True):
             self._slots[row].length += count
 
@@ -61,15 +69,15 @@ class FeatureCache:
 
         Each position attends to the row's cached tokens and to all positions of the block.
         """
-        num_keys = self._place(rows, width)
-        ends = [self.length(row) + width for row in rows]
+        starts, num_keys = self.place(rows, width)
+        ends = [start + width for start in starts]
         mask: Tensor | None = None
         if min(ends) < num_keys:
-            places = torch.arange(num_keys, device=self._cache.device)
-            mask = (places < torch.tensor(ends, device=self._cache.device)[:, None])[:, None, None]
+            places = torch.arange(num_keys, device=self.cache.device)
+            mask = (places < torch.tensor(ends, device=self.cache.device)[:, None])[:, None, None]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self._cache.update(key, value, layer)
+            keys, values = self.cache.update(key, value, layer)
             return attention(query, keys, values, mask)
 
         return attend
@@ -82,14 +90,14 @@ class FeatureCache:
         """Forget the entries of released rows."""
         self._slots.forget()
 
-    def _place(self, rows: Sequence[Row], width: int) -> int:
+    def place(self, rows: Sequence[Row], width: int) -> tuple[list[int], int]:
         """Place the next cache update after each row's cached tokens.
 
         Returns:
-            The number of cache positions that attention reads.
+            The number of cached tokens per row, and that of cache positions that attention reads.
         """
         states = [self._slots[row] for row in rows]
         starts = [state.length for state in states]
         num_keys = max(starts) + width
-        self._cache.place(starts, width, [state.slot for state in states], num_keys)
-        return num_keys
+        self.cache.place(starts, width, [state.slot for state in states], num_keys)
+        return starts, num_keys

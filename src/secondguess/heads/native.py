@@ -1,33 +1,57 @@
-"""Feature-reading drafter heads (EAGLE, MTP) on the compiled kernels.
+"""Drafter heads on the compiled kernels, if these reproduce their logits.
 
-The head's layers are those of a dense decoder, so the target's kernels run them, with its
-embeddings and LM head where the drafter head has none of its own. Weights are rounded to bfloat16.
+Each function returns the fastest computation of a head. The kernels are probed against torch; if
+they pass, the matrices of the module are released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 
+from secondguess.core import Row
+from secondguess.heads.base import TargetModel
+from secondguess.heads.blocks import Block, BlockRuntime, TorchBlockRuntime
+from secondguess.heads.dspark import DsparkHead
+from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.feature import FeatureHead
-from secondguess.heads.layer import LayerConfig
+from secondguess.heads.medusa import MedusaHead
+from secondguess.heads.packed import (
+    PackedBlockHead,
+    PackedExit,
+    PackedFeatureHead,
+    PackedLinear,
+    PackedMedusaHead,
+    release_matrices,
+)
 from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime, TorchFeatureRuntime
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import HiddenStates, Runtime
 from secondguess.runtime.cached import Output, Queries
-from secondguess.runtime.fused import Rotary, probe_passes
-from secondguess.runtime.native import library
-from secondguess.runtime.native.decoder import ACTIVATIONS, NativeDecoder, PackedDecoder
-from secondguess.runtime.native.forward import KernelForward, even_layout, in_rows, kernel_step
+from secondguess.runtime.fused import probe_passes
+from secondguess.runtime.native.decoder import NativeDecoder
+from secondguess.runtime.native.forward import (
+    NO_POSITIONS,
+    KernelForward,
+    Layout,
+    even_layout,
+    in_rows,
+    kernel_step,
+)
 from secondguess.runtime.native.runtime import PROBE_TOLERANCE, PROBE_WIDTH, NativeRuntime
 from secondguess.runtime.weight_format import BFLOAT16
+from secondguess.sampling.params import SamplingParams
+
+MedusaLogits = Callable[[Tensor, int], Tensor]
+"""Logits `[..., vocab]` of target states `[..., width]` at a depth, as `MedusaHead.logits`."""
 
 
 def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
-    """Return the fastest runtime of a drafter head that reproduces its logits.
+    """Return the fastest runtime of an EAGLE head or an MTP module that reproduces its logits.
 
     Args:
         head: in evaluation mode, on the target's device and in its dtype; not to be used afterwards.
@@ -37,112 +61,124 @@ def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
     if not isinstance(target, NativeRuntime):
         return plain
     native = NativeFeatureRuntime(head, target.decoder, target.context_length)
-    vocab_size, generator = head.target.vocab_size, torch.Generator().manual_seed(0)
-    tokens = torch.arange(2 * PROBE_WIDTH).remainder(vocab_size).reshape(2, PROBE_WIDTH)
-    features = torch.randn(2, PROBE_WIDTH, head.shape.width, generator=generator).bfloat16()
+    tokens, dtype = _probe_tokens(head.target), head.target.dtype
+    features = _probe_states(*tokens.shape, head.shape.width)
     with torch.inference_mode():
-        expected = plain.read_with(tokens, features.to(head.target.dtype)).logits
+        expected = plain.read_with(tokens, features.to(dtype)).logits
         found = native.read_with(tokens, features).logits
+    if not _reproduces("drafter head", found, expected, target, owns_head=head.lm_head is not None):
+        return plain
+    release_matrices(head)
+    return native
+
+
+def block_runtime(head: DsparkHead, target: Runtime) -> BlockRuntime:
+    """Return the fastest runtime of a block drafter that reproduces its logits.
+
+    Args:
+        head, target: as in `feature_runtime`.
+    """
+    plain = TorchBlockRuntime(head, target.device)
+    if not isinstance(target, NativeRuntime):
+        return plain
+    native = NativeBlockRuntime(head, target.decoder, target.context_length)
+    tokens, width = _probe_tokens(head.target), head.shape.layer.width
+    states = {layer: _probe_states(*tokens.shape, width) for layer in head.hidden_layers}
+    with torch.inference_mode():
+        expected, found = (_probe_block(each, tokens, states, head) for each in (plain, native))
+    if not _reproduces("block drafter", found, expected, target, owns_head=head.shape.has_output):
+        return plain
+    release_matrices(head)
+    return native
+
+
+def medusa_logits(head: MedusaHead, target: Runtime) -> MedusaLogits:
+    """Return the fastest computation of the logits of Medusa heads that reproduces them.
+
+    Args:
+        head, target: as in `feature_runtime`.
+    """
+    if not isinstance(target, NativeRuntime):
+        return head.logits
+    forwards = [
+        KernelForward(each, 0, torch.float32) for each in PackedMedusaHead(head, target.decoder).depths()
+    ]
+    vocabulary = head.vocabulary
+
+    def native(states: Tensor, depth: int) -> Tensor:
+        return vocabulary.to_target(forwards[depth].unembed(states, is_normalised=False))
+
+    states, depths = _probe_states(PROBE_WIDTH, head.target.width), range(head.shape.num_heads)
+    with torch.inference_mode():
+        expected = torch.cat([head.logits(states.to(head.target.dtype), depth) for depth in depths])
+        found = torch.cat([native(states, depth) for depth in depths])
+    if not _reproduces("Medusa heads", found, expected, target, owns_head=bool(head.lm_heads)):
+        return head.logits
+    release_matrices(head)
+    return native
+
+
+def exit_logits(head: EarlyExitHead | None, target: Runtime) -> Callable[[Tensor], Tensor]:
+    """Return the fastest computation of an early exit's logits that reproduces them.
+
+    Args:
+        head: the adapter, as in `feature_runtime`; None for the target's last norm.
+        target: target whose layers run before the exit.
+    """
+    shared = target.embedding_and_head()
+    finish = shared.normalise if head is None else head
+
+    def plain(states: Tensor) -> Tensor:
+        return shared.unembed(finish(states))
+
+    if not isinstance(target, NativeRuntime):
+        return plain
+    forward = KernelForward(PackedExit(head, target.decoder), 0, torch.float32)
+    native = partial(forward.unembed, is_normalised=False)
+    states = _probe_states(PROBE_WIDTH, shared.width)
+    with torch.inference_mode():
+        expected, found = plain(states.to(shared.dtype)), native(states)
+    if not _reproduces("early exit", found, expected, target, owns_head=False):
+        return plain
+    if head is not None:
+        release_matrices(head)
+    return native
+
+
+def _reproduces(
+    name: str, found: Tensor, expected: Tensor, target: NativeRuntime, *, owns_head: bool
+) -> bool:
+    """Return whether the kernels' logits equal the module's within rounding, if there are any."""
+    weight_format = BFLOAT16 if owns_head else target.decoder.weight_format
     covered = expected.isfinite()  # the draft vocabulary
-    tolerance = PROBE_TOLERANCE[target.decoder.weight_format if head.lm_head is None else BFLOAT16]
-    passes = probe_passes("native (drafter head)", found[covered], expected[covered], tolerance)
-    return native if passes else plain
+    return probe_passes(f"native ({name})", found[covered], expected[covered], PROBE_TOLERANCE[weight_format])
 
 
-class PackedFeatureHead(PackedDecoder):
-    """Weights of a feature-reading drafter head in the layout of the kernels, in bfloat16.
-
-    Args:
-        head: drafter head.
-        target: decoder whose embeddings and LM head it uses where it has none of its own.
-    """
-
-    def __init__(self, head: FeatureHead, target: NativeDecoder) -> None:
-        super().__init__(target.unit)
-        shape, parts = head.shape, head.parts
-        self._target = target  # keeps shared weights allocated
-        self.num_layers, self.num_key_heads, self.head_size = (
-            head.num_layers,
-            shape.num_kv_heads,
-            shape.head_size,
-        )
-        own_embedding = None if head.embed_tokens is None else head.embed_tokens.weight
-        self.embedding = target.embedding if own_embedding is None else own_embedding.detach().bfloat16()
-        steps = torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
-        self.rotaries = [Rotary(shape.rope_theta**-steps, 1.0, torch.bfloat16)]
-        layers = (library.Layer * head.num_layers)()
-        for index, layer in enumerate(parts.layers):
-            layers[index] = self._layer(layer, shape)
-        self.described = library.Decoder(
-            layers=layers,
-            num_layers=head.num_layers,
-            width=shape.width,
-            inner_width=shape.mlp_size,
-            num_queries=shape.num_heads,
-            num_keys=shape.num_kv_heads,
-            head_size=shape.head_size,
-            activation=ACTIVATIONS["silu"],
-            num_embedded=self.embedding.shape[0],
-            amx=self.unit.has_tiles,
-            scaling=shape.head_size**-0.5,
-            embedding_scale=target.described.embedding_scale if own_embedding is None else 1.0,
-            embedding=self.embedding.data_ptr(),
-            norm=self._norm(head.norm),
-            head=target.head.weight if head.lm_head is None else self._linear(head.lm_head),
-            joins_features=True,
-            residual_is_normalised=parts.residual_is_normalised,
-            output_is_raw=not head.norm_output,
-            token_norm=self._norm(parts.token_norm),
-            feature_norm=self._norm(parts.feature_norm),
-            projection=library.Weight() if parts.projection is None else self._linear(parts.projection),
-        )
-
-    def _layer(self, layer: Any, shape: LayerConfig) -> library.Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        has_norms = shape.has_qk_norm
-        return library.Layer(
-            attention_norm=self._norm(layer.input_layernorm),
-            query_norm=self._norm(attention.q_norm) if has_norms else library.Norm(),
-            key_norm=self._norm(attention.k_norm) if has_norms else library.Norm(),
-            mlp_norm=self._norm(layer.post_attention_layernorm),
-            qkv=self._linear(attention.q_proj, attention.k_proj, attention.v_proj),
-            output=self._linear(attention.o_proj),
-            gate_up=self._linear(mlp.gate_proj, mlp.up_proj, gated=True),
-            down=self._linear(mlp.down_proj),
-        )
-
-    def _linear(self, *linears: nn.Linear, gated: bool = False) -> library.Weight:
-        """Return the packed weight of linear layers with the same input, outputs concatenated."""
-        weight = torch.cat([linear.weight.detach().bfloat16() for linear in linears])
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        return self._pack(weight, torch.cat(biases) if biases else None, gated=gated).weight
-
-    def _norm(self, norm: Any) -> library.Norm:
-        if isinstance(norm, nn.Identity):
-            return library.Norm()
-        return self._keep_norm(norm.weight, norm.eps, rounds_first=False)
+def _probe_tokens(target: TargetModel) -> Tensor:
+    return torch.arange(2 * PROBE_WIDTH).remainder(target.vocab_size).reshape(2, PROBE_WIDTH)
 
 
-class PackedLinear(PackedDecoder):
-    """Linear layer without bias on the kernels, in bfloat16; for one thread at a time.
+def _probe_states(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
 
-    Args:
-        linear: the layer.
-        unit: as in `PackedDecoder`.
-    """
 
-    def __init__(self, linear: nn.Linear, unit: library.Unit) -> None:
-        super().__init__(unit)
-        self.num_layers, self.rotaries = 0, []
-        weight = self._pack(linear.weight.detach().bfloat16()).weight
-        self.described = library.Decoder(
-            width=linear.in_features, amx=unit.has_tiles, embedding_scale=1.0, head=weight
-        )
-        self._forward = KernelForward(self, 0, torch.float32)
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return the outputs `[..., output]` in float32 of inputs `[..., input]`."""
-        return self._forward.unembed(values)
+def _probe_block(runtime: BlockRuntime, tokens: Tensor, states: HiddenStates, head: DsparkHead) -> Tensor:
+    """Return the logits of blocks behind two texts of different lengths."""
+    lengths = (tokens.shape[1], tokens.shape[1] // 2)
+    rows = [
+        Row(of_row[:length].tolist(), SamplingParams())
+        for of_row, length in zip(tokens, lengths, strict=True)
+    ]
+    dtype = head.target.dtype
+    received = [
+        {layer: of_layer[index, : length - 1].to(dtype) for layer, of_layer in states.items()}
+        for index, length in enumerate(lengths)
+    ]
+    runtime.append(rows, received)
+    base = runtime.run(rows, head.shape.num_drafted).base
+    logits = runtime.add_markov_bias(base, tokens[:, : base.shape[1]])
+    runtime.forget()
+    return logits
 
 
 class NativeFeatureRuntime(FeatureRuntime):
@@ -162,7 +198,7 @@ class NativeFeatureRuntime(FeatureRuntime):
         self._prefills_together = True
         self._vocabulary = head.vocabulary
         self._join_states = head.join_states
-        self._fusion = None if head.fusion is None else PackedLinear(head.fusion, target.unit)
+        self._fusion = None if head.fusion is None else PackedLinear(head.fusion, target)
         self._forward = KernelForward(PackedFeatureHead(head, target), self.context_length, torch.bfloat16)
 
     def features(self, hidden: HiddenStates) -> Tensor:
@@ -187,3 +223,70 @@ class NativeFeatureRuntime(FeatureRuntime):
         )
         hidden = {FEATURE_KEY: output.hidden[self.num_layers]} if with_hidden else {}
         return Output(self._vocabulary.to_target(output.logits), hidden)
+
+
+class NativeBlockRuntime(BlockRuntime):
+    """Block runtime over the compiled kernels.
+
+    Args:
+        head, target: as in `NativeFeatureRuntime`.
+        context_length: largest number of positions of the target.
+    """
+
+    def __init__(self, head: DsparkHead, target: NativeDecoder, context_length: int) -> None:
+        super().__init__(head, target.embedding.device)
+        self._fusion = PackedLinear(head.fc, target)
+        self._layers = range(head.shape.num_layers)
+        # a block may extend beyond the context
+        longest = context_length + head.shape.block_size
+        self._forward = KernelForward(PackedBlockHead(head, target), longest, torch.bfloat16)
+        if head.shape.markov_rank:
+            self._markov_embedding = head.markov_head.markov_w1.weight.detach().bfloat16()
+            self._markov_bias = PackedLinear(head.markov_head.markov_w2, target)
+        if head.shape.has_confidence:
+            self._confidence = PackedLinear(head.confidence_head.proj, target)
+
+    def append(self, rows: Sequence[Row], received: Sequence[HiddenStates]) -> None:
+        joined = torch.cat(
+            [torch.cat([of_row[layer] for layer in self.hidden_layers], -1) for of_row in received]
+        )
+        features = self._fusion(joined).bfloat16()
+        counts = [len(of_row[self.hidden_layers[0]]) for of_row in received]
+        starts, num_keys = self.context.place_new(rows, max(counts))
+        self._forward.write_caches(
+            self.context.cache, features, counts, _step(starts, num_keys), self._layers
+        )
+        self.context.advance(rows, counts)
+
+    def run(self, rows: Sequence[Row], longest: int) -> Block:
+        size, last = self.shape.block_size, len(self._layers)
+        starts, num_keys = self.context.place(rows, size)
+        tokens = torch.full((len(rows), size), self.shape.mask_token)
+        tokens[:, 0] = torch.tensor([row.pending for row in rows])
+        first = size - self.shape.num_drafted
+        layout = _block_layout(len(rows), size, first, longest)
+        step = _step(starts, num_keys)
+        output = self._forward(self.context.cache, tokens, layout, step, self._layers, (last,))
+        hidden = in_rows(output, tokens).hidden[last][:, first : first + longest]
+        return Block(hidden, output.logits)
+
+    def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
+        if not self.shape.markov_rank:
+            return base
+        return base + self._markov_bias(functional.embedding(previous, self._markov_embedding))
+
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        if self.shape.confidence_reads_markov:
+            hidden = torch.cat((hidden, functional.embedding(previous, self._markov_embedding)), -1)
+        return self._confidence(hidden)[..., 0]
+
+
+def _step(starts: Sequence[int], num_keys: int) -> ForwardStep:
+    return ForwardStep(None, NO_POSITIONS, num_keys, starts=starts)
+
+
+@lru_cache(maxsize=256)
+def _block_layout(num_rows: int, size: int, first: int, num_logits: int) -> Layout:
+    """Return the layout of blocks, with logits of `num_logits` positions from `first` on."""
+    selected = [row * size + first + column for row in range(num_rows) for column in range(num_logits)]
+    return Layout.of(range(0, (num_rows + 1) * size, size), selected, range(len(selected)), num_logits)

@@ -18,6 +18,8 @@
 
 enum Activation { SILU, GELU, GELU_TANH };
 
+// A layer without `qkv` has no attention. One without `gate_up` adds the activated product by `down`
+// to its input, as the layers of Medusa heads do.
 struct Layer {
     Norm attention_norm, query_norm, key_norm, attention_output_norm, mlp_norm, mlp_output_norm;
     Weight qkv, output, gate_up, down;
@@ -40,6 +42,7 @@ struct Decoder {
     int64_t output_is_raw;           // the last level of `Forward::hidden` is not normalised
     Norm token_norm, feature_norm;
     Weight projection;
+    int64_t attends_both_ways;  // each token attends to all tokens of its row's step (block drafters)
 };
 
 // Arguments of a forward pass through layers `first_layer` to `last_layer - 1`. The tokens of all rows
@@ -48,6 +51,7 @@ struct Decoder {
 struct Forward {
     int64_t num_rows, num_tokens, num_known, num_indices, num_logits, first_layer, last_layer, capacity, context_length;
     int64_t num_threads;
+    int64_t caches_only;         // only write keys and values of `states`, which every layer reads, normalised by `feature_norm`
     int64_t hidden_is_float32;   // `hidden` is float32, for processors with slow bfloat16 in torch
     const int64_t* tokens;       // [token]
     const bf16* states;          // [token][width], input of the first layer; null: embeddings
@@ -177,11 +181,11 @@ struct Worker {
     Rows& normalised_rows() const { return space.normalised[normalises_all ? thread : 0]; }
 
     template <class Finish>
-    void product(const Values& values, const Weight& weight, Finish finish) const {
+    void product(const Values& values, const Weight& weight, Finish finish, int64_t first_block = 0) const {
 #ifdef __AMX_TILE__
-        if (decoder.amx) return multiply<MatrixUnit>(values, weight, thread, num_threads, finish);
+        if (decoder.amx) return multiply<MatrixUnit>(values, weight, first_block, thread, num_threads, finish);
 #endif
-        multiply<VectorUnit>(values, weight, thread, num_threads, finish);
+        multiply<VectorUnit>(values, weight, first_block, thread, num_threads, finish);
     }
 
     // Return the normalised states as inputs of a product by `weight`.
@@ -206,26 +210,32 @@ struct Worker {
         return rows.values(num_rows);
     }
 
-    void write(Rows& to, const Values& values, const Weight& weight) const {
+    void write(Rows& to, const Values& values, const Weight& weight, int64_t first_block = 0) const {
+        product(
+            values, weight,
+            [&](int64_t row, int64_t block, Floats low, Floats high) {
+                bf16* at = to.row(row) + block * BLOCK;
+                store(at, low, lanes(to.stride - block * BLOCK));
+                store(at + TILE, high, lanes(to.stride - block * BLOCK - TILE));
+            },
+            first_block);
+    }
+
+    // Add a function of the product to the states.
+    template <class Function>
+    void add_each(const Values& values, const Weight& weight, Function function) const {
         product(values, weight, [&](int64_t row, int64_t block, Floats low, Floats high) {
-            bf16* at = to.row(row) + block * BLOCK;
-            store(at, low, lanes(to.stride - block * BLOCK));
-            store(at + TILE, high, lanes(to.stride - block * BLOCK - TILE));
+            bf16* at = space.states.row(row) + block * BLOCK;
+            const Lanes first = lanes(decoder.width - block * BLOCK), second = lanes(decoder.width - block * BLOCK - TILE);
+            store(at, load(at, first) + function(rounded(low)), first);
+            store(at + TILE, load(at + TILE, second) + function(rounded(high)), second);
         });
+        wait();
     }
 
     // Add the product to the states, normalised first if the family has an output norm.
     void add(const Values& values, const Weight& weight, const Norm& norm) const {
-        if (!norm.weight) {
-            product(values, weight, [&](int64_t row, int64_t block, Floats low, Floats high) {
-                bf16* at = space.states.row(row) + block * BLOCK;
-                const Lanes first = lanes(decoder.width - block * BLOCK), second = lanes(decoder.width - block * BLOCK - TILE);
-                store(at, load(at, first) + rounded(low), first);
-                store(at + TILE, load(at + TILE, second) + rounded(high), second);
-            });
-            wait();
-            return;
-        }
+        if (!norm.weight) return add_each(values, weight, [](Floats added) { return added; });
         write(space.added, values, weight);
         wait();
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
@@ -260,7 +270,8 @@ struct Worker {
         int64_t count = 0;
         for (int64_t key = oldest; key < start; key++) positions[count++] = key;
         const uint8_t* line = ancestors(row, index);
-        for (int64_t other = 0; other <= index; other++)
+        const int64_t last = decoder.attends_both_ways ? num_tokens_of(row) - 1 : index;
+        for (int64_t other = 0; other <= last; other++)
             if ((!line || line[other]) && (oldest <= start || position(row, other) >= oldest))
                 positions[count++] = start + other;
         return count;
@@ -333,7 +344,20 @@ struct Worker {
                 attend_tokens(layer, index, item / decoder.num_keys, item % decoder.num_keys, token, token + 1);
     }
 
-    void run_layer(const Layer& layer, int64_t index) const {
+    // Write keys and values of the states, which are the input of every layer.
+    void write_caches() const {
+        const int64_t num_heads = forward.num_rows * decoder.num_keys;
+        for (int64_t index = forward.first_layer; index < forward.last_layer; index++) {
+            const Layer& layer = decoder.layers[index];
+            write(space.qkv, read_states(decoder.feature_norm, layer.qkv), layer.qkv, decoder.num_queries * decoder.head_size / BLOCK);
+            wait();
+            for (int64_t item = thread * num_heads / num_threads; item < (thread + 1) * num_heads / num_threads; item++)
+                write_cache(layer, index, item / decoder.num_keys, item % decoder.num_keys);
+            wait();
+        }
+    }
+
+    void run_attention_part(const Layer& layer, int64_t index) const {
         const bool reads_joined = index == 0 && decoder.joins_features && !decoder.projection.num_outputs;
         write(space.qkv, reads_joined ? read_shared(space.joined, layer.qkv) : read_states(layer.attention_norm, layer.qkv),
               layer.qkv);
@@ -341,6 +365,15 @@ struct Worker {
         run_attention(layer, index);
         wait();
         add(read_shared(space.mixed, layer.output), layer.output, layer.attention_output_norm);
+    }
+
+    void run_layer(const Layer& layer, int64_t index) const {
+        if (layer.qkv.num_outputs) run_attention_part(layer, index);
+        if (!layer.gate_up.num_outputs) {
+            const Values values = read_states(layer.mlp_norm, layer.down);
+            wait();  // other threads still read the states
+            return add_each(values, layer.down, [&](Floats added) { return rounded(activate(added, decoder.activation)); });
+        }
         // A block holds 16 gates and the 16 values that they multiply.
         product(read_states(layer.mlp_norm, layer.gate_up), layer.gate_up,
                 [&](int64_t row, int64_t block, Floats gate, Floats up) {
@@ -423,6 +456,15 @@ struct Worker {
         });
     }
 
+    void run_layers() const {
+        for (int64_t index = forward.first_layer; index < forward.last_layer; index++) {
+            copy_hidden(index);
+            run_layer(decoder.layers[index], index);
+        }
+        copy_hidden(forward.last_layer);
+        if (forward.num_logits) compute_logits();
+    }
+
     void run() const {
         if (forward.states)
             load_states();
@@ -430,12 +472,10 @@ struct Worker {
             join_features();
         else
             embed();
-        for (int64_t index = forward.first_layer; index < forward.last_layer; index++) {
-            copy_hidden(index);
-            run_layer(decoder.layers[index], index);
-        }
-        copy_hidden(forward.last_layer);
-        if (forward.num_logits) compute_logits();
+        if (forward.caches_only)
+            write_caches();
+        else
+            run_layers();
 #ifdef __AMX_TILE__
         if (decoder.amx) _tile_release();
 #endif
@@ -518,20 +558,21 @@ int secondguess_run(const Decoder* decoder, const Forward* forward, void* worksp
     return 0;
 }
 
-// Logits [row][vocabulary] of hidden states that are already normalised. Returns 0 on success, 1
-// if memory could not be allocated.
-int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_rows, float* logits, int64_t num_threads,
-                        void* workspace) {
+// Logits [row][vocabulary] of hidden states: after the last norm if `is_normalised`, else of inputs of
+// the first layer of a decoder without attention. Returns 0 on success, 1 if memory could not be
+// allocated.
+int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_rows, int64_t is_normalised, float* logits,
+                        int64_t num_threads, void* workspace) {
     Decoder head = *decoder;
-    head.norm.weight = nullptr;
+    if (is_normalised) head.num_layers = 0, head.norm.weight = nullptr;
     Forward forward{};
     forward.num_tokens = forward.num_logits = num_rows, forward.num_threads = num_threads;
-    forward.first_layer = forward.last_layer = decoder->num_layers;
+    forward.last_layer = head.num_layers;
     forward.states = states, forward.logits = logits;
     try {
         std::vector<int64_t> each(num_rows);
         std::iota(each.begin(), each.end(), 0);
-        const std::vector<void*> hidden(decoder->num_layers + 1, nullptr);
+        const std::vector<void*> hidden(head.num_layers + 1, nullptr);
         forward.selected = forward.places = each.data(), forward.hidden = hidden.data();
         return secondguess_run(&head, &forward, workspace);
     } catch (const std::exception&) {

@@ -127,8 +127,12 @@ class KernelForward:
         """Forget the addresses of keys and values, so that the cache can be freed."""
         self._reached = (None, 0, 0)
 
-    def unembed(self, states: Tensor) -> Tensor:
-        """Return the logits `[..., vocab]` in float32 of normalised hidden states `[..., width]`.
+    def unembed(self, states: Tensor, *, is_normalised: bool = True) -> Tensor:
+        """Return the logits `[..., vocab]` in float32 of hidden states `[..., width]`.
+
+        Args:
+            states: input of the LM head or, unless `is_normalised`, of the first layer of a decoder
+                whose layers have no attention.
 
         Raises:
             OutOfMemoryError: no memory for the workspace.
@@ -136,15 +140,38 @@ class KernelForward:
         flat = states.to(torch.bfloat16).contiguous()
         num_rows = flat.numel() // flat.shape[-1]
         logits = torch.empty(*states.shape[:-1], self.decoder.described.head.num_outputs)
-        arguments = (flat.data_ptr(), num_rows, logits.data_ptr(), num_threads(), self._workspace)
+        to_logits = (int(is_normalised), logits.data_ptr(), num_threads(), self._workspace)
+        arguments = (flat.data_ptr(), num_rows, *to_logits)
         if num_rows and self._kernels.secondguess_unembed(self.decoder.described, *arguments):
             raise OutOfMemoryError(f"expected memory for the logits of {num_rows} states, got none")
         return logits
 
+    def write_caches(
+        self, cache: KeyValueCache, states: Tensor, counts: Sequence[int], step: ForwardStep, layers: range
+    ) -> None:
+        """Write the keys and values that layers compute from the same states, for a block drafter.
+
+        Args:
+            cache: written at its placement.
+            states: `[token, width]` in bfloat16, of all rows in order.
+            counts: number of tokens of each row.
+            step: starts of the rows.
+            layers: layers that read the states.
+
+        Raises:
+            OutOfMemoryError: no memory for the workspace.
+        """
+        self._arguments.caches_only = True
+        try:
+            layout = Layout.of([0, *accumulate(counts)], (), (), 0)
+            self(cache, None, layout, step, layers, (), states=states)
+        finally:
+            self._arguments.caches_only = False
+
     def __call__(
         self,
         cache: KeyValueCache,
-        tokens: Tensor,
+        tokens: Tensor | None,
         layout: Layout,
         step: ForwardStep,
         layers: range,
@@ -158,6 +185,7 @@ class KernelForward:
         Args:
             cache: keys and values, written at its placement.
             tokens: tokens of all rows, in order; `num_known` other tokens of a row's step precede it.
+                None with `states`.
             layout: the tokens of each row, and those whose logits are returned.
             step: starts and ancestors of all tokens of the step.
             layers: consecutive layers to run.
@@ -171,8 +199,8 @@ class KernelForward:
             OutOfMemoryError: no memory for the workspace.
             BadInputError: a token id outside the vocabulary.
         """
-        rows, num_tokens = len(layout.firsts) - 1, tokens.numel()
-        tokens = tokens.contiguous()
+        rows, num_tokens = len(layout.firsts) - 1, layout.firsts[-1]
+        tokens = None if tokens is None else tokens.contiguous()
         self._reach_cache(cache)
         # held during the call: a runtime that shares the decoder may replace a table
         tables = [rotary.table(step.num_keys) for rotary in self.decoder.rotaries]
@@ -196,9 +224,10 @@ class KernelForward:
         forward.num_indices = 0 if closure is None else closure.shape[-1]
         forward.num_known, forward.first_layer, forward.last_layer = num_known, layers.start, layers.stop
         forward.capacity, forward.num_threads = cache.capacity, num_threads()
-        forward.tokens, forward.slots, forward.logits = tokens.data_ptr(), slots.data_ptr(), logits.data_ptr()
+        forward.slots, forward.logits = slots.data_ptr(), logits.data_ptr()
         forward.starts, forward.hidden = ctypes.addressof(starts), ctypes.addressof(addresses)
         forward.closure = None if closure is None else closure.data_ptr()
+        forward.tokens = None if tokens is None else tokens.data_ptr()
         forward.states = None if states is None else states.data_ptr()
         forward.features = None if features is None else features.data_ptr()
         failure = self._kernels.secondguess_run(self.decoder.described, forward, self._workspace)
@@ -206,7 +235,7 @@ class KernelForward:
             raise OutOfMemoryError(
                 f"expected memory for a forward over {num_tokens} tokens, got none; decode fewer at once"
             )
-        if failure == UNKNOWN_TOKEN:
+        if failure == UNKNOWN_TOKEN and tokens is not None:
             raise BadInputError(
                 f"expected token ids from 0 to {self.decoder.described.num_embedded - 1}, got {int(tokens.max())} "
                 f"or {int(tokens.min())}; is it the tokenizer of another model?"

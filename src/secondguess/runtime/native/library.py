@@ -79,6 +79,7 @@ class Decoder(Structure):
         ("token_norm", Norm),
         ("feature_norm", Norm),
         ("projection", Weight),
+        ("attends_both_ways", c_int64),
     ]
 
 
@@ -94,6 +95,7 @@ class Forward(Structure):
         ("capacity", c_int64),
         ("context_length", c_int64),
         ("num_threads", c_int64),
+        ("caches_only", c_int64),
         ("hidden_is_float32", c_int64),
         ("tokens", c_void_p),
         ("states", c_void_p),
@@ -193,7 +195,7 @@ def _open(kind: str) -> ctypes.CDLL | None:
     kernels.secondguess_free.argtypes = [c_void_p]
     kernels.secondguess_run.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p]
     kernels.secondguess_unembed.argtypes = [
-        *(POINTER(Decoder), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+        *(POINTER(Decoder), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
     ]
     kernels.secondguess_most_likely.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
     kernels.secondguess_most_likely.restype = None

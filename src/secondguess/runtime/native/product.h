@@ -71,12 +71,13 @@ inline int even_share(int64_t left, int most) {
 #include "product_amx.h"
 #endif
 
-// One thread's share of a product. `finish(row, block, low, high)` is called with the 16 + 16 sums
-// of each row and block, with scales and bias applied.
+// One thread's share of a product with the blocks from `first_block` on. `finish(row, block, low, high)`
+// is called with the 16 + 16 sums of each row and block, with scales and bias applied.
 template <class Unit, class Finish>
-inline void multiply(const Values& values, const Weight& weight, int thread, int num_threads, Finish finish) {
-    const int64_t num_blocks = weight.num_blocks(), num_steps = weight.num_steps();
-    const int64_t first = thread * num_blocks / num_threads, last = (thread + 1) * num_blocks / num_threads;
+inline void multiply(const Values& values, const Weight& weight, int64_t first_block, int thread, int num_threads, Finish finish) {
+    const int64_t num_blocks = weight.num_blocks() - first_block, num_steps = weight.num_steps();
+    const int64_t first = first_block + thread * num_blocks / num_threads;
+    const int64_t last = first_block + (thread + 1) * num_blocks / num_threads;
     alignas(64) float sums[Unit::ROWS * BLOCK];
     alignas(64) int32_t whole_sums[Unit::ROWS * BLOCK];
     const Unit unit(values);
