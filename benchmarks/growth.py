@@ -9,7 +9,7 @@ the norm weights; the cost is that of the larger shape.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -37,8 +37,13 @@ class GrownShape:
     num_attention_heads: int
     num_key_value_heads: int
 
-    def check(self, small: LlamaConfig) -> None:
-        """Refuse a shape to which a model of the configuration `small` cannot grow."""
+    @classmethod
+    def of(cls, config: LlamaConfig) -> GrownShape:
+        """Return the sizes of a model."""
+        return cls(*(getattr(config, field.name) for field in fields(cls)))
+
+    def check(self, small: GrownShape) -> None:
+        """Refuse a shape to which a model of the shape `small` cannot grow."""
         group = self.num_attention_heads // self.num_key_value_heads
         small_group = small.num_attention_heads // small.num_key_value_heads
         if (
@@ -62,7 +67,8 @@ def grow(small: Any, shape: GrownShape) -> Any:
     Raises:
         ValueError: a shape to which `small` cannot grow.
     """
-    shape.check(small.config)
+    sizes = GrownShape.of(small.config)
+    shape.check(sizes)
     config = copy.deepcopy(small.config)
     for name, size in vars(shape).items():
         setattr(config, name, size)
@@ -71,14 +77,14 @@ def grow(small: Any, shape: GrownShape) -> Any:
         model = LlamaForCausalLM(config)
     model = model.to(small.dtype).to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # `to_empty` left its buffers unset
-    width = shape.hidden_size // small.config.hidden_size
+    width = shape.hidden_size // sizes.hidden_size
     with torch.no_grad():
-        _copy(model.model.embed_tokens, small.model.embed_tokens.weight.repeat(1, width))
-        _copy(model.lm_head, small.lm_head.weight.repeat(1, width))
-        _copy(model.model.norm, small.model.norm.weight.repeat(width) / width)
+        set_weight(model.model.embed_tokens, small.model.embed_tokens.weight.repeat(1, width))
+        set_weight(model.lm_head, small.lm_head.weight.repeat(1, width))
+        set_weight(model.model.norm, small.model.norm.weight.repeat(width) / width)
         for index, layer in enumerate(model.model.layers):
             is_identity = index >= small.config.num_hidden_layers
-            _fill(layer, small.model.layers[-1 if is_identity else index], small.config, shape)
+            fill_layer(layer, small.model.layers[-1 if is_identity else index], sizes, shape)
             if is_identity:
                 layer.self_attn.o_proj.weight.zero_()
                 layer.mlp.down_proj.weight.zero_()
@@ -86,39 +92,42 @@ def grow(small: Any, shape: GrownShape) -> Any:
     return model.eval()
 
 
-def _fill(grown: Any, layer: Any, small: LlamaConfig, shape: GrownShape) -> None:
-    """Set the weights of a grown decoder layer.
+def fill_layer(grown: Any, layer: Any, small: GrownShape, shape: GrownShape) -> None:
+    """Set the weights of a grown decoder layer, of a Llama model or a drafter head.
 
     The repeated hidden state enters every product through a norm, whose weight is divided by the
     number of repetitions; the weights behind it are repeated as they are.
     """
     width = shape.hidden_size // small.hidden_size
     for name in ("input_layernorm", "post_attention_layernorm"):
-        _copy(getattr(grown, name), getattr(layer, name).weight.repeat(width) / width)
-    units = _copies(torch.arange(small.intermediate_size), shape.intermediate_size)
+        set_weight(getattr(grown, name), getattr(layer, name).weight.repeat(width) / width)
+    units = copies(torch.arange(small.intermediate_size), shape.intermediate_size)
     for name in ("gate_proj", "up_proj"):
-        _copy(getattr(grown.mlp, name), _rows(getattr(layer.mlp, name).weight, units).repeat(1, width))
-    _copy(grown.mlp.down_proj, _shared_columns(layer.mlp.down_proj.weight, units).repeat(width, 1))
-    attention, size = layer.self_attn, layer.self_attn.head_dim
+        set_weight(
+            getattr(grown.mlp, name), copied_rows(getattr(layer.mlp, name).weight, units).repeat(1, width)
+        )
+    set_weight(grown.mlp.down_proj, shared_columns(layer.mlp.down_proj.weight, units).repeat(width, 1))
+    attention = layer.self_attn
+    size = attention.o_proj.weight.shape[1] // small.num_attention_heads
     keys, queries = _copied_heads(small, shape)
     for name, heads in {"q_proj": queries, "k_proj": keys, "v_proj": keys}.items():
-        weight = _rows(getattr(attention, name).weight, _expand(heads, size))
-        _copy(getattr(grown.self_attn, name), weight.repeat(1, width))
-    output = _shared_columns(attention.o_proj.weight, _expand(queries, size))
-    _copy(grown.self_attn.o_proj, output.repeat(width, 1))
+        weight = copied_rows(getattr(attention, name).weight, _expand(heads, size))
+        set_weight(getattr(grown.self_attn, name), weight.repeat(1, width))
+    output = shared_columns(attention.o_proj.weight, _expand(queries, size))
+    set_weight(grown.self_attn.o_proj, output.repeat(width, 1))
 
 
-def _copied_heads(small: LlamaConfig, shape: GrownShape) -> tuple[Tensor, Tensor]:
+def _copied_heads(small: GrownShape, shape: GrownShape) -> tuple[Tensor, Tensor]:
     """Return the original of each key-value head and of each query head, -1 for none."""
     keys = torch.arange(small.num_key_value_heads).repeat_interleave(
         shape.num_key_value_heads // small.num_key_value_heads
     )
     small_group = small.num_attention_heads // small.num_key_value_heads
     group = shape.num_attention_heads // shape.num_key_value_heads
-    return keys, torch.cat([_copies(key * small_group + torch.arange(small_group), group) for key in keys])
+    return keys, torch.cat([copies(key * small_group + torch.arange(small_group), group) for key in keys])
 
 
-def _copies(originals: Tensor, size: int) -> Tensor:
+def copies(originals: Tensor, size: int) -> Tensor:
     """Return `originals` repeated a power of two times, since division by it is exact, then -1."""
     copied = originals.repeat(1 << ((size // len(originals)).bit_length() - 1))
     return torch.cat((copied, copied.new_full((size - len(copied),), -1)))
@@ -130,16 +139,16 @@ def _expand(heads: Tensor, size: int) -> Tensor:
     return torch.where(heads[:, None] < 0, -1, rows).flatten()
 
 
-def _rows(weight: Tensor, originals: Tensor) -> Tensor:
+def copied_rows(weight: Tensor, originals: Tensor) -> Tensor:
     """Return copies of rows of `weight`, zeros where there is no original."""
     return weight[originals.clamp(min=0)] * (originals >= 0)[:, None]
 
 
-def _shared_columns(weight: Tensor, originals: Tensor) -> Tensor:
+def shared_columns(weight: Tensor, originals: Tensor) -> Tensor:
     """Return copies of columns of `weight`, each divided by the number of its copies."""
     counts = torch.bincount(originals[originals >= 0], minlength=weight.shape[1])
-    return _rows((weight / counts).to(weight.dtype).T, originals).T
+    return copied_rows((weight / counts).to(weight.dtype).T, originals).T
 
 
-def _copy(module: Any, weight: Tensor) -> None:
+def set_weight(module: Any, weight: Tensor) -> None:
     module.weight.copy_(weight)

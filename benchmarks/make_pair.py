@@ -10,12 +10,12 @@ two kinds of pairs:
 - Calibrated: a random target. The drafter consists of its first layers with its norm and head; the
   outputs of its later layers are damped until both models have the same greedy token as often as
   requested. The texts are meaningless, with a tokenizer of one word per token (`t0 t1 ...`).
-- Grown (`--grow`): a trained pair widened and deepened to the cost of the shape (growth.py). Texts
-  and acceptance are those of the small pair; the vocabulary stays small, and the layers are at
-  least as many as those of the small target.
+- Grown (`--grow`): a trained pair and its drafter heads, widened and deepened to the cost of the
+  shape (growth.py, growth_heads.py). Texts and acceptance are those of the small models; the
+  vocabulary stays small, and the layers are at least as many as those of the small target.
 
-Output: `target` and `drafter`, two Transformers checkpoints, and for a calibrated pair `pair.json`
-with the agreement measured on random text.
+Output: `target` and `drafter`, two Transformers checkpoints; for a calibrated pair `pair.json` with
+the agreement measured on random text; for a grown one a directory per kind of head (`eagle`, ...).
 """
 
 import argparse
@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 from growth import GrownShape, grow
+from growth_heads import GROW, target_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from secondguess.builtin import builtin_paths
+import secondguess.builtin
 
 SHAPES = {
     "88m": {
@@ -210,20 +211,41 @@ def make_pair(
 
 
 def grow_pair(out: Path, small: Path | None, shape: str) -> None:
-    """Write a grown pair; `small` is a directory of `target` and `drafter`, None for the built-in pair."""
-    paths = builtin_paths() if small is None else (small / "target", small / "drafter")
-    for name, path, grown_shape in zip(("target", "drafter"), paths, GROWN_SHAPES[shape], strict=True):
-        model = grow(LlamaForCausalLM.from_pretrained(path, dtype="auto"), grown_shape)
+    """Write a grown pair and its heads.
+
+    Args:
+        small: directory of `target`, `drafter` and heads by kind; None for the built-in ones.
+    """
+    folder = Path(secondguess.builtin.__file__).parent if small is None else small
+    for name, grown_shape in zip(("target", "drafter"), GROWN_SHAPES[shape], strict=True):
+        path = folder / name
+        original = LlamaForCausalLM.from_pretrained(path, dtype="auto")
+        model = grow(original, grown_shape)
         model.save_pretrained(out / name)
         AutoTokenizer.from_pretrained(path).save_pretrained(out / name)
         print(f"{out / name}: {model.num_parameters() / 1e6:.0f} million parameters")
+        if name == "target":
+            grow_heads(out, folder, original, model)
+
+
+def grow_heads(out: Path, folder: Path, small: Any, grown: Any) -> None:
+    """Write the grown heads of a target, for the kinds in `folder`."""
+    shape = GrownShape.of(grown.config)
+    for kind, (head_class, grow_head) in GROW.items():
+        if not (folder / kind).is_dir():
+            continue
+        with torch.no_grad():
+            head = grow_head(head_class.load(folder / kind, target_model(small)), target_model(grown), shape)
+        head.to(grown.dtype).save(out / kind, str(out / "target"))
+        size = sum(parameter.numel() for parameter in head.parameters())
+        print(f"{out / kind}: {size / 1e6:.1f} million parameters")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="directory to write target, drafter and pair.json to")
+    parser.add_argument("out", type=Path, help="directory to write to")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--shape", choices=sorted(SHAPES), default="88m")
     parser.add_argument("--grow", help="builtin, or the directory of a trained pair of Llama models")
