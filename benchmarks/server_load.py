@@ -168,7 +168,8 @@ def main() -> None:
     options = parser.parse_args()
     own = ["--model", options.model] + (["--drafter", options.drafter] if options.drafter else [])
     texts = list(load_workload(options.prompts, options.num_prompts).prompts)
-    table, numbers = [], count()
+    table: list[dict[str, object]] = []
+    numbers = count()
 
     def measured(system: System, num_clients: int, num_prompts: int | None = None) -> Load:
         new = [f"# Run {next(numbers)}\n{text}" for text in texts[:num_prompts]]
@@ -186,12 +187,17 @@ def main() -> None:
             for name in systems:
                 table.append(row_of(name, num_clients, loads[name]))
                 print(json.dumps(table[-1]), flush=True)
-    if options.output is not None:
-        about = collect_provenance(
-            num_threads=0, device="cpu", dtype="auto", seed=options.seed, models={}, runtimes={}
-        )
-        report = {"table": table, "note": options.note, "provenance": about.as_dict()}
-        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write(table, options)
+
+
+def write(table: Sequence[object], options: argparse.Namespace) -> None:
+    if options.output is None:
+        return
+    about = collect_provenance(
+        num_threads=0, device="cpu", dtype="auto", seed=options.seed, models={}, runtimes={}
+    )
+    report = {"table": table, "note": options.note, "provenance": about.as_dict()}
+    options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def make_systems(own_address: str, options: argparse.Namespace) -> dict[str, System]:

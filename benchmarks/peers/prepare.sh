@@ -3,8 +3,8 @@
 #
 # ENGINES is a directory to build in (llama.cpp takes a quarter of an hour once); each PAIR comes from make_pair.py.
 # Versions are those of the stored results. Two traps: optimum-intel asks for a torch without bound, and for a torchvision
-# that breaks Transformers. llama.cpp is built for AVX-512 without its AMX path, which ends in an illegal instruction where we
-# ran it; bfloat16 is as fast either way.
+# that breaks Transformers. With AMX, llama.cpp is built for AVX-512 without its AMX path, which ends in an illegal instruction
+# where we ran it; bfloat16 is as fast either way.
 set -euo pipefail
 engines=$(realpath -m "$1"); shift
 here=$(cd "$(dirname "$0")" && pwd)
@@ -21,10 +21,15 @@ if [ ! -x "$engines/openvino/bin/optimum-cli" ]; then
 fi
 if [ ! -x "$engines/llama.cpp/bin/llama-quantize" ]; then
     (cd "$engines" && pip download -q --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 && tar xzf llama_cpp_python-*.tar.gz)
-    cmake -S "$engines"/llama_cpp_python-0.3.36/vendor/llama.cpp -B "$engines/llama.cpp" -DCMAKE_BUILD_TYPE=Release \
-        -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX_VNNI=ON -DGGML_AVX512=ON \
-        -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
-    cmake --build "$engines/llama.cpp" -j2 --target llama-speculative-simple llama-completion llama-quantize
+    kernels="-DGGML_NATIVE=ON"
+    if grep -q amx_tile /proc/cpuinfo; then
+        kernels="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX_VNNI=ON -DGGML_AVX512=ON
+            -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON"
+    fi
+    # shellcheck disable=SC2086
+    cmake -S "$engines"/llama_cpp_python-0.3.36/vendor/llama.cpp -B "$engines/llama.cpp" -DCMAKE_BUILD_TYPE=Release $kernels \
+        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+    cmake --build "$engines/llama.cpp" -j2 --target llama-speculative-simple llama-completion llama-quantize llama-server
 fi
 
 # OpenVINO wants a tokenizer that it can convert, and uses none: ids go in and out.

@@ -1,8 +1,8 @@
-"""Convert a checkpoint of the calibrated pair to llama.cpp's GGUF format, in bfloat16.
+"""Convert a checkpoint of a pair of `make_pair.py` to llama.cpp's GGUF format, in bfloat16.
 
     PYTHONPATH=<llama.cpp>/gguf-py python benchmarks/peers/to_gguf.py CHECKPOINT OUT.gguf
 
-llama.cpp's own converter requires a known tokenizer, but the pair's has one word per token.
+llama.cpp's own converter requires a known tokenizer, which the pairs lack.
 Here each token is a user-defined word such as `<17>`, so that prompts and texts consist of ids.
 """
 
@@ -70,6 +70,8 @@ def write(checkpoint: Path, out: Path) -> None:
     writer.add_token_list([f"<{token}>" for token in range(config["vocab_size"])])
     writer.add_token_scores([0.0] * config["vocab_size"])
     writer.add_token_types([TokenType.USER_DEFINED] * config["vocab_size"])
+    if config["eos_token_id"] is not None:
+        writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
