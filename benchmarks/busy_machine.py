@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
@@ -32,8 +33,8 @@ def time_forwards(runtime: Any, row: Any, draft: Any, seconds: float) -> list[fl
     return found
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return quiet and busy times of a forward pass, and their ratio, by number of tokens."""
+def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return quiet and busy times of a forward pass, and their ratios, by number of tokens."""
     import torch
 
     from secondguess.checkpoint.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     from secondguess.sampling import SamplingParams
 
     torch.set_num_threads(options.threads)
-    runtime = Checkpoint.resolve(options.model, device="cpu").load().runtime
+    runtime = Checkpoint.resolve(model, device="cpu").load().runtime
     row = Row(list(PROMPT), SamplingParams())
     runtime.begin([row])
     results: dict[str, dict[str, Any]] = {}
@@ -68,6 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "busy_ms": round(median(beside), 2),
             "busy_p90_ms": round(quantiles(beside, n=10)[-1], 2),
             "ratio": round(median(beside) / median(alone), 2),
+            "ratio_of_p90": round(quantiles(beside, n=10)[-1] / quantiles(alone, n=10)[-1], 2),
             "ratio_of_means": round(fmean(beside) / fmean(alone), 2),
             "ratio_by_turn": [round(fmean(b) / fmean(q), 2) for q, b in zip(quiet, busy, strict=True)],
         }
@@ -78,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="builtin", help="builtin (default) or a directory")
+    parser.add_argument("--model", action="append", help="builtin (default) or a directory; repeatable")
     parser.add_argument("--competitors", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 5], help="tokens of a forward pass")
@@ -87,12 +89,35 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=3.0, help="largest ratio of the medians and of the means"
     )
+    parser.add_argument("--note", default="", help="text for the output file")
+    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
-    results = measure(options)
+    results = {name_of(model): measure(model, options) for model in options.model or ["builtin"]}
     print(json.dumps(results, indent=1))
-    sys.exit(
-        any(max(result["ratio"], result["ratio_of_means"]) > options.limit for result in results.values())
+    if options.output is not None:
+        write(results, options)
+    ratios = [
+        result[name]
+        for by_width in results.values()
+        for result in by_width.values()
+        for name in ("ratio", "ratio_of_means")
+    ]
+    sys.exit(max(ratios) > options.limit)
+
+
+def name_of(model: str) -> str:
+    """Return the name of the pair that a model is of."""
+    return Path(model).parent.name if "/" in model else model
+
+
+def write(results: dict[str, dict[str, dict[str, Any]]], options: argparse.Namespace) -> None:
+    from secondguess.workloads.provenance import collect_provenance
+
+    about = collect_provenance(
+        num_threads=options.threads, device="cpu", dtype="auto", seed=0, models={}, runtimes={}
     )
+    report = {"results": results, "note": options.note, "provenance": about.as_dict()}
+    options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
