@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -16,8 +17,11 @@ import torch
 from families import FAMILIES, KINDS, needs_kernels, random_tokens, row_of, runtime_of, write_checkpoint
 from secondguess.core import Draft
 
-SECONDS = {"native": 5.0, "fused": 1.0, "transformers": 1.0}
-"""Duration of the test with 12 threads by runtime; raise it for a soak."""
+SOAK_SECONDS = os.environ.get("SECONDGUESS_SOAK_SECONDS")
+SECONDS = {"native": 5.0, "fused": 1.0, "transformers": 1.0} | (
+    dict.fromkeys(KINDS, float(SOAK_SECONDS)) if SOAK_SECONDS else {}
+)
+"""Duration of the test with 12 threads by runtime."""
 NUM_THREADS = 12
 
 
