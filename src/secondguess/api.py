@@ -12,7 +12,7 @@ from itertools import islice
 from os import PathLike, fspath
 
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.checkpoint.memory import MemoryEstimate, check_memory
+from secondguess.checkpoint.memory import check_memory, head_memory
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.drafters import make_drafter
@@ -244,7 +244,7 @@ def load(
         runtime=runtime,
     )
     checkpoints = [pair.target] if pair.draft_model is None else [pair.target, pair.draft_model]
-    heads = [MemoryEstimate(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
+    heads = [head_memory(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
     check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
     target, *draft_models = loaded = [each.load() for each in checkpoints]
     made = make_drafter(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from secondguess.checkpoint.checkpoint import DEFAULT_CONTEXT, Checkpoint
-from secondguess.checkpoint.memory import MemoryEstimate, available_memory, peak_memory
+from secondguess.checkpoint.memory import MemoryEstimate, available_memory, head_memory, peak_memory
 from secondguess.checkpoint.read import require_torchao
 from secondguess.errors import BadInputError
 from secondguess.runtime.cache import KeyValueCache
@@ -161,7 +161,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Sum of all parts, with what loading temporarily takes beyond it."""
-        return peak_memory(self.needs.values()) + self.head_bytes
+        return peak_memory([*self.needs.values(), head_memory("head", self.head_bytes)])
 
     @property
     def missing_bytes(self) -> int | None:

@@ -69,6 +69,11 @@ def _memory_of_machine(root: Path) -> int | None:
     return None
 
 
+def head_memory(name: str, num_bytes: int) -> MemoryEstimate:
+    """Return the memory of a trained head of `num_bytes`, whose module is freed once it is packed."""
+    return MemoryEstimate(name, num_bytes, loading=2 * num_bytes)
+
+
 def peak_memory(needs: Iterable[MemoryEstimate]) -> int:
     """Return the peak memory in bytes of models that are loaded one after the other."""
     needs = list(needs)
