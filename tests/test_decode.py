@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from secondguess.controllers import make_controller
-from secondguess.core import Row
+from secondguess.core import Draft, Row
 from secondguess.decode import Components, decode
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.none import NoDrafter
@@ -94,3 +94,31 @@ def test_a_fully_banned_draft_vocabulary_is_not_drafted_from():
     list(decode(table_team(narrow), [drafted]))
     list(decode(table_team(), [plain]))
     assert drafted.tokens == plain.tokens
+
+
+class FixedDrafter(NoDrafter):
+    """Drafter that proposes the same draft in every round."""
+
+    def __init__(self, draft):
+        self.draft = draft
+
+    def propose(self, rows, budgets, noise):
+        return self.draft
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "expected"),
+    [
+        ([2, 5, 1], [-1, 0, 1], ([2, 3], 1, [5, 1])),
+        ([2, 3], [-1, 0], ([2, 3, 4], 2, [])),
+        ([5], [-1], ([2], 0, [5])),
+        # Of a tree, the tokens along the first child of each node.
+        ([5, 2, 0, 5, 4, 1, 0, 0], [-1, -1, 0, 1, 1, 3, 3, 2], ([2, 3], 1, [5, 1])),
+    ],
+)
+def test_a_commit_has_the_draft_tokens_that_were_rejected(tokens, parents, expected):
+    target = TableModel(6, lambda context: torch.eye(6)[(context[-1] + 1) % 6])
+    draft = Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([len(tokens)]))
+    components = Components(target, FixedDrafter(draft), make_verifier("auto"), make_controller("fixed:8"))
+    (commit,) = next(decode(components, [Row([1], SamplingParams(max_tokens=9))]))
+    assert (commit.tokens, commit.num_accepted, list(commit.rejected)) == expected

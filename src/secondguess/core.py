@@ -146,7 +146,7 @@ class Row:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def commit(self, accepted: Sequence[int], next_token: int) -> Commit:
+    def commit(self, accepted: Sequence[int], next_token: int, rejected: Sequence[int] = ()) -> Commit:
         """Append the accepted tokens and the next token, up to the token that ends the row.
 
         Tokens are dropped only when the row finishes, so the KV cache of an unfinished row always
@@ -159,7 +159,7 @@ class Row:
             if self.finished:
                 tokens = tokens[:count]
                 break
-        return Commit(self, tokens, num_accepted=min(len(accepted), len(tokens)))
+        return Commit(self, tokens, min(len(accepted), len(tokens)), rejected=rejected)
 
     def _finish_reason_after(self, token: int) -> FinishReason | None:
         met_stop_string = self.stop_checker is not None and self.stop_checker.push(token)
@@ -185,12 +185,15 @@ class Commit:
         num_accepted: number of accepted draft tokens in `tokens`.
         logprobs: per token, its log-probability and the requested alternatives; empty unless the
             request asks for them.
+        rejected: draft tokens that would have followed the accepted ones; in a tree, along the first
+            child of each.
     """
 
     row: Row
     tokens: list[int]
     num_accepted: int
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    rejected: Sequence[int] = ()
 
     @property
     def drafted(self) -> list[bool]:
@@ -280,6 +283,12 @@ class Draft:
         return self.tokens.shape[1]
 
     @cached_property
+    def token_lists(self) -> list[list[int]]:
+        """`tokens` as lists."""
+        tokens: list[list[int]] = self.tokens.tolist()
+        return tokens
+
+    @cached_property
     def mask(self) -> Tensor:
         """`[row, node]` bool, True for real nodes."""
         return torch.arange(self.num_nodes, device=self.tokens.device) < self.lengths[:, None]
@@ -307,6 +316,15 @@ class Draft:
         if self.is_chain:
             return self.lengths
         return (self.ancestors().sum(-1) * self.mask).amax(1)
+
+    def following(self, row: int, path: Sequence[int]) -> list[int]:
+        """Return the tokens below a path of a row's draft, along the first child of each node."""
+        last, tokens = path[-1] if path else -1, []
+        for node, parent in enumerate(self.shapes[row]):
+            if parent == last:
+                tokens.append(self.token_lists[row][node])
+                last = node
+        return tokens
 
     def ancestors(self) -> Tensor:
         """Return `[row, node, node]` bool, True where the second is the first or its ancestor."""

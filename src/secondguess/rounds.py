@@ -164,11 +164,11 @@ def _commit(
     rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict, paths: Sequence[Sequence[int]]
 ) -> list[Commit]:
     """Append each row's accepted path and next token, up to the token that ends the row."""
-    node_tokens = draft.tokens.tolist()
     next_tokens = verdict.next_tokens.tolist()
     commits = []
     for index, (row, path) in enumerate(zip(rows, paths, strict=True)):
-        commit = row.commit([node_tokens[index][node] for node in path], next_tokens[index])
+        accepted = [draft.token_lists[index][node] for node in path]
+        commit = row.commit(accepted, next_tokens[index], draft.following(index, path))
         commits.append(commit_logprobs(commit, scores.logits[index], path))
     return commits
 

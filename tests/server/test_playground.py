@@ -99,6 +99,8 @@ def test_the_files_are_part_of_the_package():
 
 # --- A server that speaks the events of the API ---
 
+REJECTED = " elements\n"
+"""Draft that the third segment was sampled instead of."""
 ANSWER: list[list[Any]] = [
     ["\n", False],
     ["    if len(items) <= 1:\n        return", True],
@@ -209,7 +211,8 @@ class FakeServer:
         try:
             for count, segment in enumerate(segments):
                 await asyncio.sleep(self.seconds_per_chunk)
-                choice = {"index": 0, "finish_reason": None, "secondguess": {"segments": [segment]}}
+                origin = {"segments": [segment], "rejected": REJECTED if segment is ANSWER[2] else ""}
+                choice = {"index": 0, "finish_reason": None, "secondguess": origin}
                 choice |= {"delta": {"content": segment[0]}} if key else {"text": segment[0]}
                 yield self._event({"choices": [choice], "usage": None})
                 if count == 3 and self.mood == "cut":
@@ -366,6 +369,30 @@ def test_a_completion_is_coloured_by_origin_and_ends_with_the_servers_numbers(fa
     assert text_of(page, "#gauge-acceptance") == "68 %"
     assert page.locator("#positions-bars li").all_inner_texts() == ["1\n77 %", "2\n63 %", "3\n50 %"]
     assert text_of(page, "#status") == "Finished: 64 tokens, max tokens reached."
+
+
+@browser_test
+def test_rejected_drafts_are_ghosts_before_the_token_in_their_place(fake, open_page):
+    page = open_page(fake.url)
+    is_ready(page)
+    page.click("[data-run=completion]")
+    wait_for_end(page)
+    ghost = page.locator("#completion-output .rejected")
+    assert ghost.all_text_contents() == [REJECTED.replace("\n", "⏎")]
+    assert ghost.evaluate("each => [each.nextSibling.textContent, each.ariaHidden]") == [ANSWER[2][0], "true"]
+    assert origins(page, "#completion-output") == joined_answer()
+    page.uncheck("#ghosts")
+    assert not ghost.is_visible()
+    page.click("#tab-chat")
+    page.check("#ghosts")
+    page.fill("#chat-prompt", "Sort a list.")
+    page.click("[data-run=chat]")
+    wait_for_end(page, "chat")
+    page.fill("#chat-prompt", "Shorter.")
+    page.click("[data-run=chat]")
+    wait_for_end(page, "chat")
+    assert page.locator("#messages .rejected").count() == 2
+    assert fake.bodies[-1]["messages"][1] == {"role": "assistant", "content": TEXT}  # without the ghost
 
 
 @browser_test

@@ -75,6 +75,26 @@ def test_logprobs_are_those_of_the_target(served):
     assert found.token_logprobs == pytest.approx([each.logprob for each in expected.logprobs], abs=1e-4)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_with_a_report_has_the_rejected_drafts(served, chat):
+    _, client = served
+    fields = {"model": "builtin", "max_tokens": 12, "temperature": 0}
+    if chat:
+        make, fields["messages"] = client.chat.completions.create, [{"role": "user", "content": "x"}]
+    else:
+        make, fields["prompt"] = client.completions.create, PROMPT
+    (choice,) = make(**fields).choices
+    text = choice.message.content if chat else choice.text
+    prediction = {"type": "content", "content": text[: len(text) // 2] + "?!?!?"}
+    extra = {"prediction": prediction, "speculation": {"draft_length": 8}, "report": True}
+    chunks = [chunk.model_dump() for chunk in make(**fields, stream=True, extra_body=extra)]
+    reported = [
+        choice["secondguess"] for chunk in chunks for choice in chunk["choices"] if "secondguess" in choice
+    ]
+    assert "".join(part for each in reported for part, _ in each["segments"]) == text
+    assert "?!" in "".join(each["rejected"] for each in reported)
+
+
 def test_a_disconnect_leaves_the_batch(served):
     engine, client = served
     body = {"min_tokens": 1500}

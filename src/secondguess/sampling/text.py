@@ -8,7 +8,7 @@ text that was added is returned.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from secondguess.core import Commit
@@ -48,12 +48,14 @@ class Piece:
             tokens.
         drafted: per token, True if a drafter proposed it.
         segments: parts of `text`, each with True if the token that completed it was drafted.
+        rejected: draft tokens in whose place the last of `tokens` was sampled.
     """
 
     text: str
     tokens: list[int]
     drafted: list[bool]
     segments: list[tuple[str, bool]]
+    rejected: Sequence[int] = ()
 
 
 class IncrementalDecoder:
@@ -123,10 +125,15 @@ class IncrementalDecoder:
 
 def text_of_token(tokenizer: Any, token: int) -> str:
     """Return the text of a token decoded by itself, special tokens and leading spaces included."""
-    text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text_of_tokens(tokenizer, [token])
+
+
+def text_of_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return the text of at least one token without its context, as `text_of_token` does."""
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     # SentencePiece marks a space with ▁, and its decoders drop a leading one. Ids that only pad
     # the vocabulary have no token string.
-    name = tokenizer.convert_ids_to_tokens(token) or ""
+    name = tokenizer.convert_ids_to_tokens(tokens[0]) or ""
     num_spaces = len(name) - len(name.lstrip(SENTENCEPIECE_SPACE))
     return " " * num_spaces + text.lstrip(" ") if num_spaces else text
 
@@ -190,7 +197,7 @@ class StreamingDetokenizer:
         else:
             self._skip_match()
             size = len(self._held) - self._num_held_back()
-        return self._release(size, commit.tokens, commit.drafted)
+        return replace(self._release(size, commit.tokens, commit.drafted), rejected=commit.rejected)
 
     def flush(self) -> Piece:
         """Return the text still held back for a row that was interrupted: no commit follows."""

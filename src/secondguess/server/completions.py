@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fastapi import APIRouter
@@ -11,19 +11,12 @@ from starlette.responses import Response
 
 from secondguess.engine import NewPiece, Output
 from secondguess.server.bodies import BoundedRoute
+from secondguess.server.chunks import ChunkStream
 from secondguess.server.convert import Job
-from secondguess.server.replies import (
-    Head,
-    Json,
-    completion_logprobs,
-    finish_reason,
-    origin,
-    report,
-    usage,
-)
+from secondguess.server.replies import Head, Json, completion_logprobs, finish_reason, report, usage
 from secondguess.server.schemas import CompletionRequest
-from secondguess.server.service import Service, check_finished
-from secondguess.server.streams import Generation, streamed, to_event
+from secondguess.server.service import Service
+from secondguess.server.streams import streamed
 
 router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 
@@ -37,7 +30,7 @@ async def create_completion(request: CompletionRequest, http: HttpRequest) -> Re
     convert = partial(service.convert.completion, request)
     if request.stream:
         job, generation = await service.start(convert)
-        return streamed(generation, _chunks(request, head, job, generation))
+        return streamed(generation, _Chunks(service, request, head, job).run(generation))
     return await service.reply(http, convert, partial(_completion, request, head))
 
 
@@ -51,37 +44,23 @@ def _completion(request: CompletionRequest, head: Head, job: Job, outputs: Seque
     return head.reply(choices, usage=usage(job.prompts, outputs), **more)
 
 
-async def _chunks(
-    request: CompletionRequest, head: Head, job: Job, generation: Generation
-) -> AsyncIterator[bytes]:
-    """Yield one chunk per committed piece, then the ends, then usage and report if requested."""
-    options = request.stream_options
-    no_usage = {"usage": None} if options and options.include_usage else {}
-    offsets = [0] * job.num_choices
-    for index in range(job.num_choices if job.echo else 0):
-        yield to_event(head.reply([_choice(index, job.echo[index // job.params.n])], **no_usage))
-    async for place, event in generation.pieces():
-        index = place * job.params.n + event.index
+class _Chunks(ChunkStream[CompletionRequest]):
+    """Chunks of a streamed completion: one per committed piece with text."""
+
+    def begin(self) -> Iterator[Json]:
+        self._offsets = [0] * self.job.num_choices
+        for index in range(self.job.num_choices if self.job.echo else 0):
+            yield _choice(index, self.job.echo[index // self.job.params.n])
+
+    def add(self, index: int, event: NewPiece, more: Json) -> Iterator[Json]:
         if event.piece.text or event.logprobs:
-            choice = _piece_choice(request, index, event, offsets[index])
-            offsets[index] += sum(len(each.text) for each in event.logprobs)
-            yield to_event(head.reply([choice], **no_usage))
-    outputs = generation.outputs()
-    check_finished(outputs)
-    ends = [_choice(index, "", None, finish_reason(output)) for index, output in enumerate(outputs)]
-    for end in ends:
-        yield to_event(head.reply([end], **no_usage))
-    last = ({"usage": usage(job.prompts, outputs)} if no_usage else {}) | (
-        report(outputs) if request.report else {}
-    )
-    if last:
-        yield to_event(head.reply([], **last))
+            wanted = self.request.logprobs is not None
+            logprobs = completion_logprobs(event.logprobs, self._offsets[index]) if wanted else None
+            self._offsets[index] += sum(len(each.text) for each in event.logprobs)
+            yield _choice(index, event.piece.text, logprobs) | more
 
-
-def _piece_choice(request: CompletionRequest, index: int, event: NewPiece, offset: int) -> Json:
-    logprobs = completion_logprobs(event.logprobs, offset) if request.logprobs is not None else None
-    choice = _choice(index, event.piece.text, logprobs)
-    return choice | (origin(event.piece) if request.report else {})
+    def end(self, index: int, output: Output) -> Iterator[Json]:
+        yield _choice(index, "", None, finish_reason(output))
 
 
 def _choice(index: int, text: str, logprobs: Json | None = None, reason: str | None = None) -> Json:

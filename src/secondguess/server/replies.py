@@ -11,7 +11,7 @@ from typing import Any
 
 from secondguess.core import TokenLogprob
 from secondguess.engine import Output
-from secondguess.sampling.text import REPLACEMENT, Piece
+from secondguess.sampling.text import REPLACEMENT, Piece, text_of_tokens
 from secondguess.server.metrics import speculative_decoding
 from secondguess.server.parsing import Delta
 
@@ -97,9 +97,11 @@ def report(outputs: Sequence[Output]) -> Json:
     return {"metrics": {"speculative_decoding": single}, "secondguess": {"samples": statistics}}
 
 
-def origin(piece: Piece) -> Json:
-    """Return the fields that `report: true` adds to a choice of a chunk: its text by origin."""
-    return {"secondguess": {"segments": [[text, drafted] for text, drafted in piece.segments]}}
+def origin(piece: Piece, tokenizer: Any) -> Json:
+    """Return the fields that `report: true` adds to a choice of a chunk: its text by origin, rejected drafts."""
+    rejected = text_of_tokens(tokenizer, piece.rejected) if piece.rejected else ""
+    segments = [[text, drafted] for text, drafted in piece.segments]
+    return {"secondguess": {"segments": segments, "rejected": rejected}}
 
 
 def message(deltas: Sequence[Delta]) -> Json:

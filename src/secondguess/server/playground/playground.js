@@ -142,11 +142,19 @@ function readSettings() {
 
 // --- Text and measurements --------------------------------------------------------------------------------------
 
-/** Return the segments [text, drafted] of a chunk; drafted is null where the server does not report it. */
+/**
+ * Return the segments [text, kind] of a chunk; kind is empty where the server does not report it.
+ *
+ * Rejected draft tokens stand before the token that was sampled in their place, the last of the chunk.
+ */
 function segmentsOf(chunk) {
   return chunk.choices.flatMap((choice) => {
     const text = choice.text ?? choice.delta?.content ?? choice.delta?.reasoning_content ?? '';
-    return choice.secondguess?.segments ?? (text ? [[text, null]] : []);
+    if (!choice.secondguess) return text ? [[text, '']] : [];
+    const { segments, rejected } = choice.secondguess;
+    const kinds = segments.map(([part, drafted]) => [part, drafted ? 'drafted' : 'sampled']);
+    if (rejected) kinds.splice(kinds.at(-1)?.[1] === 'sampled' ? -1 : kinds.length, 0, [rejected, 'rejected']);
+    return kinds;
   });
 }
 
@@ -165,15 +173,18 @@ class TextView {
 
   append(text, kind) {
     const { scrollHeight, scrollTop, clientHeight } = this.scroller;
-    const span = document.createElement('span');
+    // A ghost is no part of the text: its line breaks are signs, and it is neither read out nor copied.
+    const isGhost = kind === 'rejected';
+    const span = document.createElement(isGhost ? 'del' : 'span');
     span.className = kind;
-    span.textContent = text;
+    span.textContent = isGhost ? text.replaceAll('\n', '⏎') : text;
+    span.ariaHidden = isGhost || null;
     this.element.append(span);
     if (scrollHeight - scrollTop - clientHeight < 40) this.scroller.scrollTop = this.scroller.scrollHeight;
   }
 
   add(segments) {
-    for (const [text, drafted] of segments) this.append(text, drafted === null ? '' : drafted ? 'drafted' : 'sampled');
+    for (const [text, kind] of segments) this.append(text, kind);
   }
 }
 
@@ -195,10 +206,11 @@ class Tally {
 
   add(chunk) {
     const segments = segmentsOf(chunk);
-    for (const [text, drafted] of segments) {
+    for (const [text, kind] of segments) {
+      if (kind === 'rejected') continue;
       this.text += text;
-      this.isOriginKnown ||= drafted !== null;
-      if (drafted) this.numDrafted += text.length;
+      this.isOriginKnown ||= kind !== '';
+      if (kind === 'drafted') this.numDrafted += text.length;
     }
     if (segments.length) this.seconds = (performance.now() - this.start) / 1000;
     this.numTokens = chunk.usage?.completion_tokens ?? this.numTokens;
@@ -351,7 +363,7 @@ class Lane {
 
   show(segments, goal) {
     this.view.add(segments);
-    for (const [text] of segments) this.numShown += text.length;
+    for (const [text, kind] of segments) this.numShown += kind === 'rejected' ? 0 : text.length;
     this.bar.value = goal ? this.numShown / goal : 0;
   }
 

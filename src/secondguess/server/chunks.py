@@ -1,0 +1,74 @@
+"""Streams of chunks with choices, which `/v1/completions` and `/v1/chat/completions` have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from secondguess.engine import NewPiece, Output
+from secondguess.server.convert import Job
+from secondguess.server.replies import Head, Json, origin, report, usage
+from secondguess.server.schemas import ChatRequest, CompletionRequest
+from secondguess.server.service import Service, check_finished
+from secondguess.server.streams import Generation, to_event
+
+RequestT = TypeVar("RequestT", bound=CompletionRequest | ChatRequest)
+
+
+class ChunkStream(ABC, Generic[RequestT]):
+    """Chunks of a streamed reply: those of each committed piece, the ends, then usage and report.
+
+    Args:
+        service: the service.
+        request: the request.
+        head: fields of all chunks.
+        job: the request as the engine has it.
+    """
+
+    def __init__(self, service: Service, request: RequestT, head: Head, job: Job) -> None:
+        self.request = request
+        self.job = job
+        self._tokenizer = service.target.tokenizer
+        self._head = head
+        options = request.stream_options
+        self._no_usage = {"usage": None} if options and options.include_usage else {}
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of output tokens that are reasoning."""
+        return 0
+
+    def begin(self) -> Iterable[Json]:
+        """Return the choices that precede all pieces."""
+        return ()
+
+    @abstractmethod
+    def add(self, index: int, event: NewPiece, more: Json) -> Iterable[Json]:
+        """Return the choices of a committed piece; `more` has its origin, if the request asks for it."""
+
+    @abstractmethod
+    def end(self, index: int, output: Output) -> Iterable[Json]:
+        """Return the last choices of an output."""
+
+    async def run(self, generation: Generation) -> AsyncIterator[bytes]:
+        """Yield the chunks as events."""
+        for choice in self.begin():
+            yield self._chunk([choice])
+        async for place, event in generation.pieces():
+            more = origin(event.piece, self._tokenizer) if self.request.report else {}
+            for choice in self.add(place * self.job.params.n + event.index, event, more):
+                yield self._chunk([choice])
+        outputs = generation.outputs()
+        check_finished(outputs)
+        for index, output in enumerate(outputs):
+            for choice in self.end(index, output):
+                yield self._chunk([choice])
+        last = report(outputs) if self.request.report else {}
+        if self._no_usage:
+            last["usage"] = usage(self.job.prompts, outputs, self.num_reasoning_tokens)
+        if last:
+            yield to_event(self._head.reply([], **last))
+
+    def _chunk(self, choices: Sequence[Json]) -> bytes:
+        return to_event(self._head.reply(choices, **self._no_usage))
