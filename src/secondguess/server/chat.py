@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from secondguess.builtin import CHAT_TEMPLATE, builtin_paths
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.server.errors import ApiError, refused
+from secondguess.server.lengths import check_characters
 from secondguess.server.schemas import AssistantMessage, ChatRequest, Message, RefusalPart, TextPart
 
 
@@ -39,6 +41,7 @@ class ChatTemplate:
     """
 
     def __init__(self, target: LoadedModel, template: str | None = None) -> None:
+        self._target = target
         self._tokenizer = target.tokenizer
         self._name = target.name
         if template is None and not self._tokenizer.chat_template and _is_builtin(target):
@@ -73,16 +76,16 @@ class ChatTemplate:
                     name,
                     f"expected no {name}, which the chat template of {self._name} does not read; leave it out",
                 )
+        render = partial(
+            self._tokenizer.apply_chat_template,
+            conversation.messages,
+            tools=conversation.tools or None,
+            chat_template=source,
+            add_generation_prompt=add_generation_prompt,
+            **conversation.variables,
+        )
         try:
-            ids: list[int] = self._tokenizer.apply_chat_template(
-                conversation.messages,
-                tools=conversation.tools or None,
-                chat_template=source,
-                add_generation_prompt=add_generation_prompt,
-                return_dict=False,
-                tokenizer_kwargs={"verbose": False},
-                **conversation.variables,
-            )
+            text = render(tokenize=False)
         except Exception as error:  # a template is code from the checkpoint and can raise anything
             raise ApiError(
                 422,
@@ -91,6 +94,8 @@ class ChatTemplate:
                 "messages",
                 "template_error",
             ) from error
+        check_characters(self._target, text)
+        ids: list[int] = render(return_dict=False, tokenizer_kwargs={"verbose": False})
         return ids
 
     def _source(self, tools: bool) -> str:

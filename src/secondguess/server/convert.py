@@ -10,8 +10,9 @@ from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.prompts import encode
 from secondguess.sampling import Grammar, SamplingParams
 from secondguess.server.chat import ChatTemplate, text_of, to_conversation
-from secondguess.server.errors import ApiError, refused
+from secondguess.server.errors import refused
 from secondguess.server.infill import encode_infill
+from secondguess.server.lengths import check_characters, max_characters, too_long
 from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
 from secondguess.server.settings import ServerSettings
 from secondguess.server.structure import forces_call, grammar_of_chat, grammar_of_outputs
@@ -151,7 +152,7 @@ class Converter:
         settings["logit_bias"] = self._logit_bias(request)
         settings |= _speculation(request)
         if request.prediction is not None:
-            settings["prediction"] = text_of(request.prediction.content)
+            settings["prediction"] = text_of(request.prediction.content)[: max_characters(self._target)]
         settings["max_tokens"] = self._max_tokens(prompts, max_tokens, limit_name)
         settings["min_tokens"] = settings.get("min_tokens", 0)
         return SamplingParams(logprobs=logprobs, grammar=grammar, **settings)
@@ -161,13 +162,7 @@ class Converter:
         context, most = self._target.runtime.context_length, self._settings.max_output_tokens
         longest = max(map(len, prompts))
         if longest >= context:
-            raise ApiError(
-                400,
-                f"expected a prompt of at most {context - 1} tokens (the model's context is {context} and one place must stay "
-                f"free), got {longest}; shorten it",
-                "prompt",
-                "context_length_exceeded",
-            )
+            raise too_long(self._target, str(longest))
         if wanted is None:
             return min(context - min(map(len, prompts)), most or context)
         if most is not None and wanted > most:
@@ -204,6 +199,9 @@ class Converter:
         return values
 
     def _encode(self, prompt: str | list[int], suffix: str | None) -> list[int]:
+        for text in (prompt, suffix):
+            if isinstance(text, str):
+                check_characters(self._target, text)
         if suffix is None:
             return encode(self._target, prompt)
         if not isinstance(prompt, str):

@@ -14,6 +14,7 @@ from secondguess.prompts import encode
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.chat import Conversation, to_messages
 from secondguess.server.errors import RETRY_SECONDS, ApiError, refused
+from secondguess.server.lengths import check_characters
 from secondguess.server.replies import Json
 from secondguess.server.schemas import DetokenizeRequest, TokenizeRequest
 from secondguess.server.service import Service
@@ -98,6 +99,7 @@ def _token_ids(service: Service, request: TokenizeRequest) -> list[int]:
         return service.template.encode(Conversation(to_messages(request.messages)))
     if not request.prompt:
         return []
+    check_characters(service.target, request.prompt)
     if request.add_special_tokens:
         return encode(service.target, request.prompt)
     ids: list[int] = service.target.tokenizer(

@@ -1,0 +1,40 @@
+"""Bounds on the lengths of texts that are tokenized, as tokenization takes a hundred bytes per character."""
+
+from __future__ import annotations
+
+from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.server.errors import ApiError
+
+CHARACTERS_PER_TOKEN = 16
+"""Several times the mean of any text. Texts with more for each token of the context are examined."""
+
+
+def max_characters(target: LoadedModel) -> int:
+    """Return a number of characters that fill the context several times in nearly every text."""
+    return CHARACTERS_PER_TOKEN * target.runtime.context_length
+
+
+def check_characters(target: LoadedModel, text: str) -> None:
+    """Refuse a text whose beginning alone fills the context, before all of it is tokenized.
+
+    Raises:
+        ApiError: the first `max_characters` have so many tokens that the text cannot fit, wherever
+            tokens end in the whole text.
+    """
+    most = max_characters(target)
+    if len(text) <= most:
+        return
+    beginning = text[:most].encode(errors="replace").decode()  # a lone surrogate is refused later
+    num_tokens = len(target.encode(beginning))
+    if num_tokens > 2 * target.runtime.context_length:
+        raise too_long(target, f"{len(text)} characters, of which the first {most} have {num_tokens} tokens")
+
+
+def too_long(target: LoadedModel, got: str) -> ApiError:
+    """Return the error of a prompt that leaves no place free."""
+    context = target.runtime.context_length
+    message = (
+        f"expected a prompt of at most {context - 1} tokens (the model's context is {context} and one place must stay "
+        f"free), got {got}; shorten it"
+    )
+    return ApiError(400, message, "prompt", "context_length_exceeded")
