@@ -199,6 +199,17 @@ def test_a_group_cancelled_before_it_joins_takes_no_slot(llm: LLM, plain: list[l
     assert cancelled.rows[0].num_output == 0
 
 
+def test_a_group_cancelled_while_another_thread_is_between_rounds_keeps_no_slot(llm: LLM) -> None:
+    """Even if no round follows."""
+    group = group_of(PROMPTS[0])
+    submit(llm, group)
+    llm.shared_batch.take(group)
+    with ThreadPoolExecutor(1) as pool, llm.shared_batch.between_rounds():
+        pool.submit(llm.shared_batch.cancel, group).result(10)
+        assert llm.target.runtime.num_live_rows == 1
+    assert llm.target.runtime.num_live_rows == llm.shared_batch.num_admitted == 0
+
+
 def test_an_interruption_before_the_commit_does_not_affect_other_groups(
     llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ class _Sample:
     detokenizer: StreamingDetokenizer
     pieces: list[Piece] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    is_open: bool = True  # False once the commit that finished the row has been received
 
 
 class Generation:
@@ -151,15 +152,20 @@ class Generation:
             piece, logprobs = sample.detokenizer.take(commit), list(map(self._with_texts, commit.logprobs))
             sample.pieces.append(piece)
             sample.logprobs += logprobs
+            sample.is_open = not commit.row.finished
             pieces.append(NewPiece(sample.index, piece, logprobs))
         return pieces
 
     def flush(self) -> list[tuple[int, Piece]]:
-        """Return, after an interruption, the text still held back for unfinished rows, once."""
+        """Return, after an interruption, the text still held back, once.
+
+        That of a row that was finished in the interrupted round ends before its stop string.
+        """
         held = []
         for row, sample in self._samples.items():
-            if not row.finished:
-                sample.pieces.append(sample.detokenizer.flush())
+            if sample.is_open:
+                sample.pieces.append(sample.detokenizer.flush(row.finish_reason))
+                sample.is_open = not row.finished
                 held.append((sample.index, sample.pieces[-1]))
         return held
 

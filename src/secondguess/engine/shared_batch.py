@@ -120,13 +120,19 @@ class SharedBatch:
         """
         group.is_cancelled = True
         self._cancelled.append(group)
-        # This thread may hold the lock already, in a round. A round in another thread ends with
-        # the same work.
-        if self._lock.acquire(blocking=False):
+        self._release_cancelled()
+
+    def _release_cancelled(self) -> None:
+        """Release the rows of cancelled groups, if no thread is about to do so.
+
+        A thread that holds the lock calls this when it has released it.
+        """
+        while self._cancelled and self._lock.acquire(blocking=False):
             try:
-                if not self._is_busy:
-                    with self._busy():
-                        self._remove_cancelled()
+                if self._is_busy:  # in a round of this thread, which ends with the same work
+                    return
+                with self._busy():
+                    self._remove_cancelled()
             finally:
                 self._lock.release()
 
@@ -167,6 +173,7 @@ class SharedBatch:
             yield
         finally:
             self._lock.release()
+            self._release_cancelled()
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from secondguess.core import Commit
+from secondguess.core import Commit, FinishReason
 
 REPLACEMENT = "\ufffd"
 """Character that tokenizers write for bytes that do not (yet) form a character."""
@@ -199,9 +199,10 @@ class StreamingDetokenizer:
             size = len(self._held) - self._num_held_back()
         return replace(self._release(size, commit.tokens, commit.drafted), rejected=commit.rejected)
 
-    def flush(self) -> Piece:
+    def flush(self, finish_reason: FinishReason | None = None) -> Piece:
         """Return the text still held back for a row that was interrupted: no commit follows."""
-        return self._release(len(self._held), [], [])
+        stop = self._match if finish_reason == "stop" else None
+        return self._release(len(self._held) if stop is None else stop[0], [], [])
 
     def _skip_match(self) -> None:
         if self._match is not None:
