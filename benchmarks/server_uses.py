@@ -8,6 +8,8 @@
   tokens that the schema forces drafted or not.
 - Second turn: tokens and seconds of prefill of a chat's first turn, with 400 tokens of history, and
   of its second.
+- Long prompt: a prompt of 2,000 tokens arrives while 8 streams decode. The longest time between two
+  chunks of a stream meanwhile, beyond that of a round before, in rounds.
 
 All with the built-in models, over HTTP. Passes do not depend on the machine; seconds do.
 """
@@ -17,12 +19,16 @@ from __future__ import annotations
 import argparse
 import json
 import keyword
+import random
 import re
 import sys
 import time
 import urllib.request
+from http.client import HTTPResponse
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from typing import Any
 
 from server_process import ServerProcess, serve
@@ -34,6 +40,8 @@ from secondguess.workloads.provenance import collect_provenance
 Json = dict[str, Any]
 
 EDIT_PROMPT = "def parse(text):\n    lines = text.split()\n    for line in lines:\n        line = line.strip()\n        if"
+NUM_STREAMS, NUM_LONG, STREAM_SECONDS = 8, 2000, 3.0
+"""Streams that decode, tokens of the prompt that arrives, and time before it does."""
 CUSTOMER = {
     "type": "object",
     "properties": {
@@ -52,11 +60,17 @@ CUSTOMER = {
 }
 
 
-def post(server: ServerProcess, path: str, **fields: object) -> Json:
-    """Return the reply to a request, with statistics."""
+def send(server: ServerProcess, path: str, **fields: object) -> HTTPResponse:
+    """Send a request, which asks for statistics, and return the reply before its body is read."""
     body = json.dumps({"model": "builtin", "report": True, **fields}).encode()
     request = urllib.request.Request(server.address + path, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as reply:
+    reply: HTTPResponse = urllib.request.urlopen(request, timeout=300)
+    return reply
+
+
+def post(server: ServerProcess, path: str, **fields: object) -> Json:
+    """Return the reply to a request, with statistics."""
+    with send(server, path, **fields) as reply:
         found: Json = json.load(reply)
     return found
 
@@ -152,6 +166,41 @@ def measure_second_turn(server: ServerProcess) -> Json:
     }
 
 
+def measure_long_prompt(server: ServerProcess, speculation: str) -> Json:
+    """Return by how many rounds a prompt of 2,000 tokens delays 8 streams that decode."""
+    token_ids = random.Random(1).choices(range(300, 6000), k=NUM_LONG)
+    arrivals: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
+
+    def read(place: int) -> None:
+        fields = {"prompt": BUILTIN_PROMPTS[place], "seed": place, "max_tokens": 300, "min_tokens": 300}
+        with send(server, "/v1/completions", **fields, stream=True, speculation=speculation) as reply:
+            arrivals[place] += [time.perf_counter() for line in reply if line.startswith(b"data: {")]
+
+    readers = [Thread(target=read, args=(place,)) for place in range(NUM_STREAMS)]
+    for reader in readers:
+        reader.start()
+    time.sleep(STREAM_SECONDS)
+    start = time.perf_counter()
+    post(server, "/v1/completions", prompt=token_ids, max_tokens=1)
+    end = time.perf_counter()
+    for reader in readers:
+        reader.join()
+    gaps = [pair for times in arrivals for pair in pairwise(times)]
+    alone = [
+        later - earlier for earlier, later in gaps if start - 0.8 * STREAM_SECONDS < earlier and later < start
+    ]
+    beside = [later - earlier for earlier, later in gaps if later > start and earlier < end]
+    round_seconds = median(alone)
+    return {
+        "round_seconds": round_seconds,
+        "longest_before": max(alone),
+        "longest_beside": max(beside),
+        "median_beside": median(beside),
+        "prefill_seconds": end - start,
+        "delay_in_rounds": max(beside) / round_seconds - 1,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -161,6 +210,7 @@ def main() -> int:
     options = parser.parse_args()
     with serve([]) as server:
         report: Json = {"second_turn": measure_second_turn(server), "edit": measure_edit(server)}
+        report["long_prompt"] = {each: measure_long_prompt(server, each) for each in ("off", "auto")}
     with serve(["--drafter", "none"]) as server:
         report["structured"] = measure_structured(server, options.repeats)
     edit, structured, turn = report["edit"], report["structured"], report["second_turn"]
@@ -176,6 +226,11 @@ def main() -> int:
             "below 0.2",
         ],
     ]
+    for name, found in report["long_prompt"].items():
+        delay = f"{found['delay_in_rounds']:.2f}"
+        rows.append(
+            [f"long prompt beside 8 streams, speculation {name}: delay in rounds", delay, "at most 3"]
+        )
     print(table(["figure", "value", "goal"], rows))
     print(json.dumps(report, indent=1))
     if options.output is not None:

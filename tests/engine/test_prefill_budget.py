@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpoints import write_llama
+from secondguess import load
+from secondguess.core import Row
+from secondguess.engine import shared_batch
 from secondguess.engine.prefill_budget import MAX_DELAY, MAX_TOKENS, MIN_TOKENS, PrefillBudget
+from secondguess.engine.shared_batch import RowGroup
+from secondguess.sampling import SamplingParams
 
 
 def measured(round_seconds: float, token_seconds: float) -> PrefillBudget:
@@ -32,3 +44,55 @@ def test_averages_follow_the_measurements() -> None:
     for _ in range(30):
         budget.add_prefill(10, 10 * 0.002)
     assert 90 <= budget.max_tokens(1) <= 110
+
+
+class SimulatedTime:
+    """Clock that only the target's work advances: a round takes a second, a prefilled token a hundredth."""
+
+    def __init__(self, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        score, prefill = runtime.score, runtime.prefill
+
+        def timed_score(*arguments: Any) -> Any:
+            self.now += 1.0
+            return score(*arguments)
+
+        def timed_prefill(*arguments: Any, **options: Any) -> Any:
+            before = runtime.num_prefilled
+            result = prefill(*arguments, **options)
+            self.now += (runtime.num_prefilled - before) / 100
+            return result
+
+        monkeypatch.setattr(runtime, "score", timed_score)
+        monkeypatch.setattr(runtime, "prefill", timed_prefill)
+        monkeypatch.setattr(shared_batch, "time", SimpleNamespace(perf_counter=self, monotonic=self))
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_a_long_prompt_delays_no_token_of_other_rows_by_more_than_three_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
+) -> None:
+    llm = load(str(write_llama(tmp_path, seed=0, max_position_embeddings=4096)), "none", dtype="float32")
+    clock = SimulatedTime(llm.target.runtime, monkeypatch)
+    if not is_bounded:
+        monkeypatch.setattr(PrefillBudget, "max_tokens", lambda self, num_decoding: None)
+    params = SamplingParams(max_tokens=60, min_tokens=60)
+    streams = RowGroup([Row([row, 5, 6], params) for row in range(1, 9)], list)
+    late = RowGroup([Row([7, 8] * 1000, params)], list)
+    llm.shared_batch.submit(streams)
+    for _ in range(5):
+        llm.shared_batch.step()
+    llm.shared_batch.submit(late)
+    lengths, starts = [row.num_output for row in streams.rows], [clock.now] * 8
+    delays = []
+    while not late.rows[0].num_output:
+        llm.shared_batch.step()
+        for place, row in enumerate(streams.rows):
+            if row.num_output > lengths[place]:
+                delays.append(clock.now - starts[place] - 1)
+                lengths[place], starts[place] = row.num_output, clock.now
+    assert len(delays) >= 8
+    assert (max(delays) <= 3) == is_bounded
