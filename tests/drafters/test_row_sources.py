@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distribution_cases import PAIRS
 from grammar_cases import ENDS, tiny_compiler, with_regex
@@ -66,12 +68,44 @@ def test_the_place_behind_is_preferred_among_equals():
     assert said(prediction, [1, 9, 4, 50, 2, 1, 9], 1)[0] == [3]
 
 
+@pytest.mark.parametrize("name", [[7], [7, 8], [8, 7, 8]])
+@pytest.mark.parametrize("old", [[9], [9, 10]])
+def test_a_replaced_name_is_replaced_in_its_next_places_too(old, name):
+    prediction = [1, *old, 2, 3, *old, 4, 5, *old, 6]
+    assert said(prediction, [1, *name, 2, 3], 20)[0] == [*name, 4, 5, *name, 6]
+    # Within the name, and behind it, the draft goes on from there.
+    assert said(prediction, [1, *name, 2, 3, name[0]], 20)[0] == [*name[1:], 4, 5, *name, 6]
+    assert said(prediction, [1, *name, 2, 3, *name, 4], 3)[0] == [5, *name, 6][:3]
+
+
+def test_a_replacement_ends_where_the_output_goes_on_as_predicted():
+    prediction = [1, 9, 2, 3, 9, 4, 5, 9, 6]
+    assert said(prediction, [1, 7, 2, 3, 9], 20) == (
+        [4, 5, 9, 6],
+        Candidate(PREDICTION_PART, ("prediction", 2), 4, True),
+    )
+    assert said(prediction, [1, 7, 2, 3, 8, 4, 5], 20)[0] == [8, 6]  # the last replacement counts
+
+
+@pytest.mark.parametrize("output", [[1, 2, 3, 4], [1, 9, 7, 2, 3, 4]])
+def test_left_out_and_inserted_tokens_are_no_replacement(output):
+    assert said([1, 9, 2, 3, 4, 1, 9, 2, 5], output, 20)[0] == [1, 9, 2, 5]
+
+
 def test_tokens_read_together_count_as_one_by_one():
     prediction, output = [5, 6, 7, 8, 9, 10, 11], [5, 99, 6, 9, 10]
     row, source = Row([0], GREEDY), Prediction(prediction)
     row.tokens += output
     assert source.candidate(row) == said(prediction, output)[1]
     assert source.chain(9) == said(prediction, output)[0]
+
+
+@given(st.lists(st.integers(1, 4), max_size=12), st.lists(st.integers(1, 5), max_size=30))
+def test_any_output_can_be_read_at_once_or_token_by_token(prediction, output):
+    row, source = Row([0], SamplingParams(max_tokens=40)), Prediction(prediction)
+    row.tokens += output
+    assert source.candidate(row) == said(prediction, output, 20)[1]
+    assert source.chain(20)[:4] == source.chain(4)
 
 
 def test_resynchronising_takes_bounded_time():

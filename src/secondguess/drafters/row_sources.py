@@ -24,6 +24,10 @@ MAX_COMPARED = 32
 """Number of places of the prediction that are compared with the output to resynchronise."""
 MAX_MATCH = 16
 """Number of last tokens of the output that are compared at each place."""
+MIN_MATCH = 2
+"""Number of tokens that match behind a divergence once it is known what was replaced."""
+MAX_REPLACED = 8
+"""Maximum number of tokens on either side of a replacement that is expected again."""
 
 
 class ForcedTokens:
@@ -52,6 +56,9 @@ class Prediction:
     occur at all, one token is taken to be replaced. A place behind which the output went on otherwise
     is returned to only with a longer match.
 
+    What the output has put in place of a few tokens, such as another name, is expected instead of
+    them from then on, until the output goes on otherwise there.
+
     Args:
         tokens: token ids of the guess.
     """
@@ -65,9 +72,15 @@ class Prediction:
             self._places.setdefault(token, []).append(place)
         # Places behind which the output went on otherwise, with the number of tokens that matched there.
         self._refuted: dict[int, int] = {}
+        # Replaced tokens and what is expected instead, by the first replaced token.
+        self._replaced: dict[int, tuple[list[int], list[int]]] = {}
         self._next = 0
+        self._num_begun = 0  # tokens of the replacement at `_next` that the output has already
         self._num_matched = 0
         self._num_read = 0
+        # Places in the prediction and in the output where they last diverged and met again.
+        self._diverged: tuple[int, int] | None = None
+        self._met = 0, 0
 
     def candidate(self, row: Row) -> Candidate:
         """Return the candidate at the row's present end; its `kind` groups matches of similar length."""
@@ -77,17 +90,55 @@ class Prediction:
         return _predicted_candidate(min(self._num_matched, MAX_MATCH).bit_length(), max(left, 0))
 
     def chain(self, limit: int) -> list[int]:
-        return self._tokens[self._next : self._next + limit]
+        chain: list[int] = []
+        place = self._next
+        while place < len(self._tokens) and len(chain) < limit + self._num_begun:
+            num_tokens, expected = self._expected(place)
+            chain += expected
+            place += num_tokens
+        return chain[self._num_begun : self._num_begun + limit]
+
+    def _expected(self, place: int) -> tuple[int, list[int]]:
+        """Return a number of tokens of the prediction at a place, and what is expected for them."""
+        replaced, instead = self._replaced.get(self._tokens[place], ([], []))
+        if replaced and self._tokens[place : place + len(replaced)] == replaced:
+            return len(replaced), instead
+        return 1, self._tokens[place : place + 1]
 
     def _read(self, row: Row, place: int) -> None:
         """Follow the output token at this place of the row."""
         self._num_read += 1
-        token = row.tokens[place]
-        if self._next < len(self._tokens) and self._tokens[self._next] == token:
-            self._next += 1
+        if self._follow(row.tokens[place]):
             self._num_matched += 1
-            return
-        places = self._places.get(token, ())
+        else:
+            self._resynchronise(row.tokens[max(row.num_prompt, place + 1 - MAX_MATCH) : place + 1])
+        if self._diverged is not None and self._num_matched >= MIN_MATCH and not self._num_begun:
+            (start, begin), (end, stop) = self._diverged, self._met
+            replaced, instead = self._tokens[start:end], row.output[begin:stop]
+            if 0 < len(replaced) <= MAX_REPLACED and 0 < len(instead) <= MAX_REPLACED:
+                self._replaced[replaced[0]] = replaced, instead
+            self._diverged = None
+
+    def _follow(self, token: int) -> bool:
+        """Go on behind the next output token, and return True, if it is the expected one or the predicted one."""
+        if self._next >= len(self._tokens):
+            return False
+        num_tokens, expected = self._expected(self._next)
+        if token == expected[self._num_begun]:
+            self._num_begun += 1
+            if self._num_begun == len(expected):
+                self._next, self._num_begun = self._next + num_tokens, 0
+            return True
+        predicted = self._tokens[self._next]
+        if expected != [predicted]:
+            del self._replaced[predicted]
+        goes_on = token == predicted and not self._num_begun
+        self._next += goes_on
+        return goes_on
+
+    def _resynchronise(self, last: Sequence[int]) -> None:
+        """Find the place in the prediction behind the last tokens of the output."""
+        places = self._places.get(last[-1], ())
         behind = bisect_left(places, self._next)
         near = [
             *places[behind : behind + MAX_COMPARED],
@@ -95,14 +146,16 @@ class Prediction:
         ]
         if self._num_matched:
             self._refuted[self._next - 1] = self._num_matched
-        self._num_matched = 0
+        if self._diverged is None:
+            self._diverged = self._next, self._num_read - 1 - self._num_begun
+        self._num_matched = self._num_begun = 0
         found = self._next
-        last = row.tokens[max(row.num_prompt, place + 1 - MAX_MATCH) : place + 1]
         for each in near:
             matched = self._match(last, each)
             if matched > max(self._num_matched, self._refuted.get(each, 0)):
                 self._num_matched, found = matched, each
         self._next = found + 1
+        self._met = self._next - self._num_matched, self._num_read - self._num_matched
 
     def _match(self, last: Sequence[int], place: int) -> int:
         """Return how many of the last tokens are those of the prediction up to a place."""
