@@ -44,7 +44,7 @@ def test_masks_are_those_of_trying_all_texts(regex):
 
 
 @pytest.mark.parametrize("regex", REGEXES)
-def test_a_drafted_path_has_the_mask_of_the_same_text(regex):
+def test_row_04_grammar_a_drafted_path_has_the_mask_of_the_same_text(regex):
     """In any order of the paths, and the committed state stays as it is."""
     outputs = outputs_of(REGEXES[regex], 4)
     for committed in outputs_of(REGEXES[regex], 2):

@@ -53,7 +53,7 @@ def test_parts_of_a_reply(tokenizer):
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_the_parts_do_not_depend_on_the_number_of_tokens_per_round(tokenizer, name):
+def test_row_03_tool_calls_do_not_depend_on_the_number_of_tokens_per_round(tokenizer, name):
     expected = parse(tokenizer, REPLIES[name], 1)
     for size in range(2, 17):
         found = parse(tokenizer, REPLIES[name], size)

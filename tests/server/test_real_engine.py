@@ -4,18 +4,20 @@ import threading
 
 import openai
 import pytest
+import torch
 
 from conftest import openai_client, serving, wait_for
 from secondguess import load
 from secondguess.engine import Engine
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.text import text_of_token
 
 PROMPT = "def read_lines(path):\n"
 
 
 @pytest.fixture(scope="module")
 def served():
-    llm = load()
+    llm = load(dtype="float32")
     engine = Engine(llm)
     with serving(engine) as url, openai_client(url) as client:
         yield engine, client
@@ -50,7 +52,7 @@ def test_a_repeated_prompt_is_cached(served):
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
-def test_samples_and_requests_together_equal_each_alone(served):
+def test_row_06_slots_samples_and_requests_together_equal_each_alone(served):
     _, client = served
     fields = [{"seed": seed, "n": 1 + seed % 2} for seed in range(6)]
     alone = [[choice.text for choice in complete(client, **each).choices] for each in fields]
@@ -67,12 +69,23 @@ def test_samples_and_requests_together_equal_each_alone(served):
     assert together == alone
 
 
-def test_logprobs_are_those_of_the_target(served):
+def test_row_10_logprobs_are_those_of_a_teacher_forced_pass_of_the_unmodified_module(served):
+    """Of tokens that were accepted, sampled in place of rejected ones, and sampled after accepted ones."""
     engine, client = served
-    expected = engine.llm.generate(PROMPT, SamplingParams(max_tokens=40, logprobs=2))
-    found = complete(client, temperature=0, logprobs=2).choices[0].logprobs
-    assert found.tokens == [each.text for each in expected.logprobs]
-    assert found.token_logprobs == pytest.approx([each.logprob for each in expected.logprobs], abs=1e-4)
+    target = engine.llm.target
+    text = complete(client, temperature=0).choices[0].text
+    prediction = {"type": "content", "content": text[:40] + "?" + text[41:]}
+    extra = {"prediction": prediction, "speculation": {"draft_length": 6}, "report": True}
+    reply = complete(client, temperature=0, logprobs=2, extra_body=extra)
+    found = reply.choices[0].logprobs
+    statistics = reply.secondguess["samples"][0]
+    assert 0 < statistics["num_accepted"] < statistics["num_drafted"]
+    prompt, output = target.encode(PROMPT), engine.llm.generate(PROMPT, max_tokens=40).token_ids
+    with torch.inference_mode():
+        logits = target.module()(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.float().log_softmax(-1).gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+    assert found.token_logprobs == pytest.approx(expected, abs=1e-4)
+    assert found.tokens == [text_of_token(target.tokenizer, token) for token in output]
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -95,7 +108,7 @@ def test_a_stream_with_a_report_has_the_rejected_drafts(served, chat):
     assert "?!" in "".join(each["rejected"] for each in reported)
 
 
-def test_a_disconnect_leaves_the_batch(served):
+def test_row_11_cancel_a_disconnect_leaves_the_batch(served):
     engine, client = served
     body = {"min_tokens": 1500}
     stream = complete(client, max_tokens=1500, stream=True, extra_body=body)
