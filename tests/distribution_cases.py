@@ -21,6 +21,7 @@ from secondguess.decode import Components
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import TreeOptions
 from secondguess.proof.enumeration import Branch, enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.proof.fakes import NextTokenDist, ScriptedDrafter, TableModel, random_probs
@@ -124,12 +125,15 @@ class SometimesScripted(ScriptedDrafter):
 def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
     """Return a drafter.
 
-    `sampled`, `deterministic` (without probabilities), a `tree` or `small-tree` of tokens, or `either` in turn.
+    `sampled`, `deterministic` (without probabilities), `shared` (for rows with a history), a `tree` or `small-tree` of
+    tokens, or `either` in turn.
     """
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
     if kind == "deterministic":
         return ScriptedDrafter(script)
+    if kind == "shared":
+        return make_shared_drafter()
     if kind == "either":
         parts = [SometimesScripted(script), make_pair_drafter("sampled", pair)]
         return CombinedDrafter(parts, pair.vocab_size)
@@ -137,6 +141,17 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
         return TreeDrafter(tokens=[0, 1, 2], parents=[-1, 0, 0])
     assert kind == "tree"
     return TreeDrafter(tokens=[0, 1, 1, 0, 1], parents=[-1, -1, 0, 1, 1])
+
+
+def make_shared_drafter() -> SuffixDrafter:
+    """Return a look-up that has nothing to draft from in `PROMPT`, and outputs of earlier rows of the owner ""."""
+    drafter = SuffixDrafter(SuffixOptions(min=1, factor=2.0, threshold=0.0))
+    for output in ((0, 1, 1, 0), (1, 1, 0, 1), (0, 1, 1, 1)):
+        row = Row([*PROMPT], SamplingParams(max_tokens=4), history="")
+        for token in output:
+            row.commit([], token)
+        drafter.release(row)
+    return drafter
 
 
 def make_tree_drafter(

@@ -169,3 +169,41 @@ class TestLogprobs:
 def test_dir_lists_the_public_names():
     assert set(secondguess.__all__) <= set(dir(secondguess))
     assert "__version__" in dir(secondguess)
+
+
+def num_rounds(outputs):
+    return sum(output.stats.num_rounds for output in outputs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3}])
+def test_shared_outputs_change_the_speed_and_never_the_text(settings):
+    alone, shared = (
+        load(drafter="suffix", controller="fixed:6", share_history=each) for each in (False, True)
+    )
+    prompts = ["def volume(width, height):\n", "def area(width, height):\n"]
+    expected = alone.generate(prompts, max_tokens=50, **settings)
+    for most in (num_rounds(expected), 0.7 * num_rounds(expected)):
+        outputs = shared.generate(prompts, max_tokens=50, **settings)
+        assert ids_of(outputs) == ids_of(expected)
+        assert num_rounds(outputs) <= most
+    declined = shared.generate(prompts, max_tokens=50, history=False, **settings)
+    assert num_rounds(declined) == num_rounds(expected)
+
+
+def test_a_seeded_text_that_depends_on_drafts_does_not_depend_on_earlier_requests():
+    llm = load(drafter="suffix", verifier="block", controller="fixed:6", share_history=True)
+    settings = {"max_tokens": 50, "temperature": 0.8, "seed": 3}
+    assert len({llm.generate("def volume(width, height):\n", **settings).text for _ in range(3)}) == 1
+    assert llm.drafter.histories.num_tokens == 0
+    llm.generate("def volume(width, height):\n", max_tokens=50, temperature=0.8)
+    assert llm.drafter.histories.num_tokens > 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model:builtin-draft", "none"])
+def test_sharing_outputs_needs_a_drafter_that_reads_them(drafter):
+    with pytest.raises(BadInputError, match="expected the drafter suffix, alone or joined by"):
+        load(drafter=drafter, share_history=True)
+    with pytest.raises(BadInputError, match="expected share_history to be True or False, got 1"):
+        load(share_history=1)
+    with pytest.raises(BadInputError, match="expected history to be True or False, got 'no'"):
+        SamplingParams(history="no")

@@ -38,6 +38,7 @@ device = "cpu"
 quantize = "int8"
 drafter_quantize = "int8"
 runtime = "auto"
+share_history = true
 
 [tuned]
 date = "2026-11-21"
@@ -62,7 +63,9 @@ def optional(**strategies):
     return {name: st.none() | strategy for name, strategy in strategies.items()}
 
 
-names = {name: texts for name in LoadSettings.model_fields if name != "model"}
+names = {name: texts for name in LoadSettings.model_fields if name != "model"} | {
+    "share_history": st.booleans()
+}
 configurations = st.builds(
     Configuration,
     st.builds(LoadSettings, model=texts, **optional(**names)),

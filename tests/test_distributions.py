@@ -33,6 +33,7 @@ from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
+from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.errors import BadInputError
@@ -182,6 +183,30 @@ def test_lookup_drafters_keep_the_distribution(verifier, drafter):
     (branches,) = enumerate_rounds(components, lambda: [Row(list(prompt), SAMPLED)])
     assert max(branch.num_accepted for branch in branches) > 0
     assert dist_error(branches, lambda output: pair.target((*prompt, *output)), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("controller", ["fixed:3", "cost:3"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled", "auto", "traversal"])
+def test_drafts_from_shared_outputs_keep_the_distribution(verifier, controller, pair):
+    pair = PAIRS[pair]
+    settings = {"num_rounds": 2, "history": ""}
+    drafter, decider = make_pair_drafter("shared", pair), with_observations(controller)
+    branches = play(pair, drafter, verifier, decider, **settings)
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+    alone = play(pair, drafter, verifier, decider, **settings | {"history": None})
+    assert mean_accepted(alone) <= mean_accepted(branches)
+    if pair is PAIRS["ternary"]:
+        assert mean_accepted(alone) + 0.2 < mean_accepted(branches)
+
+
+@pytest.mark.parametrize("drafter", ["sampled", "either"])
+def test_drafts_from_shared_outputs_beside_another_drafter_keep_the_distribution(drafter):
+    pair = PAIRS["ternary"]
+    parts = [make_pair_drafter("shared", pair), make_pair_drafter("sampled", pair)]
+    combined = CombinedDrafter(parts if drafter == "either" else parts[::-1], pair.vocab_size)
+    branches = play(pair, combined, "auto", "fixed:2", num_rounds=2, history="")
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 
 @pytest.mark.parametrize(

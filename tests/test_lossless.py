@@ -30,6 +30,10 @@ from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 31
 DRAFTERS = ("none", "model:draft", "model:itself", "ngram", "suffix", "suffix,min=3+model:draft")
+SHARED = "shared "
+"""Prefix of drafters whose rows draft from the outputs of the same requests, which are decoded before them."""
+SHARED_DRAFTERS = (f"{SHARED}suffix,min=1", f"{SHARED}suffix,min=1+model:draft")
+DRAFTERS += SHARED_DRAFTERS
 TREE_DRAFTERS = (
     "model:draft,tree=2x2x1",
     "model:draft,tree=dynamic,nodes=6",
@@ -60,9 +64,8 @@ def controllers_for(drafter: str) -> tuple[str, ...]:
     """Return the controllers whose decisions can change the drafts of this drafter."""
     if drafter in TREE_DRAFTERS:
         return TREE_CONTROLLERS
-    return {"none": CONTROLLERS[:1], "ngram": LOOKUP_CONTROLLERS, "suffix": LOOKUP_CONTROLLERS}.get(
-        drafter, CONTROLLERS
-    )
+    lookups = ("ngram", "suffix", SHARED_DRAFTERS[0])
+    return {"none": CONTROLLERS[:1], **dict.fromkeys(lookups, LOOKUP_CONTROLLERS)}.get(drafter, CONTROLLERS)
 
 
 def chain_and_ragged(drafter: str) -> list[str]:
@@ -150,16 +153,22 @@ def generate(models, drafter, verifier, controller, settings, prompts=None, toge
     prompts = PROMPTS[: len(settings)] if prompts is None else prompts
     target = models["itself"]()
     verify = verifier and make_verifier(verifier)
-    rows = [make_row(prompt, params, verify) for prompt, params in zip(prompts, settings, strict=True)]
-    for batch in [rows] if together else [[row] for row in rows]:
+    requests = list(zip(prompts, settings, strict=True))
+    outputs = []
+    for batch in [requests] if together else [[request] for request in requests]:
         proposer = make_drafter(
-            drafter,
+            drafter.removeprefix(SHARED),
             target_vocab_size=VOCAB_SIZE,
             load_draft_model=lambda name: models[name](),
         )
-        for _ in decode(Components(target, proposer, verify, make_controller(controller)), batch):
-            pass
-    return [row.output for row in rows]
+        for _ in range(2 if drafter.startswith(SHARED) else 1):
+            rows = [make_row(prompt, params, verify) for prompt, params in batch]
+            for row in rows:
+                row.history = "" if drafter.startswith(SHARED) else None
+            for _ in decode(Components(target, proposer, verify, make_controller(controller)), rows):
+                pass
+        outputs += [row.output for row in rows]
+    return outputs
 
 
 def greedy_by_transformers(model, prompt, num_tokens):

@@ -41,6 +41,7 @@ from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.mirroring import FeatureDrafter
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.suffix import SuffixDrafter
 from secondguess.drafters.trees import StaticTree
 from secondguess.heads import feature
 from secondguess.heads.base import DraftVocabulary, TargetModel
@@ -412,6 +413,25 @@ def certain_draft_treated_as_sampled(patch: Patch) -> None:
         return Draft(draft.tokens, draft.parents, draft.lengths, probs)
 
     patch.setattr(ScriptedDrafter, "propose", propose)
+
+
+def shared_outputs_are_drafted_with_their_counts(patch: Patch) -> None:
+    """A look-up reports how often each token followed, though it did not draw its draft from that."""
+    original = SuffixDrafter.propose
+
+    def propose(self, rows, budgets, noise):
+        draft = original(self, rows, budgets, noise)
+        likely = torch.nn.functional.one_hot(draft.tokens, 3).double()
+        return replace(draft, probs=(1 + 3 * likely) / 6)
+
+    patch.setattr(SuffixDrafter, "propose", propose)
+
+
+def shared_outputs_are_replayed(patch: Patch) -> None:
+    """A cache of replies: what was once written after the same text is committed again."""
+    patch.setattr(
+        block, "likelihood_ratios", lambda draft, dists: numpy.ones(tuple(draft.tokens.shape)) * 1.0
+    )
 
 
 def sampled_draft_treated_as_certain(patch: Patch) -> None:
@@ -842,6 +862,8 @@ MUTANTS = [
     Mutant(draft_distribution_of_another_temperature, dist("rejection", pairs=("ternary",))),
     Mutant(greedy_draft_treated_as_sampled, dist("rejection")),
     Mutant(certain_draft_treated_as_sampled, dist("block", "deterministic")),
+    Mutant(shared_outputs_are_drafted_with_their_counts, dist("rejection", "shared", history="")),
+    Mutant(shared_outputs_are_replayed, dist("block", "shared", history="")),
     Mutant(sampled_draft_treated_as_certain, dist("rejection")),
     Mutant(lenience, dist("rejection")),
     Mutant(clipped_residual, dist("rejection", pairs=("rare",))),

@@ -27,7 +27,7 @@ from secondguess.engine.generation import (
 )
 from secondguess.engine.shared_batch import SharedBatch
 from secondguess.errors import BadInputError
-from secondguess.pairing import resolve_pair
+from secondguess.pairing import require_drafter_of_history, resolve_pair
 from secondguess.prompts import Prompt, encode, is_single
 from secondguess.rounds import Components
 from secondguess.sampling import SamplingParams
@@ -68,6 +68,7 @@ class LLM:
         verifier: decides which draft tokens are accepted.
         controller: chooses the draft lengths.
         cache_bytes: KV cache bytes per token, over all models; 0 skips the memory check.
+        share_history: draft from recent outputs of other calls, too (`Row.history`).
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class LLM:
         verifier: Verifier,
         controller: Controller,
         cache_bytes: int = 0,
+        share_history: bool = False,
     ) -> None:
         self.cache_bytes = cache_bytes
+        self.share_history = share_history
         self.target = target
         self.drafter = drafter
         self.verifier = verifier
@@ -190,6 +193,7 @@ def load(
     quantize: str | None = None,
     drafter_quantize: str | None = None,
     runtime: str = "auto",
+    share_history: bool = False,
 ) -> LLM:
     """Load a target and its drafter.
 
@@ -215,6 +219,8 @@ def load(
             `fused` (the same in torch, in any dtype), `transformers` (the unmodified module), or
             `auto`: the first that covers the model and matches the module's output in a check at
             loading. A draft model always uses `auto`.
+        share_history: draft from recent outputs of other calls, too, with the drafter `suffix`,
+            alone or joined by `+` (see `docs/drafters.md`). It changes the speed alone.
 
     Raises:
         CheckpointError: a model that is missing, broken or cannot be decoded speculatively.
@@ -230,10 +236,14 @@ def load(
     for option, value in texts.items():
         if not isinstance(value, str):
             raise BadInputError(f"expected {option} to be a text, got {value!r}")
+    if not isinstance(share_history, bool):
+        raise BadInputError(f"expected share_history to be True or False, got {share_history!r}")
     # Checked first: names are cheap to check, weights are expensive to load.
     chosen_verifier = make_verifier(verifier)
     if controller is not None:
         make_controller(controller)
+    if share_history:
+        require_drafter_of_history(name)
     pair = resolve_pair(
         model,
         name,
@@ -255,7 +265,8 @@ def load(
     )
     check_verifier(chosen_verifier, made)
     cache_bytes = sum(each.checkpoint.cache_bytes_per_token for each in loaded)
-    return LLM(target, made, chosen_verifier, choose_controller(controller, made), cache_bytes)
+    chosen_controller = choose_controller(controller, made)
+    return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes, share_history)
 
 
 def choose_controller(name: str | None, drafter: Drafter) -> Controller:

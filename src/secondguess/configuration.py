@@ -60,6 +60,7 @@ class LoadSettings(Table):
         default=None, description="int8: the draft model's weights in 8 bits"
     )
     runtime: Text | None = Field(default=None, description="runtime of the target")
+    share_history: bool | None = Field(default=None, description="draft from recent outputs, too")
 
 
 class TuningRecord(Table):

@@ -103,6 +103,8 @@ class Row:
         grammar: position in the request's grammar, if it has one.
         sources: the row's own draft sources, beside the drafter, in order of preference.
         parts: parts of the drafter (`Candidate.part`) that may draft for the row; None for all.
+        history: owner of the recent outputs that the row drafts from and adds its own to (an API
+            key, or empty for the process); None to use no other text than its own.
         finish_reason: None until the row is finished.
     """
 
@@ -117,6 +119,7 @@ class Row:
     grammar: GrammarState | None = None
     sources: tuple[DraftSource, ...] = ()
     parts: frozenset[int] | None = None
+    history: str | None = None
     finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)
 

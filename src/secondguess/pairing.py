@@ -151,3 +151,16 @@ def require_model_to_quantize(drafter_quantize: str | None, drafter: str, has_mo
         raise BadInputError(
             f"expected a drafter with a model for drafter_quantize={drafter_quantize!r}, got {drafter}; leave it out"
         )
+
+
+def require_drafter_of_history(drafter: str) -> None:
+    """Refuse a drafter of which no part drafts from other outputs.
+
+    Raises:
+        BadInputError: the message names the drafter.
+    """
+    if not any(drafter_class(part.kind).shares_history for part in parse_drafter_name(drafter)):
+        raise BadInputError(
+            f"expected the drafter suffix, alone or joined by +, for share_history, got {drafter}; leave it out or "
+            "take another drafter"
+        )

@@ -289,6 +289,7 @@ OPTIONS = [
     ("draft_length", ["--draft-length", "2"], 2),
     ("max_draft_length", ["--max-draft-length", "3"], 3),
     ("draft_with", ["--draft-with", "ngram"], "ngram"),
+    ("history", ["--no-history"], False),
 ]
 
 

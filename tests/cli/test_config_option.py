@@ -17,13 +17,16 @@ KEYS = {
     "quantize": "int8",
     "drafter_quantize": "int8",
     "runtime": "fused",
+    "share_history": True,
 }
-OPTIONS = KEYS | {
+OPTIONS = {
     "drafter": "suffix",
     "verifier": "auto",
     "controller": "cost",
     "dtype": "auto",
     "device": "auto",
+    "quantize": "int8",
+    "drafter_quantize": "int8",
     "runtime": "auto",
 }
 """Options on the command line; some have the value of the option's default."""
@@ -77,17 +80,25 @@ def test_a_missing_key_keeps_the_default(loaded, write, tiny_checkpoint):
     assert with_file == without
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_overrides_the_file(loaded, write, name):
     option = f"--{name.replace('_', '-')}"
     path = write("somewhere", **KEYS | {name: "of-the-file"})
     assert loaded("generate", "x", "--config", path, option, OPTIONS[name])[name] == OPTIONS[name]
 
 
+@pytest.mark.parametrize("of_file", [False, None])
+def test_the_flag_overrides_the_file(loaded, write, of_file):
+    path = write("somewhere", share_history=of_file)
+    assert loaded("generate", "x", "--config", path, "--share-history")["share_history"] is True
+    assert loaded("generate", "x", "--config", path)["share_history"] is False
+
+
 def test_settings_chosen_for_the_drafter_are_dropped_with_it(secondguess_command, loaded, write):
     path = write("somewhere", **KEYS)
     settings = loaded("generate", "x", "--config", path, "--drafter", "suffix")
     assert settings.keys() == {"model", *KEYS} - {"controller", "drafter_quantize"}
+    assert settings["share_history"] is False
     same = loaded("generate", "x", "--config", path, "--drafter", "ngram")
     assert same == {"model": "somewhere", **KEYS}
     own = loaded("generate", "x", "--config", path, "--drafter", "suffix", "--controller", "fixed:9")

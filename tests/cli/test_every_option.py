@@ -42,13 +42,14 @@ LINES = [
     "--logit-bias 5=-1 --stop-token-id 7 --n 2 --logprobs 1 --max-draft-length 3",
     f"generate --prompt-file {{texts}} --batch-size 2 --seed 1 --max-tokens 4 --prediction {{texts}} --draft-with ngram {MODELS}",
     f"generate x --regex a+ --max-tokens 4 {INT8}",
+    "generate x --share-history --history --no-history --max-tokens 4 --model {target} --drafter suffix",
     f"generate x --json-schema {{schema}} --max-tokens 4 {MODELS}",
     f"chat --system be-brief --chat-template {{template}} --json --max-tokens 4 --seed 1 {LOADING} {SAMPLING}",
     f"chat --max-tokens 4 {INT8}",
     "serve --host 127.0.0.1 --port 0 --api-key-file {keys} --served-model-name mine --chat-template {template} "
     "--cors-origin http://localhost --drain-seconds 1 --sleep-idle 60 --max-body-bytes 1000 --max-waiting 2 --max-samples 2 "
     f"--max-output-tokens 9 --request-seconds 9 {LOADING}",
-    f"serve --port 0 {INT8}",
+    f"serve --port 0 {INT8} --share-history",
     f"verify {MODELS} --config {{config}} --verifier block --controller fixed:1 --prompt x --temperature 1 --samples 1000 "
     "--max-tokens 1 --cells 3 --limit 0.9 --delta 0.01 --batch-size 200 --seed 1 --json",
     "inspect {target} --config {config} --drafter model:{draft} --dtype float32 --device cpu --quantize int8 "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 
 import pytest
@@ -11,13 +12,8 @@ import torch
 from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_called, run
 
 from secondguess.core import Budgets, Draft, Row
-from secondguess.drafters.suffix import (
-    MAX_COUNTED_CONTEXTS,
-    Context,
-    SuffixAutomaton,
-    SuffixDrafter,
-    SuffixOptions,
-)
+from secondguess.drafters.automaton import MAX_COUNTED_CONTEXTS, Context, SuffixAutomaton
+from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
@@ -46,6 +42,11 @@ def automaton_of(text: list[int]) -> SuffixAutomaton:
     for token in text:
         automaton.append(token)
     return automaton
+
+
+def continuation(automaton: SuffixAutomaton, min_length: int) -> Iterator[tuple[int, float]]:
+    """Return the continuation of the longest suffix that occurred before."""
+    return automaton.continuation(automaton.match, min_length)
 
 
 def followers(text: list[int], context: list[int]) -> list[int]:
@@ -89,7 +90,7 @@ def test_the_match_is_the_longest_suffix_that_occurred_before(seed: int) -> None
             for length in range(len(text))
             if any(text[end - length : end] == text[len(text) - length :] for end in range(length, len(text)))
         ]
-        assert automaton.num_matched == max(repeated)
+        assert automaton.match.length == max(repeated)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -103,20 +104,20 @@ def test_the_draft_follows_the_most_frequent_continuation(seed: int) -> None:
         token = source.randrange(num_letters)
         automaton.append(token)
         text.append(token)
-        found = list(islice(automaton.continuation(min_length), 8))
+        found = list(islice(continuation(automaton, min_length), 8))
         assert found == slow_continuation(text, min_length, 8)
 
 
 def test_ties_are_resolved_by_the_latest_occurrence() -> None:
-    assert next(automaton_of([1, 2, 3, 1, 2, 4, 1, 2]).continuation(2)) == (4, 0.5)
-    assert next(automaton_of([1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2]).continuation(2)) == (3, 2 / 3)
+    assert next(continuation(automaton_of([1, 2, 3, 1, 2, 4, 1, 2]), 2)) == (4, 0.5)
+    assert next(continuation(automaton_of([1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2]), 2)) == (3, 2 / 3)
 
 
 def test_deep_repetition_is_drafted() -> None:
     """A text of one token has as many contexts as tokens: far more than are counted."""
     automaton = automaton_of([7] * (4 * MAX_COUNTED_CONTEXTS))
-    assert automaton.num_matched == 4 * MAX_COUNTED_CONTEXTS - 1
-    assert list(islice(automaton.continuation(2), 20)) == [(7, 1.0)] * 20
+    assert automaton.match.length == 4 * MAX_COUNTED_CONTEXTS - 1
+    assert list(islice(continuation(automaton, 2), 20)) == [(7, 1.0)] * 20
 
 
 def test_truncated_counts_give_valid_shares() -> None:

@@ -429,10 +429,12 @@ def test_plain_decoding_is_exported_for_a_draft_length_of_zero():
 
 
 def test_settings_that_are_not_exported_are_noted():
-    settings = LoadSettings(model="m", verifier="block", controller="cost", device="cpu", runtime="native")
+    settings = LoadSettings(
+        model="m", verifier="block", controller="cost", device="cpu", runtime="native", share_history=True
+    )
     notes = recommend(settings, TuningRecord(draft_length=2)).notes
-    assert "verifier block, controller cost, device cpu, runtime native" in notes[-1]
-    quiet = LoadSettings(model="m", verifier="auto", controller="fixed:2", device="auto")
+    assert "verifier block, controller cost, device cpu, runtime native, share_history True" in notes[-1]
+    quiet = LoadSettings(model="m", verifier="auto", controller="fixed:2", device="auto", share_history=False)
     assert recommend(quiet).notes == ()
 
 

@@ -113,6 +113,14 @@ def test_speculation_is_a_setting_of_the_request(client, engine, speculation, le
     assert engine.last.params.draft_length == length
 
 
+@pytest.mark.parametrize(
+    ("speculation", "shares"), [("auto", True), ("off", True), ({"history": False}, False), ({}, True)]
+)
+def test_a_request_declines_shared_outputs(client, engine, speculation, shares):
+    complete(client, extra_body={"speculation": speculation})
+    assert engine.last.params.history is shares
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnect_cancels_the_request(client, engine, stream):
     engine.hold_after = 2

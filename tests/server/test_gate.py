@@ -48,6 +48,20 @@ def test_every_key_is_accepted(key):
         assert reply.status_code == 200
 
 
+def test_each_key_is_an_owner_of_outputs_and_is_not_passed_on():
+    def owners(*keys, **settings):
+        engine = FakeEngine()
+        with TestClient(create_app(engine, ServerSettings(**settings))) as client:
+            for key in keys:
+                client.post("/v1/completions", json=BODY, headers={"Authorization": f"Bearer {key}"})
+        return [request.owner for request in engine.requests]
+
+    first, second, again = owners("first-key", "second-key", "first-key", api_keys=KEYS.api_keys)
+    assert first == again != second
+    assert "key" not in first + second
+    assert owners("any", "other") == ["", ""], "without keys all clients are one"
+
+
 def test_keys_come_from_file_and_environment_and_are_not_shown(tmp_path, monkeypatch):
     path = tmp_path / "keys"
     path.write_text("# comment\none\n\n two \n")

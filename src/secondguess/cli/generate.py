@@ -54,6 +54,7 @@ def generate(
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
     runtime: options.Runtime = "auto",
+    share_history: options.ShareHistory = False,
     max_tokens: Annotated[int, sampling_option("Maximum number of tokens to generate.")] = 128,
     min_tokens: Annotated[int, sampling_option("Minimum number of tokens to generate.")] = 0,
     temperature: options.Temperature = 0.0,
@@ -104,6 +105,9 @@ def generate(
             show_default="all of them",
         ),
     ] = None,
+    history: Annotated[
+        bool, sampling_option("With --share-history: take part in it.", "--history/--no-history")
+    ] = True,
 ) -> int:
     """Continue a prompt, or every prompt of a file.
 

@@ -109,6 +109,10 @@ Runtime = Annotated[
     str,
     model_option("Runtime of the target: auto, native, fused or transformers.", callback=check_runtime),
 ]
+ShareHistory = Annotated[
+    bool,
+    model_option("Draft from recent outputs, too, with the drafter suffix.", "--share-history"),
+]
 Threads = Annotated[
     int | None, model_option("CPU threads, for all systems.", show_default="PyTorch's own number")
 ]
@@ -138,7 +142,7 @@ DraftLength = Annotated[
 ]
 Json = Annotated[bool, output_option("Print JSON only.", "--json")]
 
-DRAFTER_SPECIFIC_SETTINGS = ("controller", "drafter_quantize")
+DRAFTER_SPECIFIC_SETTINGS = ("controller", "drafter_quantize", "share_history")
 """Settings that are specific to a drafter and may be unsuitable or invalid for another."""
 MEASUREMENTS = "measurements"
 

@@ -79,6 +79,7 @@ def serve(
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
     runtime: options.Runtime = "auto",
+    share_history: options.ShareHistory = False,
 ) -> int:
     """Serve a model with OpenAI's API.
 

@@ -83,6 +83,7 @@ class Drafter(ABC):
         default_controller: name of the controller used if the user names none.
         hidden_layers: layers of the target whose hidden states `begin` and `observe` receive.
         uses_target_layers: True if drafting runs layers of the target.
+        shares_history: True if it drafts from the recent outputs of a row's owner (`Row.history`).
     """
 
     name: str
@@ -91,6 +92,7 @@ class Drafter(ABC):
     default_controller: str = "cost"
     hidden_layers: Sequence[int] = ()
     uses_target_layers: bool = False
+    shares_history: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Base class of deterministic drafters that look up continuations in the row's own text."""
+"""Base class of deterministic drafters that look up continuations in texts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IndexT = TypeVar("IndexT", bound=TextIndex)
 
 
 class LookupDrafter(Drafter, Generic[IndexT]):
-    """Drafter that keeps an index of each row's text and drafts from it; never from other rows.
+    """Drafter that keeps an index of each row's text and drafts from it.
 
     Args:
         options: instance of `options_type`, the options of the name.
@@ -61,8 +61,8 @@ class LookupDrafter(Drafter, Generic[IndexT]):
         return read_options(cls.options_type, name.options, f"drafter {cls.kind}")
 
     @abstractmethod
-    def make_index(self) -> IndexT:
-        """Return the index of an empty text."""
+    def make_index(self, row: Row) -> IndexT:
+        """Return the index of a row, which does not hold its text yet."""
 
     @abstractmethod
     def chain(self, index: IndexT, limit: int) -> list[int]:
@@ -70,7 +70,7 @@ class LookupDrafter(Drafter, Generic[IndexT]):
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row in rows:
-            self._indices[row] = self.make_index()
+            self._indices[row] = self.make_index(row)
         self._read(rows)
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:

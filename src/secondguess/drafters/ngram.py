@@ -93,7 +93,7 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
     options_type = NgramOptions
     options: NgramOptions
 
-    def make_index(self) -> NgramIndex:
+    def make_index(self, row: Row) -> NgramIndex:
         return NgramIndex(self.options)
 
     def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:

@@ -95,9 +95,18 @@ class Generation:
     when a row has finished.
     `generate`, `stream` and the command line all use this class. After an interruption, `outputs()`
     returns the text committed so far.
+
+    Args:
+        llm: the models.
+        prompts: the prompts.
+        params: settings of each prompt.
+        owner: whose outputs the rows may draft from, if the `LLM` shares them: an API key, for
+            instance.
     """
 
-    def __init__(self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+    def __init__(
+        self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], owner: str = ""
+    ) -> None:
         self._llm = llm
         self._samples: dict[Row, _Sample] = {}
         if len(prompts) != len(params):
@@ -115,6 +124,8 @@ class Generation:
                 if settings.draft_with is not None:
                     row.parts, sources = select_parts(llm.drafter, settings.draft_with)
                     row.sources += sources
+                if llm.share_history and may_share(llm.verifier, row):
+                    row.history = owner
                 self._samples[row] = _Sample(len(self._samples), row, detokenizer)
         self.group = RowGroup(list(self._samples), self._receive, eager=False)
         longest = max((len(row.tokens) for row in self._samples), default=0)
@@ -225,6 +236,15 @@ def check_request(
     params.check_vocab(target.runtime.vocab_size)
     verifier.check(params)
     match_grammar(target, params)
+
+
+def may_share(verifier: Verifier, row: Row) -> bool:
+    """Return whether a row may draft from the outputs of earlier requests.
+
+    Not if its seed promises a text that depends on the drafts, and thereby would on these requests.
+    """
+    depends_on_drafts = row.params.temperature > 0 and verifier.guarantee(row) != Exactness.DRAFTER_INVARIANT
+    return row.params.history and not (row.params.seed is not None and depends_on_drafts)
 
 
 def match_grammar(target: LoadedModel, params: SamplingParams) -> GrammarMatcher | None:

@@ -64,11 +64,13 @@ class Request:
         prompt: text, token ids or messages.
         params: sampling settings.
         deadline: value of `time.monotonic()` after which the request fails; None for no limit.
+        owner: sender of the request, whose outputs alone it may draft from.
     """
 
     prompt: Prompt
     params: SamplingParams
     deadline: float | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class Engine:
             OutOfMemoryError: the prompt's KV cache does not fit into memory.
         """
         self._check_accepting()
-        generation = Generation(self.llm, [request.prompt], [request.params])
+        generation = Generation(self.llm, [request.prompt], [request.params], request.owner)
         generation.group.is_eager = True
         ticket = Ticket(generation, request, on_event, self._wake)
         with self._changed:

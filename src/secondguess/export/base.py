@@ -14,6 +14,9 @@ from secondguess.errors import BadInputError
 from secondguess.names import parse_name
 from secondguess.pairing import DrafterInfo, require_model_to_quantize, resolve_drafter
 
+NOT_EXPORTED = ("verifier", "controller", "device", "runtime", "share_history")
+"""Settings of `load` that each engine has in its own way, or not at all."""
+
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -246,11 +249,11 @@ def _draft_length(
 
 def _unexported_settings_note(settings: LoadSettings) -> list[str]:
     """Return a note on the given settings that cannot be exported, as a list of at most one."""
-    values = {name: getattr(settings, name) for name in ("verifier", "controller", "device", "runtime")}
+    values = {name: getattr(settings, name) for name in NOT_EXPORTED}
     asked = [
         f"{name} {value}"
         for name, value in values.items()
-        if value not in (None, "auto") and not (name == "controller" and value.startswith("fixed"))
+        if value not in (None, "auto", False) and not (name == "controller" and value.startswith("fixed"))
     ]
     return [f"left out, because each engine has its own: {', '.join(asked)}"] if asked else []
 

@@ -77,6 +77,8 @@ class SamplingParams:
         draft_with: draft for this request with these parts of the loaded drafter alone, such as
             `suffix` of `suffix+model:PATH`. `ngram` is available with any drafter; with `none`, only
             the prediction and the grammar's forced tokens are drafted.
+        history: where recent outputs are shared (`share_history` of `load`), draft from them and
+            add this output to them; False for neither.
 
     Raises:
         BadInputError: a value of the wrong type or out of range.
@@ -102,6 +104,7 @@ class SamplingParams:
     draft_length: int | None = None
     max_draft_length: int | None = None
     draft_with: str | None = None
+    history: bool = True
 
     def __post_init__(self) -> None:
         self._check_integer("max_tokens", 1, 2**31 - 1)
@@ -138,6 +141,8 @@ class SamplingParams:
             self._check_integer("max_draft_length", 0, MAX_DRAFT_LENGTH, "leave it out for no limit")
         if self.draft_with is not None and not isinstance(self.draft_with, str):
             raise _invalid("draft_with", "a name", self.draft_with, "leave it out for the loaded drafter")
+        if not isinstance(self.history, bool):
+            raise _invalid("history", "True or False", self.history)
         if self.prediction is not None and not isinstance(self.prediction, str):
             self._set("prediction", _checked_tokens("prediction", self.prediction))
 
@@ -190,7 +195,7 @@ class SamplingParams:
         self._set(name, float(value))
 
 
-def _invalid(name: str, expected: str, got: object, advice: str) -> BadInputError:
+def _invalid(name: str, expected: str, got: object, advice: str = "") -> BadInputError:
     return BadInputError(f"expected {name} to be {expected}, got {got!r}" + (f"; {advice}" if advice else ""))
 
 

@@ -39,7 +39,7 @@ async def create_chat_completion(request: ChatRequest, http: HttpRequest) -> Res
     convert = partial(service.convert.chat, request)
     if request.stream:
         head = Head("chat.completion.chunk", request.model, "chatcmpl")
-        job, generation = await service.start(convert)
+        job, generation = await service.start(http, convert)
         parsers = await service.parsers(job, generation)
         return streamed(generation, _Chunks(service, request, head, job, parsers).run(generation))
     head = Head("chat.completion", request.model, "chatcmpl")

@@ -29,7 +29,7 @@ async def create_completion(request: CompletionRequest, http: HttpRequest) -> Re
     head = Head("text_completion", request.model, "cmpl")
     convert = partial(service.convert.completion, request)
     if request.stream:
-        job, generation = await service.start(convert)
+        job, generation = await service.start(http, convert)
         return streamed(generation, _Chunks(service, request, head, job).run(generation))
     return await service.reply(http, convert, partial(_completion, request, head))
 

@@ -226,12 +226,13 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
     return list(prompt)  # type: ignore[arg-type]
 
 
-def _speculation(request: Sampling) -> dict[str, int | str | None]:
+def _speculation(request: Sampling) -> dict[str, int | str | bool | None]:
     if isinstance(request.speculation, SpeculationOptions):
         options = request.speculation
         return {
             "draft_length": options.draft_length,
             "max_draft_length": options.max_draft,
             "draft_with": options.drafter,
+            "history": options.history is not False,
         }
     return {"draft_length": 0 if request.speculation == "off" else None}

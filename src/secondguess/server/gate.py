@@ -32,13 +32,15 @@ class KeyRing:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
-    def accepts(self, authorization: str) -> bool:
-        """Return True if an `Authorization` header has one of the keys, or if no key is needed."""
+    def owner(self, authorization: str) -> str | None:
+        """Return the digest of the key in an `Authorization` header, empty if none is needed; None for no valid one."""
         scheme, _, key = authorization.partition(" ")
         given = sha256(key.strip().encode("utf-8", "surrogatepass")).digest()
         # Every key is compared, so that the time does not show which one is close.
         matches = [compare_digest(given, digest) for digest in self._digests]
-        return not self._digests or (scheme.lower() == "bearer" and any(matches))
+        if not self._digests:
+            return ""
+        return given.hex() if scheme.lower() == "bearer" and any(matches) else None
 
 
 class Gate:
@@ -56,7 +58,8 @@ class Gate:
             return
         headers = Headers(scope=scope)
         request_id = _request_id(headers.get(REQUEST_ID))
-        scope.setdefault("state", {})["request_id"] = request_id
+        owner = self._keys.owner(headers.get("authorization", ""))
+        scope.setdefault("state", {}).update(request_id=request_id, owner=owner)
 
         has_begun = False
 
@@ -69,7 +72,7 @@ class Gate:
                 self._metrics.replies.labels(route, str(message["status"])).inc()
             await send(message)
 
-        if (error := self._refusal(scope["path"], headers)) is not None:
+        if (error := self._refusal(scope["path"], headers, owner)) is not None:
             await error_response(error)(scope, receive, send_with_id)
             return
         try:
@@ -80,8 +83,8 @@ class Gate:
                 raise
             await error_response(api_error(unexpected))(scope, receive, send_with_id)
 
-    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
-        if path not in OPEN_PATHS and not self._keys.accepts(headers.get("authorization", "")):
+    def _refusal(self, path: str, headers: Headers, owner: str | None) -> ApiError | None:
+        if path not in OPEN_PATHS and owner is None:
             message = "expected an API key of this server in the header Authorization: Bearer KEY, got none or another one"
             return ApiError(401, message, code="invalid_api_key")
         length = headers.get("content-length", "0")

@@ -42,7 +42,7 @@ async def create_response(request: ResponseRequest, http: HttpRequest) -> Respon
     convert = partial(_convert, service, request)
     if not request.stream:
         return await service.reply(http, convert, partial(_response, service, request))
-    job, generation = await service.start(convert)
+    job, generation = await service.start(http, convert)
     (parser,) = await service.parsers(job, generation)
     events = _Events(request, parser).run(job, generation)
     return streamed(generation, events, ends_with_done=False)

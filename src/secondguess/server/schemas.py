@@ -106,6 +106,9 @@ class SpeculationOptions(Body):
     drafter: str | None = Field(
         default=None, description="parts of the server's drafter, such as suffix; ngram; or none"
     )
+    history: bool | None = Field(
+        default=None, description="false: share no outputs with other requests of the key (--share-history)"
+    )
 
 
 class TextPart(Body):

@@ -90,10 +90,10 @@ class Service:
         """Return the result of slow work, done beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def start(self, convert: Callable[[], Job]) -> tuple[Job, Generation]:
+    async def start(self, http: HttpRequest, convert: Callable[[], Job]) -> tuple[Job, Generation]:
         """Convert a request and give it to the engine."""
         observer = self.metrics.observe()
-        generation = Generation(self.engine, observer)
+        generation = Generation(self.engine, observer, http.state.owner)
         deadline = deadline_after(self.settings.request_seconds)
 
         def prepare() -> Job:
@@ -116,7 +116,7 @@ class Service:
         """Return the whole reply to a request, or stop its generation when the client disconnects."""
 
         async def work() -> JsonReply:
-            job, generation = await self.start(convert)
+            job, generation = await self.start(http, convert)
             try:
                 outputs = await generation.finish()
             finally:

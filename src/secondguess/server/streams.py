@@ -34,10 +34,12 @@ class Generation:
     Args:
         engine: the engine.
         observer: receives pieces and outputs as they come, for the metrics.
+        owner: sender of the request.
     """
 
-    def __init__(self, engine: ServerEngine, observer: Observer) -> None:
+    def __init__(self, engine: ServerEngine, observer: Observer, owner: str) -> None:
         self._engine = engine
+        self._owner = owner
         self._observer = observer
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -57,7 +59,8 @@ class Generation:
         """
         self._num_open = len(job.prompts)
         for place, prompt in enumerate(job.prompts):
-            ticket = self._engine.submit(Request(prompt, job.params, deadline), partial(self._receive, place))
+            request = Request(prompt, job.params, deadline, self._owner)
+            ticket = self._engine.submit(request, partial(self._receive, place))
             with self._lock:
                 self._tickets.append(ticket)
                 is_cancelled = self._is_cancelled
