@@ -15,7 +15,7 @@ NATIVE = $(wildcard src/secondguess/runtime/native/*.h src/secondguess/runtime/n
 
 demo: setup
 	$(BIN)/secondguess generate "def read_lines(path):" --max-tokens 200
-	$(BIN)/python examples/plain_against_speculative.py
+	$(BIN)/python benchmarks/demo.py
 	$(BIN)/secondguess verify
 
 test: setup
