@@ -85,6 +85,7 @@ class HistoryReader:
     def __init__(self, history: History) -> None:
         self._history = history
         self._last: deque[int] = deque(maxlen=NUM_READ)
+        self._automata: tuple[SuffixAutomaton, ...] = ()
         self._places: list[Place] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -96,10 +97,10 @@ class HistoryReader:
 
     def longest(self) -> Place | None:
         """Return the place with the longest match, the newer texts' among equals; None without texts."""
-        automata = self._history.automata
-        if tuple(place.automaton for place in self._places) != automata:
+        if self._automata is not self._history.automata:
             known = {place.automaton: place for place in self._places}
-            self._places = [known.get(automaton) or self._found(automaton) for automaton in automata]
+            self._automata = self._history.automata
+            self._places = [known.get(automaton) or self._found(automaton) for automaton in self._automata]
         return max(self._places, key=lambda place: place.num_matched, default=None)
 
     def _found(self, automaton: SuffixAutomaton) -> Place:
