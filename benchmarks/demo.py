@@ -65,7 +65,7 @@ def grown_pair(shape: str, folder: Path) -> Path:
         )
         unfinished = out.with_name(f"{out.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        make_pair.grow_pair(unfinished, None, shape)
+        make_pair.grow_pair(unfinished, None, shape, with_heads=False)
         unfinished.rename(out)
     except OSError as error:
         raise BadInputError(

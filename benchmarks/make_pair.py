@@ -210,11 +210,12 @@ def make_pair(
     )
 
 
-def grow_pair(out: Path, small: Path | None, shape: str) -> None:
+def grow_pair(out: Path, small: Path | None, shape: str, with_heads: bool = True) -> None:
     """Write a grown pair and its heads.
 
     Args:
         small: directory of `target`, `drafter` and heads by kind; None for the built-in ones.
+        with_heads: False for the pair alone.
     """
     folder = Path(secondguess.builtin.__file__).parent if small is None else small
     for name, grown_shape in zip(("target", "drafter"), GROWN_SHAPES[shape], strict=True):
@@ -224,7 +225,7 @@ def grow_pair(out: Path, small: Path | None, shape: str) -> None:
         model.save_pretrained(out / name)
         AutoTokenizer.from_pretrained(path).save_pretrained(out / name)
         print(f"{out / name}: {model.num_parameters() / 1e6:.0f} million parameters")
-        if name == "target":
+        if name == "target" and with_heads:
             grow_heads(out, folder, original, model)
 
 
