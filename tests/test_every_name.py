@@ -62,8 +62,6 @@ REGISTRIES = {
 
 FORMATS = {
     "secondguess.toml": "test_configuration.py::test_the_documented_file_is_valid",
-    "bench report": "bench/test_compare.py::test_the_results_in_the_repository_are_read",
-    "bench report of schema 1": "bench/test_compare.py::test_reports_of_the_first_schema_are_read",
     "learned controller": "controllers/test_learned.py::test_a_saved_predictor_is_loaded_unchanged",
     "early-exit adapter": "drafters/test_early_exit.py::test_a_saved_adapter_is_loaded_unchanged",
     "medusa, original and vLLM's": "heads/test_medusa.py::test_every_published_format_drafts_as_in_the_paper",

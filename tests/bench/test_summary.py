@@ -1,7 +1,5 @@
 """Medians, ratios and intervals against values computed by hand."""
 
-from statistics import median
-
 import pytest
 from bench_fakes import stats_of
 
@@ -43,18 +41,6 @@ def test_the_same_seed_gives_the_same_interval():
     assert compare(speeds, baseline, seed=5) == compare(speeds, baseline, seed=5)
 
 
-def test_unpaired_speeds_are_resampled_independently():
-    """Twice as fast on every prompt is certain in pairs, not apart; nor are equal speeds drawn alike."""
-    baseline = [1.0, 100.0, 7.0, 30.0, 0.5, 3.0]
-    for factor in (1, 2):
-        ratio = compare([factor * speed for speed in baseline], baseline, paired=False)
-        assert ratio.of_medians == factor
-        assert ratio.low < 1 < ratio.high
-    calm = compare([20.0, 20.1, 19.9] * 5, [10.0, 10.1, 9.9] * 7, paired=False)
-    assert calm.low == pytest.approx(2.0, abs=0.05)
-    assert calm.high == pytest.approx(2.0, abs=0.05)
-
-
 def test_the_interval_of_one_systems_median():
     low, high = median_interval([float(value) for value in range(1, 21)])
     assert (low, high) == (pytest.approx(6.5, abs=1.0), pytest.approx(14.5, abs=1.0))
@@ -64,13 +50,8 @@ def test_the_interval_of_one_systems_median():
 def test_too_few_prompts_have_no_interval(count):
     few, enough = [float(value) for value in range(1, count + 1)], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert median_interval(few) is None
-    for ratio in (
-        compare(few, few),
-        compare(few, enough, paired=False),
-        compare(enough, few, paired=False),
-    ):
-        assert (ratio.low, ratio.high) == (None, None)
-    assert ratio.of_medians == median(enough) / median(few)
+    ratio = compare(few, few)
+    assert (ratio.of_medians, ratio.low, ratio.high) == (1.0, None, None)
     assert median_interval(enough) is not None
 
 

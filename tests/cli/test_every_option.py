@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,8 +33,6 @@ SYSTEMS = (
     "--json --drafter ngram --output {folder} --temperature 0"
 )
 
-STORED_REPORT = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-builtin-pair.json"
-
 LINES = [
     "--version",
     f"generate x --json --max-tokens 4 --min-tokens 1 {LOADING} {SAMPLING} --frequency-penalty 0.1 --presence-penalty 0.1 "
@@ -56,7 +53,6 @@ LINES = [
     "--drafter-quantize int8 --rows 2 --context 64 --json",
     f"bench --model {{target}} {SYSTEMS} --against transformers --task texts --draft-length 2 --controller fixed:1 "
     "--name mine",
-    "bench compare {report} {report} --json",
     f"tune {{target}} {SYSTEMS} --minutes 0.01 --config-out {{folder}}/tuned.toml",
     "export --to vllm --json --config {config} --model {target} --drafter model:{draft} --draft-length 3 --dtype float32 "
     "--quantize int8 --drafter-quantize int8",
@@ -79,7 +75,6 @@ def places(tmp_path, tiny_checkpoint, tiny_draft_checkpoint):
         "template": "{% for message in messages %}{{ message.content }}{% endfor %}",
         "keys": "secret\n",
         "config": f"schema = 1\n[load]\nmodel = {json.dumps(str(tiny_checkpoint))}\n",
-        "report": STORED_REPORT.read_text(),
     }
     for name, content in contents.items():
         (tmp_path / name).write_text(content)

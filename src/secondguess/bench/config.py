@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from secondguess.api import default_drafter
-from secondguess.bench.server import ServerAddress, is_address
 from secondguess.drafters import draft_model_paths, parse_drafter_name
 from secondguess.errors import BadInputError
 from secondguess.names import ALL
@@ -24,8 +23,7 @@ class BenchConfig(Settings):
             components, `ngram` and `suffix`. A single `all` takes every drafter available for the
             target, as chain and as tree, without constant draft lengths, and under `controllers`
             instead of the default ones if any are named.
-        against: other systems to compare with: libraries from `PEERS`, and servers
-            (`http://HOST:PORT,model=NAME`).
+        against: other libraries to compare with, from `PEERS`.
         prompts: one or several sources of prompts (see `load_workload`); None takes HumanEval if
             its file is in the folder `SECONDGUESS_DATA`, else `builtin`.
         num_prompts: number of prompts, spread evenly over the tasks and within each task.
@@ -60,22 +58,13 @@ class BenchConfig(Settings):
 
     def model_post_init(self, context: Any) -> None:
         for peer in self.against:
-            if is_address(peer):
-                ServerAddress.parse(peer)
-            elif peer not in PEERS:
-                raise BadInputError(
-                    f"expected against to be one of {', '.join(PEERS)}, or the http:// address of a server, "
-                    f"got {peer!r}"
-                )
+            if peer not in PEERS:
+                raise BadInputError(f"expected against to be one of {', '.join(PEERS)}, got {peer!r}")
         if self.against and 1 not in self.batch_sizes:
             raise BadInputError(
                 f"expected 1 among batch_sizes, since {', '.join(self.against)} decodes one prompt at a time, "
                 f"got {self.batch_sizes}"
             )
-
-    @property
-    def servers(self) -> tuple[ServerAddress, ...]:
-        return tuple(ServerAddress.parse(peer) for peer in self.against if is_address(peer))
 
     @property
     def runs_all(self) -> bool:

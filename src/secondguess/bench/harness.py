@@ -29,7 +29,7 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
 
     Raises:
         BadInputError: unreadable prompts, or prompts of which too little fits the model's context;
-            an unknown name; a server that does not respond.
+            an unknown name.
         CheckpointError: a model that cannot be loaded.
         KeyboardInterrupt: Ctrl-C before any prompt was finished.
     """
@@ -51,7 +51,7 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
         )
         complete = measured.run(systems, probe, progress)
     report = make_report(config.name, systems, measured, probe, models, workload, encoded, num_threads)
-    notes = [*encoded.notes, *coverage_notes(systems, config), *measured.notes(systems)]
+    notes = [*encoded.notes, *coverage_notes(systems, config), *measured.notes]
     return replace(report, complete=complete, workbench=replace(report.workbench, notes=notes))
 
 

@@ -188,8 +188,9 @@ class Measurement:
             for size, finished in self.runs.items()
         }
 
-    def notes(self, systems: Sequence[System]) -> list[str]:
-        """Return notes on prompts repeated to fill batches and on texts of other lengths."""
+    @property
+    def notes(self) -> list[str]:
+        """Return notes on prompts repeated to fill batches."""
         notes = []
         for size, batches in self.batches.items():
             rows = size * len(batches)
@@ -197,14 +198,6 @@ class Measurement:
                 notes.append(
                     f"batch size {size}: {repeated} of {rows} rows of the batches repeat a prompt of the same task, to "
                     "fill the last batch"
-                )
-        for name, runs in self.finished_runs(systems).items():
-            lengths = [length for of in runs.values() for run in of for length in run.row_lengths]
-            others = [length for length in lengths if length != self.num_tokens]
-            if others:
-                notes.append(
-                    f"{name} wrote {min(others)} to {max(others)} tokens instead of {self.num_tokens} in {len(others)} "
-                    f"of {len(lengths)} texts: its tokens/s stand for shorter or longer texts"
                 )
         return notes
 

@@ -1,17 +1,11 @@
-"""Benchmark report: the data that is saved as JSON, and that Markdown and charts are made from."""
+"""Benchmark report: the data that is saved as JSON, and that Markdown is made from."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from secondguess.bench.summary import Ratio
-from secondguess.errors import BadInputError
-from secondguess.validation import describe
 from secondguess.workloads.provenance import Provenance
 
 SCHEMA = 5
@@ -20,10 +14,8 @@ SCHEMA = 5
 2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`.
 3: possessions.
 4: intervals are null for fewer than `MIN_PROMPTS_FOR_INTERVAL` prompts.
-5: without possessions, which are ignored in older files.
+5: without possessions.
 """
-
-Speed = Annotated[FiniteFloat, Field(gt=0)]
 
 
 @dataclass(frozen=True)
@@ -104,8 +96,8 @@ class Result:
         against: ratios to each plain system and to each family's fastest speculating one, by name.
         by_task: results per task.
         rounds: None for systems that report no statistics.
-        equality: None at temperatures above 0, for our plain decoding (the reference of every
-            family's plain decoding), and for systems that return no token ids.
+        equality: None at temperatures above 0, and for our plain decoding, the reference of every
+            family's plain decoding.
     """
 
     system: str
@@ -115,7 +107,7 @@ class Result:
     batch_size: int
     tokens_per_second: float
     interval: tuple[float, float] | None
-    per_batch: Annotated[list[Speed], Field(min_length=1)]
+    per_batch: list[float]
     against: dict[str, Ratio]
     by_task: dict[str, TaskResult]
     rounds: Rounds | None
@@ -178,7 +170,7 @@ class Report:
     costs: CostTable
     results: list[Result]
     provenance: Provenance
-    schema: Annotated[int, Field(strict=True, ge=1, le=SCHEMA)] = SCHEMA
+    schema: int = SCHEMA
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -202,46 +194,3 @@ class Report:
                 if (result.system, at) == (system, temperature) and batch_size in (None, size):
                     return result
         raise KeyError((system, temperature, batch_size))
-
-
-def read_report(path: Path) -> Report:
-    """Read a report saved by `secondguess bench`, of the current or an earlier schema.
-
-    Raises:
-        BadInputError: a missing file, one with other content, or one of a newer schema.
-    """
-    try:
-        report = TypeAdapter(Report).validate_python(_upgrade(json.loads(path.read_bytes())))
-    except OSError as error:
-        problem = f"{path}: {error.strerror}"
-    except ValidationError as error:
-        problem = f"{path.name}: {describe(error)}"
-    except (ValueError, RecursionError) as error:
-        problem = f"{path.name}, which is no JSON: {error}"
-    except (KeyError, TypeError) as error:
-        problem = f"{path.name}, which is incomplete: {error!r}"
-    else:
-        return report
-    raise BadInputError(
-        f"expected a report of secondguess bench, got {problem}; give the .json file that bench saved (newer ones "
-        "need a newer secondguess)"
-    )
-
-
-def _upgrade(data: Any) -> Any:
-    """Return the content of a file of any schema in the current one.
-
-    Schema 1 had neither batches, tasks, intervals nor numbers of drafted nodes (0 here), and refused
-    prompts that do not fit.
-    """
-    if not isinstance(data, dict) or data.get("schema") != 1:
-        return data
-    results = []
-    for result in data["results"]:
-        rounds = result["rounds"]
-        if rounds is not None:
-            rounds = rounds | {"drafted_by_position": [0] * len(rounds["acceptance_by_position"])}
-        added = {"batch_size": 1, "interval": None, "by_task": {}, "per_batch": result["per_prompt"]}
-        results.append(result | added | {"rounds": rounds})
-    workbench = data["workbench"] | {"num_prompts_cut": 0, "tasks": {}, "notes": []}
-    return data | {"workbench": workbench, "results": results}

@@ -61,14 +61,14 @@ def all_drafters(model: str) -> tuple[str, ...]:
 
 
 def make_systems(config: BenchConfig, models: Models) -> list[System]:
-    """Return our plain decoding, our drafters under their controllers, then peers and servers.
+    """Return our plain decoding, our drafters under their controllers, then peers.
 
     Every drafter runs under its default controller and under the named ones; model drafters also
     run at each constant draft length.
 
     Raises:
-        BadInputError: an unknown name, a controller that no drafter uses, two systems with the
-            same name, or a server that does not respond.
+        BadInputError: an unknown name, a controller that no drafter uses, or two systems with the
+            same name.
     """
     fixed = [f"fixed:{length}" for length in config.draft_lengths]
     for name in (*config.controllers, *fixed):
@@ -95,10 +95,6 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
             )
     if "transformers" in config.against:
         systems += _transformers_systems(config, models, draft_models(systems))
-    if config.servers:
-        from secondguess.bench.server import Server
-
-        systems += [Server(address, models.target.tokenizer) for address in config.servers]
     require_different_names(systems)
     return systems
 

@@ -29,8 +29,7 @@ class Ratio:
         of_medians: ratio of the medians over prompts.
         low, high: 95 % percentile-bootstrap interval of `of_medians`; None with fewer than
             `MIN_PROMPTS_FOR_INTERVAL` prompts.
-        worst: smallest ratio on any single prompt; if prompts are not paired, of the smallest speed
-            to the median of the baseline.
+        worst: smallest ratio on any single prompt.
     """
 
     of_medians: float
@@ -43,21 +42,16 @@ class Ratio:
         return None if self.low is None or self.high is None else (self.low, self.high)
 
 
-def compare(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0, paired: bool = True) -> Ratio:
-    """Return the ratio of speeds.
-
-    Args:
-        paired: both are of the same prompts in the same order, and resampled together; otherwise
-            each side is resampled by itself.
-    """
+def compare(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
+    """Return the ratio of speeds on the same prompts in the same order, which are resampled together."""
     ours, theirs = np.asarray(speeds), np.asarray(baseline)
-    resampled = _resampled_medians(ours, seed) / _resampled_medians(theirs, seed if paired else seed + 1)
-    low, high = _interval(resampled, min(len(ours), len(theirs))) or (None, None)
+    resampled = _resampled_medians(ours, seed) / _resampled_medians(theirs, seed)
+    low, high = _interval(resampled, len(ours)) or (None, None)
     return Ratio(
         of_medians=float(np.median(ours) / np.median(theirs)),
         low=low,
         high=high,
-        worst=float((ours / (theirs if paired else np.median(theirs))).min()),
+        worst=float((ours / theirs).min()),
     )
 
 

@@ -1,7 +1,7 @@
 """Systems that a benchmark compares: each continues prompts and measures its own time.
 
 `SecondguessSystem` is this package with one drafter and one controller; all of them run the same decoding
-loop on the same weights. Systems of other libraries are in `peers.py`, servers in `server.py`.
+loop on the same weights. Systems of other libraries are in `peers.py`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class Run:
     """One prompt, or several as one batch, continued by one system.
 
     Args:
-        tokens: new tokens, rows of a batch concatenated; empty if the system reports only their
-            number.
+        tokens: new tokens, rows of a batch concatenated.
         seconds: wall-clock seconds from token ids to token ids, prefill included.
         stats: statistics of the rounds, all rows together; None if the system reports none.
         lengths: number of new tokens per row; None for a single row with all tokens.
@@ -61,12 +60,7 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.row_lengths)
-
-    @property
-    def has_token_ids(self) -> bool:
-        """True if token ids are available for comparing texts."""
-        return len(self.tokens) == self.num_tokens
+        return len(self.tokens)
 
     @property
     def texts(self) -> list[list[int]]:
@@ -96,8 +90,7 @@ class System(ABC):
         draft_model: name of the draft model; None if there is none.
         batches: whether several prompts can be decoded as one batch; other systems run at batch
             size 1 only.
-        exact_length: whether exactly the requested number of tokens is generated; other systems
-            are compared by tokens/s only.
+        exact_length: whether exactly the requested number of tokens is generated.
     """
 
     name: str

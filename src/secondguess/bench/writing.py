@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from secondguess.bench.charts import can_draw, draw_charts
 from secondguess.bench.report import CostTable, Report, Result, TaskResult
 from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL
 from secondguess.bench.tables import show, show_count, show_ratio, table
@@ -19,13 +18,7 @@ one target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/
 
 
 def save_report(report: Report, folder: str | Path) -> list[Path]:
-    """Write `<date>-<name>.json`, `.md` and charts (`-partial` if interrupted).
-
-    Charts are left out if matplotlib is not installed.
-
-    Returns:
-        The paths of all files.
-    """
+    """Write `<date>-<name>.json` and `.md` (`-partial` if interrupted), and return their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     day = report.provenance.date.partition("T")[0]
@@ -33,10 +26,7 @@ def save_report(report: Report, folder: str | Path) -> list[Path]:
     data, page = folder / f"{stem}.json", folder / f"{stem}.md"
     data.write_text(report.to_json(), encoding="utf-8")
     page.write_text(as_markdown(report), encoding="utf-8")
-    charts = draw_charts(report) if can_draw() else {}
-    for name, image in charts.items():
-        (folder / f"{stem}-{name}.png").write_bytes(image)
-    return [data, page, *(folder / f"{stem}-{name}.png" for name in charts)]
+    return [data, page]
 
 
 def as_markdown(report: Report) -> str:

@@ -35,7 +35,7 @@ app.command()(serve.serve)
 app.command()(verify.verify)
 app.command()(inspect.inspect)
 app.add_typer(train.app, name="train")
-app.add_typer(bench.app, name="bench")
+app.command()(bench.bench)
 app.command()(tune.tune)
 app.command()(export.export)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Context, Typer
-
 from secondguess.cli import options
 from secondguess.cli.exit_codes import INTERRUPTED
 from secondguess.cli.options import model_option, output_option, panel
@@ -29,18 +27,10 @@ def _check_drafters(names: list[str] | None) -> list[str] | None:
     return names
 
 
-app = Typer()
-
-
-@app.callback(invoke_without_command=True)
 def bench(
-    context: Context,
     against: Annotated[
         list[str] | None,
-        workload_option(
-            "System to compare with: transformers, or a server that speaks OpenAI's protocol, "
-            "http://HOST:PORT[,model=NAME] (its key in OPENAI_API_KEY); repeatable."
-        ),
+        workload_option("Library to compare with: transformers; repeatable."),
     ] = None,
     prompts: Annotated[
         list[str] | None,
@@ -96,7 +86,7 @@ def bench(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
-    output: Annotated[Path, output_option("Folder for the report as JSON, Markdown and charts.")] = Path(
+    output: Annotated[Path, output_option("Folder for the report as JSON and Markdown.")] = Path(
         "benchmarks/results"
     ),
     name: Annotated[str, output_option("Name of the saved files.")] = "bench",
@@ -107,10 +97,6 @@ def bench(
     Systems take turns on every prompt and generate the same number of tokens.
     Ctrl-C saves a report on the finished prompts.
     """
-    if context.invoked_subcommand is not None:
-        _refuse_options(context)
-        return 0
-
     from secondguess.bench import BenchConfig, as_markdown, run_bench
     from secondguess.train.files import require_folder
 
@@ -147,39 +133,10 @@ def bench(
     return 0 if report.complete else INTERRUPTED
 
 
-@app.command()
-def compare(
-    before: Annotated[Path, Argument(metavar="A.json", help="A stored report.")],
-    after: Annotated[Path, Argument(metavar="B.json", help="Report to compare it with.")],
-    json: options.Json = False,
-) -> int:
-    """Show what changed beyond measurement noise between two stored reports."""
-    from secondguess.bench.compare import compare_files
-
-    comparison = compare_files(before, after)
-    print(comparison.to_json() if json else comparison.to_markdown(), end="")
-    return 0
-
-
 def save_and_print(report: Report, folder: Path, text: str) -> None:
     """Print a report and write its files."""
     from secondguess.bench import save_report
-    from secondguess.bench.charts import MATPLOTLIB_HINT, can_draw
 
     # Print before saving, so that a full disk does not lose the results.
     print(text, end="", flush=True)
     print_note(f"saved {', '.join(map(str, save_report(report, folder)))}")
-    if not can_draw():
-        print_note(MATPLOTLIB_HINT)
-
-
-def _refuse_options(context: Context) -> None:
-    """Refuse options of `bench` before a subcommand, where they would be ignored."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise BadInputError(
-                f"expected no options between bench and {context.invoked_subcommand}, got {option}; put it behind "
-                f"{context.invoked_subcommand} or leave it out"
-            )

@@ -57,7 +57,7 @@ def tune(
     device: options.Device = "auto",
     threads: Annotated[int | None, model_option("CPU threads.", show_default="all cores")] = None,
     output: Annotated[
-        Path | None, output_option("Folder for the report as JSON, Markdown and charts.", show_default="none")
+        Path | None, output_option("Folder for the report as JSON and Markdown.", show_default="none")
     ] = None,
     config_out: Annotated[Path, output_option("Where to write the configuration.")] = CONFIGURATION,
     json: options.Json = False,
