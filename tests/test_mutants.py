@@ -180,7 +180,7 @@ def heads_draft_as_they_learn(kind: str) -> bool:
     The text is right with any drafts: only this check detects worse ones.
     """
     target = TransformersRuntime(tiny_pair(vocab_size=5)[0])
-    drafter = head_drafter(kind, target, StaticTree.from_widths([2, 1]))
+    drafter = head_drafter(kind, target, StaticTree((2, 1)))
     row = Row([0, 1, 4, 2], SamplingParams(temperature=1.0, max_tokens=60), seed=11)
     components = Components(target, drafter, make_verifier("auto"), make_controller("fixed:2"))
     rounds = decode(components, [row])

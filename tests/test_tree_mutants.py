@@ -20,11 +20,9 @@ from distribution_cases import (
     play,
 )
 from noise_cases import TREE, chained_text_p_value
-from plan_cases import most_by_hand, most_planned
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
 from secondguess.decode import Components
-from secondguess.drafters import optimal_tree
 from secondguess.drafters.trees import TreeBuilder
 from secondguess.proof.enumeration import enumerate_rounds
 from secondguess.proof.fakes import random_probs
@@ -133,13 +131,6 @@ def dynamic_dist_holds() -> bool:
     return dist_error(play(pair, drafter, "auto", "fixed:2"), after_prompt(pair.target), 3) < ROUNDING
 
 
-def plans_are_the_best() -> bool:
-    return all(most_by_hand(num_nodes) == pytest.approx(most_planned(num_nodes)) for num_nodes in (2, 3, 4))
-
-
-# Mutants: each puts one mistake into the code.
-
-
 def siblings_are_judged_in_another_order(patch: Patch) -> None:
     original = trees.Shape.children.func
     patch.setattr(trees.Shape, "children", property(lambda self: [nodes[::-1] for nodes in original(self)]))
@@ -205,15 +196,6 @@ def levels_are_withdrawn(patch: Patch) -> None:
         return parent_logits
 
     patch.setattr(TreeBuilder, "grow", grow)
-
-
-def the_plan_takes_every_child_for_an_elder_one(patch: Patch) -> None:
-    original = optimal_tree.PlanTables._add_level
-
-    def add_level(self, shares, most_nodes):
-        original(self, [shares[0], *shares[:-1]], most_nodes)
-
-    patch.setattr(optimal_tree.PlanTables, "_add_level", add_level)
 
 
 def distributions_without_siblings_are_not_renormalised(patch: Patch) -> None:
@@ -342,7 +324,6 @@ MUTANTS = [
     Mutant(sampled_nodes_are_ranked_again, dist("traversal")),
     Mutant(sampled_trees_are_pruned, check(dynamic_dist_holds)),
     Mutant(levels_are_withdrawn, check(dynamic_dist_holds)),
-    Mutant(the_plan_takes_every_child_for_an_elder_one, check(plans_are_the_best)),
     Mutant(distributions_without_siblings_are_not_renormalised, dist("traversal")),
     Mutant(cousins_are_removed_too, dist("traversal", widths=(2, 1), pairs=("ternary",))),
     Mutant(siblings_are_removed_from_the_target_too, dist("recursive", without_replacement=False)),

@@ -136,7 +136,7 @@ def test_a_replay_has_the_rounds_of_the_recorded_decoding(coupled: bool) -> None
 def test_traces_of_trees_are_refused() -> None:
     """Cut to its first nodes a tree is not the draft of a shorter length."""
     table = TableModel(8, random_probs(8, seed=1))
-    trees = ModelDrafter(table, "model:table,tree=2", 8, StaticTree.from_widths([2]))
+    trees = ModelDrafter(table, "model:table,tree=2", 8, StaticTree((2,)))
     with pytest.raises(BadInputError, match="expected a drafter of chains"):
         record(table, trees, make_verifier("auto"), Row([1], SamplingParams(max_tokens=20)), 4)
 

@@ -225,7 +225,7 @@ def test_a_drafter_that_cannot_draft_is_refused(secondguess_command, tiny_checkp
         (["--drafter", "early-exit:99"], ["exit", "99"]),
         (["--drafter", "early-exit:0"], ["layer 1", "0"]),
         (["--drafter", "layer-skip:0-99"], ["layers 0 to 1", "99"]),
-        (["--drafter", "medusa:somewhere,tree=optimal"], ["optimal", "3x2x1"]),
+        (["--drafter", "medusa:somewhere,tree=best"], ["best", "3x2x1"]),
     ],
 )
 def test_bad_options_of_inspect_are_refused(secondguess_command, tiny_checkpoint, arguments, words):

@@ -52,7 +52,7 @@ def play(controller: str, per_node: float, same_dists: bool = True) -> tuple[Sta
         TimedModel(1 if same_dists else 2, clock, 0.05, 0.0),
         "model:table,tree=2x2x1",
         VOCAB_SIZE,
-        StaticTree.from_widths([2, 2, 1]),
+        StaticTree((2, 2, 1)),
     )
     decider, recorder = make_controller(controller), StatsRecorder(clock)
     components = Components(

@@ -69,7 +69,7 @@ def play(
     return sum(components.recorder.of(row).num_drafted for row in rows)
 
 
-@pytest.mark.parametrize("shape", [None, StaticTree.from_widths([2, 1])], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [None, StaticTree((2, 1))], ids=["chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_shared_layers_run_once_per_token(
     shape: TreeShape | None, temperature: float, monkeypatch: pytest.MonkeyPatch
@@ -272,7 +272,7 @@ def test_every_controller_reads_bfloat16_distributions(temperature: float) -> No
     assert decoder is not None
     for controller in ("cost", "confidence", "entropy"):
         target = FusedRuntime(decoder)
-        assert play(target, StaticTree.from_widths([2, 1]), temperature, controller) >= 0
+        assert play(target, StaticTree((2, 1)), temperature, controller) >= 0
 
 
 def test_training_an_adapter_lowers_the_loss() -> None:

@@ -38,7 +38,7 @@ NUM_ALONE = 2
 """Number of prompts that are also decoded alone: a repetitive one, and one of a single token."""
 SHAPES: dict[str, TreeShape | None] = {
     "chain": None,
-    "tree": StaticTree.from_widths([3, 2, 1]),
+    "tree": StaticTree((3, 2, 1)),
     "dynamic": DynamicTree(nodes=6, width=2, depth=3),
 }
 TARGET = tiny_target(VOCAB_SIZE)
@@ -298,7 +298,7 @@ def test_output_distribution_equals_the_targets(
 ) -> None:
     """One or two rounds on a real cache, enumerated."""
     monkeypatch.setattr(cache_module, "MIN_CAPACITY", 16)  # less memory to allocate for a thousand branches
-    shape = StaticTree.from_widths(widths) if widths else None
+    shape = StaticTree(widths) if widths else None
     model, dists = two_token_target()
     fused = FusedRuntime(fuse(tiny_target(vocab_size=2), packed=False))
     target: CachedRuntime = fused if head in NEEDS_FUSED else TransformersRuntime(model)

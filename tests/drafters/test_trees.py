@@ -9,7 +9,7 @@ import torch
 
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.model import ModelDrafter
-from secondguess.drafters.trees import StaticTree, draft_trees
+from secondguess.drafters.trees import StaticTree, TreeShape, draft_trees
 from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
@@ -22,6 +22,15 @@ def rows_of(*temperatures: float, coupled: bool = False) -> list[Row]:
         Row([1, 2, seed], SamplingParams(temperature=temperature, max_tokens=50), seed=seed, coupled=coupled)
         for seed, temperature in enumerate(temperatures)
     ]
+
+
+class UnevenTree(TreeShape):
+    """Three children of pending, then two, none and one."""
+
+    depth = 2
+
+    def num_children(self, frontier, chances, free):
+        return [3] if len(frontier) == 1 else [2, 0, 1]
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -43,8 +52,9 @@ def test_a_tree_contains_the_nodes_drawn_in_turn() -> None:
     rows = rows_of(1.0, 1.0)
     noise = KeyedNoise.from_rows(rows)
     logits = torch.randn(2, 20, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    shape = StaticTree(frozenset({(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)}))
-    draft = draft_trees(rows, shape, [2, 1], noise, lambda _, tree: logits[:, : tree.num_nodes + 1], None)
+    draft = draft_trees(
+        rows, UnevenTree(), [2, 1], noise, lambda _, tree: logits[:, : tree.num_nodes + 1], None
+    )
     assert draft.shapes == [(-1, -1, -1, 0, 0, 2), (-1, -1, -1)]
     assert draft.probs is not None
     for row, parents in enumerate(draft.shapes):
@@ -62,7 +72,7 @@ def test_no_more_children_than_a_distribution_has_tokens() -> None:
     rows, logits = rows_of(1.0), torch.full((1, 1, VOCAB_SIZE), -torch.inf)
     logits[..., [4, 7]] = 0.0
     noise = KeyedNoise.from_rows(rows)
-    draft = draft_trees(rows, StaticTree.from_widths([5]), [1], noise, lambda *_: logits, None)
+    draft = draft_trees(rows, StaticTree((5,)), [1], noise, lambda *_: logits, None)
     assert sorted(draft.tokens[0].tolist()) == [4, 7]
 
 
@@ -76,9 +86,7 @@ def test_controllers_receive_distributions_before_sampling_settings(temperature:
         return [True]
 
     dist = random_probs(VOCAB_SIZE, 1)
-    drafter = ModelDrafter(
-        TableModel(VOCAB_SIZE, dist), "model:table", VOCAB_SIZE, StaticTree.from_widths([2, 2])
-    )
+    drafter = ModelDrafter(TableModel(VOCAB_SIZE, dist), "model:table", VOCAB_SIZE, StaticTree((2, 2)))
     rows = rows_of(temperature)
     drafter.begin(rows)
     drafter.prepare(rows, [0])
@@ -88,16 +96,16 @@ def test_controllers_receive_distributions_before_sampling_settings(temperature:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("widths", [None, [1, 1], [2, 1]], ids=["chain", "path", "tree"])
+@pytest.mark.parametrize("widths", [None, (1, 1), (2, 1)], ids=["chain", "path", "tree"])
 def test_a_row_whose_settings_ban_the_narrower_vocabulary_does_not_stop_the_others(
-    widths: list[int] | None, temperature: float
+    widths: tuple[int, ...] | None, temperature: float
 ) -> None:
     narrow = VOCAB_SIZE - 2
     params = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(narrow), -math.inf))
     free = SamplingParams(temperature=temperature)
 
     def drafted(rows: list[Row]) -> Draft:
-        shape = StaticTree.from_widths(widths) if widths else None
+        shape = StaticTree(widths) if widths else None
         drafter = ModelDrafter(TableModel(narrow, random_probs(narrow, 1)), "model:table", VOCAB_SIZE, shape)
         drafter.begin(rows)
         drafter.prepare(rows, [0] * len(rows))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from secondguess.drafters.base import DrafterResources, Requirements
 from secondguess.drafters.mirroring import TokenDrafter
-from secondguess.drafters.optimal_tree import OptimalTree, measure_costs
-from secondguess.drafters.trees import TreeOptions
+from secondguess.drafters.trees import read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.names import Name
 
@@ -22,20 +21,11 @@ class ModelDrafter(TokenDrafter):
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         if not name.argument:
             raise BadInputError("expected the path of a draft model, as in model:PATH, got none")
-        TreeOptions.of(name)
+        read_tree_options(name)
         return Requirements(draft_model=name.argument)
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> ModelDrafter:
         assert name.argument is not None  # by `requirements`
-        options = TreeOptions.of(name)
-        runtime = resources.load_draft_model(name.argument)
-        shown = f"{name.kind}:{name.argument}{options}"
-        if options.is_optimal:
-            if resources.target is None:
-                raise BadInputError(
-                    f"expected a loaded target to plan the trees of {name} for, got none; give the tree, as in tree=2x2x1"
-                )
-            costs = measure_costs(resources.target, runtime, options.nodes)
-            return cls(runtime, shown, resources.target_vocab_size, OptimalTree(options.nodes, costs))
-        return cls(runtime, shown, resources.target_vocab_size, options.shape)
+        shown, shape = read_tree_options(name)
+        return cls(resources.load_draft_model(name.argument), shown, resources.target_vocab_size, shape)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements, single_candidate
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
-from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.runtime.base import Runtime
 from secondguess.runtime.native.library import with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
@@ -58,7 +58,6 @@ class SamplingDrafter(Drafter):
         self.device = device
         self.shape = shape
         self.can_draft_trees = shape is not None
-        self._tree_parents: Sequence[Sequence[int]] = ()
 
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
@@ -131,11 +130,6 @@ class SamplingDrafter(Drafter):
             return self._draw_chains(rows, limits, budgets, noise)
         return self._draw_trees(rows, self.shape, limits, budgets, noise)
 
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        if self.shape is not None and self._tree_parents:
-            self.shape.learn(self._tree_parents, verdict.path_lists())
-        self._tree_parents = ()
-
     def _draw_chains(self, rows: Sequence[Row], limits: list[int], budgets: Budgets, noise: Noise) -> Draft:
         active = [index for index, limit in enumerate(limits) if limit > 0]
         edits = any(row.params.edits_logits for row in rows)
@@ -181,7 +175,6 @@ class SamplingDrafter(Drafter):
 
         go_on = budgets.go_on if budgets.uses_probs else None
         draft = draft_trees(rows, shape, limits, noise, level_logits, go_on)
-        self._tree_parents = draft.shapes
         if noise.all_greedy:
             return draft
         if draft.probs is None:

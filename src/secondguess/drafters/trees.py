@@ -1,6 +1,6 @@
 """Tree shapes, and sampling of draft trees.
 
-SpecInfer, arXiv 2305.09781; Sequoia, 2402.12374; EAGLE-2, 2406.16858.
+SpecInfer, arXiv 2305.09781; EAGLE-2, 2406.16858.
 
 A tree grows level by level. Before a level is drawn, the shape sets the number of children of each
 node of the frontier, from the tokens and distributions above. Children are drawn one after another
@@ -19,7 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import product
+from itertools import accumulate
+from operator import mul
 from typing import Self
 
 import torch
@@ -31,14 +32,9 @@ from secondguess.names import Name, check_range, read_options
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_tree_draft_probs
 
-NodePath = tuple[int, ...]
-"""Path of a node: rank among siblings of each of its ancestors and of itself, root first."""
-
 MAX_CHILDREN = 16
 MAX_NODES = 128
 """Largest number of nodes of a tree: a pass over more costs as much as several plain passes."""
-MAX_OPTIMAL_NODES = 32
-"""Largest number of nodes of an optimal tree: planning takes longer than a larger tree saves."""
 
 
 @dataclass
@@ -48,24 +44,19 @@ class Node:
     Args:
         token: token id.
         parent: index in the row's tree; -1 for a child of pending.
-        ranks: path of the node in the tree.
+        depth: depth in the tree; 0 for a child of pending.
         log_prob: natural logarithm of the drafter's probability of the path that ends here.
         dist: index, within the batch, of the distribution that it was drawn from.
     """
 
     token: int
     parent: int
-    ranks: NodePath
+    depth: int
     log_prob: float
     dist: int = -1
 
-    @property
-    def depth(self) -> int:
-        """Depth in the tree; 0 for a child of pending."""
-        return len(self.ranks) - 1
 
-
-ROOT = Node(token=-1, parent=-1, ranks=(), log_prob=0.0)
+ROOT = Node(token=-1, parent=-1, depth=-1, log_prob=0.0)
 
 
 class TreeShape(ABC):
@@ -97,69 +88,31 @@ class TreeShape(ABC):
         """
         return list(range(len(nodes)))
 
-    def learn(self, forms: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> None:
-        """Update the shape for later rounds from the verified trees of a round.
-
-        Args:
-            forms: per row, the parents of its nodes; empty for rows without a tree.
-            paths: per row, the accepted nodes.
-        """
-
 
 @dataclass(frozen=True)
 class StaticTree(TreeShape):
-    """Same tree in every round.
+    """Same tree in every round, with equally many children for all nodes of a level.
 
     Args:
-        paths: its nodes; with each node also its parent and the siblings before it.
+        widths: number of children of pending, of each of those, etc.
 
     Raises:
-        BadInputError: no nodes, too many, or one without its parent or the sibling before it.
+        BadInputError: too many nodes.
     """
 
-    paths: frozenset[NodePath]
+    widths: tuple[int, ...]
     depth: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.paths or len(self.paths) > MAX_NODES:
-            raise BadInputError(f"expected a tree of 1 to {MAX_NODES} nodes, got {len(self.paths)}")
-        for ranks in self.paths:
-            elder = (*ranks[:-1], ranks[-1] - 1)
-            if (len(ranks) > 1 and ranks[:-1] not in self.paths) or (
-                ranks[-1] > 0 and elder not in self.paths
-            ):
-                raise BadInputError(
-                    f"expected a tree with every node's parent and elder siblings, got {ranks} without one"
-                )
-        object.__setattr__(self, "depth", max(map(len, self.paths)))
-
-    @classmethod
-    def from_widths(cls, widths: Sequence[int]) -> StaticTree:
-        """Build a tree of `widths[0]` children of pending, `widths[1]` of each of those, etc.
-
-        Raises:
-            BadInputError: too many nodes.
-
-        >>> sorted(StaticTree.from_widths([2, 1]).paths)
-        [(0,), (0, 0), (1,), (1, 0)]
-        """
-        if math.prod(widths) > MAX_NODES:
-            raise BadInputError(
-                f"expected a tree of at most {MAX_NODES} nodes, got one that ends in {math.prod(widths)} leaves"
-            )
-        levels = (product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
-        return cls(frozenset(ranks for level in levels for ranks in level))
+        num_nodes = sum(accumulate(self.widths, mul))
+        if num_nodes > MAX_NODES:
+            raise BadInputError(f"expected a tree of at most {MAX_NODES} nodes, got {num_nodes}")
+        object.__setattr__(self, "depth", len(self.widths))
 
     def num_children(
         self, frontier: Sequence[Node], chances: Callable[[int], list[float]], free: bool
     ) -> list[int]:
-        return [self._count(node.ranks) for node in frontier]
-
-    def _count(self, ranks: NodePath) -> int:
-        count = 0
-        while (*ranks, count) in self.paths:
-            count += 1
-        return count
+        return [self.widths[node.depth + 1] for node in frontier]
 
 
 @dataclass(frozen=True)
@@ -210,9 +163,9 @@ class TreeOptions:
     """Options of a drafter that can draft trees.
 
     Args:
-        tree: empty for chains; children per node, level by level, as in `3x2x1`; `dynamic`; or
-            `optimal`.
-        nodes: largest number of nodes of a dynamic or optimal tree.
+        tree: empty for chains; children per node, level by level, as in `3x2x1`; or
+            `dynamic`.
+        nodes: largest number of nodes of a dynamic tree.
         width: largest number of children per node of a dynamic tree.
         depth: largest number of levels of a dynamic tree; reduced to `nodes` if larger.
 
@@ -229,10 +182,8 @@ class TreeOptions:
         check_range("nodes of a dynamic tree", self.nodes, 1, MAX_NODES)
         check_range("width of a dynamic tree", self.width, 1, MAX_CHILDREN)
         check_range("depth of a dynamic tree", self.depth, 1, MAX_DRAFT_LENGTH)
-        if self.tree not in ("", "dynamic", "optimal"):
+        if self.tree not in ("", "dynamic"):
             self._widths()
-        if self.is_optimal:
-            check_range("nodes of an optimal tree", self.nodes, 1, MAX_OPTIMAL_NODES)
 
     @classmethod
     def of(cls, name: Name) -> Self:
@@ -242,40 +193,26 @@ class TreeOptions:
             BadInputError: an unknown option, a wrong value, or an option that the tree does not use.
         """
         options = read_options(cls, name.options, f"drafter {name.kind}")
-        used = {"dynamic": ("nodes", "width", "depth"), "optimal": ("nodes",)}.get(options.tree, ())
         for key in name.options:
-            if key not in ("tree", *used):
+            if key != "tree" and options.tree != "dynamic":
                 raise BadInputError(
-                    "expected nodes, width and depth beside tree=dynamic, or nodes beside tree=optimal, "
+                    "expected nodes, width and depth beside tree=dynamic, "
                     f"got {key} beside tree={options.tree or 'nothing'}"
                 )
         return options
 
-    @property
-    def is_optimal(self) -> bool:
-        """True if the tree is planned from pass times, which are not part of the options."""
-        return self.tree == "optimal"
-
     @cached_property
     def shape(self) -> TreeShape | None:
-        """Requested tree shape; None for chains.
-
-        Raises:
-            BadInputError: an optimal tree, which needs pass times.
-        """
-        if self.is_optimal:
-            raise BadInputError(
-                "expected a tree such as 3x2x1 or dynamic, got optimal, which only the drafter model:PATH can plan"
-            )
+        """Requested tree shape; None for chains."""
         if self.tree == "dynamic":
             return DynamicTree(self.nodes, self.width, min(self.depth, self.nodes))
-        return StaticTree.from_widths(self._widths()) if self.tree else None
+        return StaticTree(tuple(self._widths())) if self.tree else None
 
     def _widths(self) -> list[int]:
         parts = self.tree.split("x")
         if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) > MAX_DRAFT_LENGTH:
             raise BadInputError(
-                f"expected a tree such as 3x2x1 (children per node, level by level), dynamic or optimal, got {self.tree!r}"
+                f"expected a tree such as 3x2x1 (children per node, level by level) or dynamic, got {self.tree!r}"
             )
         return [int(part) for part in parts]
 
@@ -283,16 +220,14 @@ class TreeOptions:
         """Return the options as written after a drafter's name."""
         if self.tree == "dynamic":
             return f",tree=dynamic,nodes={self.nodes},width={self.width},depth={self.depth}"
-        if self.is_optimal:
-            return f",tree=optimal,nodes={self.nodes}"
         return f",tree={self.tree}" if self.tree else ""
 
 
 def read_tree_options(name: Name) -> tuple[str, TreeShape | None]:
-    """Return a drafter's full name and its tree shape, for drafters that cannot plan optimal trees.
+    """Return a drafter's full name and its tree shape.
 
     Raises:
-        BadInputError: an unknown option, a wrong value, or an optimal tree.
+        BadInputError: an unknown option, or a wrong value.
     """
     options = TreeOptions.of(name)
     argument = f":{name.argument}" if name.argument else ""
@@ -430,9 +365,7 @@ class TreeBuilder:
                 self.frontiers[row].append(parent.first_child + rank)
                 log_prob = above.log_prob + logs[rank]
                 dist = self._num_dists + number
-                self.nodes[row].append(
-                    Node(children[rank], parent.index, (*above.ranks, rank), log_prob, dist)
-                )
+                self.nodes[row].append(Node(children[rank], parent.index, depth, log_prob, dist))
         self._dists.append(own)
         self._num_dists += len(parents)
 
