@@ -58,7 +58,6 @@ LINES = [
     "--quantize int8 --drafter-quantize int8",
     *(f"train {kind} {TRAINING} {ANSWERS}" for kind in KINDS),
     *(f"train {kind} {TRAINING} --as-is" for kind in KINDS),
-    f"train early-exit {TRAINING} {ANSWERS} --whole",
     "train layer-skip --out {folder}/skip --model {target} --data {texts} --num-prompts 2 --max-tokens 4 --length 32 "
     "--temperature 0 --seed 1 --dtype float32",
     "train acceptance --out {folder}/predictor.json --model {target} --drafter model:{draft} --prompts {texts} "

@@ -28,6 +28,7 @@ from secondguess.heads.learning import (
     overlap,
 )
 from secondguess.runtime.base import EmbeddingAndHead
+from secondguess.train import head_trainer
 from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_head
 from secondguess.train.head_trainer import (
     HeadTrainer,
@@ -97,7 +98,6 @@ def make(target) -> Callable[..., HeadTrainer]:
     def trainer(
         folder: Path,
         settings: TrainSettings = SETTINGS,
-        score: Callable[[Sequence[float]], float] = acceptance_length,
         progress: Callable[[Progress], None] = lambda progress: None,
         pause: Callable[[], None] = nothing,
         weights: Callable[[int], Sequence[float]] = lambda num_depths: [1.0] * num_depths,
@@ -107,7 +107,7 @@ def make(target) -> Callable[..., HeadTrainer]:
             torch.manual_seed(1)
             trainable = TwoAhead(embedding_and_head)
         capture = LiveCapture(target, trainable.hidden_layers)
-        aim = TrainingObjective(objective("kl"), weights, score)
+        aim = TrainingObjective(objective("kl"), weights)
         return HeadTrainer(
             trainable,
             embedding_and_head,
@@ -191,7 +191,9 @@ def test_a_finished_run_is_not_continued(make, tmp_path: Path) -> None:
     assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
-def test_training_without_improvement_ends_early_with_the_best_weights(make, tmp_path: Path) -> None:
+def test_training_without_improvement_ends_early_with_the_best_weights(
+    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scores = iter([1.0, 3.0, 2.0, 2.5, 9.0])
     kept: list[dict[str, torch.Tensor]] = []
     known: dict[tuple[float, ...], float] = {}
@@ -203,7 +205,8 @@ def test_training_without_improvement_ends_early_with_the_best_weights(make, tmp
         return known[tuple(accepted)]
 
     settings = replace(SETTINGS, budget=Budget(steps=1000), patience=2)
-    trainer = make(tmp_path, settings, score=score)
+    monkeypatch.setattr(head_trainer, "acceptance_length", score)
+    trainer = make(tmp_path, settings)
     standing = trainer.run()
     assert (standing.step, standing.best_step) == (16, 8)
     state = trainer.trainable.state_dict()

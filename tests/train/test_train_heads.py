@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from checkpoints import write_llama, write_tokenizer
+from checkpoints import write_tokenizer
 from secondguess.api import load
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.cli.train_heads import LOSSES
@@ -79,37 +78,14 @@ def test_training_raises_the_acceptance_of_a_draft_model(
     assert reached[1] > reached[0] + 0.05
 
 
-def test_whole_model_training_improves_early_exits_and_keeps_the_distribution(
-    secondguess_command, prompts: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "whole"
-    target = write_llama(tmp_path / "target", seed=0, num_hidden_layers=4)
-    options = ["--whole", "--steps", 60, "--set", "learning_rate=3e-3", "--set", "warmup_steps=5"]
-    done = secondguess_command(
-        "train", "early-exit", "--out", out, "--model", target, "--data", prompts, *OPTIONS, *options
-    )
-    assert done.code == 0, done.err
-    lines = [json.loads(line) for line in (out / "run" / "log.jsonl").read_text().splitlines()]
-    accepted = [line["held_out_accepted"] for line in lines if "held_out_accepted" in line]
-    assert len(accepted[0]) == 4
-    assert accepted[-1][2] > accepted[0][2] + 0.05
-    before = load(str(target), "none", dtype="float32")
-    after = load(str(out), "none", dtype="float32")
-    assert hash_weights(out) != hash_weights(target)
-    tokens = torch.tensor([before.target.encode("def function_3(items):")])
-    dists = [llm.target.runtime.read(tokens).logits.softmax(-1) for llm in (before, after)]
-    assert torch.minimum(*dists).sum(-1).mean() > 0.6
-
-
-@pytest.mark.parametrize("whole", [[], ["--whole"]], ids=["adapter", "whole"])
 def test_a_target_without_early_exits_is_refused_before_writing(
-    secondguess_command, prompts: Path, tmp_path: Path, whole: list[str]
+    secondguess_command, prompts: Path, tmp_path: Path
 ) -> None:
     config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=256, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     write_tokenizer(tmp_path / "gpt2")
     done = secondguess_command(
-        "train", "early-exit", "--out", tmp_path / "out", "--model", tmp_path / "gpt2", "--data", prompts, *whole,
+        "train", "early-exit", "--out", tmp_path / "out", "--model", tmp_path / "gpt2", "--data", prompts,
         "--max-tokens", 8, "--length", 40, "--steps", 4,
     )  # fmt: skip
     assert done.code == 2
@@ -129,7 +105,6 @@ def test_a_target_without_early_exits_is_refused_before_writing(
         (["--as-is"], "--max-tokens"),
         (["--length", "8", "--max-tokens", "8"], "--max-tokens below --length"),
         (["--data", "nowhere.txt"], "none at nowhere.txt"),
-        (["--whole"], "early-exit alone"),
         (["--capture-gb", "1e-9"], "--capture-gb of at least"),
         (["--temperature", "-1"], "temperature"),
     ],

@@ -114,12 +114,10 @@ class TrainingObjective:
     Args:
         objective: loss of one drafted position.
         weights: function from a number of depths to the weights of their losses.
-        score: function from the acceptance by depth on held-out text to a score; higher is better.
     """
 
     objective: Objective
     weights: Callable[[int], Sequence[float]]
-    score: Callable[[Sequence[float]], float]
 
 
 @dataclass
@@ -129,7 +127,7 @@ class RunState:
     Args:
         step, tokens, seconds: training so far.
         evaluated_step: step of the last evaluation; -1 before the first.
-        best_step, best_accepted: step with the best score, and its acceptance by depth.
+        best_step, best_accepted: step with the largest acceptance length on held-out text, and its acceptance by depth.
         num_disappointments: evaluations without improvement since then.
         log_bytes: size of the log when the checkpoint was written.
     """
@@ -156,7 +154,7 @@ class HeadTrainer:
         target: embeddings, final norm and LM head of the target, with float32 outputs.
         texts: training texts and held-out texts.
         capture, held_out_capture: sources of the target's hidden states for them.
-        aim: loss, weights by depth, and score.
+        aim: loss and weights by depth.
         settings: settings of the run.
         folder: folder of `checkpoint.pt` and `log.jsonl`; a run found there is continued.
         progress: called after every step.
@@ -310,9 +308,9 @@ class HeadTrainer:
             self.aim,
             self.settings.batch_size,
         )
-        score = self.aim.score(accepted)
+        score = acceptance_length(accepted)
         standing.evaluated_step = standing.step
-        if not standing.best_accepted or score > self.aim.score(standing.best_accepted):
+        if not standing.best_accepted or score > acceptance_length(standing.best_accepted):
             standing.best_step, standing.best_accepted = standing.step, accepted
             standing.num_disappointments = 0
             self._best = copy.deepcopy(self.trainable.state_dict())

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import exp
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -23,9 +22,6 @@ from secondguess.heads.medusa import MedusaHead
 from secondguess.heads.mtp import MtpHead
 from secondguess.names import check_range, parse_name, read_options
 from secondguess.train.draft_model import DraftModel
-from secondguess.train.export import saved_dtype
-from secondguess.train.head_trainer import acceptance_length
-from secondguess.train.whole_model import WholeModel, exit_weights, read_trainable
 
 
 @dataclass(frozen=True)
@@ -33,14 +29,12 @@ class TargetInfo:
     """Properties of a target that are needed to create a learner.
 
     Args:
-        path: folder of the target.
         config: the target's configuration in Transformers format.
         model: the target's parts, with float32 outputs, and its sizes.
         token_counts: `[vocab]` int64, occurrences of each token that counts in training texts.
         seed: seed of the initial weights.
     """
 
-    path: Path
     config: Mapping[str, Any]
     model: TargetModel
     token_counts: Tensor
@@ -62,12 +56,11 @@ class Recipe(ABC):
 
     Attributes:
         kind: kind of drafter; also the name of the command.
-        loss: default of `--loss`.
         guesses_alone: True if one distribution serves all depths, so that the last measured
             acceptance rate also applies to deeper nodes.
         runs_first_layers: True if the drafter runs the first layers of the target, which not
             every runtime supports.
-        keeps_tokenizer: True if a whole model is saved, which needs the target's tokenizer.
+        keeps_tokenizer: True if a model is saved, which needs the target's tokenizer.
 
     Raises:
         BadInputError: a value out of range.
@@ -81,7 +74,6 @@ class Recipe(ABC):
     places: float = 0.25
 
     kind: ClassVar[str]
-    loss: ClassVar[str] = "lk"
     guesses_alone: ClassVar[bool] = False
     runs_first_layers: ClassVar[bool] = False
     keeps_tokenizer: ClassVar[bool] = False
@@ -100,10 +92,6 @@ class Recipe(ABC):
     def weights(self, num_depths: int) -> list[float]:
         """Return the weights of the losses by depth."""
         return [1.0] * num_depths
-
-    def score(self, accepted: Sequence[float]) -> float:
-        """Return the held-out score used for early stopping: the acceptance length."""
-        return acceptance_length(accepted)
 
 
 @dataclass(frozen=True)
@@ -168,37 +156,6 @@ class EarlyExitRecipe(Recipe):
         if self.layer:
             check_range("the layer", self.layer, 1, target.model.num_layers - 1)
         return EarlyExitHead.fresh(target.model, target.seed, exit_layer=self.layer, mlp_size=self.mlp_size)
-
-
-@dataclass(frozen=True)
-class WholeModelRecipe(Recipe):
-    """`early-exit --whole`: the target itself, trained for early exits.
-
-    Args:
-        layer_dropout: probability of skipping the last layer in training.
-        exit_scale: weight of the losses of the early exits relative to the whole model's; 1 in
-            LayerSkip's fine-tuning.
-    """
-
-    learning_rate: float = 1e-4
-    layer_dropout: float = _within(0, 0.9, 0.1)
-    exit_scale: float = _within(0, 10, 1.0)
-
-    kind = "early-exit"
-    loss = "kl"
-    runs_first_layers = True
-    keeps_tokenizer = True
-
-    def fresh(self, target: TargetInfo) -> TrainableHead:
-        return WholeModel(read_trainable(target.path), self.layer_dropout, saved_dtype(target.config))
-
-    def weights(self, num_depths: int) -> list[float]:
-        return exit_weights(num_depths, self.exit_scale)
-
-    def score(self, accepted: Sequence[float]) -> float:
-        """Return the mean acceptance of the exits, weighted as their losses are."""
-        weights = self.weights(len(accepted))
-        return sum(weight * each for weight, each in zip(weights, accepted, strict=True))
 
 
 @dataclass(frozen=True)
@@ -301,14 +258,14 @@ RECIPES: dict[str, type[Recipe]] = {
     recipe.kind: recipe
     for recipe in (DraftRecipe, EarlyExitRecipe, MedusaRecipe, MtpRecipe, EagleRecipe, DSparkRecipe)
 }
-"""Recipes by kind; `WholeModelRecipe` is the other mode of early-exit."""
+"""Recipes by kind."""
 
 
-def make_recipe(kind: str, changes: Sequence[str] = (), whole: bool = False) -> Recipe:
+def make_recipe(kind: str, changes: Sequence[str] = ()) -> Recipe:
     """Return the recipe of a kind, with `NAME=VALUE` changes.
 
     Raises:
         BadInputError: an unknown kind or option, or an invalid value.
     """
     options = parse_name(",".join([kind, *changes]), "training recipe", RECIPES).options
-    return read_options(WholeModelRecipe if whole else RECIPES[kind], options, f"training recipe {kind}")
+    return read_options(RECIPES[kind], options, f"training recipe {kind}")
