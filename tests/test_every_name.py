@@ -45,7 +45,7 @@ NAMES = {
         "coupled": "test_distributions.py::test_output_distribution_of_coupled_rows_equals_the_targets",
     },
     "controllers": dict.fromkeys(("fixed", "confidence", "entropy", "cost", "learned"), DISTRIBUTION),
-    "engines": dict.fromkeys(("vllm", "sglang", "llama.cpp", "transformers", "tensorrt-llm"), EXPORT),
+    "engines": dict.fromkeys(("vllm", "sglang", "llama.cpp"), EXPORT),
     "losses": dict.fromkeys(
         ("lk", "kl", "tv", "ce"), "train/test_losses.py::test_the_objectives_equal_values_computed_by_hand"
     ),

@@ -5,7 +5,6 @@ The schemas are ours, written from the engines' documentation and sources (see `
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shlex
@@ -18,8 +17,6 @@ from secondguess.errors import BadInputError
 from secondguess.export import ENGINES, export
 from secondguess.export.base import Recommendation, recommend
 from secondguess.pairing import DrafterInfo, resolve_drafter
-
-yaml = pytest.importorskip("yaml")  # comes with Transformers
 
 TARGET, DRAFTER = map(str, builtin_paths())
 NAMES = {
@@ -163,90 +160,12 @@ def read_llama_cpp(text):
     return read
 
 
-def read_transformers(text):
-    from transformers import GenerationConfig
-
-    tree = ast.parse(text)
-    loads, generate, settings = [], {}, {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            keywords = {each.arg: each.value for each in node.keywords if each.arg}
-            if ast.unparse(node.func) == "AutoModelForCausalLM.from_pretrained":
-                assert set(keywords) == {"dtype"}
-                one_of("auto", "float64", "float32", "bfloat16", "float16")(keywords["dtype"].value)
-                loads.append(node.args[0].value)
-            elif node.func.attr == "generate":
-                generate = {name: ast.unparse(value) for name, value in keywords.items()}
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
-            assert ast.unparse(node.targets[0].value) == "assistant.generation_config"
-            settings[node.targets[0].attr] = node.value.value
-    known = {"assistant_model", "prompt_lookup_num_tokens", "max_matching_ngram_size", "max_new_tokens"}
-    assert set(generate) <= known
-    assert set(settings) <= {
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-    }
-    # Transformers' own check of values, and that it has these names at all.
-    assert set(settings) <= set(GenerationConfig().__dict__)
-    GenerationConfig(**settings).validate(strict=True)
-    lookup = generate.get("prompt_lookup_num_tokens")
-    if "assistant_model" in generate:
-        assert lookup is None  # it would win, silently
-        return {
-            "model": loads[0],
-            "kind": "model",
-            "draft_model": loads[1],
-            "length": settings["num_assistant_tokens"],
-        }
-    assert len(loads) == 1
-    read = {"model": loads[0], "kind": "ngram" if lookup else "none"}
-    return read | ({"draft_model": None, "length": int(lookup), "options": generate} if lookup else {})
-
-
-def read_tensorrt_llm(text):
-    command = shlex.split(text.splitlines()[0].removeprefix("# "))
-    assert command[0] == "trtllm-serve"
-    assert command[2] == "--config"
-    document = yaml.safe_load(text)
-    assert set(document) <= {"speculative_config", "disable_overlap_scheduler", "dtype"}
-    GPU_DTYPES(document.get("dtype", "auto"))
-    speculation = document.get("speculative_config")
-    if speculation is None:
-        assert "disable_overlap_scheduler" not in document
-        return {"model": command[1], "kind": "none"}
-    keys = {
-        "DraftTarget": {"speculative_model": str},
-        "NGram": {
-            "max_matching_ngram_size": int,
-            "is_keep_all": bool,
-            "is_use_oldest": bool,
-            "is_public_pool": bool,
-        },
-        "SA": {"max_matching_ngram_size": int},
-    }[speculation["decoding_type"]] | {"decoding_type": str, "max_draft_len": int}
-    assert set(speculation) <= set(keys)
-    for key, value in speculation.items():
-        assert type(value) is keys[key], key
-    two_models = speculation["decoding_type"] in ("DraftTarget", "NGram")
-    assert document.get("disable_overlap_scheduler", False) is two_models
-    return {
-        "model": command[1],
-        "kind": {"DraftTarget": "model", "NGram": "ngram", "SA": "suffix"}[speculation["decoding_type"]],
-        "draft_model": speculation.get("speculative_model"),
-        "length": speculation["max_draft_len"],
-        "options": speculation,
-    }
-
-
 READERS = {
     "vllm": read_vllm,
     "sglang": read_sglang,
     "llama.cpp": read_llama_cpp,
-    "transformers": read_transformers,
-    "tensorrt-llm": read_tensorrt_llm,
 }
-WITHOUT_SUFFIX = {"sglang", "llama.cpp", "transformers"}
+WITHOUT_SUFFIX = {"sglang", "llama.cpp"}
 
 
 def test_every_engine_has_a_schema():
@@ -286,13 +205,6 @@ def test_options_of_an_engine_are_exported():
     vllm = read_vllm(exported("vllm", "suffix").text)["options"]
     assert (vllm["suffix_decoding_max_spec_factor"], vllm["suffix_decoding_min_token_prob"]) == (2.0, 0.25)
     assert read_llama_cpp(exported("llama.cpp", "ngram").text)["options"] == {"--spec-ngram-simple-size-n": 6}
-    assert (
-        read_transformers(exported("transformers", "ngram").text)["options"]["max_matching_ngram_size"] == "6"
-    )
-    trt = read_tensorrt_llm(exported("tensorrt-llm", "ngram").text)["options"]
-    assert trt["max_matching_ngram_size"] == 6
-    # Ours copies the latest match of the same text.
-    assert (trt["is_use_oldest"], trt["is_public_pool"]) == (False, False)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -322,38 +234,6 @@ def test_dtype_and_quantization_are_exported_or_noted(engine):
         ]
     with pytest.raises(BadInputError, match=r"dtype that .* float8; choose"):
         exported(engine, "model", dtype="float8")
-
-
-def test_the_script_for_transformers_runs(tiny_checkpoint, tiny_draft_checkpoint, capsys):
-    for drafter in ("none", f"model:{tiny_draft_checkpoint}", "ngram", "suffix"):
-        settings = LoadSettings(model=str(tiny_checkpoint), drafter=drafter, dtype="float32")
-        exec(export(recommend(settings), "transformers").text, {})
-    texts = capsys.readouterr().out.split("def quicksort(items):")[1:]
-    assert len(texts) == 4
-    assert len(set(texts)) == 1
-
-
-def test_the_script_drafts_the_exported_number_of_tokens(tiny_checkpoint, tiny_draft_checkpoint, capsys):
-    from transformers.generation import candidate_generator
-
-    seen = []
-
-    def count(generator, input_ids, *_, **__):
-        found = candidate_generator.AssistedCandidateGenerator.__wrapped__(generator, input_ids)
-        seen.append(found[0].shape[1] - input_ids.shape[1])
-        return found
-
-    original = candidate_generator.AssistedCandidateGenerator.get_candidates
-    settings = LoadSettings(
-        model=str(tiny_checkpoint), drafter=f"model:{tiny_draft_checkpoint}", dtype="float32"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        generator = candidate_generator.AssistedCandidateGenerator
-        patch.setattr(generator, "__wrapped__", original, raising=False)
-        patch.setattr(generator, "get_candidates", count)
-        exec(export(recommend(settings, draft_length=3), "transformers").text, {})
-    # Near the end of its length a draft is shorter.
-    assert set(seen[:10]) == {3}
 
 
 def test_a_hub_model_is_downloaded_before_conversion():
@@ -498,7 +378,7 @@ def test_the_help_names_every_engine(secondguess_command):
     ("arguments", "words"),
     [
         ([], ["--to"]),
-        (["--to", "triton"], ["vllm", "tensorrt-llm", "triton"]),
+        (["--to", "triton"], ["vllm", "llama.cpp", "triton"]),
         (["--to", "vllm", "--drafter", "oracle"], ["oracle"]),
         (["--to", "vllm", "--draft-length", "0x"], ["--draft-length"]),
         (["--to", "vllm", "--draft-length", "99"], ["64", "99"]),

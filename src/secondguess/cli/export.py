@@ -16,7 +16,7 @@ def export(
     to: Annotated[
         str,
         output_option(
-            "vllm, sglang, llama.cpp, transformers or tensorrt-llm.",
+            "vllm, sglang or llama.cpp.",
             metavar="ENGINE",
             callback=options.check_engine,
         ),
@@ -36,7 +36,7 @@ def export(
 ) -> int:
     """Print a target and its drafter as a configuration for another engine.
 
-    Standard output gets a command line, a file or a script; standard error gets
+    Standard output gets command lines; standard error gets
     notes on where that engine differs. No model is loaded, and the engine need
     not be installed.
     """

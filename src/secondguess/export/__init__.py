@@ -17,8 +17,6 @@ ENGINES = {
     "vllm": "secondguess.export.engines:VLLM",
     "sglang": "secondguess.export.engines:SGLANG",
     "llama.cpp": "secondguess.export.engines:LLAMA_CPP",
-    "transformers": "secondguess.export.engines:TRANSFORMERS",
-    "tensorrt-llm": "secondguess.export.engines:TENSORRT_LLM",
 }
 """Import path `module:name` of each `ExportTarget` by engine name; imported on demand."""
 

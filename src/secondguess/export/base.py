@@ -62,7 +62,7 @@ class ExportResult:
     """Configuration of an engine and remarks on it.
 
     Args:
-        text: a command line, a file or a script; text not meant for the engine is in comments.
+        text: command lines.
         notes: remarks for the reader, such as differences from secondguess, one sentence each.
     """
 
