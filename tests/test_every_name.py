@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secondguess.cli.train_heads import LOSSES
+from secondguess.cli.train import LOSSES
 from secondguess.controllers import CONTROLLERS
 from secondguess.drafters import DRAFTERS
 from secondguess.export import ENGINES

@@ -698,9 +698,6 @@ def test_a_benchmark_that_cannot_be_saved_is_still_printed(secondguess_command, 
 
 
 def test_training_checks_its_folder_before_it_starts(secondguess_command, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "secondguess.train.acceptance_training.train_acceptance", lambda *_: pytest.fail("trained")
-    )
     monkeypatch.setattr("secondguess.train.head_training.train_head", lambda *_: pytest.fail("trained"))
     (tmp_path / "file").write_text("")
     inside = tmp_path / "file" / "folder"
@@ -712,6 +709,6 @@ def test_training_checks_its_folder_before_it_starts(secondguess_command, tmp_pa
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("secondguess.train.files.TemporaryFile", refuse)
-    done = secondguess_command("train", "acceptance", "--out", tmp_path / "predictor.json")
+    done = secondguess_command("train", "eagle", "--out", tmp_path / "eagle")
     assert done.code == 2
     assert "expected a folder for --out that can be written to" in done.err

@@ -60,8 +60,6 @@ LINES = [
     *(f"train {kind} {TRAINING} --as-is" for kind in KINDS),
     "train layer-skip --out {folder}/skip --model {target} --data {texts} --num-prompts 2 --max-tokens 4 --length 32 "
     "--temperature 0 --seed 1 --dtype float32",
-    "train acceptance --out {folder}/predictor.json --model {target} --drafter model:{draft} --prompts {texts} "
-    "--num-prompts 5 --max-tokens 4 --temperature 1 --depth 2 --reject-weight 2 --seed 1 --dtype float32",
 ]
 
 
@@ -94,8 +92,6 @@ def reached(monkeypatch):
     replace("secondguess.train.head_training.train_head", SimpleNamespace(figures={}))
     found = SimpleNamespace(skipped=[1], acceptance=0.5, cost_ratio=0.5, speedup=1.0)
     replace("secondguess.train.skip_training.search_layers", found)
-    predictor = SimpleNamespace(to_json=lambda: "{}", provenance={})
-    replace("secondguess.train.acceptance_training.train_acceptance", predictor)
     return seen
 
 

@@ -17,7 +17,6 @@ CASES = {
     ("tune", "/missing/path"): "'/missing/path'",
     ("train", "medusa", "--out", "out", "--model", "/missing/path"): "'/missing/path'",
     ("train", "layer-skip", "--out", "out", "--model", "/missing/path"): "'/missing/path'",
-    ("train", "acceptance", "--out", "out", "--model", "/missing/path"): "'/missing/path'",
     ("export", "--to", "abacus"): "llama.cpp",
     ("export", "--to", "vllm", "--drafter", "abacus"): "suffix",
     ("export", "--to", "vllm", "--dtype", "abacus"): "bfloat16",
@@ -39,7 +38,6 @@ CASES = {
     ("bench", "--drafters", "all", "--controller", "abacus"): "confidence",
     ("bench", "--drafters", "all", "--drafters", "suffix"): "got 'all'",
     ("tune", "builtin", "--drafter", "abacus"): "suffix",
-    ("train", "acceptance", "--out", "out", "--drafter", "abacus"): "suffix",
     ("train", "medusa", "--out", "out", "--loss", "abacus"): "lk, kl, tv, ce",
 }
 """Command -> what its one line names, beside the value that came."""

@@ -265,7 +265,7 @@ def test_broken_and_foreign_files_are_refused(
     with pytest.raises(BadInputError, match=words) as refusal:
         make_controller(f"learned:{path}")
     assert str(path) in str(refusal.value)
-    assert "secondguess train acceptance" in str(refusal.value)
+    assert "builtin_pair acceptance" in str(refusal.value)
 
 
 def test_a_record_without_an_entry_is_refused(write: Callable[[Any], Path]) -> None:

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from checkpoints import write_tokenizer
 from secondguess.api import load
 from secondguess.checkpoint.weights import hash_weights
-from secondguess.cli.train_heads import LOSSES
+from secondguess.cli.train import LOSSES
 from secondguess.errors import BadInputError
 from secondguess.heads.files import read_provenance
 from secondguess.train.losses import OBJECTIVES

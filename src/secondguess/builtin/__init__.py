@@ -1,7 +1,7 @@
 """Built-in models that are distributed with the package.
 
 - A target and its draft model in Transformers format, made by `tools/builtin_pair`.
-- A predictor of acceptance probabilities for this pair, made by ``secondguess train acceptance``.
+- A predictor of acceptance probabilities for this pair, made by `tools/builtin_pair`.
 - Drafter heads for the target, one folder each, made by ``secondguess train KIND``.
 """
 

@@ -129,7 +129,7 @@ class Predictor:
         Raises:
             BadInputError: no such file, or not a complete predictor of this schema.
         """
-        advice = "make one with `secondguess train acceptance`"
+        advice = "make one with `python -m builtin_pair acceptance` (tools/)"
         try:
             with path.open("rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)

@@ -1,6 +1,6 @@
 """Training recipes: one frozen dataclass per kind of drafter, with fields that `--set` can change.
 
-A new kind needs a class, one line in `RECIPES`, and one in `SUMMARIES` of `cli/train_heads.py`.
+A new kind needs a class, one line in `RECIPES`, and one in `SUMMARIES` of `cli/train.py`.
 """
 
 from __future__ import annotations

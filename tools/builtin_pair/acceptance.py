@@ -1,4 +1,4 @@
-"""`secondguess train acceptance`: train a predictor of acceptance from a drafter's probabilities.
+"""Training of the predictor that the controller `learned` reads, for any target and draft model.
 
 The target generates text, the drafter drafts at every position of it, and each node is labelled
 with the probability that the target accepts it. The fit is in `acceptance_fit.py`.
@@ -15,22 +15,21 @@ import numpy
 import torch
 from torch import Tensor
 
+from builtin_pair.acceptance_fit import Drafts, fit
 from secondguess.api import LLM, encode, load
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.predictor import PathFeatures, Predictor
-from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, Row, Verdict
+from secondguess.core import Candidate, Draft, Plan, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters import draft_model_paths
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
-from secondguess.names import check_range
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
-from secondguess.train.acceptance_fit import Drafts, fit
 from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts
 from secondguess.verifiers.base import Exactness, Verifier, likelihood_ratios, query_depths
 from secondguess.workloads.loading import Workload, load_workload
@@ -60,14 +59,11 @@ class AcceptanceRecipe:
         depth: draft length at every position.
         seed: seed of the texts and of the network's initial weights.
         reject_weight: weight of rejections in the loss.
-
-    Raises:
-        BadInputError: a value out of range.
     """
 
-    model: str
-    drafter: str
-    prompts: str
+    model: str = "builtin"
+    drafter: str = "model:builtin-draft"
+    prompts: str = STANDARD_LIBRARY
     num_prompts: int = 100
     num_tokens: int = 64
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -75,17 +71,6 @@ class AcceptanceRecipe:
     seed: int = 0
     dtype: str = "auto"
     reject_weight: float = 6.0
-
-    def __post_init__(self) -> None:
-        check_range("the number of prompts", self.num_prompts, HELD_OUT_EVERY, 100_000)
-        check_range("the number of tokens per prompt", self.num_tokens, 1, 100_000)
-        check_range("the draft depth", self.depth, 1, MAX_DRAFT_LENGTH)
-        check_range("the seed", self.seed, 0, 2**31 - 1)
-        check_range("the weight of rejections", self.reject_weight, 0.1, 100)
-        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
-            raise BadInputError(f"expected temperatures, each once, got {list(self.temperatures)}")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)
 
     @property
     def manners(self) -> list[tuple[float, bool]]:
@@ -101,8 +86,8 @@ def train_acceptance(recipe: AcceptanceRecipe, report: Report) -> Predictor:
     """Record drafts, fit and calibrate a predictor, and return it with its provenance.
 
     Raises:
-        BadInputError: prompts that cannot be read or do not fit the models, or a drafter without
-            probabilities or of trees.
+        BadInputError: prompts that cannot be read or do not fit the models, or a drafter without a
+            model or of trees.
         CheckpointError: a model that cannot be loaded.
     """
     workload = _read_workload(recipe)

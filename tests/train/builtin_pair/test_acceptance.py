@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,13 @@ import numpy
 import pytest
 import torch
 
+from builtin_pair.acceptance import (
+    AcceptanceRecipe,
+    DraftRecorder,
+    acceptance_probs,
+    record,
+    train_acceptance,
+)
 from secondguess.controllers import make_controller
 from secondguess.controllers.predictor import FEATURES, Predictor
 from secondguess.core import Draft, Row, Verdict
@@ -22,13 +30,7 @@ from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise, Noise
 from secondguess.sampling.probs import compute_target_probs
-from secondguess.train.acceptance_training import (
-    AcceptanceRecipe,
-    DraftRecorder,
-    acceptance_probs,
-    record,
-    train_acceptance,
-)
+from secondguess.train import stdlib_prompts
 from secondguess.train.stdlib_prompts import MAX_PROMPT_CHARACTERS, standard_library_prompts
 from secondguess.verifiers import make_verifier
 from secondguess.workloads.loading import BUILTIN_PROMPTS
@@ -152,7 +154,10 @@ def test_drafts_cut_by_the_context_of_the_draft_model_are_left_out() -> None:
     assert len(drafts) == 4
 
 
-def test_the_prompts_come_from_the_standard_library() -> None:
+def test_the_prompts_come_from_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = stdlib_prompts._sources
+    # A quarter of the library: parsing all of it takes seconds.
+    monkeypatch.setattr(stdlib_prompts, "_sources", lambda library: islice(sources(library), 0, None, 4))
     workload = standard_library_prompts(40)
     assert len(set(workload.prompts)) == 40
     assert all(0 < len(prompt) <= MAX_PROMPT_CHARACTERS for prompt in workload.prompts)
@@ -165,124 +170,54 @@ def test_the_prompts_come_from_the_standard_library() -> None:
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> Path:
+def recipe(tmp_path: Path, tiny_checkpoint: Path, tiny_draft_checkpoint: Path) -> AcceptanceRecipe:
+    """A few positions of six prompts on the tiny pair."""
     path = tmp_path / "some.jsonl"
     texts = ["def quicksort(items):", "class Stack:", "import ", "return [*", "print(", "self.items"]
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
+    drafter = f"model:{tiny_draft_checkpoint}"
+    return AcceptanceRecipe(str(tiny_checkpoint), drafter, str(path), num_tokens=4, depth=3, seed=3)
 
 
-@pytest.fixture
-def command(
-    prompts: Path, tmp_path: Path, tiny_checkpoint: Path, tiny_draft_checkpoint: Path
-) -> dict[str, Any]:
-    return {
-        "--model": tiny_checkpoint,
-        "--drafter": f"model:{tiny_draft_checkpoint}",
-        "--prompts": prompts,
-        "--out": tmp_path / "predictor.json",
-        "--max-tokens": 4,
-        "--depth": 3,
-    }
-
-
-def words(options: dict[str, Any]) -> list[Any]:
-    return [word for pair in options.items() for word in pair]
-
-
-def test_the_command_writes_a_predictor_for_the_controller(
-    secondguess_command: Any, command: dict[str, Any], tmp_path: Path
+def test_a_predictor_is_trained_for_the_controller(
+    secondguess_command: Any, recipe: AcceptanceRecipe, tmp_path: Path
 ) -> None:
-    done = secondguess_command("train", "acceptance", *words(command), "--seed", 3)
-    assert (done.code, done.err) == (0, "")
-    assert "recording, temperature 0: 6 of 6 prompts" in done.out
-    assert "recording, temperature 1, coupled: 6 of 6 prompts" in done.out
-    assert "held out calibration error" in done.out
-    path = command["--out"]
+    lines: list[str] = []
+    path = tmp_path / "predictor.json"
+    path.write_text(train_acceptance(recipe, lines.append).to_json())
+    assert "recording, temperature 0: 6 of 6 prompts" in lines
+    assert "recording, temperature 1, coupled: 6 of 6 prompts" in lines
     provenance = Predictor.read(path).provenance
     assert provenance["temperatures"] == [0.0, 1.0]
     assert (provenance["seed"], provenance["num_prompts"], provenance["depth"]) == (3, 6, 3)
     # One prompt of six is held out; 4 positions of 3 nodes under 3 conditions.
     assert (provenance["num_training_nodes"], provenance["num_held_out_nodes"]) == (5 * 36, 36)
     assert str(tmp_path) not in path.read_text()
-    assert make_controller(f"learned:{path},length=4").name.startswith(f"learned:{path}")
     answer = secondguess_command(
-        "generate", "x", "--model", command["--model"], "--drafter", command["--drafter"],
+        "generate", "x", "--model", recipe.model, "--drafter", recipe.drafter,
         "--controller", f"learned:{path}", "--max-tokens", 5, "--json",
     )  # fmt: skip
     assert answer.code == 0
 
 
-def test_the_command_uses_its_options(
-    secondguess_command: Any, command: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[AcceptanceRecipe] = []
-
-    def stop(recipe: AcceptanceRecipe, report: object) -> None:
-        seen.append(recipe)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("secondguess.train.acceptance_training.train_acceptance", stop)
-    more = ["--temperature", 0.5, "--temperature", 0, "--num-prompts", 9, "--reject-weight", 2]
-    done = secondguess_command(
-        "train", "acceptance", *words(command), *more, "--seed", 4, "--dtype", "float32"
-    )
-    # Ctrl-C leaves no file.
-    assert (done.code, done.out) == (130, "")
-    assert not list(command["--out"].parent.glob("*predictor*"))
-    (recipe,) = seen
-    assert (recipe.temperatures, recipe.num_prompts, recipe.num_tokens) == ((0.5, 0.0), 9, 4)
-    assert (recipe.seed, recipe.depth, recipe.dtype) == (4, 3, "float32")
-    assert recipe.reject_weight == 2
-    assert recipe.manners == [(0.5, False), (0.5, True), (0.0, False)]
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"--out": "nowhere/predictor.json"}, "an existing folder for --out"),
-        ({"--prompts": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"--drafter": "suffix"}, "a drafter with a model"),
-        ({"--drafter": "model:nowhere"}, "nowhere"),
-        ({"--model": "nowhere"}, "nowhere"),
-        ({"--max-tokens": 0}, "tokens per prompt between 1"),
-        ({"--max-tokens": 400}, "leave room for a prompt in the context of 256"),
-        ({"--num-prompts": 4}, "prompts between 5"),
-        ({"--depth": 65}, "between 1 and 64"),
-        ({"--seed": -1}, "the seed between 0"),
-        ({"--temperature": "nan"}, "temperature"),
-        ({"--reject-weight": 0}, "the weight of rejections between 0.1"),
+        ({"prompts": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"drafter": "suffix"}, "a drafter with a model"),
+        ({"num_tokens": 400}, "leave room for a prompt in the context of 256"),
     ],
 )
-def test_invalid_options_of_the_command_are_refused(
-    secondguess_command: Any, command: dict[str, Any], changes: dict[str, Any], expected: str
+def test_invalid_settings_are_refused(
+    recipe: AcceptanceRecipe, changes: dict[str, Any], expected: str
 ) -> None:
-    done = secondguess_command("train", "acceptance", *words(command | changes))
-    assert done.code == 2
-    assert expected in done.err
-    assert done.err.count("\n") == 1
-    assert not command["--out"].exists()
+    with pytest.raises(BadInputError, match=expected):
+        train_acceptance(replace(recipe, **changes), lambda line: None)
 
 
-def test_a_drafter_of_trees_is_refused(secondguess_command: Any, command: dict[str, Any]) -> None:
-    trees = command | {"--drafter": command["--drafter"] + ",tree=2x2"}
-    done = secondguess_command("train", "acceptance", *words(trees))
-    assert done.code == 2
-    assert "expected a drafter of chains" in done.err
-
-
-def test_a_target_without_a_drafter_is_refused(secondguess_command: Any, command: dict[str, Any]) -> None:
-    del command["--drafter"]
-    done = secondguess_command("train", "acceptance", *words(command))
-    assert done.code == 2
-    assert "--drafter model:PATH" in done.err
-
-
-def test_too_few_prompts_and_equal_temperatures_are_refused(prompts: Path, command: dict[str, Any]) -> None:
-    prompts.write_text('{"prompt": "x"}\n')
-    recipe = AcceptanceRecipe(str(command["--model"]), command["--drafter"], str(prompts))
+def test_a_drafter_of_trees_and_too_few_prompts_are_refused(recipe: AcceptanceRecipe) -> None:
+    with pytest.raises(BadInputError, match="expected a drafter of chains"):
+        train_acceptance(replace(recipe, drafter=f"{recipe.drafter},tree=2x2"), lambda line: None)
+    Path(recipe.prompts).write_text('{"prompt": "x"}\n')
     with pytest.raises(BadInputError, match=r"at least 5 prompts .* got 1"):
         train_acceptance(recipe, lambda line: None)
-    for temperatures in ((), (1.0, 1.0)):
-        with pytest.raises(BadInputError, match="temperatures, each once"):
-            AcceptanceRecipe("m", "model:d", "p", temperatures=temperatures)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from secondguess.controllers.predictor import FEATURES, KIND, SCHEMA, Predictor
-from secondguess.train.acceptance_fit import (
+from builtin_pair.acceptance_fit import (
     AcceptanceNet,
     Drafts,
     calibrate,
@@ -17,6 +16,7 @@ from secondguess.train.acceptance_fit import (
     fit,
     weighted_loss,
 )
+from secondguess.controllers.predictor import FEATURES, KIND, SCHEMA, Predictor
 
 
 def predictor_of(net: AcceptanceNet) -> Predictor:
